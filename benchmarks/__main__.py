@@ -24,6 +24,8 @@ from benchmarks import (
     books,
     bridge,
     compiling,
+    conformance,
+    failures,
     gpu_tune,
     kernels,
     prefixes,
@@ -45,6 +47,7 @@ from benchmarks import speculative as speculative_decoding
 from benchmarks.harness import Report, require_green
 from benchmarks.llamacpp_peer import require_llamacpp
 from benchmarks.workloads import MODELS
+from tests.failure.scenes import SET_UPS
 
 app = typer.Typer(add_completion=False, help=__doc__)
 Quick = Annotated[bool, typer.Option("--quick", help="Smaller, coarser, under a minute.")]
@@ -328,6 +331,28 @@ def fleet(quick: Quick = False, out: Out = None) -> None:
 def parity(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Compare the logits of every architecture with those of transformers."""
     _run(architectures.parity, (), quick, out, threads)
+
+
+@app.command(name="conformance")
+def conformance_(
+    examples: Annotated[int, typer.Option("--examples", min=1, help="Histories of each promise.")] = 10,
+) -> None:
+    """Write the docs' table of the promises that other libraries' memories keep; those that are installed."""
+    conformance.write_page(conformance.conformance(examples), conformance.PAGE)
+
+
+@app.command(name="failures")
+def failures_(
+    every: Annotated[int, typer.Option("--every", min=1, help="Each n-th point of a call alone.")] = 1,
+    set_up: Annotated[list[str] | None, typer.Option("--set-up", help="One of them; may be repeated.")] = None,
+    out: Out = None,
+) -> None:
+    """Let each allocation, kernel, layer, file call and callback of every public call fail, one after the other."""
+    unknown = [name for name in set_up or () if name not in SET_UPS]
+    if unknown:
+        raise typer.BadParameter(f"{unknown} are none of {', '.join(SET_UPS)}", param_hint="--set-up")
+    if not failures.failures(set_up or SET_UPS, every, out):
+        raise typer.Exit(1)
 
 
 @app.command(name="table")

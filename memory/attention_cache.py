@@ -107,13 +107,14 @@ class AttentionCache:
         copies = list(zip(shared.tolist(), last_pages.tolist(), fresh[:taken].tolist(), strict=True))
         changed: dict[int, Int64s] = {}
         for i in n_new.nonzero()[0].tolist():
-            n = int(n_new[i])
-            changed[i] = tables[i] = np.concatenate([tables[i], fresh[taken : taken + n]])
-            taken += n
+            start, taken = taken, taken + int(n_new[i])
+            changed[i] = tables[i] = np.concatenate([tables[i], fresh[start:taken]])
         for i, _, new in copies:
             changed[i] = tables[i] = tables[i].copy()
             tables[i][-1 - n_new[i]] = new
         try:
+            for i, table in changed.items():  # so that `commit` cannot fail
+                self._table.reserve(slots[i], len(table) - int(n_new[i]) - (i in shared), len(table))
             if first_read is not None:
                 held_from = [self._first_page.get(slot, 0) for slot in slots]
                 tables = [t[n - own :] for t, n, own in zip(tables, first_read.tolist(), held_from, strict=True)]
@@ -389,9 +390,8 @@ class AttentionCache:
         if not 0 <= (oldest := self._oldest.get(slot, 0)) <= self.grid.oldest_wanted(np.array(peak)):
             raise IntegrityError(f"slot {slot} has rows from {oldest} on, its peak {peak} needs older ones")
         if n_pages + first != ceil_div(length, page_tokens):
-            raise IntegrityError(
-                f"slot {slot} holds {length} tokens in {n_pages} pages of {page_tokens} from page {first} on"
-            )
+            pages = f"{n_pages} pages of {page_tokens} from page {first} on"
+            raise IntegrityError(f"slot {slot} holds {length} tokens in {pages}")
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool = True) -> None:
         for slot, length in lengths.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from threading import RLock
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
@@ -19,6 +20,7 @@ from memory.sequences.batch import TokenLists, pack
 from memory.sequences.interrupts import uninterrupted, uninterrupted_call
 from memory.sequences.ledger import Ledger
 from memory.sequences.lifetime import Lifetime
+from memory.sequences.locking import locked
 from memory.sequences.reach import nearest_position, out_of_reach, position_before
 from memory.sequences.room import Room
 from memory.specs import MemorySpec
@@ -71,6 +73,7 @@ class Coordinator(Lifetime):
         host_pages: PagesOnHost | None,
     ) -> None:
         super().__init__()
+        self.lock = RLock()
         self.spec = spec
         self.layers = layers
         self.places = places
@@ -83,6 +86,7 @@ class Coordinator(Lifetime):
 
     # Steps
 
+    @locked
     def begin(self, step: EnteredStep) -> None:
         """Allocate a step's blocks and hand them to it. Raises CapacityError or SequenceError with nothing changed."""
         ledger = self.ledger
@@ -106,6 +110,7 @@ class Coordinator(Lifetime):
             n_tokens = len(packed.token_ids)
             raise self.room.lack(packed.slots, packed.counts, n_tokens, least_bytes=error.needed) from None
 
+    @locked
     def commit(self, opened: OpenStep, kept: Int64s) -> None:
         """Move the sequences of a step on by the first kept[i] (S,) of their new tokens."""
         with uninterrupted():
@@ -115,6 +120,7 @@ class Coordinator(Lifetime):
             finally:
                 self._settle(opened)
 
+    @locked
     def abort(self, opened: OpenStep) -> None:
         """Leave the sequences of a step as they were."""
         if self.why_ended:  # in a forked child: the step is the parent's
@@ -133,6 +139,7 @@ class Coordinator(Lifetime):
         if opened.stage is not None:
             opened.stage.close()
 
+    @locked
     def abort_abandoned(self) -> bool:
         """Abort steps whose `with` block was left by an interrupt before their `__exit__`. True if there was any."""
         abandoned = [opened for opened in self.open_steps if opened.block() is None]
@@ -166,6 +173,12 @@ class Coordinator(Lifetime):
 
     # Opening, copying and closing
 
+    def end(self, why: str, *, keeps: bool = False) -> None:
+        """See `Lifetime.end`. In a forked child, the thread that held the lock is not there to release it."""
+        super().end(why, keeps=keeps)
+        self.lock = RLock()
+
+    @locked
     def close(self) -> None:
         """See `HybridMemory.close`."""
         if self.why_ended:
@@ -180,6 +193,7 @@ class Coordinator(Lifetime):
             self.store.give_back()
             self.end("this memory is closed; make another one")
 
+    @locked
     def open(self, encoder: Encoded | None, held: uninterrupted_call) -> Sequence:
         """See `HybridMemory.open`."""
         cross_attention: Any = self.layers.get("cross-attention")
@@ -198,6 +212,7 @@ class Coordinator(Lifetime):
             raise
         return sequence
 
+    @locked
     def close_one(self, sequence: Sequence) -> None:
         """See `HybridMemory.close`."""
         self.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
@@ -206,6 +221,7 @@ class Coordinator(Lifetime):
             self.ledger.close(sequence)
             self.swapped.drop(sequence.slot)  # last: a file system may refuse
 
+    @locked
     def copy(self, sequence: Sequence, held: uninterrupted_call, *, is_checkpoint: bool) -> Sequence:
         """Make a new sequence or checkpoint at the same position, on the same blocks. Raises SequenceError."""
         self.ledger.check_usable(sequence, to_advance=False)
@@ -228,6 +244,7 @@ class Coordinator(Lifetime):
         self.layers.share(np.array([s.slot for s in sources]), np.array([s.slot for s in targets]))
         self.ledger.copy(sources, targets, self.layers.horizon)
 
+    @locked
     def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
         """See `HybridMemory.reorder`."""
         if not isinstance(moves, Mapping):
@@ -241,6 +258,7 @@ class Coordinator(Lifetime):
 
     # Going back
 
+    @locked
     def rollback(self, sequence: Sequence, to: int | Sequence | None, n_tokens: int | None) -> None:
         """See `HybridMemory.rollback`."""
         ledger, layers = self.ledger, self.layers
@@ -286,6 +304,7 @@ class Coordinator(Lifetime):
         """Find the nearest reachable position <= to, and the handle whose blocks hold it (None at position 0)."""
         return nearest_position(self.ledger, sequence, to, self.horizon_of(sequence))
 
+    @locked
     def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool) -> None:
         """See `HybridMemory.drop`."""
         ledger = self.ledger
@@ -302,6 +321,7 @@ class Coordinator(Lifetime):
 
     # Looking inside
 
+    @locked
     def inventory(self, *sequences: Sequence) -> Inventory:
         """See `Counters.inventory`."""
         chosen = list(sequences or self.ledger.handles.values())
@@ -309,6 +329,7 @@ class Coordinator(Lifetime):
         swapped_bytes = np.array([self.ledger.bytes_away(slot) for slot in slots.tolist()], np.int64)
         return Inventory.of(self.store.arena, chosen, self.ledger.lengths[slots], swapped_bytes, self.layers, slots)
 
+    @locked
     def host_inventory(self, *sequences: Sequence) -> Inventory | None:
         """See `Counters.host_inventory`."""
         if self.host_pages is None:
@@ -323,6 +344,7 @@ class Coordinator(Lifetime):
         self.ledger.check_slot(slot)
         self.layers.check_slot(slot, int(self.ledger.lengths[slot]), int(self.ledger.peaks[slot]))
 
+    @locked
     def check(self) -> None:
         """See `HybridMemory.check`."""
         self.abort_abandoned()

@@ -85,6 +85,11 @@ def token_bytes(memory: HybridMemory) -> int:
     return memory.counters.token_bytes
 
 
+def lock_of(memory: HybridMemory) -> Any:
+    """Return the lock that a thread holds while it reads or writes the books."""
+    return memory._coordinator.lock
+
+
 def peak_of(memory: HybridMemory, sequence: Sequence) -> int:
     """Return the furthest position that a sequence has reached, from which the rollback window counts."""
     return int(memory._coordinator.ledger.peaks[sequence.slot])

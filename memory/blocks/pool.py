@@ -11,7 +11,7 @@ from weakref import WeakSet
 import numpy as np
 
 from memory.blocks.arena import Arena
-from memory.blocks.arrays import Int64s
+from memory.blocks.arrays import EMPTY, Int64s
 from memory.errors import CapacityError, IntegrityError
 
 
@@ -75,13 +75,15 @@ class BlockPool:
 
     def allocate(self, n: int) -> Int64s:
         """Allocate `n` blocks with one reference each; return ids (n,). Raises CapacityError with nothing allocated."""
-        addresses = self._arena.allocate_many(n, self.block_bytes, from_top=self._from_top)
+        arena, needed = self._arena, n * self.block_bytes
+        # The ids come first, because their tables may have to grow: what fails then has taken no bytes.
+        ids = self._next_ids(n) if needed <= arena.free_bytes else EMPTY
+        addresses = arena.allocate_many(len(ids), self.block_bytes, from_top=self._from_top)
         if len(addresses) < n:
             for address in addresses:
-                self._arena.free(address, self.block_bytes)
-            arena, needed = self._arena, n * self.block_bytes
+                arena.free(address, self.block_bytes)
             raise CapacityError.of(f"{n} x {self.name} need", needed, arena.free_bytes, arena.unit)
-        ids = np.array(self._take_ids(n), np.int64)
+        del self._free_ids[len(self._free_ids) - n :]
         self.addresses[ids], self.counts[ids] = addresses, 1
         self.n_used += n
         for first, end, (start,) in _runs(self.block_bytes, np.sort(self.addresses[ids])):
@@ -146,15 +148,12 @@ class BlockPool:
         if self.n_used != int((self.counts > 0).sum()):
             raise IntegrityError(f"{self.name} counts {self.n_used} blocks in use, {int((self.counts > 0).sum())} are")
 
-    def _take_ids(self, n: int) -> list[int]:
-        """Take `n` free ids; the tables grow if there are too few."""
+    def _next_ids(self, n: int) -> Int64s:
+        """Return the `n` free ids that are taken next; the tables grow if there are too few."""
         while len(self._free_ids) < n:
             n_ids = len(self.counts)
-            self.addresses, self.counts = (
-                np.concatenate([column, np.zeros(n_ids, np.int64)]) for column in (self.addresses, self.counts)
-            )
-            self._free_ids[:0] = range(2 * n_ids - 1, n_ids - 1, -1)
-        left = len(self._free_ids) - n
-        taken = self._free_ids[left:][::-1]
-        del self._free_ids[left:]
-        return taken
+            room = np.zeros(n_ids, np.int64)
+            addresses, counts = (np.concatenate([column, room]) for column in (self.addresses, self.counts))
+            free_ids = [*range(2 * n_ids - 1, n_ids - 1, -1), *self._free_ids]
+            self.addresses, self.counts, self._free_ids = addresses, counts, free_ids
+        return np.array(self._free_ids[len(self._free_ids) - n :][::-1], np.int64)

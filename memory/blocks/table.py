@@ -130,6 +130,16 @@ class BlockTable:
         row = self._rows.get(slot)
         self.replace(slot, 0 if row is None else len(row), ids)
 
+    def reserve(self, slot: int, at: int, end: int) -> None:
+        """Make room for a slot's blocks number [at, end), so that `replace` cannot fail there."""
+        row = self._rows.get(slot)
+        if row is None or not row.buffer.may_write(slot, row.start + at, row.start + end):
+            room = np.empty(2 * end + 16, np.int64)
+            ids = self[slot]
+            room[: len(ids)] = ids
+            self._leave(slot)
+            self._rows[slot] = _Row(_Buffer(room, slot), 0, len(ids))
+
     def replace(self, slot: int, at: int, ids: Int64s) -> None:
         """Make a slot refer to these blocks from its block number `at` on, instead of those that it has there.
 
@@ -154,15 +164,23 @@ class BlockTable:
         """Release a slot's blocks behind the first `n_kept`."""
         row = self._rows.get(slot)
         if row is not None and n_kept < len(row):
-            self.pool.release(row.ids[n_kept:])
             self._rows[slot] = row.cut(0, n_kept)
+            self._release(row.cut(n_kept, len(row)))
 
     def release(self, slot: int) -> None:
         """Release all blocks of a slot."""
         for column in self.numbers.values():
             column.pop(slot, None)
-        self.pool.release(self[slot])
+        row = self._rows.get(slot)
         self._leave(slot)
+        if row is not None:
+            self._release(row)
+
+    def _release(self, row: _Row) -> None:
+        """Release the blocks of a row; its ids are not joined, as that would take memory."""
+        self.pool.release(row.buffer.ids[row.start : row.end])
+        if row.last >= 0:
+            self.pool.release(np.array([row.last]))
 
     def _leave(self, slot: int) -> None:
         """Forget where the ids of a slot are."""
@@ -178,9 +196,8 @@ class BlockTable:
             for _, source in pairs
         ]  # fmt: skip
         shared = [None if row is None else row.shared() for row, _ in held]
-        for row in shared:
-            if row is not None:
-                self.pool.retain(row.ids)
+        for ids in [row.ids for row in shared if row is not None]:  # all first: what fails then has changed nothing
+            self.pool.retain(ids)
         for (slot, _), row, (_, values) in zip(pairs, shared, held, strict=True):
             self.release(slot)
             if row is not None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -21,6 +22,7 @@ from memory.interface import Sequence
 from memory.layer_memories import Held, LayerMemories
 from memory.sequences.folding import TailRules
 from memory.sequences.interrupts import uninterrupted_call
+from memory.sequences.locking import locked
 from memory.specs import MemorySpec
 from memory.storage.family_files import (
     Member,
@@ -104,10 +106,15 @@ class Archive:
 
     # Saving
 
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        return self._coordinator.lock
+
     def _about(self, spec: MemorySpec) -> dict[str, Any]:
         about = {"signature": signature_of(spec, self._page_tokens, self._rules), "model": spec.model}
         return about | ({} if spec.weights is None else {"weights": spec.weights})
 
+    @locked
     def save(self, sequence: Sequence, path: object, checkpoints: Checkpoints, forks: Forks) -> None:
         """See `HybridMemory.save`."""
         ledger, spec = self._coordinator.ledger, self._coordinator.spec
@@ -161,6 +168,7 @@ class Archive:
         """See `HybridMemory.load`; with `only_first`, open the first member of a file alone."""
         return self._open(self._read(path, only_first=only_first), held)
 
+    @locked
     def _open(self, saved: SavedFamily, held: uninterrupted_call) -> Family:
         opened = list[Sequence]()
         with held:

@@ -110,9 +110,14 @@ def _open_beside(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         beside = path.with_name(f"{path.name}.{uuid4().hex}.part")
         file = open(beside, "xb", opener=lambda name, flags: os.open(name, flags, _OWNER_ONLY))
-        _lock(file.fileno(), shared=False, waits=True)
-        if os.fstat(file.fileno()).st_nlink:
-            return beside, file
+        try:
+            _lock(file.fileno(), shared=False, waits=True)
+            if os.fstat(file.fileno()).st_nlink:
+                return beside, file
+        except BaseException:
+            file.close()
+            beside.unlink(missing_ok=True)
+            raise
         file.close()  # another process removed it as abandoned before it was locked
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from memory.errors import SequenceError, SpecError
 from memory.interface import Sequence
 from memory.layer_memories import Leaving, Snapshot
 from memory.sequences.interrupts import uninterrupted
+from memory.sequences.locking import locked
 
 
 class Swapping:
@@ -37,6 +40,10 @@ class Swapping:
         """Fill an empty slot with what the snapshot holds, beside blocks that it shares. Raises CapacityError."""
         self._memory.room.make(lambda: self._memory.layers.restore(slot, snapshot, self._memory.store, shared))
 
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        return self._memory.lock
+
     def _leaving(self, sequence: Sequence) -> Leaving:
         slot, length = sequence.slot, int(self._memory.ledger.lengths[sequence.slot])
         ids, live = self._memory.layers.blocks_of(slot), self._memory.layers.live_rows(slot, length)
@@ -45,6 +52,7 @@ class Swapping:
                 ids[pool], live[pool] = np.full(len(far), -1), np.zeros((len(far), 1), np.bool_)
         return Leaving(slot, ids, live)
 
+    @locked
     def block_keys(self, checkpoint: Sequence) -> dict[str, Int64s]:
         """Return for each block of a checkpoint a number that only blocks with the same bytes outside have.
 
@@ -54,6 +62,7 @@ class Swapping:
             return self._memory.swapped.keys_of(checkpoint.slot)
         return self._memory.swapped.inside_keys(self._leaving(checkpoint))
 
+    @locked
     def swap_out(self, sequence: Sequence, relatives: Iterable[Sequence]) -> None:
         """See `HybridMemory.swap_out`."""
         self._memory.ledger.check_usable(sequence, to_advance=False)
@@ -69,6 +78,7 @@ class Swapping:
             self._memory.ledger.send_away(slot, self._memory.layers.horizon(slot), n_bytes)
             self._memory.layers.release(slot)
 
+    @locked
     def swap_in(self, sequence: Sequence) -> None:
         """See `HybridMemory.swap_in`."""
         self._memory.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
@@ -96,6 +106,7 @@ class Swapping:
             if other.is_checkpoint and other is not sequence and not (other.is_swapped or other.is_on_host)
         ]  # fmt: skip
 
+    @locked
     def move(self, sequence: Sequence, *, to_host: bool) -> None:
         """See `HybridMemory.to_host` and `to_device`."""
         self._memory.ledger.check_usable(sequence, to_advance=False)

@@ -45,15 +45,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Takes the newest tokens back, or all if there are not so many.
-
-    Attributes:
-        is_far: the kit expects that it may be refused, and counts that as a fair answer.
-    """
+    """Takes the newest tokens back, or all if there are not so many."""
 
     name: str
     n_tokens: int
-    is_far: bool = False
 
 
 @dataclass(frozen=True)

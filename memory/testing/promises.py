@@ -10,7 +10,6 @@ from memory.testing.histories import (
     Close,
     CloseAll,
     Fork,
-    History,
     Misuse,
     Open,
     Operation,
@@ -42,14 +41,15 @@ class Promise:
 
     Attributes:
         group: the invariant of the design that it belongs to.
-        needs: the operation without which it says nothing, by its class's name.
+        needs: the operation without which it says nothing, by its class's name; or "Fault", of a layer,
+            or "Answer", to the question whether it can.
         make: draws a history.
     """
 
     name: str
     group: str
     needs: str
-    make: Callable[[Draw], History]
+    make: _Make
 
 
 class Draw:
@@ -77,12 +77,14 @@ class Draw:
         return self.random.randint(1, self.setting.window)
 
 
+_Make = Callable[[Draw], list[Operation]]
 PROMISES: dict[str, Promise] = {}
 
 
-def _promise(name: str, group: str, needs: str) -> Callable[[Callable[[Draw], list[Operation]]], None]:
-    def register(make: Callable[[Draw], list[Operation]]) -> None:
-        PROMISES[name] = Promise(name, group, needs, lambda draw: tuple(make(draw)))
+def _promise(name: str, group: str, needs: str) -> Callable[[_Make], _Make]:
+    def register(make: _Make) -> _Make:
+        PROMISES[name] = Promise(name, group, needs, make)
+        return make
 
     return register
 
@@ -109,13 +111,13 @@ def _bad_positions(d: Draw) -> list[Operation]:
     return [*d.prompt(), *bad, *d.ones("a", 3)]
 
 
-@_promise("a rollback from afar is exact, or refused and changes nothing", "plan, then apply", "Step")
+@_promise("a rollback from afar is exact, or refused with nothing changed", "plan, then apply", "Step")
 def _far(d: Draw) -> list[Operation]:
-    far = [Rollback("a", d.random.randint(9, 50), is_far=True) for _ in range(2)]
+    far = [Rollback("a", d.random.randint(9, 50)) for _ in range(2)]
     return [*d.prompt(least=30, most=60), *d.ones("a", 3), far[0], *d.ones("a", 2), far[1], *d.ones("a", 2)]
 
 
-@_promise("a step that fails in any layer changes nothing", "coherence", "Step")
+@_promise("a step that fails in any layer changes nothing", "coherence", "Fault")
 def _failed_step(d: Draw) -> list[Operation]:
     found = [*d.prompt("a"), *d.prompt("b")]
     for n in range(4):
@@ -137,7 +139,7 @@ def _part(d: Draw) -> list[Operation]:
 
 @_promise("a sequence can go back twice, and back and forth", "exactness", "Rollback")
 def _back_and_forth(d: Draw) -> list[Operation]:
-    n_tokens, found = d.back(), d.prompt()
+    n_tokens, found = d.random.randint(2, d.setting.window), d.prompt()
     for _ in range(2):
         found += [*d.ones("a", n_tokens), Rollback("a", n_tokens // 2), Rollback("a", n_tokens - n_tokens // 2)]
     return [*found, *d.ones("a", 4)]
@@ -151,7 +153,13 @@ def _begin_again(d: Draw) -> list[Operation]:
 @_promise("a saved sequence goes on as it was", "exactness", "Reload")
 def _saved(d: Draw) -> list[Operation]:
     found = [*d.prompt("a"), *d.ones("a", 3), *d.prompt("b"), Reload("a", anew=d.random.random() < 0.5)]
-    return [*found, *d.ones("a", 2), *d.ones("b", 2), Rollback("a", d.back(), is_far=True), *d.ones("a", 2)]
+    return [*found, *d.ones("a", 2), *d.ones("b", 2)]
+
+
+@_promise("a saved sequence can go back", "exactness", "Reload")
+def _saved_back(d: Draw) -> list[Operation]:
+    found = [*d.prompt(), *d.ones("a", 3), Reload("a", anew=d.random.random() < 0.5)]
+    return [*found, Rollback("a", d.random.randint(1, 3)), *d.ones("a", 3)]
 
 
 @_promise("a batch of any lengths is as each sequence alone", "isolation", "Step")
@@ -204,17 +212,17 @@ def _neighbours(d: Draw) -> list[Operation]:
     return [*found, *d.prompt("last"), *d.ones("last", 2), *d.ones("witness", 2)]
 
 
-@_promise("it says what it can", "no lies", "Rollback")
+@_promise("it says what it can", "no lies", "Answer")
 def _can(d: Draw) -> list[Operation]:
     found = [*d.prompt(most=30), *d.ones("a", 2)]
     for n_tokens in d.random.sample(range(1, 3 * d.setting.window), 3):
-        found += [Fork("a", f"f{n_tokens}"), Rollback("a", n_tokens, is_far=True), *d.ones("a", 1)]
+        found += [Fork("a", f"f{n_tokens}"), Rollback("a", n_tokens), *d.ones("a", 1)]
     return found
 
 
 @_promise("bytes in use are those of open sequences", "no lies", "CloseAll")
 def _usage(d: Draw) -> list[Operation]:
-    found = [*d.prompt("a"), Fork("a", "b"), *d.prompt("c"), *d.ones("b", 2), Rollback("c", d.back(), is_far=True)]
+    found = [*d.prompt("a"), Fork("a", "b"), *d.prompt("c"), *d.ones("b", 2)]
     return [*found, CloseAll(), *d.prompt("d"), *d.ones("d", 2), CloseAll()]
 
 
@@ -241,7 +249,7 @@ def _any(d: Draw, names: list[str], new: str) -> Operation:
     kind = r.choices(("step", "fail", "rollback", "fork", "reorder", "reload", "close", "misuse"), _WEIGHTS)[0]
     if kind == "rollback":
         n_tokens = r.choice((d.back(), d.back(), r.randint(1, 60)))
-        return Rollback(name, n_tokens, is_far=n_tokens > d.setting.window)
+        return Rollback(name, n_tokens)
     if kind == "fork" and len(names) < 8:
         return Fork(name, new)
     if kind == "reorder":

@@ -33,11 +33,13 @@ class BrokenPromiseError(Exception):
 
     Attributes:
         at: index of the operation in its history.
+        kind: what smaller histories must show as well, not to be of another fault: the first words of the message.
     """
 
     def __init__(self, why: str, at: int) -> None:
         super().__init__(why)
         self.at = at
+        self.kind = why.split()[:3]
 
 
 class Oracle:
@@ -154,7 +156,7 @@ class Trial:
                 self._cut.discard(name)
             case Step():
                 return self._step(operation)
-            case Rollback(name, n_tokens) if name in self._handles:
+            case Rollback(name, n_tokens) if self._parts.get(name):
                 self._rollback(name, max(0, length_of(self._parts[name]) - n_tokens))
             case Fork(source, name) if source in self._handles and name not in self._handles:
                 self._handles[name] = self._adapter.fork(self._handles[source])
@@ -182,6 +184,7 @@ class Trial:
         try:
             rows = self._adapter.step(asked, fail_after=operation.fail_after)
         except InjectedError:
+            self._tally.done["Fault"] += 1
             return True
         for (name, tokens), logits in zip(requests.items(), rows, strict=True):
             self._parts[name] = (*self._parts[name], tokens)
@@ -190,6 +193,7 @@ class Trial:
 
     def _rollback(self, name: str, to: int) -> None:
         said = self._adapter.can("rollback", self._handles[name], to)
+        self._tally.done["Answer"] += said is not None
         try:
             self._adapter.rollback(self._handles[name], to)
         except RefusedError as error:
@@ -234,6 +238,8 @@ class Trial:
         for name in list(self._handles):
             self._adapter.close(self._handles.pop(name))
             del self._parts[name]
+        if self._unused is None:
+            raise AbsentError("it does not say what it uses")
         if self._usage() != self._unused:
             raise self._broken(f"no sequence is open, and it uses {self._usage()} bytes, not {self._unused}")
 

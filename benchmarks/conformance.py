@@ -1,0 +1,106 @@
+"""Writes which promises of `memory.testing` the memories of other libraries keep: a table of small random models."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from importlib import import_module, metadata
+from pathlib import Path
+
+import torch
+
+from memory.testing import PROMISES, Adapter, HybridAdapter, Result, check
+from memory.testing.subjects import attention, hybrid
+
+PAGE = Path(__file__).parent.parent / "docs" / "results" / "peers-conformance.md"
+PEERS = {"transformers": "benchmarks.peers.transformers_cache", "llama_cpp": "benchmarks.peers.llamacpp_context"}
+"""Package -> the module with its subjects."""
+_PACKAGES = {"transformers": "transformers", "llama_cpp": "llama-cpp-python"}
+_MARKS = {"passed": "passed", "failed": "**failed**", "refused": "refused"}
+
+
+def make_ours() -> Mapping[str, Callable[[], Adapter]]:
+    """Return this library's own subjects: tiny models, and the hybrid that the others have."""
+    from models.loading.load import from_transformers
+    from tests.models.hf_models import hf_model
+
+    jamba = from_transformers(hf_model("jamba"))
+    return {"attention": attention, "hybrid": hybrid, "jamba": lambda: HybridAdapter(jamba)}
+
+
+def results_of(module: str, name: str, n_examples: int, promise: str | None = None) -> list[Result]:
+    """Return the results of one subject of a peer; each has a process of its own."""
+    torch.set_num_threads(1)
+    factory = import_module(module).SUBJECTS[name]
+    return list(check(factory, PROMISES if promise is None else [promise], n_examples=n_examples))
+
+
+def conformance(n_examples: int) -> dict[str, dict[str, list[Result] | str]]:
+    """Return library -> subject -> results, or why there are none."""
+    torch.set_num_threads(1)
+    ours: dict[str, list[Result] | str] = {
+        name: list(check(factory, n_examples=n_examples)) for name, factory in make_ours().items()
+    }
+    found: dict[str, dict[str, list[Result] | str]] = {"hybrid-memory": ours}
+    for package, module in PEERS.items():
+        if importlib.util.find_spec(package) is None:
+            continue
+        found[f"{_PACKAGES[package]} {metadata.version(_PACKAGES[package])}"] = {
+            name: _in_a_process(module, name, n_examples) for name in import_module(module).SUBJECTS
+        }
+    return found
+
+
+def _in_a_process(module: str, name: str, n_examples: int) -> list[Result] | str:
+    """A peer may end its process; then this says so."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(results_of, module, name, n_examples).result()
+        except BrokenProcessPool:
+            return "its process ended before it had a result"
+
+
+def write_page(found: dict[str, dict[str, list[Result] | str]], page: Path) -> None:
+    """Write the tables and the faults that they show."""
+    parts = [_HEAD]
+    for library, subjects in found.items():
+        whole = {name: results for name, results in subjects.items() if isinstance(results, list)}
+        parts.append(f"\n## {library}\n")
+        parts.append(f"| promise | {' | '.join(whole)} |\n|---|{'---|' * len(whole)}")
+        for i, promise in enumerate(PROMISES):
+            parts.append(f"| {promise} | {' | '.join(_MARKS[results[i].verdict] for results in whole.values())} |")
+        parts.append("")
+        for name, results in subjects.items():
+            if isinstance(results, str):
+                parts.append(f"- {name}: {results}")
+        parts += [_line(name, r) for name, results in whole.items() for r in results if r.verdict == "failed"]
+        parts.append("")
+    tested = [results for subjects in found.values() for results in subjects.values() if isinstance(results, list)]
+    n_operations = sum(result.n_operations for results in tested for result in results)
+    parts.append(f"In all {n_operations:,} operations.")
+    page.write_text("\n".join(parts) + "\n")
+
+
+def _line(name: str, result: Result) -> str:
+    why = result.why.split("\n")[0]
+    return f"- {name}, {result.promise.name}: {why[:160]} (seed {result.seed})."
+
+
+_HEAD = """# Conformance of peers
+
+Which promises of [`memory.testing`](../how-to/testing-a-memory.md) the memories of other libraries keep, on small
+random models. `python -m benchmarks conformance` writes this page; the promises are those of this library, and not
+all that others promise: a call that is not there, or that is refused with nothing changed, is *refused*. What
+*failed* broke the promise silently, or changed something and then raised an error; the smallest history is printed by
+the command.
+
+Adapters: `benchmarks/peers/`. In transformers each sequence has a `DynamicCache` of its own, `crop` goes back, a fork
+copies the cache; "past recorded" calls `activate_past_recording` first, "forks by rows" doubles the rows of a copy
+(`batch_repeat_interleave`) and selects one (`batch_select_indices`). In llama.cpp sequences share a context,
+`llama_memory_seq_rm` goes back, `llama_memory_seq_cp` forks; "back by a partial copy" goes back by copying the part
+that stays. Where `crop` is wrong, `is_croppable`
+says False; no call asks it. mlx-lm was not run: it needs a Mac, or its CUDA build.
+"""

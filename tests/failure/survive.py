@@ -1,0 +1,141 @@
+"""Fails every point of a call in turn, and looks at what is left after each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memory import SpecError
+from tests.failure.points import KINDS, Kind, Outcome, call_with
+from tests.failure.scenes import CALLS, SET_UPS, Logits, Scene, SetUp
+
+_FAST = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""A folder in host memory, where there is one: fsync costs nothing there."""
+
+
+@dataclass
+class Survey:
+    """Counts points by call and kind, and keeps what went wrong."""
+
+    points: Counter[tuple[str, str]] = field(default_factory=Counter)
+    survived: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What may be seen after a call: as before it, or as after it; and what sequences then say."""
+
+    before: list[tuple[Any, ...]]
+    after: list[tuple[Any, ...]]
+    logits_before: Logits
+    logits_after: Logits
+    file_after: bytes
+
+
+def survey(
+    set_ups: Iterable[str] = SET_UPS,
+    calls: Iterable[str] = CALLS,
+    kinds: Iterable[str] = KINDS,
+    *,
+    every: int = 1,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Survey:
+    """Fail every point, or with `every` = n each n-th, of each call in each set-up."""
+    found = Survey()
+    for set_up in set_ups:
+        for call in calls:
+            _survey_call(found, SET_UPS[set_up], call, kinds, every)
+        tell(f"{set_up}: {sum(found.points.values()):,} points so far, {len(found.faults)} faults")
+    return found
+
+
+def _survey_call(found: Survey, set_up: SetUp, name: str, kinds: Iterable[str], every: int) -> None:
+    with tempfile.TemporaryDirectory(dir=_FAST) as folder:
+        ends = _ends_of(set_up, name, Path(folder) / "ends")
+        if ends is None:
+            return
+        for kind in kinds:
+            n_points = _attempt(set_up, name, KINDS[kind], None, Path(folder) / "count", ends)[0].n_points
+            for n in range(0, n_points, every):
+                outcome, why = _attempt(set_up, name, KINDS[kind], n, Path(folder) / "try", ends)
+                if not outcome.failed_at:
+                    break
+                found.points[name, kind] += 1
+                found.survived += not why
+                if why:
+                    found.faults.append(f"{set_up.name}; {name}; {kind} {n} at {outcome.failed_at}: {why}")
+
+
+def _needs_files(name: str) -> bool:
+    return "load" in name or "save" in name
+
+
+def _ends_of(set_up: SetUp, name: str, folder: Path) -> Ends | None:
+    """Return what is seen before and after a call that succeeds; None if this memory has no such call."""
+    scenes = []
+    for i in range(2):
+        (folder / str(i)).mkdir(parents=True)
+        scenes.append(Scene(set_up, folder / str(i), has_files=_needs_files(name)))
+    undone, done = scenes
+    before = done.books()
+    try:
+        CALLS[name](done)
+    except SpecError:  # such as `to_host` where there is no host
+        return None
+    ends = Ends(before, done.books(), undone.go_on(), done.go_on(), done.file())
+    for scene in scenes:
+        scene.end()
+    return ends
+
+
+def _attempt(
+    set_up: SetUp, name: str, kind: Kind, failing: int | None, folder: Path, ends: Ends
+) -> tuple[Outcome, str]:
+    """Return what came of a call whose point number `failing` fails, and what is wrong then; "" if nothing."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    scene = Scene(set_up, folder, has_files=_needs_files(name))
+    outcome = call_with(lambda: CALLS[name](scene), kind, failing)
+    if failing is None and outcome.error is not None:
+        raise outcome.error
+    try:
+        _verify(scene, outcome, ends)
+        scene.end()
+    except Exception as error:
+        return outcome, f"{type(error).__name__}: {error}"
+    return outcome, ""
+
+
+def _verify(scene: Scene, outcome: Outcome, ends: Ends) -> None:
+    """Raise unless the call happened whole or not at all, and every sequence goes on as it must."""
+    scene.memory.check()
+    found = scene.books()
+    is_done = found == ends.after
+    if outcome.error is None:
+        assert is_done, f"it returned, and left {_difference(found, ends.after)}"
+    assert is_done or found == ends.before, f"half done: {_difference(found, ends.before)}"
+    # where only the folder's way to the disk fails, the new file is there, and whole
+    assert scene.file() in (scene.saved, ends.file_after), "the file is neither the old nor the new one"
+    expected = ends.logits_after if is_done else ends.logits_before
+    for id, logits in scene.go_on().items():
+        assert torch.isfinite(logits).all(), f"sequence {id} reads memory that nobody wrote"
+        if scene.set_up.is_exact:
+            assert torch.equal(logits, expected[id]), f"bits of sequence {id} differ"
+        else:
+            spread = float(expected[id].max() - expected[id].min())
+            assert float((logits - expected[id]).abs().max()) <= 1e-5 * spread, f"outputs of sequence {id} differ"
+
+
+def _difference(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> str:
+    return str(
+        [pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]] or (len(found), len(expected))
+    )

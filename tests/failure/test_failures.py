@@ -1,0 +1,50 @@
+"""What fails in the middle of a call changes nothing, loses nothing, and is not noticed by others.
+
+By default some points of each call; `FAILURES=all` takes all of them, as `python -m benchmarks failures` does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.failure.killed import NEW, OLD, make_memory
+from tests.failure.points import ROOT
+from tests.failure.scenes import CALLS, SET_UPS
+from tests.failure.survive import survey
+
+IS_ALL = os.environ.get("FAILURES") == "all"
+SAMPLE = [
+    ("attention", "step, prompt", 17), ("attention", "reorder", 1), ("attention", "run", 23), ("attention", "save", 5),
+    ("deferred delta rule", "step, decode", 23), ("swapped to files", "swap_out", 9), ("attention", "load a family", 9),
+    ("H2O", "step, accept", 43),
+]  # fmt: skip
+EVERYTHING = [(set_up, call, 1) for set_up in SET_UPS for call in CALLS]
+
+
+@pytest.mark.parametrize(("set_up", "call", "every"), EVERYTHING if IS_ALL else SAMPLE)
+def test_a_call_happens_whole_or_not_at_all(set_up: str, call: str, every: int) -> None:
+    found = survey([set_up], [call], every=every)
+    assert found.faults == []
+    assert IS_ALL or found.survived == sum(found.points.values()) > 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_process_that_is_killed_at_any_file_call_leaves_the_old_file_or_the_new(tmp_path: Path) -> None:
+    """And nothing else, once another process has used the folders."""
+    call = [sys.executable, "-m", "tests.failure.killed", str(tmp_path), "1" if IS_ALL else "7"]
+    subprocess.run(call, check=True, cwd=ROOT, env=os.environ | {"HYBRID_MEMORY_KERNELS": "reference"})
+    found = []
+    for folder in sorted(tmp_path.iterdir(), key=lambda folder: int(folder.name)):
+        with make_memory(folder) as memory:
+            sequence = memory.load(folder / "saved")
+            found.append(sequence.tokens.tolist())
+            memory.save(sequence, folder / "saved")
+        assert sorted(path.name for path in folder.iterdir()) == ["saved", "swap"]
+        assert list((folder / "swap").iterdir()) == []
+    n_old = found.count(OLD)
+    assert 0 < n_old < len(found) and found == [OLD] * n_old + [NEW] * (len(found) - n_old)

@@ -1,0 +1,168 @@
+"""Threads and processes: what may be used by several at once is, and gives what each alone gives."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from memory import HybridMemory, Sequence, SequenceError
+from memory.sequences.ledger import Ledger
+from memory.testing.toys import Toy
+from tests.inside import lock_of
+
+MODEL = Toy()
+N_THREADS, N_ROUNDS = 4, 3
+
+
+@contextmanager
+def often_switched() -> Iterator[None]:
+    """Let threads alternate every few bytecodes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def at_once(call: Callable[[int], Any]) -> list[Any]:
+    with often_switched(), ThreadPoolExecutor(N_THREADS) as pool:
+        return list(pool.map(call, range(N_THREADS)))
+
+
+def make(budget: str = "8MiB") -> HybridMemory:
+    return HybridMemory(MODEL.memory_spec, budget, rollback_window=4, page_tokens=4, poison=True)
+
+
+def talk(memory: HybridMemory, seed: int) -> torch.Tensor:
+    """Everything that a sequence may do, with tokens of its own."""
+    found, sequence = list[torch.Tensor](), memory.open()
+
+    def feed(sequence: Sequence, *tokens: int) -> None:
+        with memory.step({sequence: list(tokens)}, outputs="all") as step:
+            found.append(MODEL(step))
+
+    for n in range(N_ROUNDS):
+        feed(sequence, *((seed + n + i) % 19 for i in range(5)))
+        mark, fork = memory.checkpoint(sequence), memory.fork(sequence)
+        feed(fork, (seed + n) % 19)
+        feed(sequence, 1, 2)
+        memory.rollback(sequence, n_tokens=1)
+        memory.reorder({fork: sequence, sequence: fork})
+        memory.swap_out(fork)
+        memory.swap_in(fork)
+        memory.rollback(sequence, to=mark)
+        memory.close(fork)
+        memory.close(mark)
+    memory.close(sequence)
+    return torch.cat(found)
+
+
+def test_threads_with_a_memory_each_share_a_model() -> None:
+    expected = [talk(make(), seed) for seed in range(N_THREADS)]
+    assert all(map(torch.equal, at_once(lambda seed: talk(make(), seed)), expected))
+
+
+def test_threads_share_a_memory() -> None:
+    """Each with sequences of its own; another one looks, saves, loads and checks all the while."""
+    expected = [talk(make(), seed) for seed in range(N_THREADS)]
+    memory = make()
+
+    def call(seed: int) -> torch.Tensor | None:
+        if seed < N_THREADS - 1:
+            return talk(memory, seed)
+        sequence = memory.open()
+        for _ in range(3 * N_ROUNDS):
+            with memory.step({sequence: [3]}) as step:
+                MODEL(step)
+            memory.save(sequence, "memory://threads/saved")
+            memory.close(memory.load("memory://threads/saved"))
+            assert memory.usage().used_bytes > 0 and repr(memory)
+            memory.check()
+        memory.close(sequence)
+        return None
+
+    found = at_once(call)
+    assert all(map(torch.equal, found[:-1], expected))
+    memory.check()
+    assert memory.usage().used_bytes == 0
+
+
+def test_a_call_waits_for_that_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread commits, and another forks meanwhile: it does so when the commit is over."""
+    memory, is_forked, append = make(), Event(), Ledger.append
+    sequence, other = memory.open(), memory.open()
+
+    def fork() -> None:
+        memory.fork(other)
+        is_forked.set()
+
+    def slow(self: Ledger, *arguments: Any) -> None:
+        pool.submit(fork)
+        assert not is_forked.wait(0.2)
+        append(self, *arguments)
+
+    monkeypatch.setattr(Ledger, "append", slow)
+    with ThreadPoolExecutor(1) as pool, memory.step({sequence: [1, 2]}) as step:
+        MODEL(step)
+    assert is_forked.is_set()
+    memory.check()
+
+
+def test_a_sequence_in_another_threads_step_is_refused() -> None:
+    memory = make()
+    sequence = memory.open()
+    with memory.step({sequence: [1, 2]}) as step, ThreadPoolExecutor(1) as pool:
+        for call in (memory.fork, memory.close, lambda s: memory.step({s: [1]})):
+            with pytest.raises(SequenceError, match="open step"):
+                pool.submit(call, sequence).result()
+        with pytest.raises(SequenceError, match="open step"):
+            pool.submit(memory.close).result()
+        MODEL(step)
+    ThreadPoolExecutor(1).submit(memory.close).result()
+    with pytest.raises(SequenceError, match="closed"):
+        memory.open()
+
+
+def load_and_go_on(path: str) -> list[float]:
+    torch.set_num_threads(1)
+    memory = make()
+    sequence = memory.load(path)
+    with memory.step({sequence: [5]}) as step:
+        return MODEL(step)[0].tolist()
+
+
+def test_two_processes_load_one_file(tmp_path: Path) -> None:
+    memory = make()
+    sequence = memory.open()
+    memory.run(MODEL, {sequence: [1, 2, 3, 4, 5, 6, 7]})
+    memory.save(sequence, tmp_path / "saved")
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        found = pool.map(load_and_go_on, [str(tmp_path / "saved")] * 2)
+    with memory.step({sequence: [5]}) as step:
+        assert found == [MODEL(step)[0].tolist()] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_forked_while_another_thread_holds_the_lock_is_refused_and_does_not_wait() -> None:
+    memory = make()
+    sequence = memory.open()
+    with lock_of(memory):
+        child = os.fork()
+        if not child:
+            try:
+                memory.fork(sequence)
+            except SequenceError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
