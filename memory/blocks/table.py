@@ -59,6 +59,11 @@ class _Row:
         whole[:-1], whole[-1] = ids, self.last
         return whole
 
+    def parts(self) -> list[Int64s]:
+        """Return the ids in one or two arrays. They are not joined, as that would take memory, which may be full."""
+        ids = self.buffer.ids[self.start : self.end]
+        return [ids] if self.last < 0 else [ids, np.array([self.last])]
+
     def shared(self) -> _Row:
         """Return the row of a slot that shares the ids, and stop the writer from changing them."""
         if self.last >= 0 or not len(self):
@@ -177,10 +182,8 @@ class BlockTable:
             self._release(row)
 
     def _release(self, row: _Row) -> None:
-        """Release the blocks of a row; its ids are not joined, as that would take memory."""
-        self.pool.release(row.buffer.ids[row.start : row.end])
-        if row.last >= 0:
-            self.pool.release(np.array([row.last]))
+        for ids in row.parts():
+            self.pool.release(ids)
 
     def _leave(self, slot: int) -> None:
         """Forget where the ids of a slot are."""
@@ -196,8 +199,9 @@ class BlockTable:
             for _, source in pairs
         ]  # fmt: skip
         shared = [None if row is None else row.shared() for row, _ in held]
-        for ids in [row.ids for row in shared if row is not None]:  # all first: what fails then has changed nothing
-            self.pool.retain(ids)
+        for row in shared:
+            for ids in () if row is None else row.parts():
+                self.pool.retain(ids)
         for (slot, _), row, (_, values) in zip(pairs, shared, held, strict=True):
             self.release(slot)
             if row is not None:
