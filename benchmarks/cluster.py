@@ -83,7 +83,7 @@ class _fleet:
 
 def _fail(report: Report, n_users: int, n_turns: int) -> None:
     """Kill replicas twice, let the store refuse for ten seconds, and restart all replicas, while users play."""
-    scripts, _ = write_scripts(3 * n_users, n_turns, seed=1)
+    scripts, _ = write_scripts(n_users, n_turns, seed=1)
     n_requests = sum(map(len, scripts))
     outcome, in_flight = Outcome(), dict[str, int]()
     with tempfile.TemporaryDirectory() as folder:
