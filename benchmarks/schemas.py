@@ -77,9 +77,9 @@ def schemas_(*, quick: bool) -> Report:
     """Write by 1,000 schemas, and measure masks beside steps of 1, 8 and 32 requests."""
     report, parts = Report("schemas"), Parts.load()
     cases = make_schemas(100 if quick else 1000)
-    _report_validity(report, parts, cases)
     for n in (1, 8, 32):
         report.add("masks beside steps of the embedded model", _mask_share(parts, cases, n))
+    _report_validity(report, parts, cases)
     report.add("libraries, one schema after the other", _of_llguidance(parts, cases))
     if importlib.util.find_spec("xgrammar") is not None:
         report.add("libraries, one schema after the other", _of_xgrammar(parts, cases))
