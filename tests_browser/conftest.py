@@ -83,7 +83,7 @@ def make_page(browser: Any) -> Iterator[MakePage]:
     def make(url: str, *, size: dict[str, int] = WIDE, context: Any = None, tour: bool = False, **options: Any) -> Any:
         if context is None:
             context = browser.new_context(viewport=size, locale="en", reduced_motion="reduce", **options)
-            context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
+            context.grant_permissions(["clipboard-read", "clipboard-write"])
             if not tour:
                 context.add_init_script("localStorage.setItem('hybrid-memory.tour', '1')")
             context.add_init_script(

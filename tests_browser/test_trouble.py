@@ -110,6 +110,16 @@ def test_a_server_that_cannot(served: Served, make_page: MakePage, status: int) 
     settled(page)
 
 
+def test_who_writes_before_the_page_knows_the_model_is_answered(served: Served, make_page: MakePage) -> None:
+    page = make_page(served.url)
+    page.route("**/v1/models", lambda route: page.wait_for_timeout(300) or route.continue_())
+    page.reload()
+    page.fill("#text", CAT)
+    page.keyboard.press("Enter")
+    expect(last_reply(page)).to_have_text("Okay, noted.")
+    settled(page)
+
+
 def test_a_model_that_breaks(served: Served, make_page: MakePage) -> None:
     page = make_page(served.url)
     say(page, CAT)
@@ -130,7 +140,7 @@ def test_a_reply_of_two_thousand_tokens(served: Served, make_page: MakePage) -> 
     page.reload()
     page.fill("#text", CAT)
     page.keyboard.press("Enter")
-    expect(page.locator(".spent")).to_contain_text("2,000 tokens in", timeout=50_000)
+    expect(page.locator(".spent")).to_contain_text("2,000 tokens in", timeout=120_000)
     assert len(last_reply(page).inner_text()) > 2000
 
 

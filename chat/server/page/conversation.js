@@ -176,6 +176,7 @@ async function reply(path, body, { parent, question = null }) {
   set({ reply: shown, trouble: null });
   const isMine = () => state.reply === shown;
   try {
+    if (state.model === null) set({ model: (await api.models()).data[0].id }); // who writes fast is not refused
     const request = { model: state.model, ...sampling(), ...body, stream: true };
     for await (const { data } of api.events("POST", path, request, { signal: mine.signal })) {
       if (isMine()) hear(shown, data);

@@ -28,7 +28,7 @@ function draw() {
   const shown = path.slice(0, keep).map((node) => keyed(node.id, signature(node), () => message(node)));
   if (reply) {
     if (reply.question !== null) shown.push(keyed("question", reply.question, () => bubble("user", reply.question)));
-    shown.push(growing(reply));
+    if (reply.text || !reply.isOver) shown.push(growing(reply));
   } else if (path.length && path.at(-1).role === "user") {
     shown.push(keyed("answer", path.at(-1).id, () => h("p", { class: "offer" },
       h("button", { type: "button", class: "primary", onclick: () => talk.attempt(() => talk.answer(path.at(-1).id)) }, "Answer this"))));
