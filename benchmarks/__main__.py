@@ -132,13 +132,17 @@ def bridge_(
         list[str] | None,
         typer.Option("--model", help=f"One of {', '.join(bridge.MODELS)}; may be repeated; both unless given."),
     ] = None,
+    by_cpu_time: Annotated[
+        bool, typer.Option("--by-cpu-time", help="Count CPU seconds of one thread, for a machine that is busy.")
+    ] = False,
     quick: Quick = False,
     out: Out = None,
     threads: Threads = None,
 ) -> None:
     """Measure `generate` of transformers' models on their own cache and attached to a memory."""
     tests = () if quick else ("tests/models/test_hf_generate.py",)
-    _run(bridge.bridge, tests, quick, out, threads, models=_known(model, bridge.MODELS, n_quick=1 if quick else None))
+    models = _known(model, bridge.MODELS, n_quick=1 if quick else None)
+    _run(bridge.bridge, tests, quick, out, threads, models=models, by_cpu_time=by_cpu_time)
 
 
 @app.command()
