@@ -222,8 +222,8 @@ def kernels_of(spec: MemorySpec, fold: Fold, rollback_window: int) -> dict[str, 
     return chosen_kernels(spec.device, spec.dtype) | {name: of_states[name] for name in OF_STATES}
 
 
-_OF_FAMILY = {"mamba1": "selective_scan", "rg_lru": "linear_scan", "rwkv4": "wkv4"}
-"""Kernels of the recurrences whose state is no matrix a head."""
+_OF_FAMILY = {"mamba1": "selective_scan", "rg_lru": "linear_scan", "rwkv4": "wkv4", "ssd": "ssd"}
+"""Kernels that recurrences of a family have for themselves."""
 
 
 def compiled_ahead(spec: MemorySpec) -> set[str]:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from memory.blocks.arrays import Int64s
 from memory.errors import SpecError
 from memory.kernels import checks, reference
 from memory.kernels.signature import (
@@ -45,6 +46,7 @@ __all__ = [
     "Weights",
     "as_tensor",
     "chosen_kernels",
+    "norm_parts",
     "rms_norm",
     "select_kernels",
     "warm_up",
@@ -69,6 +71,21 @@ def rms_norm(
         own = weight.prepared(kernels)[0] if isinstance(weight, Weights) else weight
         return kernels.rms_norm(x, own, eps, n_groups=n_groups, gate_TE=gate)
     return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps, n_groups=n_groups, gate=gate).view(x.shape)
+
+
+def norm_parts(x: Tensor, weights: Weights, eps: float, sizes: tuple[int, ...], ends: Int64s) -> list[Tensor]:
+    """Compute `rms_norm` of parts of each row of x (T, E), with a weight for each element: in one call on the CPU.
+
+    Args:
+        weights: of one tensor, (E,).
+        sizes, ends: of the parts.
+    """
+    kernels = select_kernels(x.device, x.dtype)
+    weight = weights.prepared(kernels)[0]
+    if (at_once := getattr(kernels, "norm_parts", None)) is not None:
+        return list(at_once(x, weight, eps, ends).split_with_sizes(sizes, -1))
+    parts = zip(x.split_with_sizes(sizes, -1), weight.split_with_sizes(sizes, -1), strict=True)
+    return [kernels.rms_norm(part, own, eps) for part, own in parts]
 
 
 def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:

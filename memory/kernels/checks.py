@@ -53,6 +53,20 @@ def softplus(x_TH: Tensor, bias_H: Prepared, dtypes: _Dtypes) -> None:
     _require_dtypes("softplus", dtypes, x_TH.dtype)
 
 
+def ssd(
+    rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, dt_bias_H: Prepared,
+    a_H: Prepared, skip_H: Prepared | None, n_groups: int, state: StateSlots,
+) -> None:  # fmt: skip
+    causal_conv(rows_TR, weight_WE, bias_E, window, FLOATS_UP_TO_32_BITS)
+    n_heads, head_dim, n_columns = state.shape
+    _require_sharing("ssd", n_heads, n_groups)
+    n_channels, head = n_heads * head_dim + 2 * n_groups * n_columns, (n_heads,)
+    found = (rows_TR.shape, weight_WE.shape[1:], dt_bias_H.shape, a_H.shape, head if skip_H is None else skip_H.shape)
+    expected = ((_tokens(state), n_channels + n_heads), (n_channels,), head, head, head)
+    if found != expected:
+        _refuse("ssd", ("rows", "channels", "dt_bias", "a", "skip"), found, expected)
+
+
 def selective_scan(
     x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Prepared, b_TN: Tensor, c_TN: Tensor, a_NE: Prepared, d_E: Prepared,
     state: StateSlots, dtypes: _Dtypes,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from memory.kernels import Weights
+from memory.kernels import Kernels, Prepared, Weights
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, StateTensor
 from memory.state.access import Recurrence, States
@@ -42,10 +42,14 @@ class CausalConv:
         """Convolve the first E elements of each row: (T, E). State 0 is the window."""
         n_taps, n_channels = self.weight_WE.shape
         if n_taps > 1:
-            weight, bias = self._weights.prepared(states.kernels)
+            weight, bias = self.prepared(states.kernels)
             return states.kernels.causal_conv(rows_TR, weight, bias, states.slots(0), activation=self.activation)
         out_TE = rows_TR[:, :n_channels] * self.weight_WE[0] + (0 if self.bias_E is None else self.bias_E)
         return F.silu(out_TE) if self.activation else out_TE
+
+    def prepared(self, kernels: Kernels) -> list[Prepared]:
+        """Return taps and bias as these kernels take them."""
+        return self._weights.prepared(kernels)
 
     @cached_property
     def _weights(self) -> Weights:

@@ -11,7 +11,7 @@ The gate is not part of the state, so it stays with the model. A replay repeats 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,7 +44,7 @@ class Mamba1:
         dt_bias_E: bias of dt, (E,).
         a_NE: -exp(A_log) transposed, float32.
         d_E: float32.
-        norms: the norms of dt, B and C, or None.
+        norms: splits dt, B and C and norms each; or None.
     """
 
     conv: CausalConv
@@ -53,7 +53,7 @@ class Mamba1:
     dt_bias_E: Tensor
     a_NE: Tensor
     d_E: Tensor
-    norms: tuple[Callable[[Tensor], Tensor], ...] | None = None
+    norms: Callable[[Tensor], Sequence[Tensor]] | None = None
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Advance the states by rows (T, E); returns outputs (T, E) in the rows' dtype, and the states."""
@@ -71,9 +71,10 @@ class Mamba1:
     def project(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return dt before its bias and softplus (T, E), and B and C (T, N) each."""
         dt_b_c, n_states = self.x_proj(x_TE), self.a_NE.shape[0]
-        dt_TR, b_TN, c_TN = dt_b_c.split_with_sizes([dt_b_c.shape[1] - 2 * n_states, n_states, n_states], -1)
-        if self.norms is not None:
-            dt_TR, b_TN, c_TN = (norm(t) for norm, t in zip(self.norms, (dt_TR, b_TN, c_TN), strict=True))
+        if self.norms is None:
+            dt_TR, b_TN, c_TN = dt_b_c.split_with_sizes([dt_b_c.shape[1] - 2 * n_states, n_states, n_states], -1)
+        else:
+            dt_TR, b_TN, c_TN = self.norms(dt_b_c)
         return self.dt_proj(dt_TR), b_TN, c_TN
 
 

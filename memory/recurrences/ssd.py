@@ -86,13 +86,21 @@ class SSD:
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Advance the states by rows (T, E + H); returns outputs (T, H P) in the rows' dtype, and the states."""
-        shape = self.shape
-        x_TE = self.conv(states, rows)
+        shape, conv = self.shape, self.conv
+        at_once = getattr(states.kernels, "ssd", None)  # what follows, in one call
+        if at_once is not None and states.tails is None and shape.d_conv > 1:
+            dt_bias, a, skip = self._weights.prepared(states.kernels)
+            y_TI = at_once(
+                rows, *conv.prepared(states.kernels), states.slots(0), dt_bias, a, skip, self.dt_limits,
+                shape.n_groups, states.slots(-1), activation=conv.activation,
+            )  # fmt: skip
+            return y_TI, states.written()
+        x_TE = conv(states, rows)
         n_keys = shape.n_groups * shape.d_state
         x_TI, b_TK, c_TK = x_TE.split_with_sizes([shape.n_inner, n_keys, n_keys], -1)
         x_THP = x_TI.view(len(rows), shape.n_heads, shape.head_dim)
         b_TGN, c_TGN = (t.view(len(rows), shape.n_groups, shape.d_state) for t in (b_TK, c_TK))
-        dt_bias, skip = self._weights.prepared(states.kernels)
+        dt_bias, _, skip = self._weights.prepared(states.kernels)
         dt_TH = states.kernels.softplus(rows[:, shape.n_channels :], dt_bias)
         if self.dt_limits != (0.0, math.inf):
             dt_TH = dt_TH.clamp(*self.dt_limits)
@@ -103,7 +111,7 @@ class SSD:
 
     @cached_property
     def _weights(self) -> Weights:
-        return Weights(self.dt_bias_H, self.d_H)
+        return Weights(self.dt_bias_H, self.a_H, self.d_H)
 
 
 @register_family("ssd")

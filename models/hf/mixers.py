@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memory import Step
 from memory.recurrences import SSD, CausalConv, DeltaRule, DeltaRuleShape, Mamba1, ShortConv, SSDShape
-from models.layers.norms import RMSNorm
+from models.layers.norms import SplitNorm
 from models.loading.checkpoint import UnsupportedModelError
 
 Module = Any
@@ -50,7 +50,7 @@ def _decay_of(module: Module) -> Tensor:
     return -a_log.exp()
 
 
-def mamba(module: Module, *, norms: tuple[RMSNorm, ...] | None = None) -> Mix:
+def mamba(module: Module, *, norms: SplitNorm | None = None) -> Mix:
     """Return the mix of a Mamba-1 mixer."""
     dt_proj = _weights_of(module.dt_proj)
     recurrence = Mamba1(
@@ -75,7 +75,7 @@ def mamba(module: Module, *, norms: tuple[RMSNorm, ...] | None = None) -> Mix:
 def jamba_mamba(module: Module) -> Mix:
     """Return the mix of a Mamba-1 mixer with norms of dt, B and C."""
     norms = module.dt_layernorm, module.b_layernorm, module.c_layernorm
-    return mamba(module, norms=tuple(RMSNorm(norm.weight.detach(), norm.variance_epsilon) for norm in norms))
+    return mamba(module, norms=SplitNorm(norms[0].variance_epsilon, *(norm.weight.detach() for norm in norms)))
 
 
 def mamba2(module: Module) -> Mix:

@@ -14,7 +14,7 @@ from memory.kernels import Weights, rms_norm
 from memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamba1_spec
 from models.layers.dry import rates_of
 from models.layers.linear import Linear
-from models.layers.norms import RMSNorm
+from models.layers.norms import SplitNorm
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class MambaMixer:
         norms = None
         if shape.norm_eps is not None:
             names = ("dt_layernorm", shape.dt_rank), ("b_layernorm", d_state), ("c_layernorm", d_state)
-            norms = tuple(RMSNorm(take(f"{prefix}.{name}.weight", size), shape.norm_eps) for name, size in names)
+            norms = SplitNorm(shape.norm_eps, *(take(f"{prefix}.{name}.weight", size) for name, size in names))
         self._recurrence = Mamba1(
             conv=load_conv(
                 checkpoint,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.kernels import Weights, rms_norm
+from memory.kernels import Weights, norm_parts, rms_norm
 from models.layers.dry import with_one_more
 from models.loading.checkpoint import Checkpoint
 
@@ -27,6 +28,18 @@ class RMSNorm:
     @cached_property
     def _weights(self) -> Weights:
         return Weights(self.weight_M)
+
+
+class SplitNorm:
+    """Splits rows into parts, and computes an `RMSNorm` of each."""
+
+    def __init__(self, eps: float, *weights: Tensor) -> None:
+        self._eps, self._sizes = eps, tuple(len(weight) for weight in weights)
+        self._weights, self._ends = Weights(torch.cat(weights)), np.cumsum(self._sizes)
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """Return the parts of x (T, E), (T, size) each."""
+        return norm_parts(x, self._weights, self._eps, self._sizes, self._ends)
 
 
 def load_offset_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> RMSNorm:

@@ -24,12 +24,12 @@ _AT_ONCE = 128
 def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
     checks.softplus(x_TH, bias_H, checks.FLOATS_UP_TO_32_BITS)
     out_TH = torch.empty(x_TH.shape)
-    _softplus(as_array(x_TH.contiguous()), as_array(bias_H), out_TH.numpy())
+    softplus_rows(as_array(x_TH.contiguous()), as_array(bias_H), out_TH.numpy())
     return out_TH
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def _softplus(x_TH, bias_H, out_TH):  # type: ignore[no-untyped-def]
+def softplus_rows(x_TH, bias_H, out_TH):  # type: ignore[no-untyped-def]
     for t in range(len(x_TH)):
         x, out = x_TH[t], out_TH[t]
         for h in range(len(out)):

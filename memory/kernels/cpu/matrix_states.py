@@ -26,7 +26,8 @@ _LONG_RUN_ELEMENTS = 8192
 fixed cost of a token and task to be small."""
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-_NOTHING = np.zeros(0, np.float32)
+NOTHING = np.zeros(0, np.float32)
+"""What kernels are given for an input that there is not."""
 
 
 def matrix_scan(
@@ -42,19 +43,19 @@ def matrix_scan(
         return y_THV
     # Inputs are small beside a state, and there is one kernel to compile for all dtypes.
     (q, q_stride), (k, k_stride), (v, v_stride) = (as_flat(x.float()) for x in (q_TGN, k_TGN, v_THV))
-    a, a_stride, a_heads, b = _NOTHING, 0, 1, _NOTHING
+    a, a_stride, a_heads, b = NOTHING, 0, 1, NOTHING
     if erase is not None:
         (a, a_stride), a_heads = as_flat(erase.a.float()), n_heads // erase.a.shape[1]
-        b = _NOTHING if erase.b is None else erase.b.float().contiguous().view(-1).numpy()
-    strength, strength_stride = (_NOTHING, 0) if strength_TH is None else as_flat(strength_TH.float())
+        b = NOTHING if erase.b is None else erase.b.float().contiguous().view(-1).numpy()
+    strength, strength_stride = (NOTHING, 0) if strength_TH is None else as_flat(strength_TH.float())
     use_threads(4 * v_THV.numel() * n_columns)
     own = opened(state)
-    _matrix_scan(
+    scan_states(
         q, q_stride, n_heads // q_TGN.shape[1], k, k_stride, n_heads // k_TGN.shape[1], v, v_stride,
         log_decay.float().contiguous().view(n_tokens, n_heads, -1).numpy(), a, a_stride, a_heads, b,
         erase is not None and erase.after_decay, strength, strength_stride,
-        _NOTHING if skip_H is None else as_array(skip_H), own.cu_rows.host, as_array(own.flat), as_array(own.sources),
-        as_array(own.targets), np.float32(own.initial), n_columns, _is_long(own.cu_rows.host), y_THV.numpy(),
+        NOTHING if skip_H is None else as_array(skip_H), own.cu_rows.host, as_array(own.flat), as_array(own.sources),
+        as_array(own.targets), np.float32(own.initial), n_columns, is_long(own.cu_rows.host), y_THV.numpy(),
     )  # fmt: skip
     close(own, state)
     return y_THV
@@ -72,7 +73,7 @@ def _scan_behind_tail(
     a, b = (None, None) if erase is None else (erase.a, erase.b)
     inputs = (
         array(q_TGN, 3), array(k_TGN, 3), array(v_THV, 3), array(log_decay.reshape(*v_THV.shape[:2], -1), 3),
-        array(a, 3), array(b, 3), array(strength_TH, 2), _NOTHING if skip_H is None else as_array(skip_H),
+        array(a, 3), array(b, 3), array(strength_TH, 2), NOTHING if skip_H is None else as_array(skip_H),
     )  # fmt: skip
     rings, old, new, spans = arrays_of(tail)
     n_missing = 5 - len(rings)  # of b and S a
@@ -82,7 +83,7 @@ def _scan_behind_tail(
     scan_matrices(inputs, kind, *places_of(state), rings, old, new, tail.ring_rows, spans, y_THV.numpy())
 
 
-def _is_long(cu_rows: Int64s) -> bool:
+def is_long(cu_rows: Int64s) -> bool:
     """True if segments have so many tokens that states should stay in a cache from token to token.
     In short segments each state is read only once.
     """
@@ -90,7 +91,7 @@ def _is_long(cu_rows: Int64s) -> bool:
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def _matrix_scan(  # type: ignore[no-untyped-def]
+def scan_states(  # type: ignore[no-untyped-def]
     q, q_stride, q_heads, k, k_stride, k_heads, v, v_stride, log_decay, a, a_stride, a_heads, b, after_decay,
     strength, strength_stride, skip, cu_rows, flat, sources, targets, initial, n_columns, is_long, y_THV,
 ):  # fmt: skip

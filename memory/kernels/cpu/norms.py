@@ -7,6 +7,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from memory.blocks.arrays import Int64s
 from memory.kernels import checks
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import array_at, get
@@ -33,6 +34,31 @@ def rms_norm(
         n_elements // n_groups, out_TE.data_ptr(), n_rows, n_elements,
     )  # fmt: skip
     return out_TE
+
+
+def norm_parts(x_TE: Tensor, weight_E: Prepared, eps: float, ends_P: Int64s) -> Tensor:
+    """Compute `rms_norm` of each part of a row; `ends_P` are the ends of the parts, the last one that of the row."""
+    checks.rms_norm(x_TE, weight_E, 1, None, checks.FLOATS_UP_TO_32_BITS)
+    n_rows, n_elements = x_TE.shape
+    x, out_TE = x_TE.contiguous(), torch.empty(n_rows, n_elements, dtype=x_TE.dtype)
+    like = LIKE[x.dtype]
+    _norm_parts(x.data_ptr(), like, as_array(weight_E), np.float32(eps), ends_P, out_TE.data_ptr(), n_rows)
+    return out_TE
+
+
+@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+def _norm_parts(x_at, like, weight, eps, ends, out_at, n_rows):  # type: ignore[no-untyped-def]
+    n = len(weight)
+    x, out_TE, out = array_at(x_at, n_rows * n, like), array_at(out_at, n_rows * n, like), np.empty(n, np.float32)
+    for t in range(n_rows):
+        copy_(out, x[t * n : (t + 1) * n])
+        first = 0
+        for end in ends:
+            part = out[first:end]
+            _scale_(part, _ONE / np.sqrt(_sum_of_squares(part) / np.float32(end - first) + eps))
+            first = end
+        _multiply_(out, weight)
+        copy_(out_TE[t * n : (t + 1) * n], out)
 
 
 def _with_whole_rows(x_TE: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 from memory.blocks.arrays import Int64s
 from memory.kernels import checks
 from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import get
-from memory.kernels.cpu.rows import as_array, close, copy_, fill_, opened
+from memory.kernels.cpu.numbers import array_at, get
+from memory.kernels.cpu.rows import LIKE, as_array, close, copy_, fill_, opened
 from memory.kernels.cpu.tail_states import arrays_of, convolve, places_of, scan_channels
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
@@ -22,10 +22,10 @@ from memory.kernels.signature import Prepared, StateSlots
 _LONG_RUN = 128
 """Channels of a task in long segments: 128 x 16 states (8 KiB) stay in the first-level cache from row to row."""
 
-_ONE = np.float32(1.0)
+_ONE, _FLOATS = np.float32(1.0), LIKE[torch.float32]
 
 
-def _channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: int) -> int:
+def channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: int) -> int:
     """Return the channels of a task.
     In short segments each state is read only once: a task takes as many channels as leave two tasks a thread.
     """
@@ -52,17 +52,18 @@ def causal_conv(
             window.tail.ring_rows, *spans, as_array(out_TE), activation,
         )  # fmt: skip
         return out_TE
-    at_once = _channels_at_once(window.cu_rows.host, out_TE.shape[0], n_channels, n_threads)
-    _causal_conv(
-        as_array(rows_TR.contiguous()), weight, bias, window.cu_rows.host, as_array(window.flat),
-        as_array(window.sources), as_array(window.targets), np.float32(window.initial), as_array(out_TE), at_once,
+    at_once = channels_at_once(window.cu_rows.host, out_TE.shape[0], n_channels, n_threads)
+    rows = rows_TR.contiguous()
+    _convolve_at(
+        rows.data_ptr(), *rows.shape, LIKE[rows.dtype], weight, bias, window.cu_rows.host, as_array(window.flat),
+        as_array(window.sources), as_array(window.targets), np.float32(window.initial), out_TE.data_ptr(), at_once,
         activation,
     )  # fmt: skip
     return out_TE
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def _causal_conv(  # type: ignore[no-untyped-def]
+def convolve_rows(  # type: ignore[no-untyped-def]
     rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE, at_once, activation
 ):
     n_taps, n_channels = weight_WE.shape
@@ -100,6 +101,16 @@ def _causal_conv(  # type: ignore[no-untyped-def]
                 copy_(after, flat[before : before + width])
 
 
+@compiled(error_model="numpy")
+def _convolve_at(  # type: ignore[no-untyped-def]
+    rows_at, n_rows, row_width, like, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_at, at_once,
+    activation,
+):  # fmt: skip
+    rows_TR = array_at(rows_at, n_rows * row_width, like).reshape((n_rows, row_width))
+    out_TE = array_at(out_at, n_rows * weight_WE.shape[1], like).reshape((n_rows, weight_WE.shape[1]))
+    convolve_rows(rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE, at_once, activation)
+
+
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _add_product_(out, a, b):  # type: ignore[no-untyped-def]
     for e in range(len(out)):
@@ -133,12 +144,16 @@ def selective_scan(
             rings, old, new, state.tail.ring_rows, *spans, y_TE.numpy(),
         )  # fmt: skip
         return y_TE
-    at_once = _channels_at_once(state.cu_rows.host, x_TE.shape[0], x_TE.shape[1], n_threads)
-    x, dt, b, c = (as_array(t.contiguous()) for t in (x_TE, dt_TE, b_TN.flatten(), c_TN.flatten()))
+    at_once = channels_at_once(state.cu_rows.host, x_TE.shape[0], x_TE.shape[1], n_threads)
+    if x_TE.dtype is dt_TE.dtype is b_TN.dtype is c_TN.dtype:
+        inputs = [t if t.is_contiguous() else t.contiguous() for t in (x_TE, dt_TE, b_TN, c_TN)]
+    else:
+        inputs = [t.float().contiguous() for t in (x_TE, dt_TE, b_TN, c_TN)]
     own = opened(state)
     _selective_scan(
-        x, dt, as_array(dt_bias_E), b, c, as_array(a_NE), as_array(d_E), own.cu_rows.host, as_array(own.flat),
-        as_array(own.sources), as_array(own.targets), np.float32(own.initial), y_TE.numpy(), at_once,
+        *(t.data_ptr() for t in inputs), LIKE[inputs[0].dtype], len(x_TE), as_array(dt_bias_E), as_array(a_NE),
+        as_array(d_E), own.cu_rows.host, as_array(own.flat), as_array(own.sources), as_array(own.targets),
+        np.float32(own.initial), _FLOATS, y_TE.data_ptr(), at_once,
     )  # fmt: skip
     close(own, state)
     return y_TE
@@ -146,9 +161,14 @@ def selective_scan(
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _selective_scan(  # type: ignore[no-untyped-def]
-    x_TE, dt_TE, dt_bias_E, b, c, a_NE, d_E, cu_rows, flat, sources, targets, initial, y_TE, at_once
-):
+    x_at, dt_at, b_at, c_at, like, n_rows, dt_bias_E, a_NE, d_E, cu_rows, flat, sources, targets, initial, floats,
+    y_at, at_once,
+):  # fmt: skip
     n_states, n_channels = a_NE.shape
+    x_TE = array_at(x_at, n_rows * n_channels, like).reshape((n_rows, n_channels))
+    dt_TE = array_at(dt_at, n_rows * n_channels, like).reshape((n_rows, n_channels))
+    b, c = array_at(b_at, n_rows * n_states, like), array_at(c_at, n_rows * n_states, like)
+    y_TE = array_at(y_at, n_rows * n_channels, floats).reshape((n_rows, n_channels))
     n_chunks = -(-n_channels // at_once)
     for task in prange((len(cu_rows) - 1) * n_chunks):
         i, first = task // n_chunks, (task % n_chunks) * at_once

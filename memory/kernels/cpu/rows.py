@@ -12,7 +12,7 @@ from torch import Tensor
 from memory.errors import StepError
 from memory.kernels import checks
 from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import move, put
+from memory.kernels.cpu.numbers import array_at, move, put
 from memory.kernels.signature import PagedBatch, Prepared, StateSlots, as_tensor
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -78,14 +78,16 @@ def write_rows_(flat: Prepared, offsets_T: Prepared, rows_TR: Tensor) -> None:
     if offsets_T.shape[0] != rows_TR.shape[0]:
         raise StepError(f"{rows_TR.shape[0]} rows go to {offsets_T.shape[0]} places; give one for each")
     own = rows_TR if rows_TR.dtype in checks.FLOATS_UP_TO_32_BITS else rows_TR.float()
-    _write_rows(as_array(flat), as_array(offsets_T), as_array(own.contiguous()))
+    own = own.contiguous()
+    _write_rows(as_array(flat), as_array(offsets_T), own.data_ptr(), own.shape[1], LIKE[own.dtype])
 
 
 @compiled()
-def _write_rows(flat, offsets_T, rows_TR):  # type: ignore[no-untyped-def]
+def _write_rows(flat, offsets_T, rows_at, n, like):  # type: ignore[no-untyped-def]
+    rows = array_at(rows_at, len(offsets_T) * n, like)
     for t in range(len(offsets_T)):
         start = offsets_T[t]
-        copy_(flat[start : start + rows_TR.shape[1]], rows_TR[t])
+        copy_(flat[start : start + n], rows[t * n : (t + 1) * n])
 
 
 def read_rows(flat: Prepared, offsets_T: Prepared, shape: tuple[int, ...], initial: float) -> Tensor:

@@ -33,7 +33,9 @@ _last = threading.local()
 
 def use_threads(n_multiplications: int) -> int:
     """Let the next kernel of this thread use as many threads as torch does, fewer for little work; returns how many."""
-    n_threads = min(torch.get_num_threads(), _MOST_THREADS, 1 + n_multiplications // _WORTH_A_THREAD)
+    n_threads = 1
+    if n_multiplications >= _WORTH_A_THREAD:
+        n_threads = min(torch.get_num_threads(), _MOST_THREADS, 1 + n_multiplications // _WORTH_A_THREAD)
     if n_threads != getattr(_last, "n_threads", None):
         set_num_threads(n_threads)
         _last.n_threads = n_threads

@@ -19,10 +19,11 @@ from memory.kernels.cpu.attention import paged_attention
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from memory.kernels.cpu.compiled import NotCompiledError, is_kept, on_a_miss
 from memory.kernels.cpu.matrix_states import matrix_scan
-from memory.kernels.cpu.norms import rms_norm
+from memory.kernels.cpu.norms import norm_parts, rms_norm
 from memory.kernels.cpu.page_choice import choose_pages
 from memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from memory.kernels.cpu.rows import gather_rows, read_rows, write_rows_
+from memory.kernels.cpu.ssd import ssd
 from memory.kernels.signature import FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots
 from memory.quantization import Float8
 
@@ -59,6 +60,11 @@ def _copy_rows(flat: Tensor) -> None:
     gather_rows(flat, _batch(), 0, 1, 2, 0, 1)
 
 
+def _norm(flat: Tensor) -> None:
+    rms_norm(flat[:2].view(1, 2), None, 1.0)
+    norm_parts(flat[:2].view(1, 2), flat[:2], 1.0, _cu[1:] + 1)
+
+
 def _scan_channels(flat: Tensor) -> None:
     x, b, bias = flat[:2].view(1, 2), flat[:3].view(1, 3), flat[:2]
     selective_scan(x, x, bias, b, b, _a, _states[:2], _slots(_states, 3, 2))
@@ -67,6 +73,11 @@ def _scan_channels(flat: Tensor) -> None:
 def _scan_matrices(_: Tensor) -> None:
     x = _states[:2].view(1, 1, 2)
     matrix_scan(x, x, x, x[:, :, 0], None, _slots(_states, 1, 2, 2))
+
+
+def _scan_after_convolving(flat: Tensor) -> None:
+    x, state = _states[:1], _slots(_states, 1, 1, 1)
+    ssd(flat[:4].view(1, 4), flat[:6].view(2, 3), None, _slots(flat, 1, 3), x, x, None, (0.0, 1.0), 1, state)
 
 
 def _scan_three_sums(_: Tensor) -> None:
@@ -78,12 +89,13 @@ _RUNS: dict[str, tuple[float, Callable[[Tensor], object]]] = {
     "folded_rows": (16, _attend_folded),
     "paged_attention": (11, _attend),
     "matrix_scan": (7, _scan_matrices),
+    "ssd": (4, _scan_after_convolving),
     "choose_pages": (3, _choose_pages),
     "wkv4": (3, _scan_three_sums),
     "selective_scan": (2.5, _scan_channels),
     "causal_conv": (2, lambda flat: causal_conv(flat[:2].view(1, 2), flat[:4].view(2, 2), None, _slots(flat, 1, 2))),
     "linear_scan": (1, lambda _: linear_scan(_states[:2].view(1, 2), _states[:2].view(1, 2), _slots(_states, 2))),
-    "rms_norm": (1, lambda flat: rms_norm(flat[:2].view(1, 2), None, 1.0)),
+    "rms_norm": (1.5, _norm),
     "rows": (1, _copy_rows),
     "softplus": (0.5, lambda flat: softplus(flat[:2].view(1, 2), _states[:2])),
 }
