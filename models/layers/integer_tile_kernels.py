@@ -20,11 +20,16 @@ from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
 from models.layers.tile_kernels import CACHED_ROW_BYTES, repeat, write
 
-_GROUPS = 16
-"""Groups of a block that are unpacked at once: they stay in the first-level cache."""
+_GROUPS = 4
+"""Groups of a block that are unpacked at once. More would fit into the first-level cache, but memory is read while they
+are unpacked, and waits while their sums are formed: with few groups the two take turns so fast that both go on.
+"""
 
-_AHEAD_BYTES = 4096
-"""How far ahead integers are asked for: while sums are formed, nothing else reads memory."""
+_GROUPS_BY_ROW = 16
+"""The same for weights with one scale an output: their sums leave the registers less often."""
+
+_AHEAD_BYTES = 2048
+"""How far ahead integers are asked for."""
 
 _AT_ONCE = 4
 """Groups whose sums are formed side by side, because each waits for its tiles."""
@@ -209,18 +214,19 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_pairs // PAIRS
     block_codes = len(codes) // n_blocks
     is_by_row = len(scales) < n_blocks * n_groups * BLOCK
+    n_unpacked = _GROUPS_BY_ROW if is_by_row else _GROUPS
     at_once = max(ROWS, CACHED_ROW_BYTES // (4 * n_pairs) // ROWS * ROWS)
     for part in prange(n_parts):
         amx.configure(shape)
-        parts, panel = amx.aligned(_AT_ONCE * ROWS * BLOCK), amx.aligned(_GROUPS * TILE_BYTES // 4)
+        parts, panel = amx.aligned(_AT_ONCE * ROWS * BLOCK), amx.aligned(n_unpacked * TILE_BYTES // 4)
         sums = amx.aligned(min(at_once + 2 * ROWS, (n_rows + ROWS - 1) // ROWS * ROWS) * BLOCK)
         start = 0
         while start < n_rows:
             end = n_rows if n_rows - start < at_once + ROWS else start + at_once
             for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
                 sums[:] = np.float32(0.0)
-                for group in range(0, n_groups, _GROUPS):
-                    n = min(_GROUPS, n_groups - group)
+                for group in range(0, n_groups, n_unpacked):
+                    n = min(n_unpacked, n_groups - group)
                     _unpack(codes, o * block_codes + group * (block_codes // n_groups), n, panel)
                     scale = (o * n_groups + group) * BLOCK
                     for at in range(0, end - start, ROWS):

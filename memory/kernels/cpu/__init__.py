@@ -15,12 +15,12 @@ Machine code is kept on disk until a source of `memory.kernels` changes, see `co
 
 from memory.kernels.cpu.attention import attend_rows, paged_attention
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
+from memory.kernels.cpu.mamba2 import ssd
 from memory.kernels.cpu.matrix_states import matrix_scan
 from memory.kernels.cpu.norms import norm_parts, rms_norm
 from memory.kernels.cpu.page_choice import choose_pages
 from memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from memory.kernels.cpu.rows import plan_attention, plan_choice, prepare, read_rows, write_rows_
-from memory.kernels.cpu.ssd import ssd
 from memory.kernels.cpu.warm_up import warm_up
 
 __all__ = [

@@ -18,12 +18,12 @@ from memory.kernels.cpu import progress
 from memory.kernels.cpu.attention import paged_attention
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from memory.kernels.cpu.compiled import NotCompiledError, is_kept, on_a_miss
+from memory.kernels.cpu.mamba2 import ssd
 from memory.kernels.cpu.matrix_states import matrix_scan
 from memory.kernels.cpu.norms import norm_parts, rms_norm
 from memory.kernels.cpu.page_choice import choose_pages
 from memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from memory.kernels.cpu.rows import gather_rows, read_rows, write_rows_
-from memory.kernels.cpu.ssd import ssd
 from memory.kernels.signature import FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots
 from memory.quantization import Float8
 
