@@ -121,13 +121,17 @@ def test_options_reach_the_session() -> None:
     [
         (("--model", "/nowhere/at/all"), "nowhere"), (("--budget", "1KiB"), "budget"),
         (("--resume", "/nowhere/at/all"), "session.json"),
-        (("--system", "Be brief."), "roles"),
     ],
 )  # fmt: skip
 def test_what_cannot_begin_is_one_line(options: tuple[str, ...], word: str) -> None:
     result = talk(TOLD, options=options)
     assert (result.exit_code, result.stdout) == (1, "")
     assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("error: ") and word in result.stderr
+
+
+def test_a_system_message_is_remembered() -> None:
+    result = talk("What is my cat called?", options=("--system", "My cat is called Zoe."))
+    assert (result.exit_code, result.stdout) == (0, "Your cat is called Zoe.\n")
 
 
 # Commands
