@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ from memory.testing.adapter import Logits
 from memory.testing.histories import Fork, Misuse, Open, Reorder, Rollback, Step
 from memory.testing.subjects import attention
 from memory.testing.toys import Toy
+
+ROOT = Path(__file__).parent.parent.parent.parent
 
 _MODEL = Toy(recurrent=False)
 
@@ -162,9 +165,12 @@ def test_the_command_says_what_failed_and_how_to_see_it_again(capsys: pytest.Cap
     assert "names no adapter" in capsys.readouterr().err
 
 
-def test_pytest_takes_a_subject_of_the_command_line() -> None:
-    """As from an installed wheel, where the option comes from the entry point of the same name."""
+def test_pytest_takes_a_subject_of_the_command_line(tmp_path: Path) -> None:
+    """Anywhere, as from an installed wheel, where the option comes from the entry point of the same name."""
     subject = ["--subject", "memory.testing.subjects:attention", "--subject-examples", "1", "-k", "reorder"]
     call = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "hybrid_memory_pytest", "--pyargs", "memory.testing"]
-    found = subprocess.run([*call, *subject], capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    found = subprocess.run(
+        [*call, *subject], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert "1 passed" in found.stdout, found.stdout + found.stderr
