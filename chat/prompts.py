@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from chat.special_tokens import Tokenizer as Tokenizer
@@ -15,6 +16,11 @@ from memory import FormatError
 from models import LanguageModel
 from models.loading.folders import find_folder
 from models.loading.gguf import is_gguf, load_gguf_tokenizer
+
+_OF_TEMPLATES = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
+"""What a template may raise: it is a program of the checkpoint's. Bounded tokenizers raise others, which pass."""
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -210,7 +216,5 @@ def render(tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool 
         )
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=awaits_reply, tokenize=False))
-    except MemoryError:
-        raise
-    except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
+    except _OF_TEMPLATES as error:
         raise FormatError(f"this chat template refuses the messages: {error}") from error

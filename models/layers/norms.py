@@ -34,8 +34,12 @@ class SplitNorm:
     """Splits rows into parts, and computes an `RMSNorm` of each."""
 
     def __init__(self, eps: float, *weights: Tensor) -> None:
-        self._eps, self._sizes = eps, tuple(len(weight) for weight in weights)
-        self._weights, self._ends = Weights(torch.cat(weights)), np.cumsum(self._sizes)
+        self._eps, self._sizes, self._parts = eps, tuple(len(weight) for weight in weights), weights
+        self._ends = np.cumsum(self._sizes)
+
+    @cached_property
+    def _weights(self) -> Weights:
+        return Weights(torch.cat(self._parts))  # not before they are used: joining on "meta" imports torch._dynamo
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Return the parts of x (T, E), (T, size) each."""

@@ -336,11 +336,9 @@ def test_which_kernels_are_used_can_be_asked(toy: Toy, monkeypatch: pytest.Monke
         found = HybridMemory(toy.memory_spec, "1MiB", dtype=dtype, state_dtype=dtype).kernels()
         assert set(found.values()) == {"cpu"}, "no dtype that a memory has falls to plain torch"
     spec = MemorySpec(((DEFERRING,),), vocab_size=10)
-    for window, expected in ((8, "reference"), (0, "cpu")):
+    for window in (0, 8):
         found = HybridMemory(spec, "1MiB", rollback_window=window, fold="defer").kernels()
-        assert (found["matrix_scan"], found["rms_norm"]) == (expected, "cpu"), (
-            "what stands behind a tail runs in plain torch"
-        )
+        assert set(found.values()) == {"cpu"}, "what stands behind a tail is compiled too"
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")
     assert set(HybridMemory(toy.memory_spec, "1MiB").kernels().values()) == {"reference"}
 
