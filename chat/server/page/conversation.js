@@ -43,12 +43,20 @@ export async function open(session) {
   await refresh();
 }
 
+let reading = null; // the newest reading of the tree: an older one may end later, with what was true before
+
 /** Read the tree of the chosen conversation again. */
 export async function refresh() {
+  const own = reading = readTree(() => reading === own);
+  await own;
+  if (reading !== own) await reading;
+}
+
+async function readTree(isNewest) {
   const session = state.session;
   if (session === null) return;
   const tree = await api.getTree(session);
-  if (state.session !== session) return;
+  if (state.session !== session || !isNewest()) return;
   const nodes = new Map(tree.nodes.map((node) => [node.id, node]));
   set({ title: tree.title, head: tree.head, nodes });
   readUsages().catch(() => {});

@@ -47,25 +47,31 @@ const STEPS = [
   },
   {
     title: "Fill the memory", panel: "memory", verb: `Start ${AT_ONCE} replies`,
-    text: `${AT_ONCE} conversations at once. When the budget is full, replies are swapped out and come back as they were.`,
+    text: `${AT_ONCE} conversations at once. When the budget is full, conversations wait for room or are swapped out, and come back as they were.`,
     act: fill,
     after: () => {
       const data = memory.snapshot();
       if (!data) return "They have all ended.";
       const { swaps, n_preempted: n } = data.engine, moved = swaps.to_host + swaps.to_disk;
-      return moved + n ? `It was full: ${count(moved, "swap")} so far, and every reply is whole.`
+      if (moved + n) return `It was full: ${count(moved, "swap")} so far, and every reply is whole.`;
+      return mostWaiting ? `It was full: ${count(mostWaiting, "conversation")} waited for room, and every reply is whole.`
         : `They fit: ${bytes(data.bytes.used)} of ${bytes(data.bytes.budget)}. Start the server with --budget 4MiB to see them swapped.`;
     },
   },
 ];
 
+let mostWaiting = 0; // conversations at once, of those that the last step of the tour began
+
 async function fill() {
+  mostWaiting = 0;
+  const watching = setInterval(() => { mostWaiting = Math.max(mostWaiting, memory.snapshot()?.engine.waiting ?? 0); }, 100);
   const talk_ = async (i) => {
     const input = Array.from({ length: 12 }, (_, j) => `My ${["cat", "dog", "horse"][j % 3]} is called ${["Milo", "Rex", "Nala", "Otis"][(i + j) % 4]}.`).join(" ");
     const request = { model: state.model, ...sampling(), input: `${i}: ${input} What is my cat called?`, store: false, stream: true, max_output_tokens: 120 };
     for await (const _ of api.events("POST", "/v1/responses", request)) { /* only the memory is looked at */ }
   };
   const all = await Promise.allSettled(Array.from({ length: AT_ONCE }, (_, i) => talk_(i)));
+  clearInterval(watching);
   const failed = all.filter((one) => one.status === "rejected");
   if (failed.length === all.length) throw failed[0].reason;
 }
