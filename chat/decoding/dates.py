@@ -1,4 +1,4 @@
-"""Makes dates in schemas exact: llguidance allows the 29th of February in every year."""
+"""Makes dates and times exact: llguidance allows the 29th of February in every year, and second 60 in every minute."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ _DAYS = "(02-(0[1-9]|1[0-9]|2[0-8])|(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0
 _YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 DATE = f"({_YEAR}-{_DAYS}|([0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
 """A day of the Gregorian calendar, from the year 1 to 9999."""
-_PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}[Tt]"}
+_TIME = r"[0-2][0-9]:[0-5][0-9]:[0-5][0-9]"
+_PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}[Tt]{_TIME}", "time": f"^{_TIME}"}
 _DATA = {"const", "enum", "default", "examples"}
 """Keywords whose values are no schemas."""
 
 
 def with_exact_dates(schema: Any) -> Any:
-    """Return a schema in which strings with the format of a date have a pattern as well, unless they have one."""
+    """Return a schema in which strings with the format of a date or a time have a pattern as well, unless they have one."""
     if isinstance(schema, list):
         return [with_exact_dates(part) for part in schema]
     if not isinstance(schema, dict):
