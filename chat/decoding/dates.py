@@ -1,4 +1,4 @@
-"""Makes dates and times exact: llguidance allows the 29th of February in every year, and second 60 in every minute."""
+"""Makes dates and times exact: llguidance allows the 29th of February in each year, and second 60 at any time."""
 
 from __future__ import annotations
 
