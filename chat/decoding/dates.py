@@ -16,7 +16,7 @@ _DATA = {"const", "enum", "default", "examples"}
 
 
 def with_exact_dates(schema: Any) -> Any:
-    """Return a schema in which strings with the format of a date or a time have a pattern as well, unless they have one."""
+    """Return a schema in which strings with the format of a date or a time have a pattern, unless they have one."""
     if isinstance(schema, list):
         return [with_exact_dates(part) for part in schema]
     if not isinstance(schema, dict):
