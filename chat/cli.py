@@ -135,8 +135,7 @@ def warmup(
         from memory.kernels import cpu
         from memory.kernels.cpu.compiled import cache_folder, is_kept
         from memory.kernels.cpu.warm_up import NAMES
-        from models.layers.paired import compile_pairs, multiplies_pairs_fastest
-        from models.layers.quantised import compile_products
+        from models.layers import blocked, quantised
 
         if to is not None:
             os.environ["HYBRID_MEMORY_CACHE"] = str(to)
@@ -146,9 +145,9 @@ def warmup(
         if is_all:
             for each in (torch.float32, torch.bfloat16):
                 cpu.warm_up(NAMES, each)
-                compile_products(each, "int8", "int4")
-            if multiplies_pairs_fastest():
-                compile_pairs()
+                quantised.compile_products(each, "int8", "int4")
+                if blocked.multiplies_fastest(each):
+                    blocked.compile_products(each)
         else:
             spec = load(model, "cpu", dtype, weights)[0].memory_spec
             cpu.warm_up(compiled_ahead(spec), spec.dtype)

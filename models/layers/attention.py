@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import ROPE_INIT_FUNCTIONS, PreTrainedConfig
 
 from memory import UNROTATED, AttentionSpec, Rotation, Step
-from models.layers.linear import Linear
+from models.layers.linear import Linear, add_product, add_scaled, normed_products
 from models.layers.norms import RMSNorm
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
@@ -108,8 +108,21 @@ class Attention:
         return (replace(self.spec, rotation=UNROTATED if self.rotary is None else self.rotary.rotation),)
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        y = self._attend(self.qkv(x_TM), step)
+        return self.out(y if self.gate is None else y * self.gate(x_TM))
+
+    def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], step: Step, *, scale: float) -> Tensor:
+        """Return x + s self(norm(x), step)."""
+        if not isinstance(self.qkv, Linear):
+            return add_scaled(x_TM, self(norm(x_TM), step), scale)
+        linears = (self.qkv,) if self.gate is None else (self.qkv, self.gate)
+        qkv, *gates = normed_products(x_TM, norm, *linears)
+        gate = gates[0] if gates else None
+        return add_product(x_TM, self.out, self._attend(qkv, step), gate, scale=scale)
+
+    def _attend(self, qkv: Tensor, step: Step) -> Tensor:
         spec = self.spec
-        heads = self.qkv(x_TM).view(len(x_TM), -1, spec.head_dim)
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
         qk, v_TGD = torch.split(heads, [spec.n_query_heads + spec.n_kv_heads, spec.n_kv_heads], dim=1)
         if self.norms is not None:
             q_THD, k_TGD = torch.split(qk, [spec.n_query_heads, spec.n_kv_heads], dim=1)
@@ -117,8 +130,7 @@ class Attention:
         if self.rotary is not None:
             qk = self.rotary(qk, step)
         q_THD, k_TGD = torch.split(qk, [spec.n_query_heads, spec.n_kv_heads], dim=1)
-        y = step.attend(self.layer, q_THD, k_TGD, v_TGD, scale=self.scale, softcap=self.softcap).flatten(1)
-        return self.out(y if self.gate is None else y * self.gate(x_TM))
+        return step.attend(self.layer, q_THD, k_TGD, v_TGD, scale=self.scale, softcap=self.softcap).flatten(1)
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memory import MemorySpec, Step
 from memory.specs import LayerSpec
+from models.layers.linear import add_scaled
 from models.layers.vocabulary import Vocabulary
 from models.loading.checkpoint import Checkpoint
 from models.loading.load import on_step
@@ -91,15 +92,16 @@ class Block:
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         if self.mixer is not None:
-            norm, mixer = self.mixer
-            x_TM = self._add(x_TM, mixer(norm(x_TM), step))
+            x_TM = self._add(x_TM, *self.mixer, step)
         if self.feed_forward is not None:
-            norm, feed_forward = self.feed_forward
-            x_TM = self._add(x_TM, feed_forward(norm(x_TM)))
+            x_TM = self._add(x_TM, *self.feed_forward)
         return x_TM
 
-    def _add(self, x_TM: Tensor, y_TM: Tensor) -> Tensor:
-        return x_TM + y_TM if self.scale == 1.0 else torch.add(x_TM, y_TM, alpha=self.scale)
+    def _add(self, x_TM: Tensor, norm: Function, part: Callable[..., Tensor], *arguments: Step) -> Tensor:
+        """Return x + s part(norm(x)); by `add_to` of parts that compute this in fewer calls."""
+        if (add_to := getattr(part, "add_to", None)) is not None:
+            return add_to(x_TM, norm, *arguments, scale=self.scale)  # type: ignore[no-any-return]
+        return add_scaled(x_TM, part(norm(x_TM), *arguments), self.scale)
 
 
 HIDDEN_STATES = "hidden states"

@@ -206,7 +206,7 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
         codes, scales: as for `quantised_kernels.product`.
         x_at: address of rows of bfloat16, n_pairs of them, a multiple of 16.
         shape: `amx.shape` for the number of rows, at least one.
-        bias, activation, n_parts: as for `paired_kernels.product`.
+        bias, activation, n_parts: as for `blocked_kernels.product`.
         out_at: address of (n_rows, n_out) numbers of the type that `like` holds.
     """
     x, out = array_at(x_at, n_rows * n_pairs, _PAIRS), array_at(out_at, n_rows * n_out, like)

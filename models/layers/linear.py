@@ -16,7 +16,9 @@ from models.loading.checkpoint import Checkpoint
 from models.loading.weight_formats import wanted_format
 
 if TYPE_CHECKING:
-    from models.layers.paired import PairedWeight
+    from models.layers.blocked import BlockedWeight
+    from models.layers.few_rows import CompiledProduct
+    from models.layers.norms import GatedNorm
     from models.layers.quantised import QuantisedWeight
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -50,10 +52,11 @@ def activation_by(name: str) -> Callable[[Tensor], Tensor]:
 class Linear:
     """Computes y = activation(x W^T + b).
 
-    On the CPU the weights are laid out once for oneDNN (`PackedWeight`), or for compiled products of bfloat16
-    (`PairedWeight`); the plain weights are not kept. bfloat16 stays so where the processor multiplies it; elsewhere 16
-    bits are laid out as float32 (`packed_dtype`). Other dtypes and devices, and a torch built without oneDNN, use
-    `F.linear`. Within `weights_in("int8")`, or "int4", the weights are rounded to integers instead (`QuantisedWeight`).
+    On the CPU the weights are laid out once, for compiled products (`BlockedWeight`) or, where these are not the
+    fastest, for oneDNN (`PackedWeight`); the plain weights are not kept. bfloat16 stays so where the processor
+    multiplies it; elsewhere 16 bits are laid out as float32 (`packed_dtype`). Other dtypes and devices, and a torch
+    built without oneDNN, use `F.linear`. Within `weights_in("int8")`, or "int4", the weights are rounded to integers
+    instead (`QuantisedWeight`).
 
     Args:
         weights: (n_out, n_in), or several that share their input, (n_out_i, n_in): their outputs are concatenated.
@@ -64,17 +67,17 @@ class Linear:
     def __init__(self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
         weight = joined(*weights)
         self.n_out, self.n_in = weight.shape
-        self._weight: Tensor | PackedWeight | PairedWeight | QuantisedWeight = weight
+        self._weight: Tensor | PackedWeight | BlockedWeight | QuantisedWeight = weight
         fused: Container[str | None] = ()
         if (format := wanted_format()) is not None:
             from models.layers.quantised import QuantisedWeight  # it needs numba, which others do without
 
             self._weight, fused = QuantisedWeight(weight, format), QuantisedWeight.FUSED
             bias = None if bias is None else bias.float()
-        elif (dtype := packed_dtype(weight)) is torch.bfloat16 and _multiplies_pairs_fastest():
-            from models.layers.paired import PairedWeight  # as above
+        elif (dtype := packed_dtype(weight)) is not None and _compiled_multiplies_fastest(dtype):
+            from models.layers.blocked import BlockedWeight  # as above
 
-            self._weight, fused = PairedWeight(weight), PairedWeight.FUSED
+            self._weight, fused = BlockedWeight(weight, dtype), BlockedWeight.FUSED
             bias = None if bias is None else bias.float()
         elif dtype is not None:
             self._weight, fused = PackedWeight(weight, dtype), PackedWeight.FUSED
@@ -82,6 +85,9 @@ class Linear:
         self._bias = None if bias is None else bias.contiguous()
         self._fused = activation if activation in fused else None
         self._activation = None if activation is None or self._fused else activation_by(activation)
+        self.compiled: CompiledProduct | None = None
+        if self._activation is None and not isinstance(self._weight, Tensor | PackedWeight):
+            self.compiled = self._weight.compiled(self._bias, self._fused)
 
     @property
     def is_packed(self) -> bool:
@@ -111,7 +117,33 @@ class Linear:
         return y if self._activation is None else self._activation(y)
 
 
-def _multiplies_pairs_fastest() -> bool:
-    from models.layers.paired import multiplies_pairs_fastest  # it needs numba, which other dtypes do without
+def normed_products(x_TM: Tensor, norm: Callable[[Tensor], Tensor], *linears: Linear) -> list[Tensor]:
+    """Return linear(norm(x)) of one or two: of few rows in one call, to the same bits."""
+    plans = [linear.compiled for linear in linears]
+    if None not in plans and (found := plans[0].normed(x_TM, norm, *plans[1:])) is not None:  # type: ignore[union-attr]
+        return found
+    normed = norm(x_TM)
+    return [linear(normed) for linear in linears]
 
-    return multiplies_pairs_fastest()
+
+def add_product(
+    residual_TM: Tensor, linear: Linear, y_TE: Tensor, gate_TE: Tensor | None = None, norm: GatedNorm | None = None,
+    *, scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Return residual + s linear(y * gate), or of norm(y, gate): of few rows in one call, to the same bits."""
+    plan = linear.compiled
+    if plan is not None and scale == 1.0 and (found := plan.gated(y_TE, gate_TE, norm, residual_TM)) is not None:
+        return found
+    if gate_TE is not None:
+        y_TE = y_TE * gate_TE if norm is None else norm(y_TE, gate_TE)
+    return add_scaled(residual_TM, linear(y_TE), scale)
+
+
+def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    return x + y if scale == 1.0 else torch.add(x, y, alpha=scale)
+
+
+def _compiled_multiplies_fastest(dtype: torch.dtype) -> bool:
+    from models.layers.blocked import multiplies_fastest  # it needs numba, which others do without
+
+    return multiplies_fastest(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,8 @@ from memory import FormatError, RecurrentSpec, SpecError, Step
 from memory.kernels import Weights, rms_norm
 from memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamba1_spec
 from models.layers.dry import rates_of
-from models.layers.linear import Linear
-from models.layers.norms import SplitNorm
+from models.layers.linear import Linear, add_product, normed_products
+from models.layers.norms import GatedNorm, SplitNorm
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -109,6 +110,11 @@ class MambaMixer:
         y_TE = step.recur(self._layer, self._rows(x_TM), self._recurrence)
         return self._out(y_TE * self._gate(x_TM))
 
+    def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], step: Step, *, scale: float) -> Tensor:
+        """Return x + s self(norm(x), step)."""
+        rows, gate = normed_products(x_TM, norm, self._rows, self._gate)
+        return add_product(x_TM, self._out, step.recur(self._layer, rows, self._recurrence), gate, scale=scale)
+
 
 @dataclass(frozen=True)
 class Mamba2Options:
@@ -146,8 +152,11 @@ class Mamba2Mixer:
         self._rows = Linear(rows_weight, bias=rows_bias)
         out_bias = checkpoint.take_optional(options.has_out_bias, f"{prefix}.out_proj.bias", n_model)
         self._out = Linear(take(f"{prefix}.out_proj.weight", n_model, shape.n_inner), bias=out_bias)
-        has_norm = options.norm_eps is not None
-        self._norm_weight = Weights(take(f"{prefix}.norm.weight", shape.n_inner)) if has_norm else None
+        self._norm_weight = self._norm = None
+        if options.norm_eps is not None:
+            self._norm_weight = Weights(take(f"{prefix}.norm.weight", shape.n_inner))
+            if not options.norms_before_gate:
+                self._norm = GatedNorm(self._norm_weight, options.norm_eps, options.n_norm_groups)
         self._recurrence = SSD(
             shape=shape,
             conv=load_conv(
@@ -165,9 +174,19 @@ class Mamba2Mixer:
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         y_TI, gate_TI = step.recur(self._layer, self._rows(x_TM), self._recurrence), self._gate(x_TM)
+        if self._norm is None:
+            return self._out(self._norm_before(y_TI) * gate_TI)
+        return self._out(self._norm(y_TI, gate_TI))
+
+    def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], step: Step, *, scale: float) -> Tensor:
+        """Return x + s self(norm(x), step)."""
+        rows, gate = normed_products(x_TM, norm, self._rows, self._gate)
+        y_TI = self._norm_before(step.recur(self._layer, rows, self._recurrence))
+        return add_product(x_TM, self._out, y_TI, gate, self._norm, scale=scale)
+
+    def _norm_before(self, y_TI: Tensor) -> Tensor:
+        """Norm outputs where that is done before they are gated."""
         options, weight = self._options, self._norm_weight
-        if weight is None or options.norm_eps is None:
-            return self._out(y_TI * gate_TI)
-        if options.norms_before_gate:
-            return self._out(rms_norm(y_TI, weight, options.norm_eps, n_groups=options.n_norm_groups) * gate_TI)
-        return self._out(rms_norm(y_TI, weight, options.norm_eps, n_groups=options.n_norm_groups, gate=gate_TI))
+        if weight is None or options.norm_eps is None or not options.norms_before_gate:
+            return y_TI
+        return rms_norm(y_TI, weight, options.norm_eps, n_groups=options.n_norm_groups)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from models.layers.linear import Linear
+from models.layers.linear import Linear, add_product, normed_products
 from models.loading.checkpoint import Checkpoint
 
 
@@ -30,6 +31,11 @@ class MLP:
 
     def __call__(self, x_TM: Tensor) -> Tensor:
         return self.down(self.up(x_TM))
+
+    def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], *, scale: float) -> Tensor:
+        """Return x + s self(norm(x))."""
+        (up,) = normed_products(x_TM, norm, self.up)
+        return add_product(x_TM, self.down, up, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -63,3 +69,8 @@ class GatedMLP:
 
     def __call__(self, x_TM: Tensor) -> Tensor:
         return self.down(self.gate(x_TM) * self.up(x_TM))
+
+    def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], *, scale: float) -> Tensor:
+        """Return x + s self(norm(x))."""
+        gate, up = normed_products(x_TM, norm, self.gate, self.up)
+        return add_product(x_TM, self.down, up, gate, scale=scale)

@@ -23,11 +23,23 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x.to(self.weight_M.dtype), self._weights, self.eps)
+        return rms_norm(x.to(self.weight_M.dtype), self.weights, self.eps)
 
     @cached_property
-    def _weights(self) -> Weights:
+    def weights(self) -> Weights:
         return Weights(self.weight_M)
+
+
+@dataclass(frozen=True)
+class GatedNorm:
+    """Computes an `RMSNorm` of y * gate, in each of n parts of a row (Dao & Gu 2024, section 7)."""
+
+    weights: Weights
+    eps: float
+    n_groups: int
+
+    def __call__(self, y: Tensor, gate: Tensor) -> Tensor:
+        return rms_norm(y, self.weights, self.eps, n_groups=self.n_groups, gate=gate)
 
 
 class SplitNorm:

@@ -11,7 +11,8 @@ from memory.blocks.arrays import ceil_div
 from memory.kernels.cpu.rows import LIKE, as_array
 from memory.kernels.cpu.threads import use_threads
 from models.layers import amx, integer_tile_kernels, quantised_kernels
-from models.layers.paired import pairs_of
+from models.layers.blocked import pairs_of
+from models.layers.few_rows import CompiledProduct
 from models.loading.weight_formats import IntegerFormat
 
 
@@ -67,6 +68,16 @@ class QuantisedWeight:
         scales = self.scales.float().view(n_blocks, -1, 16).transpose(1, 2).reshape(n_blocks * 16, -1, 1)
         return (groups * scales).flatten(1)[: self.n_out, : self.n_in]
 
+    def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct | None:
+        """Return the product for few rows; None without numbers, or if rows are read in another dtype than weights."""
+        if self.codes.is_meta or self._out_dtype is not self._dtype:
+            return None
+        return CompiledProduct(
+            (self._codes, self._scales), quantised_kernels.NO_BIAS if bias is None else bias.numpy(),
+            quantised_kernels.ACTIVATIONS[activation], self.n_in, self.n_out, self._dtype, 32,
+            2 if self._has_tiles else 1, self._has_tiles,
+        )  # fmt: skip
+
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
         y = torch.empty(x.shape[0], self.n_out, dtype=self._out_dtype)
@@ -92,4 +103,7 @@ class QuantisedWeight:
 def compile_products(dtype: torch.dtype, *formats: IntegerFormat) -> None:
     """Compile what models of this dtype need for weights in these formats, or load it from disk."""
     for format in formats:
-        QuantisedWeight(torch.zeros(1, 1, dtype=dtype), format).multiply(torch.zeros(1, 1, dtype=dtype), None)
+        weight = QuantisedWeight(torch.zeros(1, 1, dtype=dtype), format)
+        weight.multiply(torch.zeros(1, 1, dtype=dtype), None)
+        if (product := weight.compiled(None, None)) is not None:
+            product.compile()

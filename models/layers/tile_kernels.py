@@ -1,6 +1,6 @@
 """Compiles products with weights in bfloat16 for processors that multiply tiles (`amx`).
 
-The layout is that of `paired_kernels`: there, 16 pairs of inputs of a block's 16 outputs lie in one piece, which is a
+The layout is that of `blocked_kernels`: there, 16 pairs of inputs of a block's 16 outputs lie in one piece, which is a
 tile. Sums stay in the registers from the first input to the last. A row has the same bits in any company.
 """
 
@@ -16,12 +16,19 @@ from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import array_at, untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
+from models.layers.blocked_kernels import BLOCKS, SHORTS, store_sums
 from models.layers.integer_vectors import BLOCK, PAIRS
-from models.layers.paired_kernels import BLOCKS, SHORTS, store_rounded
 from models.layers.quantised_kernels import finish
 
 CACHED_ROW_BYTES = 1 << 20
 """Rows that are multiplied by all weights of a thread before the next: they stay in the second-level cache."""
+
+
+_AHEAD_BYTES, _LINES = 2048, 16
+"""How far ahead weights are asked for where they are read once, and the lines of a tile.
+
+Products of few rows take a tenth less time by that.
+"""
 
 
 def _sums_of(n_row_tiles: int, n_blocks: int) -> Any:
@@ -45,6 +52,8 @@ def _sums_of(n_row_tiles: int, n_blocks: int) -> Any:
                     amx.load(b, ROWS_AT + r, b.gep(rows, [at]), row_bytes)
                 for v in range(n_blocks):
                     at = b.add(b.mul(k, I64(TILE_BYTES)), b.mul(block_bytes, I64(v)))
+                    for line in range(_LINES if n_row_tiles == 1 else 0):
+                        amx.prefetch(b, b.gep(weights, [b.add(at, I64(_AHEAD_BYTES + TILE_BYTES // _LINES * line))]))
                     amx.load_weights(b, WEIGHTS_AT + v % 2, b.gep(weights, [at]))
                     for r in range(n_row_tiles):
                         amx.multiply_add(b, r * n_blocks + v, ROWS_AT + r, WEIGHTS_AT + v % 2)
@@ -84,7 +93,7 @@ def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_
 
     Args:
         shape: `amx.shape` for the number of rows, at least one.
-        others: as for `paired_kernels.product`.
+        others: as for `blocked_kernels.product`.
     """
     x, block_codes = array_at(x_at, n_rows * n_pairs, codes), n_pairs * BLOCK
     out_TO = array_at(out_at, n_rows * n_out, SHORTS).reshape((n_rows, n_out))
@@ -132,6 +141,6 @@ def write(sums, n_tile_rows, n_blocks, bias, activation, first_block, out_TO):  
             channel = (first_block + v) * BLOCK
             at = ((t // n_tile_rows * n_blocks + v) * ROWS + t % n_tile_rows) * BLOCK
             if is_plain and channel + BLOCK <= n_out:
-                store_rounded(sums, at, flat, t * n_out + channel)
+                store_sums(sums, at, flat, t * n_out + channel)
             elif channel < n_out:
                 finish(sums[at : at + BLOCK], bias, activation, channel, out_TO[t])

@@ -175,14 +175,16 @@ def _compile_products(checkpoint: Checkpoint, weights: WeightFormat) -> None:
     if checkpoint.device.type != "cpu":
         return
     if weights != "auto":
-        from models.layers.quantised import compile_products
+        from models.layers import quantised
 
-        compile_products(checkpoint.dtype, weights)
-    elif checkpoint.dtype is torch.bfloat16:
-        from models.layers.paired import compile_pairs, multiplies_pairs_fastest
+        quantised.compile_products(checkpoint.dtype, weights)
+    else:
+        from models.layers import blocked
+        from models.layers.packed import packed_dtype
 
-        if multiplies_pairs_fastest():
-            compile_pairs()
+        dtype = packed_dtype(torch.empty(1, 1, dtype=checkpoint.dtype))
+        if dtype is not None and blocked.multiplies_fastest(dtype):
+            blocked.compile_products(dtype)
 
 
 def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:

@@ -73,17 +73,26 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     x = array_at(x_at, n_rows * x_stride + n_elements, x_like)
     gate = array_at(gate_at, n_rows * gate_stride + n_elements, gate_like)
     out_TE = array_at(out_at, n_rows * n_elements, x_like)
+    n_gates = n_elements if gate_at != 0 else 0
     for t in prange(n_rows):
-        out = np.empty(n_elements, np.float32)
-        copy_(out, x[t * x_stride : t * x_stride + n_elements])
-        if gate_at != 0:
-            _multiply_(out, gate[t * gate_stride : t * gate_stride + n_elements])
-        for first in range(0, n_elements, n_part):
-            part = out[first : first + n_part]
-            _scale_(part, _ONE / np.sqrt(_sum_of_squares(part) / np.float32(n_part) + eps))
-        if len(weight) > 0:
-            _multiply_(out, weight)
-        copy_(out_TE[t * n_elements : (t + 1) * n_elements], out)
+        norm_row(
+            x[t * x_stride : t * x_stride + n_elements], gate[t * gate_stride : t * gate_stride + n_gates], weight, eps,
+            n_part, np.empty(n_elements, np.float32), out_TE[t * n_elements : (t + 1) * n_elements],
+        )  # fmt: skip
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
+def norm_row(x, gate, weight, eps, n_part, scratch, out):  # type: ignore[no-untyped-def]
+    """Norm each part of a row times its gate; gate and weight may be empty, and scratch is float32."""
+    copy_(scratch, x)
+    if len(gate) > 0:
+        _multiply_(scratch, gate)
+    for first in range(0, len(x), n_part):
+        part = scratch[first : first + n_part]
+        _scale_(part, _ONE / np.sqrt(_sum_of_squares(part) / np.float32(n_part) + eps))
+    if len(weight) > 0:
+        _multiply_(scratch, weight)
+    copy_(out, scratch)
 
 
 @njit(fastmath=REDUCING)

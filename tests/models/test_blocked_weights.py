@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from models import load_model, weight_bytes
-from models.layers import amx, paired, quantised_kernels, tile_kernels
+from models.layers import amx, blocked, blocked_kernels, quantised_kernels, tile_kernels
 from models.layers import linear as module
 from models.layers.linear import Linear
 from models.layers.packed import PackedWeight
@@ -31,10 +31,10 @@ def has_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         pytest.skip("this processor multiplies no tiles, or Linux does not let us")
     monkeypatch.setattr(amx, "multiplies_tiles", lambda: has)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has)
-    paired.multiplies_pairs_fastest.cache_clear()
+    blocked.multiplies_fastest.cache_clear()
     yield has
     monkeypatch.undo()
-    paired.multiplies_pairs_fastest.cache_clear()
+    blocked.multiplies_fastest.cache_clear()
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -42,22 +42,22 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[paired.PairedWeight]:
+def products(monkeypatch: pytest.MonkeyPatch) -> list[blocked.BlockedWeight]:
     """The weights of every product that is computed by the compiled kernels."""
-    multiply, found = paired.PairedWeight.multiply, list[paired.PairedWeight]()
+    multiply, found = blocked.BlockedWeight.multiply, list[blocked.BlockedWeight]()
 
-    def noted(weight: paired.PairedWeight, *arguments: Any) -> torch.Tensor:
+    def noted(weight: blocked.BlockedWeight, *arguments: Any) -> torch.Tensor:
         found.append(weight)
         return multiply(weight, *arguments)
 
-    monkeypatch.setattr(paired.PairedWeight, "multiply", noted)
+    monkeypatch.setattr(blocked.BlockedWeight, "multiply", noted)
     return found
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("activation", [None, "silu", "relu", "sigmoid", "gelu"])
 def test_a_product_is_that_of_plain_torch_and_a_row_has_the_same_bits_in_any_company(
-    shape: tuple[int, int], activation: str | None, products: list[paired.PairedWeight]
+    shape: tuple[int, int], activation: str | None, products: list[blocked.BlockedWeight]
 ) -> None:
     """With and without a bias, for numbers of rows around those of the kernel's tiles, and for rows of float32."""
     weight, bias, x = drawn(*shape), drawn(shape[0]), drawn(71, shape[1])
@@ -88,14 +88,14 @@ def test_weights_are_held_once() -> None:
 
 def test_tiles_are_multiplied_where_the_processor_does_that(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
-    for kernels, uses_tiles in ((tile_kernels, True), (paired.paired_kernels, False)):
+    for kernels, uses_tiles in ((tile_kernels, True), (blocked_kernels, False)):
         monkeypatch.setattr(kernels, "product", lambda *_, uses_tiles=uses_tiles: found.append(uses_tiles))
     Linear(drawn(64, 32))(drawn(3, 32))
     assert found == [has_tiles]
 
 
 def test_onednn_is_kept_where_it_alone_may_use_tiles(
-    has_tiles: bool, products: list[paired.PairedWeight], monkeypatch: pytest.MonkeyPatch
+    has_tiles: bool, products: list[blocked.BlockedWeight], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(amx, "multiplies_tiles", lambda: has_tiles)
@@ -124,9 +124,7 @@ def test_products_of_onednn_and_of_threads_beside_do_not_disturb_each_other() ->
 
 def test_a_model_in_bfloat16_uses_them_and_no_step_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(paired, "compile_pairs", lambda: compiled.append(1))
+    monkeypatch.setattr(blocked, "compile_products", compiled.append)
     load_model("embedded", dtype="bfloat16")
-    assert compiled == [1]
-    load_model("embedded")
     load_model("embedded", dtype="bfloat16", weights="int4")
-    assert compiled == [1]
+    assert compiled == [torch.bfloat16]

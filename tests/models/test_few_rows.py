@@ -1,0 +1,67 @@
+"""Norms, gates and sums that are computed in one call with the products of few rows."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from memory.kernels import Weights
+from models.layers.few_rows import MOST_ROWS
+from models.layers.linear import Linear, add_product, normed_products
+from models.layers.norms import GatedNorm, LayerNorm, RMSNorm
+from models.loading.weight_formats import IntegerFormat, weights_in
+
+pytestmark = pytest.mark.skipif(
+    Linear(torch.zeros(1, 1)).compiled is None, reason="products of this processor are oneDNN's"
+)
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "format"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int4"), (torch.float32, "int8")],
+)
+@pytest.mark.parametrize(("n_in", "n_out"), [(33, 17), (64, 200)])
+def test_one_call_has_the_bits_of_many(dtype: torch.dtype, format: IntegerFormat | None, n_in: int, n_out: int) -> None:
+    """For residual streams in the weights' dtype and in float32, and rows around the most that are computed so."""
+    with nullcontext() if format is None else weights_in(format, torch.device("cpu")):
+        first = Linear(drawn(n_out, n_in, dtype=dtype), activation="silu")
+        second = Linear(drawn(70, n_in, dtype=dtype), bias=drawn(70, dtype=dtype))
+    if first.compiled is None:
+        pytest.skip("this processor reads such rows in another dtype")
+    norm = RMSNorm(drawn(n_in, dtype=dtype), 1e-5)
+    gated_norm = GatedNorm(Weights(drawn(n_in, dtype=dtype)), 1e-5, 3 if n_in == 33 else 4)
+    for residual_dtype in {dtype, torch.float32}:
+        for n_rows in (0, 1, 2, MOST_ROWS, MOST_ROWS + 1):
+            x, residual = drawn(n_rows, n_in, dtype=residual_dtype) * 3, drawn(n_rows, 70, dtype=residual_dtype)
+            y, gate = drawn(n_rows, n_in, dtype=dtype), drawn(n_rows, n_in, dtype=dtype)
+            expected = [linear(norm(x)) for linear in (first, second)]
+            assert all(map(torch.equal, normed_products(x, norm, first, second), expected))
+            assert torch.equal(normed_products(x, norm, first)[0], expected[0])
+            for own_gate, own_norm in ((None, None), (gate, None), (gate, gated_norm)):
+                rows = y if own_gate is None else y * own_gate if own_norm is None else own_norm(y, own_gate)
+                found = add_product(residual, second, y, own_gate, own_norm)
+                assert found.dtype == residual_dtype and torch.equal(found, residual + second(rows))
+
+
+def test_what_is_not_for_one_call_takes_many() -> None:
+    """Norms of other kinds, rows that are not whole, scales, and kernels that the environment names."""
+    linear, x = Linear(torch.randn(12, 16)), torch.randn(2, 40)[:, 3:19]
+    layer_norm, norm = LayerNorm(torch.ones(16), None, 1e-5), RMSNorm(torch.ones(16), 1e-5)
+    assert torch.equal(normed_products(x, layer_norm, linear)[0], linear(layer_norm(x)))
+    assert torch.equal(normed_products(x, norm, linear)[0], linear(norm(x)))
+    residual = torch.randn(2, 12)
+    assert torch.equal(add_product(residual, linear, x, scale=0.5), torch.add(residual, linear(x), alpha=0.5))
+
+
+def test_a_choice_of_kernels_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, norm, x = Linear(torch.randn(12, 16)), RMSNorm(torch.ones(16), 1e-5), torch.randn(2, 16)
+    assert linear.compiled is not None and linear.compiled.normed(x, norm) is not None
+    monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")
+    assert linear.compiled.normed(x, norm) is None
+    assert linear.compiled.gated(x, None, None, torch.zeros(2, 12)) is None
