@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from memory import RecurrentSpec, Step
 from memory.recurrences import DeltaRule, DeltaRuleShape
 from models.layers.dry import joined, rates_of
-from models.layers.linear import Linear
+from models.layers.linear import Linear, add_product, normed_products
 from models.layers.mamba_mixers import load_conv
 from models.layers.norms import RMSNorm
 from models.loading.checkpoint import Checkpoint
@@ -91,8 +92,16 @@ class DeltaMixer:
         return (self._recurrence.shape.spec(),)
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
-        shape, rows_TR = self._recurrence.shape, self._rows(x_TM)
+        return self._out(self._mix(self._rows(x_TM), step) * self._gate(x_TM))
+
+    def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], step: Step, *, scale: float) -> Tensor:
+        """Return x + s self(norm(x), step)."""
+        rows_TR, gate = normed_products(x_TM, norm, self._rows, self._gate)
+        return add_product(x_TM, self._out, self._mix(rows_TR, step), gate, scale=scale)
+
+    def _mix(self, rows_TR: Tensor, step: Step) -> Tensor:
+        """Return the recurrence's outputs, normed; the rows are changed."""
+        shape = self._recurrence.shape
         rows_TR[:, shape.n_channels : shape.n_channels + shape.n_heads].sigmoid_()
         y_TI = step.recur(self._layer, rows_TR, self._recurrence)
-        y_THV = self._norm(y_TI.view(len(y_TI), shape.n_heads, shape.value_dim))
-        return self._out(y_THV.flatten(1) * self._gate(x_TM))
+        return self._norm(y_TI.view(len(y_TI), shape.n_heads, shape.value_dim)).flatten(1)

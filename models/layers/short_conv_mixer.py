@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from memory import Step
 from memory.recurrences import ShortConv, short_conv_spec
-from models.layers.linear import Linear
+from models.layers.linear import Linear, add_product, normed_products
 from models.layers.mamba_mixers import load_conv
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
@@ -32,5 +34,15 @@ class ShortConvMixer:
         self.specs = (short_conv_spec(n_model, n_taps),)
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
-        in_gate_TM, out_gate_TM, rows_TM = self._in(x_TM).chunk(3, dim=-1)
-        return self._out(out_gate_TM * step.recur(self._layer, in_gate_TM * rows_TM, self._recurrence))
+        y_TM, out_gate_TM = self._mix(self._in(x_TM), step)
+        return self._out(out_gate_TM * y_TM)
+
+    def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], step: Step, *, scale: float) -> Tensor:
+        """Return x + s self(norm(x), step)."""
+        (parts,) = normed_products(x_TM, norm, self._in)
+        return add_product(x_TM, self._out, *self._mix(parts, step), scale=scale)
+
+    def _mix(self, parts: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Return the convolution's outputs and their gate."""
+        in_gate_TM, out_gate_TM, rows_TM = parts.chunk(3, dim=-1)
+        return step.recur(self._layer, in_gate_TM * rows_TM, self._recurrence), out_gate_TM
