@@ -28,6 +28,7 @@ from benchmarks import (
     failures,
     gpu_tune,
     kernels,
+    large,
     prefixes,
     restarts,
     sampling,
@@ -124,6 +125,12 @@ def llamacpp(
     tests = ("tests/benchmarks/test_llamacpp.py", *(() if quick else ("tests/models/test_gguf.py",)))
     models = _known(model, llamacpp_.MODELS, n_quick=1 if quick else None)
     _run(llamacpp_.llamacpp, tests, quick, out, threads, models=models)
+
+
+@app.command(name="large")
+def large_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure a model of 3B parameters: loading, most resident memory, decode; needs 24 GB of memory and disk."""
+    _run(large.large, MODEL_TESTS, quick, out, threads)
 
 
 @app.command(name="bridge")

@@ -1,0 +1,141 @@
+"""Measures a model of three billion parameters: loading, most resident memory, and decode beside reading its bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, JambaConfig
+
+from benchmarks.harness import Report
+from benchmarks.workloads import Ours, draw
+from models import load_model
+from models.loading.load import weight_bytes
+
+_FORMATS: dict[str, dict[str, str]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "weights": "int8"},
+    "int4": {"dtype": "bfloat16", "weights": "int4"},
+}
+_ASKED = {"bfloat16": 1.0, "int8": 1.7, "int4": 2.6}
+"""Ratios to the step in bfloat16 that this project wants at least, at one sequence."""
+
+_SHARD_BYTES = 1 << 30
+_STEPS = 20
+
+
+def _config(n_layers: int) -> JambaConfig:
+    """Return Jamba Reasoning 3B's sizes: 28 layers of 2560, two of them attention, one expert."""
+    return JambaConfig(
+        vocab_size=65_536, hidden_size=2560, intermediate_size=8192, num_hidden_layers=n_layers,
+        num_attention_heads=20, num_key_value_heads=1, attn_layer_period=14, attn_layer_offset=7,
+        expert_layer_period=2, expert_layer_offset=1, num_experts=1, num_experts_per_tok=1, mamba_d_state=16,
+        mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=160, use_mamba_kernels=False, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def large(*, quick: bool) -> Report:
+    """Write random weights in bfloat16, and measure each format in a process of its own."""
+    report = Report("large")
+    with tempfile.TemporaryDirectory() as folder:
+        n_bytes = _write(_config(2 if quick else 28), Path(folder))
+        read_s = _seconds_to_read(n_bytes)
+        report.add("bytes and the time to read them once", {
+            "bytes of the files": n_bytes, "by sum, ms": read_s["sum"] * 1e3,
+            "by half a copy, ms": read_s["copy"] * 1e3,
+        })  # fmt: skip
+        steps = dict[str, float]()
+        for name in _FORMATS:
+            found = _in_a_process(folder, name)
+            steps[name] = found["decode 1, ms"]
+            report.add("loading and decode", {
+                "weights": name, **found, "of reading once": read_s["copy"] * 1e3 / steps[name] if name == "bfloat16"
+                else "", "bfloat16 / this": steps["bfloat16"] / steps[name], "asked": _ASKED[name],
+            })  # fmt: skip
+    report.notes.append(
+        "Loading is from the page cache, the second time. Most resident memory is that of the process, with libraries, "
+        "and holds a memory of 256 MiB. Of reading once: the time that reading the files' bytes once takes, by half of "
+        "the fastest of torch's copies, over the step's (asked: 0.8)."
+    )
+    return report
+
+
+def _write(config: JambaConfig, folder: Path) -> int:
+    """Write random weights of a config's shapes in shards of a GiB, and return their bytes."""
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    config.dtype, config.architectures = "bfloat16", ["JambaForCausalLM"]
+    config.save_pretrained(folder)
+    index, total = dict[str, str](), 0
+    for i, shard in enumerate(_shards(shapes)):
+        save_file(shard, folder / f"model-{i}.safetensors", {"format": "pt"})
+        index |= dict.fromkeys(shard, f"model-{i}.safetensors")
+        total += sum(tensor.nbytes for tensor in shard.values())
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    return total
+
+
+def _shards(shapes: dict[str, torch.Size]) -> Iterator[dict[str, Tensor]]:
+    shard, n_bytes, generator = dict[str, Tensor](), 0, torch.Generator().manual_seed(0)
+    for name, shape in shapes.items():
+        size = 1 if len(shape) < 2 else shape[-1]
+        shard[name] = torch.randn(shape, generator=generator).div_(math.sqrt(size)).bfloat16()
+        n_bytes += shard[name].nbytes
+        if n_bytes >= _SHARD_BYTES:
+            yield shard
+            shard, n_bytes = {}, 0
+    if shard:
+        yield shard
+
+
+def _seconds_to_read(n_bytes: int) -> dict[str, float]:
+    """Return the least seconds in which torch sums so many bytes, and half of those in which it copies them."""
+    source = torch.ones(min(n_bytes, 1 << 30) // 4)
+    target, share = torch.empty_like(source), n_bytes / source.nbytes
+    sums, copies = list[float](), list[float]()
+    for _ in range(10):
+        started = time.perf_counter()
+        source.sum()
+        middle = time.perf_counter()
+        target.copy_(source)
+        sums.append(middle - started)
+        copies.append((time.perf_counter() - middle) / 2)
+    return {"sum": min(sums) * share, "copy": min(copies) * share}
+
+
+def _in_a_process(folder: str, name: str) -> dict[str, Any]:
+    """Load the checkpoint twice and decode, in a fresh process, whose most resident memory is then this model's."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_measure, (folder, name, torch.get_num_threads()))
+
+
+def _measure(folder: str, name: str, n_threads: int) -> dict[str, Any]:
+    torch.set_num_threads(n_threads)
+    load_model(folder, progress=False, **_FORMATS[name])  # type: ignore[arg-type]
+    started = time.perf_counter()
+    model = load_model(folder, progress=False, **_FORMATS[name])  # type: ignore[arg-type]
+    found: dict[str, Any] = {"load, s": time.perf_counter() - started, "bytes": weight_bytes(model)}
+    for n_sequences in (1, 4):
+        subject = Ours(model, n_sequences, budget="256MiB")
+        subject.prefill(draw(n_sequences, 64))
+        seconds = list[float]()
+        for _ in range(_STEPS):
+            started = time.perf_counter()
+            subject.decode()
+            seconds.append(time.perf_counter() - started)
+        found[f"decode {n_sequences}, ms"] = statistics.median(seconds) * 1e3
+        subject.memory.close()
+    status = Path("/proc/self/status").read_text()
+    peak_kib = int(status.partition("VmHWM:")[2].split()[0])
+    return {**found, "most resident / bytes": peak_kib * 1024 / found["bytes"]}
