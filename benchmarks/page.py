@@ -6,8 +6,6 @@ import gzip
 import json
 import os
 import statistics
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -19,7 +17,8 @@ from typing import Any
 import typer
 
 from benchmarks.harness import Report
-from chat.decoding.sampling import Sampling
+from benchmarks.page_trees import tree
+from benchmarks.page_watching import slow_down
 from chat.engine.engine import Engine
 from chat.engine.requests import EngineStats
 from chat.engine.scheduling import Load
@@ -37,8 +36,6 @@ _ARGUMENTS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
-_LISTENER = "import sys, urllib.request; [None for _ in urllib.request.urlopen(sys.argv[1])]"
-"""Reads a stream in a process of its own, as a browser does."""
 
 
 def require_browser() -> None:
@@ -58,11 +55,23 @@ def page(*, quick: bool) -> Report:
     report = Report("page")
     _weigh(report)
     with _serving() as (url, engine):
-        _paint(report, url, n_loads=5 if quick else 15)
-        for n_replies in (1,) if quick else (1, 8):
-            _slow_down(report, url, engine, n_replies=n_replies, n_rounds=4 if quick else 12)
-    _many(report, n_rounds=5 if quick else 21)
+        for n_replies, n_rounds in ((1, 4),) if quick else ((1, 90), (8, 60)):
+            slow_down(report, url, engine, n_replies=n_replies, n_rounds=n_rounds)
+    with _serving() as (url, _), _browsing() as browser:
+        _paint(report, url, browser, n_loads=5 if quick else 15)
+        tree(report, url, browser, n_nodes=4096, n_rounds=5 if quick else 15)
+        _many(report, url, browser, n_rounds=5 if quick else 21)
     return report
+
+
+@contextmanager
+def _browsing() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
+        yield browser
+        browser.close()
 
 
 @contextmanager
@@ -96,66 +105,31 @@ def _weigh(report: Report) -> None:
     })  # fmt: skip
 
 
-def _paint(report: Report, url: str, *, n_loads: int) -> None:
+def _paint(report: Report, url: str, browser: Any, *, n_loads: int) -> None:
     """Measure from the navigation to the first contentful paint, each time in a new profile with nothing cached."""
-    from playwright.sync_api import sync_playwright
-
     first_ms, ready_ms = [], []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
-        for _ in range(n_loads + 1):
-            context = browser.new_context(viewport={"width": 1360, "height": 860})
-            shown = context.new_page()
-            started = time.perf_counter()
-            shown.goto(url)
-            shown.wait_for_selector("#model:not([hidden])")
-            ready_ms.append((time.perf_counter() - started) * 1e3)
-            paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
-            shown.wait_for_function(f"() => {paint}")
-            first_ms.append(float(shown.evaluate(paint)))
-            context.close()
-        browser.close()
+    for _ in range(n_loads + 1):
+        context = browser.new_context(viewport={"width": 1360, "height": 860})
+        shown = context.new_page()
+        started = time.perf_counter()
+        shown.goto(url)
+        shown.wait_for_selector("#model:not([hidden])")
+        ready_ms.append((time.perf_counter() - started) * 1e3)
+        paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+        shown.wait_for_function(f"() => {paint}")
+        first_ms.append(float(shown.evaluate(paint)))
+        context.close()
     report.add("first paint from a local server, ms", {
         "median": statistics.median(first_ms[1:]), "slowest": max(first_ms[1:]),
         "usable, median": statistics.median(ready_ms[1:]), "loads": n_loads, "asked": 300,
     })  # fmt: skip
 
 
-def _slow_down(report: Report, url: str, engine: Engine, *, n_replies: int, n_rounds: int) -> None:
-    """Measure decode steps with and without somebody who watches, in turns of two seconds."""
-    endless = Sampling(temperature=1.0, logit_bias=tuple((i, -100.0) for i in engine.stop_ids))
-    alive = [engine.submit([1, 3, 50], max_tokens=10**5, sampling=endless) for _ in range(n_replies)]
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    n_events = 0
-    try:
-        for i in range(2 * n_rounds + 2):
-            is_watched = i % 2 == 1
-            watcher = None
-            if is_watched:
-                watcher = subprocess.Popen([sys.executable, "-c", _LISTENER, f"{url}/v1/memory/events?sequence=newest"])
-                time.sleep(1.0)  # until it has started and connected
-            time.sleep(0.3)
-            n_steps, started = engine.stats.n_steps, time.perf_counter()
-            time.sleep(2.0)
-            taken = engine.stats.n_steps - n_steps
-            if i > 1:
-                seconds[is_watched].append((time.perf_counter() - started) / taken)
-            if watcher is not None:
-                n_events += 1
-                watcher.kill()
-                watcher.wait()
-    finally:
-        for generation in alive:
-            engine.cancel(generation)
-    alone, watched = (statistics.median(seconds[key]) * 1e3 for key in (False, True))
-    report.add("a decode step while the memory is watched, ms", {
-        "replies": n_replies, "alone": alone, "watched": watched,
-        "slower by, %": 100 * (watched / alone - 1), "rounds": n_rounds, "asked, %": 2,
-    })  # fmt: skip
+def large_snapshots(n_sequences: int, n_rounds: int = 1) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """Return snapshots of a dry run with so many sequences, half of them checkpoints, and what each has taken.
 
-
-def large_snapshot(n_sequences: int, n_rounds: int = 1) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """Return a snapshot of a dry run with so many sequences, half of them checkpoints, and what each round took."""
+    Between two of them, a hundred sequences go on by a token.
+    """
     spec = load_model("embedded", progress=False).memory_spec
     memory = HybridMemory(spec, "64GiB", device="meta", rollback_window=32)
     sequences = [memory.open() for _ in range(n_sequences // 2)]
@@ -164,37 +138,32 @@ def large_snapshot(n_sequences: int, n_rounds: int = 1) -> tuple[dict[str, Any],
     engine: Any = types.SimpleNamespace(
         memory=memory, lock=threading.RLock(), stats=EngineStats(), load=Load(64, len(kept), 0)
     )
-    costs = list[dict[str, float]]()
+    snapshots, costs = list[dict[str, Any]](), list[dict[str, float]]()
     for _ in range(n_rounds):
+        memory.run(None, {s: [1] for s in sequences[::50]})
         started = time.thread_time()
-        shown = snapshot(engine, "embedded", "newest")
-        costs.append({**shown["cost"], "processor": time.thread_time() - started})
-    return shown, costs
+        snapshots.append(snapshot(engine, "embedded", "newest"))
+        costs.append({**snapshots[-1]["cost"], "processor": time.thread_time() - started})
+    return snapshots, costs
 
 
-def _many(report: Report, *, n_rounds: int) -> None:
-    from playwright.sync_api import sync_playwright
-
-    data, costs = large_snapshot(10_000, n_rounds)
-    encoded = json.dumps(data, separators=(",", ":"))
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
-        with _serving() as (url, _):
-            shown = browser.new_context(viewport={"width": 1360, "height": 860}).new_page()
-            shown.add_init_script(
-                "window.took = []; document.addEventListener('memory', (event) => took.push(event.detail.took));"
-            )
-            body = f"data: {encoded}\n\n" * n_rounds
-            events = "**/v1/memory/events*"
-            shown.route(events, lambda route: route.fulfill(content_type="text/event-stream", body=body))
-            shown.goto(url)
-            shown.wait_for_function(f"() => took.length >= {n_rounds}")
-            took = shown.evaluate("took").copy()[1:]
-        browser.close()
+def _many(report: Report, url: str, browser: Any, *, n_rounds: int) -> None:
+    snapshots, costs = large_snapshots(10_000, n_rounds)
+    body = "".join(f"data: {json.dumps(one, separators=(',', ':'))}\n\n" for one in snapshots)
+    shown = browser.new_context(viewport={"width": 1360, "height": 860}).new_page()
+    shown.add_init_script(
+        "window.took = []; document.addEventListener('memory', (event) => took.push(event.detail.took));"
+    )
+    events = "**/v1/memory/events*"
+    shown.route(events, lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    shown.goto(url)
+    shown.wait_for_function(f"() => took.length >= {n_rounds}")
+    took = shown.evaluate("took").copy()[1:n_rounds]
+    shown.context.close()
     report.add("a refresh with 10,000 sequences and checkpoints, ms", {
         "on the server": statistics.median(cost["seconds"] for cost in costs) * 1e3,
         "of it the processor's": statistics.median(cost["processor"] for cost in costs) * 1e3,
         "of it steps wait": statistics.median(cost["held_seconds"] for cost in costs) * 1e3, "asked on the server": 50,
         "script in the page": statistics.median(took), "slowest in the page": max(took), "asked in the page": 16,
-        "KB sent": len(encoded) / 1e3, "rounds": n_rounds,
+        "KB sent": len(body) / 1e3 / n_rounds, "rounds": n_rounds,
     })  # fmt: skip

@@ -49,14 +49,13 @@ class AttentionCache:
         selection: Selects | None = None,
     ) -> None:  # fmt: skip
         self.grid, self.page_tokens = grid, grid.page_tokens
-        self._selection = selection
+        self._selection, self._specs = selection, specs
         fields = [self._page_fields(s) for s in specs]
         shapes = [shape for own in fields for shape in own]
         row_axes = [1 if len(shape) == 3 else None for shape in shapes]
         self.layout = BlockLayout.of([(shape, dtype) for shape in shapes], row_axes).shared_by([*map(len, fields)])
         name = name or ("pages" if grid.window is None else f"pages over {grid.window}")
         self.pool = store.make_pool(name, self.layout, from_top=False)
-        self._specs = specs
         self._kv_shapes = {s.kv_shape for s in specs}
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
         self._store, self._dtype = store, dtype
@@ -374,7 +373,8 @@ class AttentionCache:
         return {self.pool.name: (positions >= self._oldest_row(slot)) & (positions < length)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        return [self._table.holding("body", slots, np.array([*map(self._oldest_row, slots.tolist())], np.int64))]
+        starts = np.maximum(self.first_pages(slots) * self.page_tokens, self._table.column("oldest", slots))
+        return [self._table.holding("body", slots, starts)]
 
     def record(self, slot: int) -> Record:
         return self._table.record(slot)

@@ -326,8 +326,8 @@ class Coordinator(Lifetime):
         """See `Counters.inventory`."""
         chosen = list(sequences or self.ledger.handles.values())
         slots = np.array([s.slot for s in chosen], np.int64)
-        swapped_bytes = np.array([self.ledger.bytes_away(slot) for slot in slots.tolist()], np.int64)
-        return Inventory.of(self.store.arena, chosen, self.ledger.lengths[slots], swapped_bytes, self.layers, slots)
+        lengths, away_bytes = self.ledger.lengths[slots], self.ledger.bytes_away(slots)
+        return Inventory.of(self.store.arena, chosen, lengths, away_bytes, self.layers, slots)
 
     @locked
     def host_inventory(self, *sequences: Sequence) -> Inventory | None:

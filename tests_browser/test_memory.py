@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.page import large_snapshot
+from benchmarks.page import large_snapshots
 from chat.server.memory_view.snapshot import MOST_SEQUENCES
 from tests_browser.conftest import PHONE, MakePage
 from tests_browser.servers import Served, Slowed, serving
@@ -55,7 +55,7 @@ def test_nothing_is_counted_while_the_memory_is_not_seen(served: Served, make_pa
 
 
 def test_ten_thousand_sequences_stay_readable(served: Served, make_page: MakePage) -> None:
-    data, _ = large_snapshot(10_000)
+    (data,), _ = large_snapshots(10_000)
     page = make_page(served.url)
     page.route(
         "**/v1/memory/events*",

@@ -18,6 +18,7 @@ HOSTILE = {
     "link": "[click](javascript:window.broken=1) ![x](https://example.com/x.png)",
     "bidi": "before \u202egnp.exe\u202c after \u2066\u2069",
     "long": "w" * 4000,
+    "deep": "> " * 4000,
 }
 
 
@@ -59,6 +60,34 @@ def test_a_server_that_is_restarted(model: Slowed, tokenizer: Tokenizer, make_pa
         page.get_by_role("button", name="Try again").click()
         expect(last_reply(page)).to_have_text("Your cat is called Milo.")
         settled(page)
+
+
+def test_a_server_that_is_restarted_and_keeps_nothing(model: Slowed, tokenizer: Tokenizer, make_page: MakePage) -> None:
+    with serving(model, tokenizer) as first:
+        page, port = make_page(first.url), first.port
+        say(page, CAT)
+    with serving(model, tokenizer, port=port):
+        page.fill("#text", "My dog is called Rex.")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text("no longer has this conversation")
+        page.get_by_role("button", name="Say it in a new conversation").click()
+        expect(bubbles(page)).to_have_count(2)
+        expect(last_reply(page)).to_have_text("Okay, noted.")
+        settled(page)
+
+
+def test_a_conversation_that_was_deleted_elsewhere(served: Served, make_page: MakePage) -> None:
+    page = make_page(served.url)
+    say(page, CAT)
+    gone = page.url.partition("#")[2]
+    page.get_by_role("button", name="New conversation").click()
+    say(page, "My dog is called Rex.")
+    page.request.delete(f"{served.url}/v1/sessions/{gone}")
+    page.locator("#sessions .session", has_text=CAT).first.click()
+    expect(page.locator(".toast")).to_contain_text("There is no session")
+    expect(page.locator("#title")).to_have_text("My dog is called Rex.")
+    say(page, "What is my dog called?")
+    expect(last_reply(page)).to_have_text("Your dog is called Rex.")
 
 
 def test_a_server_that_wants_a_key(model: Slowed, tokenizer: Tokenizer, make_page: MakePage) -> None:

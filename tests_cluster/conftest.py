@@ -38,9 +38,12 @@ def store(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 @pytest.fixture(scope="session")
-def url(store: TestedStore) -> Iterator[str]:
+def url(store: TestedStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of two replicas of the embedded model."""
     port = free_port()
-    options = fleet_options(replicas=2, cpus=0.5, budget="64MiB", store=store.url, lease=5.0, grace=2.0)
+    sessions = str(tmp_path_factory.mktemp("sessions"))  # as `serve --replicas 2` gives them
+    options = fleet_options(
+        replicas=2, cpus=0.5, budget="64MiB", store=store.url, lease=5.0, grace=2.0, sessions=sessions, prefix_bytes="0"
+    )
     with fleet(options, "127.0.0.1", port):
         yield f"http://127.0.0.1:{port}"

@@ -23,10 +23,10 @@ ANY: tuple[object, ...] = ("any value",)
 
 def read_request(model: type[ModelT], body: bytes) -> ModelT:
     """Read a request's body. Raises ApiError 400, naming the parameter."""
-    if has_more_values(body, MOST_VALUES):
+    if has_more_values(body, model.most_values):
         message = (
-            f"The body has more than {MOST_VALUES:,} objects, arrays and keys; send fewer messages, or join their "
-            "parts."
+            f"The body has more than {model.most_values:,} objects, arrays and keys; send fewer messages, or join "
+            "their parts."
         )
         raise ApiError(400, message, code="invalid_json")
     try:
@@ -64,6 +64,8 @@ class Checked(BaseModel):
     neutral: ClassVar[Neutral] = {}
     """Parameters that are not supported -> values of theirs that change nothing, beside null; `ANY`: all do. Those of
     the classes that a class is made from count as well."""
+    most_values: ClassVar[int] = MOST_VALUES
+    """Objects, arrays and keys of one body."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names of parameters, as other servers call them."""
 

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 
 import typer
 
@@ -35,12 +36,25 @@ def check_options(chosen: Chosen) -> None:
 def run_local(chosen: Chosen) -> None:
     """Serve until a signal says to stop. Raises SpecError."""
     check_options(chosen)
-    options = FleetOptions.of(chosen)
     with bind(chosen["host"], chosen["port"], has_key=bool(chosen["api_key"] or chosen["keys"])) as listener:
         host, port = listener.getsockname()[:2]
-    with fleet(options, host, port):
-        typer.echo(f"{name_of(chosen['model'])} answers at http://{host}:{port}/v1", err=True)
+    with shared_sessions(chosen) as options, fleet(options, host, port):
+        url = f"http://{host}:{port}"
+        typer.echo(f"{name_of(chosen['model'])} answers at {url}/v1, and shows its page at {url}/", err=True)
         _wait_for_signal()
+
+
+@contextmanager
+def shared_sessions(chosen: Chosen) -> Iterator[FleetOptions]:
+    """Give the replicas one folder of sessions: what one of them has stored, the others must find.
+
+    Without --sessions it lasts as long as the fleet, as the sessions of one server do, and holds no checkpoints.
+    """
+    if chosen["sessions"] is not None:
+        yield FleetOptions.of(chosen)
+        return
+    with TemporaryDirectory(prefix="hybrid-memory-") as folder:
+        yield FleetOptions.of({**chosen, "sessions": folder, "prefix_bytes": chosen["prefix_bytes"] or "0"})
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class PromptReader:
         }
         pinned = request.header(REPLICA_HEADER)
         if request.method != "POST":
-            return TokenPrompt(pinned=pinned)
+            return TokenPrompt(session=session_of(request, None), pinned=pinned)
         reader = readers.get(request.path)
         try:
             if reader is not None:

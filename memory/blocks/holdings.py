@@ -41,9 +41,3 @@ class Holding:
     starts: Int64s
     ends: Int64s | None = None
     fold_tokens: int | None = None
-
-    @staticmethod
-    def of_tables(pool: str, part: Part, tables: list[Int64s], starts: Int64s, ends: Int64s | None = None) -> Holding:
-        """Make a holding of slots with any number of blocks."""
-        counts = np.array([len(table) for table in tables], np.int64)
-        return Holding(pool, part, counts, np.concatenate([starts[:0], *tables]), starts, ends)

@@ -62,6 +62,7 @@ class BlockPool:
         self._from_top = from_top
         self._on_change = on_change
         self._free_ids = list(range(15, -1, -1))
+        self._frozen_book_bytes: int | None = None
 
     @property
     def used_bytes(self) -> int:
@@ -69,7 +70,9 @@ class BlockPool:
 
     @property
     def book_bytes(self) -> int:
-        """Return the bytes of host memory that say which blocks are where, and who refers to them."""
+        """Return the bytes of host memory that say which blocks are where, and who refers to them. Cost: O(slots)."""
+        if self._frozen_book_bytes is not None:
+            return self._frozen_book_bytes
         own = self.addresses.nbytes + self.counts.nbytes + 8 * len(self._free_ids)
         return own + sum(table.book_bytes for table in self.tables)
 
@@ -118,9 +121,10 @@ class BlockPool:
             self._on_change(start, (end - first) * self.block_bytes)
 
     def frozen(self) -> BlockPool:
-        """Return a copy to look at, whose addresses and counts stay as they are now."""
+        """Return a copy to look at, whose addresses, counts and book bytes stay as they are now."""
         twin = copy(self)
         twin.addresses, twin.counts = self.addresses.copy(), self.counts.copy()
+        twin._frozen_book_bytes = self.book_bytes  # the tables of the copy are those of the pool, which goes on
         return twin
 
     def used_ranges(self) -> list[tuple[int, int]]:

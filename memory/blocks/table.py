@@ -115,6 +115,8 @@ class BlockTable:
     def column(self, name: str, slots: Int64s) -> Int64s:
         """Return (S,) one of the numbers that go with the blocks of each slot."""
         column = self.numbers[name]
+        if not column:
+            return np.zeros_like(slots)
         return np.array([column.get(slot, 0) for slot in slots.tolist()], np.int64)
 
     def set(self, slot: int, ids: Int64s, **numbers: int) -> None:
@@ -210,10 +212,16 @@ class BlockTable:
 
     def holding(self, part: Part, slots: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
         """Return the blocks of slots (S,), as this part of their memory, for tokens [start, end)."""
-        rows = map(self._rows.get, slots.tolist())
-        return Holding.of_tables(
-            self.pool.name, part, [EMPTY if row is None else row.ids for row in rows], starts, ends
-        )
+        rows = [*map(self._rows.get, slots.tolist())]
+        lasts = np.array([-1 if row is None else row.last for row in rows], np.int64)
+        parts = [starts[:0]]
+        for i, row in enumerate(rows):  # a page asks for thousands several times a second: no array is made for each
+            if row is not None:
+                parts.append(row.buffer.ids[row.start : row.end])
+                if row.last >= 0:
+                    parts.append(lasts[i : i + 1])
+        counts = np.array([0 if row is None else row.end - row.start for row in rows], np.int64) + (lasts >= 0)
+        return Holding(self.pool.name, part, counts, np.concatenate(parts), starts, ends)
 
     def record(self, slot: int) -> Record:
         """Return what a saved file says of a slot beside its blocks' bytes."""

@@ -1,7 +1,8 @@
-"""Draws pictures of a memory with matplotlib, which is optional: pip install 'hybrid-memory[notebooks]'."""
+"""Draws pictures of a memory: with matplotlib, which is optional (pip install 'hybrid-memory[notebooks]'), and live."""
 
 from memory.pictures.blocks import arena_map
 from memory.pictures.forks import fork_tree
 from memory.pictures.layers import layer_map
+from memory.pictures.live import Watch, watch
 
-__all__ = ["arena_map", "fork_tree", "layer_map"]
+__all__ = ["Watch", "arena_map", "fork_tree", "layer_map", "watch"]

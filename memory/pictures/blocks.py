@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memory.blocks.arrays import EMPTY, Int64s, ceil_div
+from memory.blocks.arrays import Int64s, ceil_div
+from memory.blocks.pool import BlockPool
 from memory.hybrid import require_memory
 from memory.pictures.canvas import (
     FREE,
@@ -66,27 +67,9 @@ class Runs:
         for holding in (h for group in inventory.groups for h in group.holdings):
             np.minimum.at(owners[holding.pool], holding.ids, np.repeat(ids_S, holding.counts))
         columns = [np.zeros((5, 0), np.int64)]
-        for i, pool in enumerate(pools):
-            used = np.flatnonzero(pool.counts) if pool.block_bytes else EMPTY
-            starts = pool.addresses[used]
-            columns.append(
-                np.stack(
-                    [
-                        starts,
-                        starts + pool.block_bytes,
-                        np.full_like(used, i),
-                        owners[pool.name][used],
-                        pool.counts[used],
-                    ]
-                )
-            )
+        columns += [_runs_of(pool, i, owners[pool.name]) for i, pool in enumerate(pools) if pool.block_bytes]
         table = np.concatenate(columns, axis=1)
-        table = table[:, table[0].argsort()]
-        joins = (table[0, 1:] == table[1, :-1]) & (table[2:, 1:] == table[2:, :-1]).all(0)
-        first, last = (np.flatnonzero(np.pad(~joins, pad, constant_values=True)) for pad in ((1, 0), (0, 1)))
-        if not table.shape[1]:
-            first = last = EMPTY
-        return Runs(table[0, first], table[1, last], *table[2:, first])
+        return Runs(*table[:, table[0].argsort()])
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -101,6 +84,20 @@ class Runs:
         )
 
 
+def _runs_of(pool: BlockPool, number: int, owners: Int64s) -> Int64s:
+    """Return the runs of one pool, (5, n), in the order of their addresses. Between two blocks of a run lies none of
+    another pool, so each pool is sorted alone: by timsort, as blocks that were allocated together are in order."""
+    used = pool.counts.nonzero()[0]
+    used = used[pool.addresses[used].argsort(kind="stable")]
+    starts, owners, counts = pool.addresses[used], owners[used], pool.counts[used]
+    begins = np.ones(len(used) + 1, np.bool_)
+    begins[1:-1] = starts[1:] - starts[:-1] != pool.block_bytes
+    begins[1:-1] |= (owners[1:] != owners[:-1]) | (counts[1:] != counts[:-1])
+    first, last = begins[:-1].nonzero()[0], begins[1:].nonzero()[0]
+    ends = starts[last] + pool.block_bytes
+    return np.stack([starts[first], ends, np.full_like(first, number), owners[first], counts[first]])
+
+
 def arena_map(memory: HybridMemory) -> Figure:
     """Draw every block of the budget, coloured by pool, with the number of its sequence, and hatched if it is shared.
 
@@ -109,8 +106,9 @@ def arena_map(memory: HybridMemory) -> Figure:
     SpecError without matplotlib.
     """
     require_memory(memory, "arena_map(memory)")
-    inventory = memory.counters.inventory()
-    arena, runs = inventory.arena, Runs.of(inventory)
+    with memory.counters.lock:  # other threads may be taking steps
+        inventory = memory.counters.inventory()
+        arena, runs = inventory.arena, Runs.of(inventory)
     regions = regions_of(runs, arena.capacity_bytes)
     row_bytes = _row_bytes(sum(end - start for start, end in regions), runs)
     n_rows = [ceil_div(end - start, row_bytes) for start, end in regions]

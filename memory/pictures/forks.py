@@ -96,6 +96,27 @@ def _lowest(node: Node, pattern: int, bits: dict[int, int]) -> Node:
     return node
 
 
+def trees_of(memory: HybridMemory, most_sequences: int = _MOST_SEQUENCES) -> tuple[list[Node], str]:
+    """Return the trees of the families with the most sequences, and a title that says how many are left out."""
+    with memory.counters.lock:  # other threads may be taking steps
+        sequences = memory.sequences
+        families: dict[int, list[Sequence]] = {}
+        for s in sequences:
+            families.setdefault(s.lineage, []).append(s)
+        roots: list[Node] = []
+        n_left = most_sequences
+        for family in sorted(families.values(), key=len, reverse=True):
+            if shown := family[:n_left]:
+                roots.append(grow(shown, {s.id: s.tokens for s in shown}))
+                for inventory in (memory.counters.inventory(*shown), memory.counters.host_inventory(*shown)):
+                    if inventory is not None:
+                        share_out(roots[-1], inventory)
+                n_left -= len(shown)
+    n_hidden = len(sequences) - sum(len(root.sequences) for root in roots)
+    title = count(len(sequences), "sequence or checkpoint", "sequences and checkpoints")
+    return roots, title + (f"; {n_hidden:,} of them are not shown" if n_hidden else "")
+
+
 def fork_tree(memory: HybridMemory) -> Figure:
     """Draw sequences and checkpoints as a tree along their tokens, with the bytes that each part of it adds.
 
@@ -107,23 +128,8 @@ def fork_tree(memory: HybridMemory) -> Figure:
     need_matplotlib()
     from matplotlib.ticker import MaxNLocator
 
-    sequences = memory.counters.inventory().sequences
-    families: dict[int, list[Sequence]] = {}
-    for s in sequences:
-        families.setdefault(s.lineage, []).append(s)
-    roots: list[Node] = []
-    n_left = _MOST_SEQUENCES
-    for family in sorted(families.values(), key=len, reverse=True):
-        if shown := family[:n_left]:
-            roots.append(grow(shown, {s.id: s.tokens for s in shown}))
-            for inventory in (memory.counters.inventory(*shown), memory.counters.host_inventory(*shown)):
-                if inventory is not None:
-                    share_out(roots[-1], inventory)
-            n_left -= len(shown)
-    n_hidden = len(sequences) - sum(len(root.sequences) for root in roots)
-    title = count(len(sequences), "sequence or checkpoint", "sequences and checkpoints")
-    title += f"; {n_hidden:,} of them are not shown" if n_hidden else ""
-    n_rows = sum(map(_n_rows, roots))
+    roots, title = trees_of(memory)
+    n_rows = sum(map(n_rows_of, roots))
     figure = new_figure(9, 1.1 + 0.27 * max(1, n_rows), title)
     ax = figure.subplots()
     plain(ax)
@@ -131,7 +137,7 @@ def fork_tree(memory: HybridMemory) -> Figure:
     y = 0
     for i, root in enumerate(roots):
         _draw(ax, memory, root, y, PALETTE[i % (len(PALETTE) - 2)])
-        y += _n_rows(root)
+        y += n_rows_of(root)
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.set_xlim(0, max([1, *(len(s.tokens) for root in roots for s in root.sequences)]) * 1.02)
@@ -139,8 +145,9 @@ def fork_tree(memory: HybridMemory) -> Figure:
     return figure
 
 
-def _n_rows(node: Node) -> int:
-    return 1 + sum(map(_n_rows, node.below))
+def n_rows_of(node: Node) -> int:
+    """Return the rows that a node takes with all below it."""
+    return 1 + sum(map(n_rows_of, node.below))
 
 
 def _draw(ax: Axes, memory: HybridMemory, node: Node, y: int, colour: str) -> None:
@@ -150,16 +157,17 @@ def _draw(ax: Axes, memory: HybridMemory, node: Node, y: int, colour: str) -> No
         fill = "none" if s.is_swapped else colour
         ax.plot([node.end], [y], marker=_marker(s), color=colour, markerfacecolor=fill, markersize=6, clip_on=False)
     ax.annotate(
-        _label(node, memory), (node.end, y), (8, 0), textcoords="offset points", va="center", color=INK, fontsize=8
+        label_of(node, memory), (node.end, y), (8, 0), textcoords="offset points", va="center", color=INK, fontsize=8
     )
     row = y + 1
     for below in node.below:
         ax.plot([node.end, node.end], [y, row], color=colour, linewidth=1)
         _draw(ax, memory, below, row, colour)
-        row += _n_rows(below)
+        row += n_rows_of(below)
 
 
-def _label(node: Node, memory: HybridMemory) -> str:
+def label_of(node: Node, memory: HybridMemory) -> str:
+    """Return what is written beside a node."""
     s = node.sequence
     if s is None:
         n_here = sum(not leaf.is_swapped for leaf in node.sequences)  # a swapped-out sequence shares no blocks

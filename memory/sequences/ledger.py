@@ -243,9 +243,11 @@ class Ledger:
         """Return the horizon that a swapped-out sequence will have after swap-in; None if it is not swapped out."""
         return self._swapped[slot][0] if slot in self._swapped else None
 
-    def bytes_away(self, slot: int) -> int:
-        """Return the bytes of this sequence that are swapped out."""
-        return self._swapped[slot][1] if slot in self._swapped else 0
+    def bytes_away(self, slots: Int64s) -> Int64s:
+        """Return (S,) the bytes of each sequence that are swapped out."""
+        if not self._swapped:
+            return np.zeros_like(slots)
+        return np.array([self._swapped[slot][1] if slot in self._swapped else 0 for slot in slots.tolist()], np.int64)
 
     def copy(self, sources: list[Sequence], targets: list[Sequence], horizon_of: Callable[[int], int]) -> None:
         """Make each target's record a copy of its source's, all at once; tokens are shared.

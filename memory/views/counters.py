@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from threading import RLock
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,6 +56,7 @@ class Counted(Protocol):
     room: Room
     layers: Any
     swapped: Any
+    lock: RLock
 
     def inventory(self, *sequences: Sequence) -> Inventory: ...
     def host_inventory(self, *sequences: Sequence) -> Inventory | None: ...
@@ -151,9 +153,23 @@ class Counters:
         """
         return self._memory.host_inventory(*sequences)
 
+    @property
+    def lock(self) -> RLock:
+        """Return the lock of the memory's books: while a thread holds it, several counts are of one moment."""
+        return self._memory.lock
+
+    def version(self) -> object:
+        """Return a value that differs once bytes, sequences or their lengths have changed. Cost: O(slots)."""
+        with self.lock:
+            ledger = self._memory.ledger
+            newest = next(reversed(ledger.handles.values()), None)
+            newest_id = -1 if newest is None else newest.id
+            return self.used_bytes, self.swapped_bytes, len(ledger.handles), newest_id, ledger.lengths.tobytes()
+
     def usage(self) -> Usage:
         """See `HybridMemory.usage`."""
-        return measure(self.inventory(), self.swapped_bytes, self.host_inventory(), self.token_bytes)
+        with self.lock:
+            return measure(self.inventory(), self.swapped_bytes, self.host_inventory(), self.token_bytes)
 
     # Bytes that will be needed
 

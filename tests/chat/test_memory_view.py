@@ -11,9 +11,9 @@ import pytest
 
 from chat.prompts import Tokenizer
 from chat.server import ServerOptions
-from chat.server.memory_view.arena_cells import MOST_RANGES, SEVERAL, arena_of
 from chat.server.page_files import read_files
 from memory import HybridMemory
+from memory.pictures.cells import MOST_RANGES, SEVERAL, arena_of
 from models import LanguageModel
 from tests.chat.servers import Running, running, wait_until
 

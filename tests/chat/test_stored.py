@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from chat.stored import Node, SessionStore, StoredSession
+from chat.stored.ancestors import Ancestors
 from chat.stored.items import make_nodes, text_item
 from chat.stored.nodes import new_id
 
@@ -94,3 +96,16 @@ def test_only_the_owner_of_a_file_reads_it_and_what_is_deleted_is_not_in_it_any_
     store.delete_session(session.id)
     store.close()
     assert not any(b"a secret that nobody" in path.read_bytes() for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("reach", [1, 3, 100], ids=["chain", "narrow", "wide"])
+def test_what_is_above_a_node_is_found_as_by_lists_of_all_above_each(reach: int) -> None:
+    draw, known, above = random.Random(reach), Ancestors(), dict[str, set[str]]()
+    for i in range(100):
+        parent = draw.choice([*above][-reach:]) if above else None
+        known.add(str(i), parent)
+        above[str(i)] = {str(i)} | (above[parent] if parent else set())
+    for node, over in ((str(i), str(j)) for i in range(100) for j in range(100)):
+        assert known.has(node, over=over) == (node in above[over])
+    assert "99" in known and "100" not in known
+    assert not known.has("100", over="99") and not known.has("0", over="100") and not known.has("0", over=None)

@@ -20,8 +20,9 @@ from chat.server.metrics import Metrics
 
 LEAST_SECONDS = 0.25
 """Between two snapshots."""
-_MOST_SHARE = 0.015
-"""Of the time that snapshots may take: a large memory is shown less often, so that steps are slowed by 2 % at most."""
+_MOST_SHARE = 0.01
+"""Of one processor's time that snapshots may take, and of all time in which steps may have to wait for them: a large
+memory is shown less often, so that steps are slowed by 2 % at most."""
 _QUIET_SECONDS = 10.0
 """After which a stream says that it lives, where nothing has changed."""
 _MOST_LISTENERS = 64
@@ -37,10 +38,11 @@ class Served(Protocol):
 
 
 class Taken(NamedTuple):
-    """Holds a snapshot, and what the engine's counts were just before it was taken."""
+    """Holds a snapshot, the same as an event for any number of listeners, and the engine's counts just before it."""
 
     state: object
     shown: dict[str, Any]
+    event: str
 
 
 class MemoryView:
@@ -76,7 +78,7 @@ class MemoryView:
     async def _events(self, taken: Taken, sequence_id: Chosen) -> AsyncGenerator[str, None]:
         self.n_listeners += 1
         try:
-            yield _as_event(taken.shown)
+            yield taken.event
             sent_at = self._clock()
             while self._service.is_open:
                 await asyncio.sleep(LEAST_SECONDS)
@@ -87,7 +89,7 @@ class MemoryView:
                         sequence_id, event = None, json.dumps(error.body, separators=(",", ":"))
                         yield f"event: closed\ndata: {event}\n\n"
                         taken = await self._take(None)
-                    yield _as_event(taken.shown)
+                    yield taken.event
                     sent_at = self._clock()
                 elif self._clock() - sent_at > _QUIET_SECONDS:
                     yield ": nothing has changed\n\n"
@@ -108,13 +110,20 @@ class MemoryView:
                     return self._last[1]
             await asyncio.sleep(self._next_at - self._clock())
             started, state = self._clock(), self._state()
-            shown = await asyncio.to_thread(snapshot, self._service.engine, self._service.model_id, sequence_id)
-            ended = self._service.metrics.last_generation
-            shown["last_request"] = None if ended is None else usage_of([ended], [ended])
+            shown, event, seconds = await asyncio.to_thread(self._count, sequence_id)
             self.n_snapshots += 1
-            self._next_at = started + shown["cost"]["seconds"] / _MOST_SHARE
-            self._last = sequence_id, Taken(state, shown)
+            self._next_at = started + seconds / _MOST_SHARE
+            self._last = sequence_id, Taken(state, shown, event)
             return self._last[1]
+
+    def _count(self, sequence_id: Chosen) -> tuple[dict[str, Any], str, float]:
+        """Return a snapshot, its event, and the seconds that it takes from steps."""
+        began = time.thread_time()
+        shown = snapshot(self._service.engine, self._service.model_id, sequence_id)
+        ended = self._service.metrics.last_generation
+        shown["last_request"] = None if ended is None else usage_of([ended], [ended])
+        event = f"data: {json.dumps(shown, separators=(',', ':'))}\n\n"
+        return shown, event, max(time.thread_time() - began, shown["cost"]["held_seconds"])
 
 
 def _sequence_of(request: Request) -> Chosen:
@@ -128,7 +137,3 @@ def _sequence_of(request: Request) -> Chosen:
         message = f"Invalid 'sequence': {clip(text)!r} is no id of a sequence; give one, or 'newest'."
         raise ApiError(400, message, param="sequence", code="invalid_value")
     return int(text)
-
-
-def _as_event(shown: dict[str, Any]) -> str:
-    return f"data: {json.dumps(shown, separators=(',', ':'))}\n\n"

@@ -1,6 +1,6 @@
 // Speaks the server's public HTTP API: requests, streams of events, and errors in words.
 
-const KEY = "hybrid-memory.key";
+const KEY = "hybrid-memory.key", CLIENT = "hybrid-memory.client";
 
 /** What went wrong, in words for whoever reads the page. `status` 0: the server did not answer. */
 export class ApiError extends Error {
@@ -37,6 +37,38 @@ async function renewKey(wrong) {
   return true;
 }
 
+// In a fleet, each replica has a memory of its own. All that one browser asks is a session for the router, so that one
+// replica answers it while there is room; what only looks is asked of the replica that answered last.
+
+let replica = null;
+let onReplica = () => {};
+
+/** Return the name of the replica that answered last; null where there is one server. */
+export const replicaName = () => replica;
+
+/** Set what is called when another replica answers than before. */
+export function onReplicaChange(call) { onReplica = call; }
+
+function client() {
+  let name = localStorage.getItem(CLIENT);
+  if (!name) {
+    name = [...crypto.getRandomValues(new Uint32Array(3))].map((n) => n.toString(36)).join("");
+    localStorage.setItem(CLIENT, name);
+  }
+  return name;
+}
+
+function routing(method) {
+  return { "x-session-id": client(), ...(method === "GET" && replica && { "x-hybrid-memory-replica": replica }) };
+}
+
+function noteReplica(response) {
+  const found = /replica=([^;\s]+)/.exec(response.headers.get("x-hybrid-memory-route") ?? "")?.[1] ?? null;
+  if (found === null || found === replica) return;
+  replica = found;
+  onReplica();
+}
+
 async function errorOf(response) {
   const retryAfter = Number(response.headers.get("retry-after")) || null;
   let error = {};
@@ -44,7 +76,7 @@ async function errorOf(response) {
   const said = error.message ?? `The server answered ${response.status}.`;
   const words = {
     401: "This server wants an API key.",
-    413: `The message is too long. ${said}`,
+    413: `This is too long. ${said}`,
     429: `The server is busy. ${said}`,
     503: `The server cannot do this now. ${said}`,
   };
@@ -55,7 +87,7 @@ async function errorOf(response) {
 async function send(method, path, body, { signal, quiet } = {}) {
   for (;;) {
     const used = key();
-    const headers = { ...(body !== undefined && { "Content-Type": "application/json" }), ...(used && { Authorization: `Bearer ${used}` }) };
+    const headers = { ...routing(method), ...(body !== undefined && { "Content-Type": "application/json" }), ...(used && { Authorization: `Bearer ${used}` }) };
     let response;
     try {
       response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
@@ -63,6 +95,7 @@ async function send(method, path, body, { signal, quiet } = {}) {
       if (error.name === "AbortError") throw error;
       throw new ApiError(0, "The server does not answer. Is it still running?");
     }
+    noteReplica(response);
     if (response.ok) return response;
     const error = await errorOf(response);
     if (response.status !== 401 || quiet || !(await renewKey(used))) throw error;
@@ -90,7 +123,10 @@ export async function* events(method, path, body, options) {
           const at = line.indexOf(":");
           return [line.slice(0, at), line.slice(at + 1).trimStart()];
         }));
-        if (fields.data && fields.data !== "[DONE]") yield { event: fields.event ?? "message", data: JSON.parse(fields.data) };
+        if (!fields.data || fields.data === "[DONE]") continue;
+        const data = JSON.parse(fields.data);
+        if (data.error && !data.type && !fields.event) throw new ApiError(503, data.error.message, { code: data.error.code }); // a gateway has lost its replica
+        yield { event: fields.event ?? "message", data };
       }
     }
   } catch (error) {

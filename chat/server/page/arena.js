@@ -8,6 +8,8 @@ const ROWS = 12, ROW = 13, GAP = 2;
 let canvas, caption, legend;
 let boxes = [];
 let drawn = null;
+let width = 0; // is known without asking, which would make the browser lay out all that has changed
+let colours = null;
 
 /** Make the map inside an element; `choose(id)` is called with the sequence that is clicked. */
 export function start(box, choose) {
@@ -27,8 +29,10 @@ export function start(box, choose) {
   });
   canvas.addEventListener("pointerleave", hide);
   canvas.addEventListener("click", (event) => { const [found] = find(event); if (found?.owner >= 0) choose(found.owner); });
-  new ResizeObserver(() => { if (drawn) draw(...drawn); }).observe(box);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (drawn) draw(...drawn); });
+  const again = () => { colours = null; if (drawn) draw(...drawn); };
+  new ResizeObserver(([entry]) => { width = entry.contentRect.width; again(); }).observe(canvas.parentNode);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  new MutationObserver(again).observe(document.documentElement, { attributeFilter: ["data-theme"] });
 }
 
 function words(one) {
@@ -36,22 +40,27 @@ function words(one) {
   return `${one.pool}, ${bytes(one.bytes)} ${who}${one.shared ? `\n${one.shared === 100 ? "shared with others" : `${one.shared} % shared`}` : ""}${one.owner >= 0 ? "\nclick to see its layers" : ""}`;
 }
 
+function readColours() {
+  const style = getComputedStyle(canvas), read = (name) => style.getPropertyValue(`--${name}`).trim();
+  return { pools: Array.from({ length: 8 }, (_, i) => read(`pool-${i}`)), free: read("free"), surface: read("surface"), ink: read("ink") };
+}
+
 /** Draw the arena of a snapshot. */
 export function draw(data, chosen) {
   drawn = [data, chosen];
-  const { arena } = data, width = canvas.parentNode.clientWidth;
+  const { arena } = data;
+  width ||= canvas.parentNode.clientWidth;
   if (!width) return;
+  colours ??= readColours();
   const total = arena.regions.reduce((sum, [start, end]) => sum + end - start, 0);
   const rowBytes = Math.max(1, Math.ceil(total / ROWS)), scale = devicePixelRatio || 1;
   const height = ROWS * (ROW + GAP);
   if (canvas.width !== Math.round(width * scale)) canvas.width = Math.round(width * scale);
   if (canvas.height !== Math.round(height * scale)) { canvas.height = Math.round(height * scale); canvas.style.height = `${height}px`; }
-  const paint = canvas.getContext("2d"), style = getComputedStyle(canvas);
-  const colours = arena.pool_names.map((_, i) => style.getPropertyValue(`--pool-${i % 8}`).trim());
-  const lines = style.getPropertyValue("--surface").trim(), mark = style.getPropertyValue("--ink").trim();
+  const paint = canvas.getContext("2d");
   paint.setTransform(scale, 0, 0, scale, 0, 0);
   paint.clearRect(0, 0, width, height);
-  paint.fillStyle = style.getPropertyValue("--free").trim();
+  paint.fillStyle = colours.free;
   for (let row = 0; row < ROWS; row += 1) paint.fillRect(0, row * (ROW + GAP), width, ROW);
   boxes = [];
   let before = 0;
@@ -64,7 +73,7 @@ export function draw(data, chosen) {
       while (at < stop) {
         const row = Math.floor(at / rowBytes), until = Math.min(stop, (row + 1) * rowBytes);
         boxes.push({ x: (at - row * rowBytes) * perByte, y: row * (ROW + GAP), w: Math.max(1, (until - at) * perByte), pool: arena.pool_names[arena.pools[i]],
-          colour: colours[arena.pools[i]], owner: arena.owners[i], shared: arena.shared_percent[i], used: arena.used_percent[i], bytes: arena.ends[i] - arena.starts[i] });
+          colour: colours.pools[arena.pools[i] % 8], owner: arena.owners[i], shared: arena.shared_percent[i], used: arena.used_percent[i], bytes: arena.ends[i] - arena.starts[i] });
         at = until;
       }
     }
@@ -76,12 +85,12 @@ export function draw(data, chosen) {
     paint.fillRect(one.x, one.y, one.w, ROW);
   }
   paint.globalAlpha = 1;
-  paint.fillStyle = lines;
+  paint.fillStyle = colours.surface;
   for (const one of boxes) {
     if (arena.is_exact && one.w > 4) paint.fillRect(one.x + one.w - 1, one.y, 1, ROW);
     if (one.shared > 50 && one.w > 3) paint.fillRect(one.x + 1, one.y + ROW / 2 - 1, one.w - 2.5, 2);
   }
-  paint.fillStyle = mark;
+  paint.fillStyle = colours.ink;
   for (const one of boxes) if (own !== undefined && one.owner === own) paint.fillRect(one.x, one.y + ROW - 2, Math.max(1, one.w - 1), 2);
   update(legend, arena.pool_names.map((name, i) => h("span", null, h("i", { class: `swatch pool-${i % 8}` }), name)),
     h("span", null, h("i", { class: "swatch shared-line" }), "shared"), h("span", null, h("i", { class: "swatch own-line" }), "of the one chosen"));

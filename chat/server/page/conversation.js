@@ -7,7 +7,7 @@ import { toast } from "/page/dom.js";
 const past = { undo: [], redo: [] };
 let abort = null;
 const MOST_USAGES = 12;
-const PENDING = "hybrid-memory.pending";
+const PENDING = "hybrid-memory.pending", GONE = ["not_found", "previous_response_not_found"];
 
 /** Run an action; what goes wrong is said in words. Returns undefined then. */
 export async function attempt(action, retry) {
@@ -37,10 +37,17 @@ export function startNew() {
 
 export async function open(session) {
   if (session !== state.session) stop();
-  past.undo = []; past.redo = [];
+  const { session: before, reply: replyBefore, trouble } = state;
   set({ session, reply: null, trouble: null });
+  try {
+    await refresh();
+  } catch (error) { // it was deleted elsewhere, or the server is away: what was open stays
+    if (state.session === session) set({ session: before, reply: replyBefore, trouble });
+    refreshList().catch(() => {});
+    throw error;
+  }
+  past.undo = []; past.redo = [];
   history.replaceState(null, "", `#${session}`);
-  await refresh();
 }
 
 let reading = null; // the newest reading of the tree: an older one may end later, with what was true before
@@ -193,7 +200,9 @@ async function reply(path, body, { parent, question = null }) {
   } catch (error) {
     if (!isMine()) return;
     const wasStopped = error.name === "AbortError";
-    if (!wasStopped) set({ trouble: { message: error.message, again: () => reply(path, body, { parent, question }), mayRetry: error.mayRetry ?? false } });
+    const isGone = GONE.includes(error.code);
+    const message = isGone ? "The server no longer has this conversation: it was deleted elsewhere, or the server was started again and keeps none." : error.message;
+    if (!wasStopped) set({ trouble: { message, isGone, question, again: () => reply(path, body, { parent, question }), mayRetry: error.mayRetry ?? false } });
     shown.isOver = true;
     set({ reply: shown });
     if (wasStopped && (await untilStored(n)) && isMine()) set({ reply: null });

@@ -104,6 +104,16 @@ export function ask(title, children, buttons) {
 /** Make a button that leaves a dialog. It does not submit, so that Enter does what the other button says. */
 export const leave = () => h("button", { type: "button", onclick: (event) => event.target.closest("dialog").close("") }, "Cancel");
 
+/** Copy a text. Browsers have no clipboard for pages that come over plain HTTP from another machine. */
+export async function copyText(text) {
+  if (navigator.clipboard) { await navigator.clipboard.writeText(text); return; }
+  const box = h("textarea", { class: "hidden", value: text });
+  document.body.append(box);
+  box.select();
+  document.execCommand("copy");
+  box.remove();
+}
+
 /** Ask before something is lost; true if it is to be done. */
 export async function confirmed(title, text, verb) {
   const yes = h("button", { value: "yes", class: "danger", autofocus: true }, verb);

@@ -8,7 +8,9 @@ export function bytes(n) {
   return `${number >= 999.5 ? number.toFixed(0) : Number(number.toPrecision(3))} ${UNITS[step]}`;
 }
 
-export const whole = (n) => Math.round(n).toLocaleString("en");
+const WHOLE = new Intl.NumberFormat("en");
+
+export const whole = (n) => WHOLE.format(Math.round(n));
 
 export const count = (n, one, several = `${one}s`) => `${whole(n)} ${n === 1 ? one : several}`;
 

@@ -1,17 +1,37 @@
 // Turns markdown into elements. marked only splits the text; elements are made here, so HTML stays text.
 
 import { lexer } from "/page/marked.js";
-import { h, icon } from "/page/dom.js";
+import { copyText, h, icon } from "/page/dom.js";
 
 const SAFE = /^(https?:|mailto:)/i;
 
+const MOST_CHARACTERS = 40000, MOST_MILLISECONDS = 200, MOST_LEVELS = 24;
+let level = 0; // of what is being made: beyond the last, text stays as it is written
+
+/** Return the blocks of a text. What nests too deep, or takes too long to read, is one block: the text as it is. */
+function blocksOf(element, text) {
+  const plain = [{ type: "plain", raw: text }];
+  if (element.isPlain || text.length > MOST_CHARACTERS) return plain;
+  const began = performance.now();
+  try {
+    const tokens = lexer(text, { gfm: true, breaks: true }).filter((token) => token.type !== "space" && token.type !== "def");
+    tokens.forEach((token, i) => { if (element.children[i]?.markdown !== token.raw) token.made = block(token); });
+    element.isPlain = performance.now() - began > MOST_MILLISECONDS;
+    return element.isPlain ? plain : tokens;
+  } catch (error) {
+    if (!(error instanceof RangeError)) throw error; // the stack is full
+    element.isPlain = true;
+    return plain;
+  }
+}
+
 /** Show markdown in an element. Blocks that are as they were stay, so a growing reply costs only its last block. */
 export function show(element, text) {
-  const tokens = lexer(text, { gfm: true, breaks: true }).filter((token) => token.type !== "space" && token.type !== "def");
+  const tokens = blocksOf(element, text);
   tokens.forEach((token, i) => {
     const old = element.children[i];
     if (old && old.markdown === token.raw) return;
-    const made = block(token);
+    const made = token.made ?? block(token);
     made.markdown = token.raw;
     if (old) old.replaceWith(made);
     else element.append(made);
@@ -19,7 +39,17 @@ export function show(element, text) {
   while (element.children.length > tokens.length) element.lastChild.remove();
 }
 
-function block(token) {
+/** Make something one level further in. */
+function nested(token, make) {
+  if (level >= MOST_LEVELS) return token.raw;
+  level += 1;
+  try { return make(token); } finally { level -= 1; }
+}
+
+const block = (token) => nested(token, makeBlock);
+const inline = (token) => nested(token, makeInline);
+
+function makeBlock(token) {
   switch (token.type) {
     case "heading": return h(`h${Math.min(6, token.depth + 2)}`, null, inlines(token.tokens));
     case "code": return codeBlock(token);
@@ -27,6 +57,7 @@ function block(token) {
     case "hr": return h("hr");
     case "list": return list(token);
     case "table": return table(token);
+    case "plain": return h("p", { class: "plain" }, token.raw);
     case "paragraph": return h("p", null, inlines(token.tokens));
     case "text": return h("p", null, token.tokens ? inlines(token.tokens) : token.text);
     default: return h("p", null, token.raw);
@@ -36,7 +67,7 @@ function block(token) {
 function codeBlock(token) {
   const code = h("code", null, token.text);
   const copy = h("button", { type: "button", class: "copy-code", "aria-label": "Copy this code", onclick: async () => {
-    await navigator.clipboard.writeText(token.text);
+    await copyText(token.text);
     copy.replaceChildren(icon("check"), "Copied");
     setTimeout(() => copy.replaceChildren(icon("copy"), "Copy"), 1500);
   } }, icon("copy"), "Copy");
@@ -61,7 +92,7 @@ function table(token) {
 
 function inlines(tokens) { return (tokens ?? []).map(inline); }
 
-function inline(token) {
+function makeInline(token) {
   switch (token.type) {
     case "strong": return h("strong", null, inlines(token.tokens));
     case "em": return h("em", null, inlines(token.tokens));

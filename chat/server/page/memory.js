@@ -7,6 +7,7 @@ import { bytes, count, percent, whole } from "/page/format.js";
 import { partsOf, partBar } from "/page/costs.js";
 import * as arena from "/page/arena.js";
 import * as sequence from "/page/sequence.js";
+import * as sequences from "/page/sequences.js";
 
 export const POOL_COLOURS = 8;
 const parts = {};
@@ -15,19 +16,18 @@ let listening = null;
 let last = null;
 let rates = null;
 let rest = 0;
+let shownReplica = null;
 
 const term = (name, words = name) => h("span", { class: "term", "data-term": name, tabindex: "0" }, words);
 
 export function start() {
   for (const name of ["meter", "now", "request", "arena", "sequences", "one"]) parts[name] = h("div", { class: `part part-${name}` });
-  $("memory-panel").append(h("h2", { class: "panel-title" }, "Memory"), h("p", { id: "memory-state", class: "quiet", role: "status" }, "Connecting …"), ...Object.values(parts));
+  $("memory-panel").append(h("h2", { class: "panel-title" }, "Memory"), h("p", { id: "memory-state", class: "quiet", role: "status" }, "Connecting …"), h("p", { id: "memory-of", class: "quiet", hidden: true }), ...Object.values(parts));
   arena.start(parts.arena, choose);
-  parts.sequences.addEventListener("click", (event) => {
-    const id = event.target.closest("[data-id]")?.dataset.id;
-    if (id) choose(Number(id));
-  });
+  sequences.start(parts.sequences, choose);
   sequence.start(parts.one);
   subscribe(() => drawRequest());
+  api.onReplicaChange(follow);
   document.addEventListener("visibilitychange", check);
   $("inspector").addEventListener("transitionend", check);
   new ResizeObserver(check).observe($("memory-panel"));
@@ -55,6 +55,20 @@ export function choose(id) {
   check();
 }
 
+/** Show the memory of the replica that answers now, in a fleet of several. */
+function follow() {
+  chosen = "newest"; // sequences of another replica have the same numbers
+  listening?.abort();
+  listening = null;
+  check();
+}
+
+function drawReplica() {
+  const name = api.replicaName();
+  $("memory-of").hidden = name === null;
+  $("memory-of").replaceChildren("Of replica ", h("span", { class: "term", "data-term": "replica", tabindex: "0" }, name ?? ""), ", which answers you. The others have memories of their own, which are not shown here.");
+}
+
 async function listen() {
   const mine = new AbortController();
   listening = mine;
@@ -78,6 +92,7 @@ async function listen() {
 function show(data) {
   const began = performance.now();
   $("memory-state").hidden = true;
+  if (shownReplica !== api.replicaName()) { shownReplica = api.replicaName(); last = null; drawReplica(); }
   rates = last && data.at > last.at ? {
     steps: (data.engine.n_steps - last.engine.n_steps) / (data.at - last.at),
     tokens: (data.engine.n_fed - last.engine.n_fed) / (data.at - last.at),
@@ -89,7 +104,7 @@ function show(data) {
   drawNow(data);
   drawRequest();
   arena.draw(data, chosen);
-  drawSequences(data);
+  sequences.draw(data);
   sequence.draw(data, chosen === "newest");
   const took = performance.now() - began;
   document.documentElement.dataset.memoryMs = took.toFixed(2);
@@ -140,30 +155,4 @@ function drawRequest() {
   update(parts.request, h("h3", null, "The last prompt"), partBar(split),
     h("p", { class: "row" }, item("reused", split.reused), item("replayed", split.replayed), item("computed", split.computed)),
     split.why ? h("p", { class: "quiet why" }, split.why) : "");
-}
-
-function drawSequences(data) {
-  const { columns, rows, others, n, n_checkpoints: nCheckpoints } = data.sequences;
-  const of = Object.fromEntries(columns.map((name, i) => [name, i]));
-  const most = Math.max(1, ...rows.map((row) => row[of.body] + row[of.tail] + row[of.head] + row[of.swapped]));
-  const list = h("ul", { class: "sequences" }, rows.map((row) => {
-    const id = row[of.id], isChosen = data.sequence?.id === id, total = row[of.body] + row[of.tail] + row[of.head];
-    const bar = h("span", { class: "bar" });
-    for (const name of ["body", "tail", "head", "swapped"]) {
-      if (!row[of[name]]) continue;
-      const piece = h("span", { class: name });
-      piece.style.width = `${100 * row[of[name]] / most}%`;
-      bar.append(piece);
-    }
-    const what = row[of.is_checkpoint] ? "checkpoint" : "sequence";
-    return h("li", null, h("button", { type: "button", "aria-pressed": String(isChosen), "data-id": id,
-      "data-tip": `${what} ${id}: ${count(row[of.n_tokens], "token")}\n${bytes(total)}, of which ${bytes(row[of.shared])} shared${row[of.swapped] ? `\n${bytes(row[of.swapped])} swapped out` : ""}` },
-    h("span", { class: "name" }, h("i", { class: row[of.is_checkpoint] ? "mark" : "live" }), `${what} ${id}`),
-    bar, h("span", { class: "number" }, row[of.swapped] ? "swapped" : bytes(total))));
-  }));
-  const words = [n && count(n, "sequence"), nCheckpoints && count(nCheckpoints, "checkpoint")].filter(Boolean).join(", ");
-  update(parts.sequences,
-    h("h3", null, term("sequence", "Who holds it"), h("span", { class: "quiet" }, words || "nothing yet")),
-    h("p", { class: "row" }, ...["body", "tail", "head"].map((name) => h("span", null, h("i", { class: `swatch ${name}` }), term(name)))),
-    list, others.n ? h("p", { class: "quiet" }, `and ${whole(others.n)} others with ${bytes(others.bytes)}`) : "");
 }

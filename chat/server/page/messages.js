@@ -3,14 +3,17 @@
 import * as api from "/page/api.js";
 import * as talk from "/page/conversation.js";
 import { state, set, subscribe, pathTo, isReply, leafOf } from "/page/state.js";
-import { $, h, icon, iconButton, confirmed, ask, leave, toast } from "/page/dom.js";
+import { $, h, icon, iconButton, confirmed, ask, leave, toast, copyText } from "/page/dom.js";
 import { show } from "/page/markdown.js";
 import { count } from "/page/format.js";
 import { spent } from "/page/costs.js";
 
 const made = new Map(); // key -> {element, is}
+const AT_ONCE = 60;
 let editing = null;
 let sticks = true;
+let most = AT_ONCE; // messages that are shown: of thousands the newest, until more are asked for
+let shownSession = null;
 let greeting = () => null;
 
 /** Set what is shown where there is no message yet. */
@@ -25,7 +28,10 @@ export function start() {
 function draw() {
   const path = pathTo(state.head), { reply } = state;
   const keep = reply ? pathTo(reply.parent).length : path.length;
-  const shown = path.slice(0, keep).map((node) => keyed(node.id, signature(node), () => message(node)));
+  if (state.session !== shownSession) { shownSession = state.session; most = AT_ONCE; }
+  const first = Math.max(0, keep - most);
+  const shown = path.slice(first, keep).map((node) => keyed(node.id, signature(node), () => message(node)));
+  if (first) shown.unshift(keyed("earlier", first, () => earlier(first)));
   if (reply) {
     if (reply.question !== null) shown.push(keyed("question", reply.question, () => bubble("user", reply.question)));
     if (reply.text || !reply.isOver) shown.push(growing(reply));
@@ -41,6 +47,18 @@ function draw() {
   while (box.children.length > shown.length) box.lastChild.remove();
   $("scroll").classList.toggle("is-empty", !path.length && !reply);
   if (sticks) $("scroll").scrollTop = $("scroll").scrollHeight;
+}
+
+function earlier(n) {
+  const show = () => {
+    const scroll = $("scroll"), fromEnd = scroll.scrollHeight - scroll.scrollTop;
+    most += AT_ONCE;
+    sticks = false;
+    draw();
+    scroll.scrollTop = scroll.scrollHeight - fromEnd; // what was read stays where it was
+    $("messages").querySelector(".earlier button")?.focus({ preventScroll: true });
+  };
+  return h("p", { class: "offer earlier" }, h("button", { type: "button", onclick: show }, `Show earlier messages: there are ${count(n, "more", "more")}`));
 }
 
 /** Scroll to the end, and stay there while a reply grows. */
@@ -108,7 +126,7 @@ function toolbar(node) {
       h("span", { "aria-label": `Version ${at + 1} of ${siblings.length}` }, `${at + 1}/${siblings.length}`),
       iconButton("right", "The next version", jump(1), { disabled: at === siblings.length - 1 })));
   }
-  parts.push(iconButton("copy", "Copy", async () => { await navigator.clipboard.writeText(node.text); toast("Copied"); }));
+  parts.push(iconButton("copy", "Copy", async () => { await copyText(node.text); toast("Copied"); }));
   parts.push(iconButton("edit", "Edit: the old version stays", () => { editing = node.id; set({}); }));
   if (node.role === "assistant") {
     parts.push(iconButton("again", "Another reply beside this one", act(() => talk.regenerate(node.id))));
@@ -164,10 +182,11 @@ async function fromToken(node) {
   if (chosen === "yes") await talk.branchAt(node.id, Number(range.value));
 }
 
-function trouble({ message: words, again, mayRetry }) {
+function trouble({ message: words, again, mayRetry, isGone, question }) {
   return h("div", { class: "trouble", role: "alert" }, h("p", null, words),
     h("div", { class: "buttons" },
       mayRetry && h("button", { type: "button", class: "primary", onclick: () => talk.attempt(again) }, "Try again"),
+      isGone && question && h("button", { type: "button", class: "primary", onclick: () => { talk.startNew(); talk.attempt(() => talk.send(question)); } }, "Say it in a new conversation"),
       h("button", { type: "button", onclick: () => {
         const question = talk.dismiss();
         if (question && !$("text").value) $("text").value = question;

@@ -5,14 +5,19 @@ import { bytes, count, whole } from "/page/format.js";
 
 const NAME = 92, ROW = 16;
 let box;
+let panelWidth = 0;
 
-export function start(element) { box = element; }
+export function start(element) {
+  box = element;
+  new ResizeObserver(([entry]) => { panelWidth = entry.contentRect.width; }).observe(box.parentNode);
+}
 
 /** Draw the sequence that a snapshot describes. */
 export function draw(data, isNewest) {
   const one = data.sequence;
   if (!one) { box.replaceChildren(); return; }
-  const width = Math.max(200, box.parentNode.clientWidth - 24), room = width - NAME - 8, length = Math.max(1, one.length);
+  panelWidth ||= box.parentNode.clientWidth - 24;
+  const width = Math.max(200, panelWidth), room = width - NAME - 8, length = Math.max(1, one.length);
   // Most of a long text is body: the newest tokens get half of the width, so that the tail can be seen.
   const tails = one.layers.flatMap((layer) => layer.parts.filter((part) => part.part === "tail").map((part) => part.start));
   const newest = Math.max(0, Math.min(one.horizon, ...tails));

@@ -32,9 +32,12 @@ export function pathTo(id, nodes = state.nodes) {
   return path.reverse();
 }
 
+const families = new WeakMap(); // nodes -> Map of parent -> its children: a tree may have thousands
+
 /** Return the nodes with this parent, the oldest first. */
 export function childrenOf(parent, nodes = state.nodes) {
-  return [...nodes.values()].filter((node) => (node.parent ?? null) === (parent ?? null));
+  if (!families.has(nodes)) families.set(nodes, Map.groupBy(nodes.values(), (node) => node.parent ?? null));
+  return families.get(nodes).get(parent ?? null) ?? [];
 }
 
 /** Return the end of the newest branch below a node. */

@@ -22,5 +22,6 @@ export const TERMS = {
   speed: "How many times a second the model runs. Each run gives every running reply one more token.",
   swapped: "Sequences that were moved out of the budget, to come back bit for bit.",
   sequence: "What the memory holds of one text: a reply in progress, or a checkpoint of one.",
+  replica: "One of several processes that answer at this address. Each has a budget of its own.",
   other: "Beside the budget, in the computer's own memory.",
 };

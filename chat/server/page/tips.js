@@ -1,4 +1,5 @@
-// Shows one tip at a time, for what has `data-tip` (words) or `data-term` (a term that terms.js explains).
+// Shows one tip at a time, for what has `data-tip` (words) or `data-term` (a term that terms.js explains). An element
+// whose words change often has a function `tipNow` that returns them, and an empty `data-tip`.
 
 import { $ } from "/page/dom.js";
 import { TERMS } from "/page/terms.js";
@@ -25,7 +26,7 @@ function later(element, milliseconds) {
 
 function say(element) {
   const box = element.getBoundingClientRect();
-  place(element.dataset.tip ?? TERMS[element.dataset.term] ?? "", box.left + box.width / 2, box.top, box.bottom);
+  place(element.tipNow?.() ?? element.dataset.tip ?? TERMS[element.dataset.term] ?? "", box.left + box.width / 2, box.top, box.bottom);
   element.setAttribute("aria-describedby", "tip");
 }
 

@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from chat.server.errors import ApiError
-from chat.server.schema import Checked, Neutral
+from chat.server.schema import MOST_VALUES, Checked, Neutral
 from chat.server.sessions.desk import Desk
 from chat.server.sessions.input import read_items
 from chat.server.sessions.schema import Metadata, OwnedRequest, Title
+from chat.stored.ancestors import Ancestors
 from chat.stored.copying import copy_path
 from chat.stored.items import make_title, role_of
 from chat.stored.nodes import Item, Node, StoredSession, new_id
@@ -44,6 +45,7 @@ class Archive(OwnedRequest):
     """Holds a document: a session, and its nodes, each behind its parent."""
 
     neutral: ClassVar[Neutral] = {}
+    most_values: ClassVar[int] = 8 * MOST_VALUES  # a response says of itself in forty keys how it was sampled
     format: Literal["hybrid-memory.session"]
     version: Literal[1]
     model: str
@@ -101,20 +103,20 @@ def _as_json(node: Node) -> dict[str, Any]:
 
 def _check(nodes: list[Node], head: str | None, vocab_size: int) -> None:
     """Raise ApiError 400 for a document that contradicts itself."""
-    above, lengths = dict[str, set[str]](), dict[str, int]()
+    above, lengths = Ancestors(), dict[str, int]()
     for number, node in enumerate(nodes):
         wrong = _find_fault(node, above, lengths, vocab_size)
         if wrong:
             message = f"Invalid 'nodes[{number}]': {wrong}."
             raise ApiError(400, message, param=f"nodes[{number}]", code="invalid_value")
-        above[node.id] = {node.id} | (above[node.parent] if node.parent is not None else set())
+        above.add(node.id, node.parent)
         if node.own_tokens is not None:
             lengths[node.id] = node.n_kept + len(node.own_tokens)
     if head is not None and head not in above:
         raise ApiError(400, "Invalid 'head': it is none of the nodes.", param="head", code="invalid_value")
 
 
-def _find_fault(node: Node, above: dict[str, set[str]], lengths: dict[str, int], vocab_size: int) -> str:
+def _find_fault(node: Node, above: Ancestors, lengths: dict[str, int], vocab_size: int) -> str:
     """Return what is wrong with a node that stands behind those above, or an empty text."""
     if node.id in above or not node.id.startswith(("turn_", "resp_")):
         return "its id is there twice, or begins with neither 'turn_' nor 'resp_'"
@@ -128,7 +130,7 @@ def _find_fault(node: Node, above: dict[str, set[str]], lengths: dict[str, int],
     if len(node.own_tokens) and not (0 <= node.own_tokens.min() and node.own_tokens.max() < vocab_size):
         return f"its token ids are not 0 ... {vocab_size - 1}"
     n_base = 0 if node.base is None else lengths.get(node.base, -1)
-    if node.role != "assistant" or (node.base is not None and node.base not in above.get(node.parent or "", set())):
+    if node.role != "assistant" or (node.base is not None and not above.has(node.base, over=node.parent)):
         return "its tokens go on from a node that is not above it"
     if node.n_kept > n_base or not 0 < node.n_prompt <= node.n_kept + len(node.own_tokens):
         return "its numbers of tokens contradict each other"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from chat.server.errors import ApiError, clip
-from chat.server.schema import read_request
+from chat.server.schema import MOST_VALUES, read_request
 from chat.server.service import Service
 from chat.server.sessions.schema import OwnedRequest, SampledRequest
 from chat.stored.nodes import Item, Node, StoredSession, each_tokens
@@ -58,8 +58,11 @@ class Desk:
 
     async def read(self, request: Request, model: type[ModelT]) -> tuple[ModelT, bytes]:
         """Return what a request asks for, and who asks. Raises ApiError 400."""
-        body = await request.body()
-        asked = read_request(model, body or b"{}")
+        body = await request.body() or b"{}"
+        if model.most_values > MOST_VALUES:  # reading it takes a while, in which others are answered
+            asked = await asyncio.to_thread(read_request, model, body)
+        else:
+            asked = read_request(model, body)
         if isinstance(asked, SampledRequest) and asked.model:
             self.service.check_model(asked.model)
         return asked, self._owner(request, asked.prompt_cache_key, asked.safety_identifier)

@@ -1,4 +1,4 @@
-"""Draws the arena as a list of byte ranges, so few that a page can draw them in a frame."""
+"""Lists the arena as byte ranges, so few that a page or a notebook draws them in a frame."""
 
 from __future__ import annotations
 
