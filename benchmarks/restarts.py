@@ -52,8 +52,8 @@ def _restart(report: Report, name: str, model: LanguageModel, *, n_tokens: int, 
         engine.prefixes.clear()
         again_s = _first_token_s(engine, chat)
         stays = [_first_token_s(engine, chat + next(turns)) for _ in range(n_rounds)]
-        started = time.perf_counter()
-        n_bytes = engine.prefixes.save(folder)
+        started, lock = time.perf_counter(), _Stopwatch()
+        n_bytes = engine.prefixes.save(folder, lock)
         save_s = time.perf_counter() - started
         engine.memory.close()
         loads, comes_back, reads = list[float](), list[float](), list[float]()
@@ -72,8 +72,23 @@ def _restart(report: Report, name: str, model: LanguageModel, *, n_tokens: int, 
         "reading all blocks": median(reads), "MiB": read_bytes / 2**20,
     })  # fmt: skip
     report.add("saving and loading a cache, s", {
-        "model": name, "tokens": n_tokens, "save": save_s, "load": median(loads), "MiB of blocks": n_bytes / 2**20,
+        "model": name, "tokens": n_tokens, "save": save_s, "of it the engine waits": sum(lock.held),
+        "at once": max(lock.held), "load": median(loads), "MiB of blocks": n_bytes / 2**20,
     })  # fmt: skip
+
+
+class _Stopwatch:
+    """Stands for the lock of an engine, and measures how long it is held."""
+
+    def __init__(self) -> None:
+        self.held: list[float] = []
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.held.append(time.perf_counter() - self._started)
 
 
 def _engine(model: LanguageModel, folder: str | None = None) -> tuple[Engine, float]:

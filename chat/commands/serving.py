@@ -112,12 +112,11 @@ def load_prefixes(prefixes: PrefixCache, folder: str, say: Callable[[str], None]
 
 
 def save_prefixes(engine: Engine, prefixes: PrefixCache, folder: str, say: Callable[[str], None]) -> None:
-    """Save a cache for the next server, between two steps of the engine.
+    """Save a cache for the next server, while the engine goes on: it waits while blocks are copied, not for the disk.
 
     A folder that cannot be written is said; what was there before stays.
     """
     try:
-        with engine.lock:
-            prefixes.save(folder)
+        prefixes.save(folder, engine.lock)
     except OSError as error:
         say(f"prefixes could not be written to {folder}: {error}")

@@ -18,6 +18,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Set
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import monotonic
 
@@ -300,16 +301,17 @@ class PrefixCache:
 
     # Across restarts
 
-    def save(self, folder: str | Path) -> int:
+    def save(self, folder: str | Path, lock: AbstractContextManager[object] | None = None) -> int:
         """Write all checkpoints to a folder, instead of those that it holds; return the bytes of their blocks.
 
         What several of them share is written once, and what the folder has already is not written again. The folder can
         be read at any time: a save that fails or is killed leaves what was there. Owners are None, texts, bytes or
-        integers.
+        integers. A `lock` that keeps other threads away, such as `engine.lock`, is not held by the caller: it is held
+        while blocks are copied, 64 MiB at a time, and free while they are hashed and written.
 
         Raises SpecError: a dry run, no folder, or another owner. OSError. Cost: the bytes of new blocks.
         """
-        return self.memory.folders.save(folder, entries_of(self._kept.tree.roots))
+        return self.memory.folders.save(folder, entries_of(self._kept.tree.roots), lock or nullcontext())
 
     def load(self, folder: str | Path) -> int:
         """Add the checkpoints of a folder, which a cache like this one saved; return their number.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from memory.errors import FormatError, SpecError
 from memory.interface import Sequence
 from memory.prefix.radix_tree import Node
-from memory.storage.folders import Entry
+from memory.storage.folder_writing import Entry
 from memory.views.text_tables import format_bytes
 
 _PLACES = {"budget": "in the budget", "host": "in host memory", "disk": "in files"}

@@ -10,23 +10,20 @@ Loading reads the list alone. A checkpoint's blocks are read when it is used.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from memory.blocks.arrays import EMPTY, Bools, Int64s
+from memory.blocks.arrays import EMPTY, Int64s
 from memory.blocks.holdings import Record
 from memory.coordinator import Coordinator
 from memory.errors import FormatError
@@ -34,7 +31,8 @@ from memory.interface import Sequence
 from memory.layer_memories import Snapshot
 from memory.sequences.folding import TailRules
 from memory.sequences.interrupts import uninterrupted
-from memory.storage.files import is_local, join_path, list_names, make_folder, read_path, read_snapshot, write_snapshot
+from memory.storage.files import is_local, join_path, make_folder, read_path, read_snapshot, write_snapshot
+from memory.storage.folder_writing import BlocksFile, Entry, FolderWriting
 from memory.storage.local_files import alone_in, hold_folder, remove_abandoned
 from memory.storage.names import names_in_files
 from memory.storage.parcels import Kept, Places
@@ -44,33 +42,8 @@ from memory.storage.swapping import Swapping
 CHECKPOINTS_FILE = "checkpoints.safetensors"
 _MOST_BLOCKS = 1 << 24
 """Blocks of one kind that a checkpoint may have: more would be some hundred million tokens."""
+_NO_LOCK = nullcontext()
 _BLOCKS = r"blocks-[0-9a-f]{64}\.safetensors"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Describes a checkpoint in a folder.
-
-    Attributes:
-        parent: number of the entry whose tokens it goes on from; -1 for none. Parents come before their children.
-        label: what its owner wants to know of it, as JSON values.
-    """
-
-    checkpoint: Sequence
-    parent: int
-    label: Any
-
-
-@dataclass(frozen=True)
-class _File:
-    """Says which blocks of a checkpoint a file in a folder holds, in their order. Neither ever changes."""
-
-    place: str
-    name: str
-    wanted: dict[str, Bools]
-
-    def holds(self, place: str, wanted: dict[str, Bools]) -> bool:
-        return self.place == place and all(np.array_equal(of, self.wanted[pool]) for pool, of in wanted.items())
 
 
 class Folders:
@@ -80,28 +53,34 @@ class Folders:
         self._memory, self._swapping = coordinator, swapping
         self._page_tokens, self._rules = page_tokens, rules
         self._folders: dict[str, int | None] = {}  # local ones in use -> the descriptor that shares them
-        self._files = weakref.WeakKeyDictionary[Sequence, _File]()  # what was written of a checkpoint, or read, last
+        self._files = weakref.WeakKeyDictionary[Sequence, BlocksFile]()  # of checkpoints, written or read last
         weakref.finalize(self, _release_all, self._folders, os.getpid())
 
-    def save(self, folder: str | os.PathLike[str], entries: Iterable[Entry]) -> int:
+    def save(
+        self, folder: str | os.PathLike[str], entries: Iterable[Entry],
+        lock: AbstractContextManager[object] = _NO_LOCK,
+    ) -> int:  # fmt: skip
         """Write checkpoints of whole sequences to a folder, instead of those that it holds; return the bytes of blocks.
 
-        A checkpoint outside of the budget whose file is damaged is left out.
+        A checkpoint outside of the budget whose file is damaged is left out, and so is one that was closed meanwhile.
 
+        Args:
+            lock: held while the memory is read, and not while files are written; the caller does not hold it.
         Raises SequenceError: a bad handle. SpecError: a dry run, or no folder. OSError: then the folder holds what it
         held before. Cost: the bytes of blocks that are not there yet, copied, hashed and written.
         """
         place = read_path("folder", folder, "a folder, such as 'prefixes'")
         make_folder(place)
         with self._held(place):
-            writing, numbers = _Writing(self._memory, self._swapping, place, self._files), list[int]()
-            for entry in entries:
-                parent = -1 if entry.parent < 0 else numbers[entry.parent]
-                try:
-                    numbers.append(writing.add(replace(entry, parent=parent)))
-                except FormatError as error:
-                    warnings.warn(f"{entry.checkpoint!r} is not saved: {error}", stacklevel=2)
-                    numbers.append(parent)  # what goes on from it goes on from the one before
+            writing = FolderWriting(self._memory, self._swapping, place, self._files)
+            with lock:
+                waiting = deque(entries)
+                for entry in waiting:
+                    self._memory.ledger.check_usable(entry.checkpoint, to_advance=False, may_be_away=True)
+            while waiting:
+                with lock:
+                    writing.copy(waiting)
+                writing.write()
             about = {
                 "signature": signature_of(self._memory.spec, self._page_tokens, self._rules),
                 "model": self._memory.spec.model,
@@ -110,7 +89,9 @@ class Folders:
                 "tokens": np.concatenate([EMPTY, *writing.tokens]),
             }
             write_snapshot(join_path(place, CHECKPOINTS_FILE), Snapshot({}, {}), about)
-            self._clean(place, writing.names)
+            with lock:
+                needed = writing.names | self._memory.swapped.other_files
+            self._clean(place, needed)
             return writing.n_bytes
 
     def _clean(self, place: str, names: set[str]) -> None:
@@ -122,7 +103,6 @@ class Folders:
             return  # another process may be reading or writing there: who keeps prefixes in a store removes old ones
         remove_abandoned(Path(place), f"{_BLOCKS}|{re.escape(CHECKPOINTS_FILE)}")
         with alone_in(self._folders[place]) as is_alone:
-            names = names | self._memory.swapped.other_files
             for name in os.listdir(place) if is_alone else ():  # noqa: PTH208 - names are all that is wanted
                 if re.fullmatch(_BLOCKS, name) and name not in names:
                     (Path(place) / name).unlink(missing_ok=True)
@@ -163,92 +143,11 @@ class Folders:
                 raise FormatError(f"{path} contradicts itself ({error}); save the checkpoints again") from error
 
 
-class _Writing:
-    """Writes the blocks of one checkpoint after the other, each once, and notes what the list says of them."""
-
-    def __init__(
-        self, memory: Coordinator, swapping: Swapping, place: str, files: MutableMapping[Sequence, _File]
-    ) -> None:
-        self.entries: list[dict[str, Any]] = []
-        self.tokens: list[Int64s] = []
-        self.names: set[str] = set()
-        self.n_bytes = 0
-        self._memory, self._swapping, self._place, self._files = memory, swapping, place, files
-        self._sizes = {pool.name: pool.block_bytes for pool, _ in memory.layers.pools}
-        self._names_in_files = names_in_files(memory.layers)
-        self._written: list[Places] = []  # by entry: pool -> (2, n) the entry whose file has a block, and its row there
-        self._keys: list[dict[str, Int64s]] = []  # by entry: what tells the blocks of this memory apart
-        self._known: dict[tuple[str, int], tuple[int, int]] = {}
-        self._there = set(list_names(place))
-
-    def add(self, entry: Entry) -> int:
-        """Write what the entries before do not have of one; return its number. Raises FormatError: it is damaged."""
-        memory, number = self._memory, len(self.entries)
-        memory.ledger.check_usable(entry.checkpoint, to_advance=False, may_be_away=True)
-        slot = entry.checkpoint.slot
-        keys, parent = self._swapping.block_keys(entry.checkpoint), entry.parent
-        places, wanted, n_shared = Places(), dict[str, Bools](), dict[str, int]()
-        for pool, own in keys.items():
-            before = self._keys[parent].get(pool, EMPTY) if parent >= 0 else EMPTY
-            n = min(len(own), len(before))
-            differs = (own[:n] != before[:n]).nonzero()[0]
-            n_shared[pool] = n = int(differs[0]) if len(differs) else n
-            places[pool] = np.full((2, len(own)), -1, np.int64)
-            if n:
-                places[pool][:, :n] = self._written[parent][pool][:, :n]
-            for i, key in enumerate(own[n:].tolist(), n):
-                places[pool][:, i] = self._known.get((pool, key), (-1, -1))
-            wanted[pool] = places[pool][0] < 0
-        file = self._files.get(entry.checkpoint)
-        is_there = file is not None and file.name in self._there and file.holds(self._place, wanted)
-        nothing = {pool: np.zeros_like(of) for pool, of in wanted.items()}
-        snapshot = self._swapping.snapshot(slot, nothing if is_there else wanted)
-        name = file.name if file is not None and is_there else self._write(snapshot.blocks)
-        if name is not None:
-            self._files[entry.checkpoint] = _File(self._place, name, wanted)
-            self.names.add(name)
-            self.n_bytes += sum(int(of.sum()) * self._sizes[pool] for pool, of in wanted.items())
-        for pool, is_new in wanted.items():
-            places[pool][:, is_new] = np.full(is_new.sum(), number), np.arange(is_new.sum())
-            self._known |= {(pool, key): (number, i) for i, key in enumerate(keys[pool][is_new].tolist())}
-        self._written.append(places)
-        self._keys.append(keys)
-        record, n_before = memory.ledger.record(slot), 0 if parent < 0 else self.entries[parent]["n_tokens"]
-        self.tokens.append(record["tokens"][n_before:].copy())
-        renamed = self._names_in_files
-        self.entries.append(
-            {
-                "parent": parent, "label": entry.label, "n_tokens": len(record["tokens"]), "peak": record["peak"],
-                "horizon": entry.checkpoint.horizon, "file": name,
-                "records": {renamed.records[own]: of for own, of in snapshot.records.items()},
-                "blocks": {
-                    renamed.pools[pool]: [n_shared[pool], _as_runs(of[:, n_shared[pool] :])]
-                    for pool, of in places.items()
-                },
-            }
-        )  # fmt: skip
-        return number
-
-    def _write(self, blocks: dict[str, Tensor]) -> str | None:
-        """Write blocks to a file, unless it is there; return its name, None for no blocks."""
-        if not blocks:
-            return None
-        snapshot = self._names_in_files.renamed(Snapshot({}, blocks))
-        digest = hashlib.sha256()
-        for pool, own in sorted(snapshot.blocks.items()):
-            digest.update(f"{pool} {tuple(own.shape)} ".encode())
-            digest.update(own.contiguous().numpy().data if not own.is_meta else b"")
-        name = f"blocks-{digest.hexdigest()}.safetensors"
-        if name not in self._there:
-            write_snapshot(join_path(self._place, name), snapshot, {})
-        return name
-
-
 class _Reading:
     """Opens the checkpoints that a list describes."""
 
     def __init__(
-        self, memory: Coordinator, place: str, about: dict[str, Any], files: MutableMapping[Sequence, _File]
+        self, memory: Coordinator, place: str, about: dict[str, Any], files: MutableMapping[Sequence, BlocksFile]
     ) -> None:
         self._memory, self._place, self._files = memory, place, files
         self._entries: list[dict[str, Any]] = about["entries"]
@@ -286,7 +185,7 @@ class _Reading:
             if about["file"] is not None and all(
                 np.array_equal(at[1][wanted[pool]], np.arange(n_blocks[i][pool])) for pool, at in of.items()
             ):
-                self._files[handle] = _File(self._place, about["file"], wanted)
+                self._files[handle] = BlocksFile(self._place, about["file"], wanted)
         return [
             Entry(handle, parent, about["label"])
             for handle, parent, about in zip(handles, parents, self._entries, strict=True)
@@ -349,15 +248,6 @@ class _Reading:
             opened.remove(writer)
             ledger.close(writer)
         return [handles[i] for i in range(len(parents))]
-
-
-def _as_runs(places: Int64s) -> list[list[int]]:
-    """Return places (2, n) as runs of rows that follow each other in one file: [entry, first row, rows]."""
-    if not places.shape[1]:
-        return []
-    breaks = ((places[0][1:] != places[0][:-1]) | (places[1][1:] != places[1][:-1] + 1)).nonzero()[0] + 1
-    bounds = [0, *breaks.tolist(), places.shape[1]]
-    return [[int(places[0][begin]), int(places[1][begin]), end - begin] for begin, end in pairwise(bounds)]
 
 
 def _from_runs(runs: list[list[int]]) -> Int64s:

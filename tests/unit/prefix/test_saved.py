@@ -17,7 +17,7 @@ import torch
 
 from memory import FormatError, SpecError
 from memory.prefix import PrefixCache
-from memory.storage import folders, swap
+from memory.storage import folder_writing, folders, swap
 from tests.subjects import Subject, make_subject
 from tests.tolerances import assert_kernel_close
 from tests.unit.prefix.test_outside import WINDOW, prompts_of, run
@@ -86,6 +86,48 @@ def saved(subject: Subject, folder: Path, owner: object = None) -> list[list[int
             memory.close(sequence)
         cache.save(folder)
     return prompts
+
+
+@pytest.mark.parametrize("name", ["toy", "toy-window", "jamba", "mamba replay"])
+def test_a_cache_may_change_while_it_is_saved(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the lock is free, checkpoints are closed and moved, and others take their blocks. Lossy subjects are
+    left out: what they say depends on where prompts were cut, and others cut here."""
+    subject = make_subject(name, tmp_path)
+    monkeypatch.setattr("memory.storage.folder_writing.LOT_BYTES", 1)
+    rng = random.Random(6)
+    prompts, later = prompts_of(rng, 12), iter(prompts_of(rng, 60))
+
+    class Lock:
+        is_held, n_freed = False, 0
+
+        def __enter__(self) -> None:
+            self.is_held = True
+
+        def __exit__(self, *error: object) -> None:
+            self.is_held, self.n_freed = False, self.n_freed + 1
+            if self.n_freed % 3 == 0:
+                cache.reclaim(memory.usage().used_bytes // 4)
+            run(subject, cache, [next(later)])
+
+    write, lock = folder_writing.write_snapshot, Lock()
+
+    def write_while_free(*arguments: Any) -> None:
+        assert not lock.is_held
+        write(*arguments)
+
+    monkeypatch.setattr(folder_writing, "write_snapshot", write_while_free)
+    with subject.memory(WINDOW) as memory:
+        cache = PrefixCache(memory, grid_tokens=8, max_bytes="1GiB")
+        run(subject, cache, prompts)
+        cache.save(tmp_path / "saved", lock)
+        assert lock.n_freed > 5 and cache.stats().n_outside
+    with subject.memory(WINDOW) as memory:
+        alone = PrefixCache(memory, grid_tokens=8)
+        expected = run(subject, alone, prompts)
+        alone.clear()
+        assert alone.load(tmp_path / "saved") > 5
+        for a, b in zip(run(subject, alone, prompts), expected, strict=True):
+            assert_kernel_close(a, b, torch.float32)
 
 
 @pytest.mark.parametrize("owner", [None, "alice", b"\x00\xff", 7])
@@ -253,7 +295,8 @@ def test_what_the_folder_has_is_neither_read_nor_written_again(tmp_path: Path, m
         cache = PrefixCache(memory, grid_tokens=8, max_bytes="1GiB")
         cache.load(folder)
         monkeypatch.setattr(swap, "read_snapshot", noted(swap.read_snapshot))
-        monkeypatch.setattr(folders, "write_snapshot", noted(folders.write_snapshot))
+        for module in (folders, folder_writing):
+            monkeypatch.setattr(module, "write_snapshot", noted(folders.write_snapshot))
         n_bytes, before = cache.save(folder), files(folder)
         assert touched == ["checkpoints.safetensors"] and n_bytes > 0
         run(toy, cache, [[*prompts[0], 5]])
