@@ -20,8 +20,8 @@ from benchmarks.harness import Report
 from benchmarks.page_trees import tree
 from benchmarks.page_watching import slow_down
 from chat.engine.engine import Engine
-from chat.engine.requests import EngineStats
 from chat.engine.scheduling import Load
+from chat.engine.stats import EngineStats
 from chat.prompts import load_tokenizer
 from chat.server import ServerOptions, bind, make_app
 from chat.server.listening import Server, url_of

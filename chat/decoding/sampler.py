@@ -68,7 +68,7 @@ class Sampler:
     @property
     def is_plain(self) -> bool:
         """True if the next choice is the argmax of the logits as they are."""
-        return self.sampling.is_plain and self.matcher is None
+        return self.matcher is None and self.sampling.is_plain_at(self.n_chosen)
 
     def uniform(self) -> float:
         """Return the number in [0, 1) that decides the next draw."""

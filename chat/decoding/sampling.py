@@ -82,7 +82,12 @@ class Sampling:
     @property
     def is_plain(self) -> bool:
         """True if the choice is the argmax of the logits as they are."""
-        return self.is_greedy and not self.changes_logits
+        return self.is_greedy and not (self.changes_logits or self.min_tokens or self.length_decay)
+
+    def is_plain_at(self, n_chosen: int) -> bool:
+        """True if it is so for the next choice, so many tokens having been chosen."""
+        has_begun = self.length_decay is not None and n_chosen > self.length_decay[0]
+        return self.is_greedy and not (self.changes_logits or n_chosen < self.min_tokens or has_begun)
 
     @property
     def counts_tokens(self) -> bool:
@@ -91,7 +96,8 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        return self.counts_tokens or bool(self.logit_bias or self.min_tokens or self.length_decay)
+        """True if logits are changed wherever a reply stands."""
+        return self.counts_tokens or bool(self.logit_bias)
 
 
 def check_sampling(sampling: object) -> None:

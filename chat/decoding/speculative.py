@@ -19,7 +19,8 @@ from chat.decoding.drafts import Draft, Drafter, DraftRequest, Draws, check_coun
 from chat.decoding.sampling import Sampling, check_sampling
 from chat.engine.arguments import check_parts, read_stop_ids
 from chat.engine.loop import feed
-from chat.engine.requests import EngineStats, check_max_tokens, read_token_ids
+from chat.engine.requests import check_max_tokens, read_token_ids
+from chat.engine.stats import EngineStats
 from memory import CapacityError, HybridMemory, Sequence, SpecError, Step
 from memory.sequences.interrupts import uninterrupted_call
 from memory.step import Outputs

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 from chat.decoding.sampling import Sampling
@@ -36,9 +37,10 @@ from chat.engine.callbacks import Callbacks
 from chat.engine.choose import Choose, choose_tokens
 from chat.engine.drafting import Drafting, Speculation
 from chat.engine.output import PLAIN, Output
-from chat.engine.requests import EngineStats, Generation, Job, OnToken, Request, read_marks, read_stop, read_token_ids
+from chat.engine.requests import GREEDY, Generation, Job, OnToken, Request
 from chat.engine.scheduling import Load, Scheduler
 from chat.engine.serving import Serving
+from chat.engine.stats import EngineStats
 from chat.engine.stepping import Stepper
 from chat.engine.streaming import TextStream
 from chat.prompts import Tokenizer, find_stop_ids
@@ -52,7 +54,6 @@ from models import LanguageModel
 
 __all__ = ["Engine", "EngineStats", "Generation", "OnToken", "Sampling"]
 
-GREEDY = Sampling()
 _NO_SPECULATION = Speculation()
 
 
@@ -77,7 +78,7 @@ class Engine:
         stop_ids: tokens that end a reply; the first is written behind a reply that is cut short and to be remembered.
             The default: those that the tokenizer and the model's config name.
         prefixes: the cache that prompts are looked up in, and that prompts and replies are inserted into.
-        step_tokens: tokens of prompts in one step; four times as many where many short prompts wait.
+        step_tokens: tokens of prompts in one step; twice as many where many short prompts wait.
         max_running: the most requests in one step; fewer than `step_tokens`, so that prompts always go on.
         clock: seconds; for tests.
         choose: chooses the next tokens from a step's logits; another one is for dry runs, which have no logits.
@@ -136,6 +137,7 @@ class Engine:
             self.stop_ids, Drafting(memory, step_tokens, speculation),
         )  # fmt: skip
         self._finished: list[Generation] = []
+        self._n_possible = 0
 
     # Requests
 
@@ -184,30 +186,62 @@ class Engine:
             BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use.
             CapacityError: a prompt that the memory's whole budget could not hold. Nothing has changed then.
         """
-        self._require_possible(token_ids, sequence)
-        request = Request(
-            token_ids=read_token_ids(token_ids, self.memory.spec.vocab_size), sequence=sequence,
-            max_tokens=max_tokens, sampling=sampling, stop=read_stop(stop), deadline_s=deadline_s,
-            marks=read_marks(marks), keeps_sequence=keeps_sequence, remembers_end=remembers_end, on_token=on_token,
-            priority=priority, owner=owner, output=output.read(self.stop_ids, self.memory.spec.vocab_size),
-            reports_prefill=reports_prefill,
-            prediction=tuple(read_token_ids(prediction, self.memory.spec.vocab_size)) if len(prediction) else (),
-        )  # fmt: skip
-        check_can_decode(self.memory, self.tokenizer, sequence, request.stop)
-        with uninterrupted_call() as _until_return:
-            generation = self._scheduler.add(
-                request, TextStream(self.tokenizer, request.stop, shows_special=output.shows_special), self._clock()
+        options = {
+            "sequence": sequence, "max_tokens": max_tokens, "sampling": sampling, "stop": stop, "output": output,
+            "deadline_s": deadline_s, "marks": marks, "keeps_sequence": keeps_sequence, "owner": owner,
+            "remembers_end": remembers_end, "on_token": on_token, "priority": priority,
+            "reports_prefill": reports_prefill, "prediction": prediction,
+        }  # fmt: skip
+        (generation,) = self._add([self._read(token_ids, options)])
+        return generation
+
+    def submit_choices(self, token_ids: Any, samplings: Iterable[Sampling], **options: Any) -> list[Generation]:
+        """Submit one request for several replies to one prompt, which is computed once.
+
+        The sequences of the others are forks of the first one's, as soon as that holds the prompt; a fork copies no
+        tensor. Where no room is left for all of them, some wait as preempted generations do.
+
+        Args:
+            samplings: of each choice; `generation.choice` is its number, for `on_token`.
+            options: of all of them, as of `submit`, but for `sampling` and `sequence`. `reports_prefill` is the first
+                one's.
+        Raises:
+            As `submit`; no choice has been submitted then.
+        """
+        wanted = [*samplings]
+        if not wanted or options.keys() & {"sampling", "sequence"}:
+            raise BatchError(
+                f"samplings={wanted!r:.80}, {', '.join(options)}; give the sampling of each choice, and neither "
+                "sampling nor sequence beside them: fork a sequence, and submit each fork"
             )
+        first = self._read(token_ids, {**options, "sampling": wanted[0]})
+        others = [replace(first, sampling=sampling, reports_prefill=False) for sampling in wanted[1:]]
+        return self._add([first, *others])
+
+    def _read(self, token_ids: Any, options: dict[str, Any]) -> Request:
+        self._require_possible(token_ids, options.get("sequence"))
+        request = Request.read(token_ids, options, self.stop_ids, self.memory.spec.vocab_size)
+        check_can_decode(self.memory, self.tokenizer, request.sequence, request.stop)
+        return request
+
+    def _add(self, choices: list[Request]) -> list[Generation]:
+        with uninterrupted_call() as _until_return:
+            streams = [
+                TextStream(self.tokenizer, each.stop, shows_special=each.output.shows_special) for each in choices
+            ]
+            generations = self._scheduler.add(choices, streams, self._clock())
             self._serving.wake()
-            return generation
+            return generations
 
     def _require_possible(self, token_ids: object, sequence: Sequence | None) -> None:
         """Raise CapacityError for a prompt too long for the budget, before its tokens are read.
         It counts with the shortest steps, which the engine falls back to when room is short.
         """
         n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
-        if sequence is None or sequence.is_whole:
-            self.memory.counters.require_possible(int(count_tokens([token_ids])[0]), n_held=n_base, max_tokens=1)
+        n_tokens = int(count_tokens([token_ids])[0])
+        if (sequence is None or sequence.is_whole) and n_base + n_tokens > self._n_possible:
+            self.memory.counters.require_possible(n_tokens, n_held=n_base, max_tokens=1)
+            self._n_possible = n_base + n_tokens  # what is longer than a prompt that fits is asked for, and no other
 
     def cancel(self, generation: Generation) -> None:
         """End a generation as it is; nothing happens if it has ended.

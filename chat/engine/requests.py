@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from chat.decoding.logprobs import Chosen
 from chat.decoding.sampler import Sampler
 from chat.decoding.sampling import Sampling, check_sampling
-from chat.engine.output import Output
+from chat.engine.output import PLAIN, Output
 from chat.engine.streaming import TextStream
 from memory import BatchError, Sequence
 from memory.blocks.arguments import is_integer
@@ -29,55 +28,9 @@ LEAST_CHUNK_TOKENS = 16
 EXPECTED_REPLY_TOKENS = 512
 """The most tokens that room is kept for in a reply: a large max_tokens allows a long reply, but most are short."""
 
+GREEDY = Sampling()
+
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
-
-
-@dataclass
-class EngineStats:
-    """Counts what an engine has done so far, in tokens unless the name says otherwise.
-
-    Attributes:
-        n_fed: computed by the model: prompts and generated tokens.
-        n_reused: of prompts, taken from the prefix cache instead.
-        recomputed: reason -> tokens of prompts that the cache had seen before and the model computed all the same: "no
-            state" of a recurrent layer was kept where attention could have gone on, or it was the "last token", which
-            is fed for its output.
-        n_steps: of the model.
-        n_drafted, n_accepted: drafted and verified, and those of them that were right.
-        n_preempted, n_swapped_in: times that a request was preempted, and that one was swapped in again.
-        finished: reason -> generations.
-        seconds: in steps of the model, choosing tokens included.
-    """
-
-    n_fed: int = 0
-    n_reused: int = 0
-    recomputed: Counter[str] = field(default_factory=Counter)
-    n_generated: int = 0
-    n_steps: int = 0
-    n_drafted: int = 0
-    n_accepted: int = 0
-    n_preempted: int = 0
-    n_swapped_in: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.n_fed / self.seconds if self.seconds else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.n_fed:,} tokens ({self.n_generated:,} of them generated) in {self.n_steps:,} steps and "
-            f"{self.seconds:.2f} s: {self.tokens_per_second:,.0f} tokens/s"
-        )
-
-    def count_lookup(self, lookup: Lookup) -> None:
-        """Count the tokens of a prompt that were reused from the prefix cache, and those that could not be."""
-        could_reuse = min(lookup.by_attention, lookup.n_tokens - 1)
-        self.n_reused += lookup.reused
-        self.recomputed += Counter(
-            {"no state": could_reuse - lookup.reused, "last token": lookup.by_attention - could_reuse}
-        )
 
 
 @dataclass(eq=False)
@@ -98,7 +51,9 @@ class Generation:
         error: why it ended with "error".
         sequence: the live sequence, once it has ended, if it was to be kept. It is still swapped out if it was swapped
             out at its end.
-        lookup: the prefix cache's lookup of the prompt, if there was one.
+        lookup: the prefix cache's lookup of the prompt, if there was one; of a choice that was forked, the lookup that
+            its source had.
+        choice: its number among the choices of its request, from 0.
         n_drafted, n_accepted: tokens that were drafted for it, and those of them that were right.
         submitted_at, admitted_at, first_token_at, finished_at: seconds on the engine's clock; None: not yet.
     """
@@ -121,6 +76,7 @@ class Generation:
     finished_at: float | None = None
     n_drafted: int = 0
     n_accepted: int = 0
+    choice: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -138,20 +94,38 @@ class Request:
     """Holds the arguments of `Engine.submit`. Raises BatchError naming the argument and its value."""
 
     token_ids: list[int]
-    sequence: Sequence | None
-    max_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    output: Output
-    deadline_s: float | None
-    marks: tuple[int, ...]
-    keeps_sequence: bool
-    remembers_end: bool
-    on_token: OnToken | None
-    priority: int
-    owner: Hashable
+    sequence: Sequence | None = None
+    max_tokens: int = 256
+    sampling: Sampling = GREEDY
+    stop: tuple[str, ...] = ()
+    output: Output = PLAIN
+    deadline_s: float | None = None
+    marks: tuple[int, ...] = ()
+    keeps_sequence: bool = False
+    remembers_end: bool = False
+    on_token: OnToken | None = None
+    priority: int = 0
+    owner: Hashable = None
     reports_prefill: bool = False
     prediction: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, token_ids: object, options: Mapping[str, Any], stop_ids: tuple[int, ...], vocab_size: int) -> Request:
+        """Return the request of these arguments of `Engine.submit`. Raises BatchError.
+
+        Args:
+            stop_ids: the engine's, for an output that names none.
+        """
+        if unknown := options.keys() - {each.name for each in fields(cls)}:
+            raise BatchError(f"{min(unknown)}=... is no option of a request; see Engine.submit")
+        ids, prediction = read_token_ids(token_ids, vocab_size), options.get("prediction", ())
+        read = {
+            "stop": read_stop(options.get("stop", ())),
+            "marks": read_marks(options.get("marks", ())),
+            "output": options.get("output", PLAIN).read(stop_ids, vocab_size),
+            "prediction": tuple(read_token_ids(prediction, vocab_size)) if len(prediction) else (),
+        }
+        return cls(ids, **{**options, **read})
 
     def __post_init__(self) -> None:
         check_max_tokens(self.max_tokens)
@@ -231,6 +205,8 @@ class Job:
         n_fed: how many of `tokens` the sequence holds; at an index i of `tokens` its length is n_base + i.
         n_reused: how many of them came from the prefix cache.
         lookup: the cache's lookup of them, until the first step with this sequence is counted.
+        others: jobs of the other choices of its request, whose prompts are the same.
+        is_forked: its prompt came by a fork from one of them.
         cuts: indices into `tokens`, ascending, where a chunk of the prompt ends because the prefix cache wants to
             remember it.
         arriving: while it waits, the cached checkpoint whose files are read for it; empty if there is none.
@@ -255,6 +231,8 @@ class Job:
     cuts: list[int] = field(default_factory=list)
     arriving: list[Sequence] | None = None
     leader: tuple[Job, int] | None = None
+    others: list[Job] = field(default_factory=list)
+    is_forked: bool = False
     sampler: Sampler | None = None
     ending: FinishReason | None = None
     outcome: tuple[FinishReason, Exception | None] | None = None
@@ -280,9 +258,19 @@ class Job:
         return self.n_fed < max(self.generation.n_prompt, len(self.tokens) - 1)
 
     @property
+    def has_prompt(self) -> bool:
+        """True if its sequence has held the whole prompt, which choices are forked from at that moment alone."""
+        return self.n_fed >= self.generation.n_prompt or bool(self.generation.token_ids)
+
+    @property
     def is_untouched(self) -> bool:
         """True if closing the sequence loses nothing that was computed for it."""
-        return self.request.sequence is None and self.n_fed == self.n_reused
+        return self.request.sequence is None and self.n_fed == self.n_reused and not self.is_forked
+
+    @property
+    def is_new(self) -> bool:
+        """True if nothing was computed for it yet, and no token was chosen."""
+        return self.sequence is None and not self.admitted and self.outcome is None
 
     @property
     def n_unfed(self) -> int:

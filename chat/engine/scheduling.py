@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import takewhile
 
-from chat.engine.requests import LEAST_CHUNK_TOKENS, EngineStats, FinishReason, Generation, Job, Request
+from chat.engine.requests import LEAST_CHUNK_TOKENS, FinishReason, Generation, Job, Request
+from chat.engine.room import Sizes
+from chat.engine.stats import EngineStats
 from chat.engine.streaming import TextStream
 from memory import CapacityError, HybridMemory, HybridMemoryError, Sequence, SequenceError
 from memory.prefix.cache import PrefixCache
@@ -29,22 +30,6 @@ def _n_common(a: list[int], b: list[int]) -> int:
         else:
             size //= 2
     return min(at, len(a), len(b))
-
-
-class Sizes:
-    """Computes the bytes of a sequence by its length, and those of them that forks share for good; both are cached."""
-
-    def __init__(self, memory: HybridMemory) -> None:
-        self.budget_bytes = memory.budget_bytes
-        self._of, self._shared = (
-            lru_cache(maxsize=4096)(f) for f in (memory.counters.bytes_at, memory.counters.shared_bytes_at)
-        )
-
-    def of(self, n_tokens: int) -> int:
-        return self._of(n_tokens)
-
-    def shared(self, n_tokens: int) -> int:
-        return self._shared(n_tokens)
 
 
 @dataclass(frozen=True)
@@ -103,22 +88,28 @@ class Scheduler:
         self._sizes = Sizes(memory)
         self._n_admitted = 0
 
-    def add(self, request: Request, stream: TextStream, now: float) -> Generation:
-        """Queue a request. Raises SequenceError if its sequence cannot go on. The caller holds a Ctrl-C back."""
-        sequence, deadline_s = request.sequence, request.deadline_s
+    def add(self, choices: list[Request], streams: list[TextStream], now: float) -> list[Generation]:
+        """Queue a request, of one or several choices, each with its stream. The caller holds a Ctrl-C back.
+        Raises SequenceError if its sequence cannot go on."""
+        sequence, deadline_s = choices[0].sequence, choices[0].deadline_s
+        deadline = now + (float("inf") if deadline_s is None else deadline_s)
+        jobs = list[Job]()
         with self._lock:
             n_base = 0 if sequence is None else self._length_of(sequence)
-            generation = Generation(self._n_submitted, len(request.token_ids), now)
-            deadline = now + (float("inf") if deadline_s is None else deadline_s)
-            job = Job(request, generation, stream, deadline, sequence, list(request.token_ids), n_base=n_base)
-            self._n_submitted += 1
-            self.jobs[generation] = job
+            for number, (request, stream) in enumerate(zip(choices, streams, strict=True)):
+                generation = Generation(self._n_submitted, len(request.token_ids), now, choice=number)
+                job = Job(request, generation, stream, deadline, sequence, list(request.token_ids), n_base=n_base)
+                jobs.append(job)
+                self._n_submitted += 1
+                self.jobs[generation] = job
+                if deadline < float("inf"):
+                    insort(self._deadlines, (deadline, generation.id, job))
+                insort(self.waiting, job, key=lambda job: job.rank)
+            for job in jobs:
+                job.others = [other for other in jobs if other is not job]
             if sequence is not None:
                 self._given.add(sequence)
-            if deadline < float("inf"):
-                insort(self._deadlines, (deadline, generation.id, job))
-            insort(self.waiting, job, key=lambda job: job.rank)
-        return generation
+        return [job.generation for job in jobs]
 
     @property
     def load(self) -> Load:
@@ -158,6 +149,9 @@ class Scheduler:
             job.generation.finish_reason = reason
             del self.jobs[job.generation]
             self._ended.remove(job)
+            for other in job.others:
+                other.others.remove(job)
+            job.others = []
             at = bisect_left(self._deadlines, (job.deadline, job.generation.id))  # without the job
             if at < len(self._deadlines) and self._deadlines[at][2] is job:
                 del self._deadlines[at]
@@ -249,10 +243,13 @@ class Scheduler:
         return not job.arriving or self._prefixes.has_arrived(*job.arriving)
 
     def _follows(self, job: Job) -> bool:
-        """True if a new request should wait for a running one, whose prompt it will then find in the prefix cache.
+        """True if a new request should wait for a running one, whose prompt it will then find in the prefix cache, or
+        for the first of its choices.
 
         The leader runs until it has fed the common part, or runs no more, so no request waits in vain.
         """
+        if any(other in self.running and not other.has_prompt for other in job.others if job.is_new):
+            return True  # and be forked from it
         if self._prefixes is None or job.sequence is not None or job.admitted or job.request.sequence is not None:
             return False
         if job.leader is None or job.leader[0] not in self.running:
@@ -281,27 +278,13 @@ class Scheduler:
         insort(leader.cuts, n_common)
         return leader, n_common
 
-    def _taken_bytes(self) -> int:
-        """Estimate the bytes of all running jobs.
-        Blocks reused from the prefix cache are shared: they count once for all prompts that begin alike.
-        """
-        prefixes: dict[object, int] = {}
-        taken = 0
-        for job in self.running:
-            shared = self._sizes.shared(job.n_reused)
-            taken += self._sizes.of(job.expected_tokens) - shared
-            if shared:
-                begin = job.request.owner, *job.tokens[:LEAST_CHUNK_TOKENS]
-                prefixes[begin] = max(prefixes.get(begin, 0), shared)
-        return taken + sum(prefixes.values())
-
     def _has_room(self, job: Job) -> bool:
         """True if the job is expected to fit beside the running ones."""
-        return not self.running or self._taken_bytes() + self._sizes.of(job.expected_tokens) <= self.most_bytes
+        return not self.running or self._sizes.taken(self.running) + self._sizes.more(job) <= self.most_bytes
 
     def _expect_less(self) -> None:
         """Lower `most_bytes` to what is running: room ran out earlier than estimated."""
-        self.most_bytes = min(self.most_bytes, self._taken_bytes())
+        self.most_bytes = min(self.most_bytes, self._sizes.taken(self.running))
 
     def make_room(self) -> None:
         """Raise `most_bytes` a little, since a job has ended."""
@@ -344,6 +327,23 @@ class Scheduler:
             job.cuts = [cut - job.n_base for cut in cuts if cut - start >= LEAST_CHUNK_TOKENS or cut in marks]
         job.sampler = job.sampler or job.make_sampler(known)
 
+    def join(self, job: Job, sequence: Sequence, source: Job, now: float) -> None:
+        """Let a new job go on with a fork of another one's sequence, at the end of their prompt.
+        It runs, or, where there is no room, waits as if it had been preempted."""
+        with uninterrupted():
+            job.sequence, job.is_forked, job.generation.lookup = sequence, True, source.generation.lookup
+            job.n_fed = job.n_reused = job.generation.n_prefilled = job.generation.n_prompt
+            self._n_admitted += 1
+            job.admitted, job.generation.admitted_at, job.leader = self._n_admitted, now, None
+            job.served = self._stats.n_steps
+            self._stats.n_forked += job.n_fed
+            with self._lock:
+                self.waiting.remove(job)
+            if len(self.running) < self._max_running and self._has_room(job):
+                self.running.append(job)
+            else:
+                insort(self.parked, job, key=lambda job: job.rank)
+
     def preempt(self) -> None:
         """Preempt the job of least priority, of these the one admitted last. What was computed for it is kept."""
         job = min(self.running, key=lambda job: (job.request.priority, -job.admitted))
@@ -379,3 +379,4 @@ class Scheduler:
         self._memory.close(job.live_sequence)
         job.sequence = job.lookup = None
         job.n_fed = job.n_reused = 0
+        job.is_forked = False

@@ -9,9 +9,9 @@ from chat.engine.requests import LEAST_CHUNK_TOKENS, Job
 from chat.engine.scheduling import Scheduler
 from memory import BatchError, HybridMemory, SequenceError, Step
 
-_OF_WAITING = 3
+_OF_WAITING = 2
 """A step takes this part of all tokens of short prompts that wait, so that a queue of them shrinks."""
-_MOST_STEPS = 4
+_MOST_STEPS = 2
 """A step has so many times `step_tokens` of prompts at most: replies wait for it."""
 _LEAST_PART = 4
 """A step has this part of `step_tokens` of prompts, where they wait, and a long one that is the oldest gets as much."""

@@ -12,12 +12,14 @@ from chat.decoding.logprobs import Chosen
 from chat.engine.callbacks import Callbacks
 from chat.engine.choose import Choice, Choose, Plan
 from chat.engine.drafting import Drafting, Drafts
+from chat.engine.forking import Fork, forks_of, with_forks
 from chat.engine.loop import take_step
-from chat.engine.requests import EngineStats, Job
+from chat.engine.requests import Job
 from chat.engine.scheduling import Scheduler
 from chat.engine.sharing import open_step, plan_step
+from chat.engine.stats import EngineStats
 from chat.engine.verifying import choose_verified
-from memory import CapacityError, HybridMemory, Sequence, Step, StepError
+from memory import CapacityError, HybridMemory, Sequence, SequenceError, Step, StepError
 from memory.prefix.cache import PrefixCache
 from memory.sequences.interrupts import uninterrupted
 from models import LanguageModel
@@ -70,18 +72,18 @@ class Stepper:
                     scheduler.end(plan[0][0], "error", error)
 
     def _run(self, step: Step, plan: Plan, drafts: Drafts, started: float) -> None:
+        forks = forks_of(plan)
+
         def keep(chosen: list[list[Choice]]) -> None:  # after this the jobs' counts agree with the memory's
             self.stats.n_steps += 1
             now = self.clock()
-            for (job, n_tokens), choices in zip(plan, chosen, strict=True):
+            for (job, n_tokens), choices in zip(plan, chosen, strict=False):
                 self._record(job, len(choices) if job in drafts else n_tokens)
                 if job in drafts:
                     self._count(job, drafts[job], choices)
-                try:
-                    for choice in choices:
-                        self._apply(job, choice, now)
-                except Exception as error:  # of the tokenizer: the other generations go on
-                    self.scheduler.end(job, "error", error)
+                self._apply_all(job, choices, now)
+            for fork, choices in zip(forks, chosen[len(plan) :], strict=True):
+                self._fork(fork, choices, now)
             seconds, n_tokens = time.perf_counter() - started, sum(n for _, n in plan)
             self.stats.seconds += seconds
             self.drafting.note(plan, drafts, seconds)
@@ -90,13 +92,22 @@ class Stepper:
 
         def choose(logits: Tensor, step: Step) -> list[list[Choice]]:
             if not drafts:
-                return [[choice] for choice in self.choose(logits, plan)]
+                return [[choice] for choice in self.choose(*with_forks(logits, plan, forks))]
             chosen = choose_verified(self.choose, step.split(logits), plan, drafts, self.stop_ids)
             kept = {job.live_sequence: len(choices) for (job, _), choices in zip(plan, chosen, strict=True)}
             step.accept({job.live_sequence: kept[job.live_sequence] for job in drafts})
             return chosen
 
         take_step(self.model, step, choose, keep, uninterrupted())
+
+    def _fork(self, fork: Fork, choices: list[Choice], now: float) -> None:
+        """Let another choice go on from the prompt that its source has just computed, with a token of its own."""
+        try:
+            sequence = self.memory.fork(fork.source.live_sequence)
+        except SequenceError:  # closed from outside: the choice computes its prompt itself
+            return
+        self.scheduler.join(fork.job, sequence, fork.source, now)
+        self._apply_all(fork.job, choices, now)
 
     def _count(self, job: Job, draft: list[int], choices: list[Choice]) -> None:
         """Count a draft; tokens of it that were computed in vain count as fed."""
@@ -122,6 +133,13 @@ class Stepper:
                 self.callbacks.add(job, "")
             if job.n_fed == job.generation.n_prompt or job.n_fed in job.cuts:
                 self.to_remember.append((job.live_sequence, job.request.owner))
+
+    def _apply_all(self, job: Job, choices: list[Choice], now: float) -> None:
+        try:
+            for choice in choices:
+                self._apply(job, choice, now)
+        except Exception as error:  # of the tokenizer: the other generations go on
+            self.scheduler.end(job, "error", error)
 
     def _apply(self, job: Job, choice: Choice, now: float) -> None:
         """Add the chosen token to the job, or end the job."""

@@ -102,6 +102,7 @@ class _EngineCollector(Collector):
             "computed": (stats.n_fed, "Tokens that the model computed: of prompts and generated ones."),
             "generated": (stats.n_generated, "Tokens generated."),
             "reused": (stats.n_reused, "Tokens of prompts that were taken from the prefix cache."),
+            "forked": (stats.n_forked, "Tokens of prompts that were taken from another choice of the request."),
             "recomputed": (
                 sum(dict(stats.recomputed).values()),
                 "Tokens that the prefix cache knew and that were computed again.",

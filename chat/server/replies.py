@@ -12,6 +12,7 @@ from chat.decoding.sampling import Sampling
 from chat.engine.engine import Engine, Generation
 from chat.engine.output import PLAIN, Output
 from chat.server.accounts import progress_of, usage_of
+from chat.server.courier import Courier
 from chat.server.errors import stopping
 from chat.server.metrics import Metrics
 
@@ -64,10 +65,10 @@ class Piece:
 class Replies:
     """Submits all choices of all prompts. Whoever makes it calls `cancel` in the end, whatever happens.
 
-    The first choice of a prompt goes ahead; the others follow when it has its first token, and find its prompt in the
-    prefix cache.
+    The choices of a prompt are one request to the engine, which computes the prompt once.
 
     Args:
+        courier: brings pieces from the thread that steps.
         started: when the request came in, in seconds of time.perf_counter.
         more_usage: what `usage` says in "hybrid_memory" beside the rest.
     Raises:
@@ -75,59 +76,60 @@ class Replies:
     """
 
     def __init__(
-        self, engine: Engine, asks: list[Ask], metrics: Metrics, started: float, more_usage: dict[str, object]
-    ) -> None:
+        self, engine: Engine, asks: list[Ask], metrics: Metrics, courier: Courier[Piece], started: float,
+        more_usage: dict[str, object],
+    ) -> None:  # fmt: skip
         self.asks = asks
         self._more_usage = more_usage
         self.generations: dict[int, Generation] = {}
         self._engine = engine
         self._metrics = metrics
         self._started = started
-        self._loop = asyncio.get_running_loop()
+        self._courier = courier
         self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
         self._heard_at: dict[int, float] = {}
         self._n_choices = sum(len(ask.samplings) for ask in asks)
         self._n_ended = 0
-        self._is_cancelled = False
         try:
             for i, ask in enumerate(asks):
-                self._submit(i, 0)
+                self._submit(i)
                 metrics.prompt_tokens.inc(len(ask.token_ids))
         except BaseException:
             self.cancel()
             raise
 
-    def _index(self, prompt: int, choice: int) -> int:
-        return sum(len(ask.samplings) for ask in self.asks[:prompt]) + choice
+    def _first(self, prompt: int) -> int:
+        """Return the index of a prompt's first choice."""
+        return sum(len(ask.samplings) for ask in self.asks[:prompt])
 
-    def _submit(self, prompt: int, choice: int) -> None:
-        index, ask = self._index(prompt, choice), self.asks[prompt]
-        n_told = n_characters = 0
+    def _submit(self, prompt: int) -> None:
+        first, ask = self._first(prompt), self.asks[prompt]
+        n_told, n_characters = [0] * len(ask.samplings), [0] * len(ask.samplings)
 
         def on_token(generation: Generation, text: str) -> None:  # in the thread that steps
-            now, is_last = time.perf_counter(), generation.is_finished
+            now, is_last, i = time.perf_counter(), generation.is_finished, generation.choice
             is_prefilling = not (generation.token_ids or is_last)
             progress = progress_of(generation, now) if is_prefilling else None
-            nonlocal n_told, n_characters
-            new = tuple(generation.logprobs[n_told:])
-            n_told += len(new)
-            piece = Piece(index, text, generation, is_last, now, n_characters, new, progress)
-            n_characters += len(text)
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+            new = tuple(generation.logprobs[n_told[i] :])
+            piece = Piece(first + i, text, generation, is_last, now, n_characters[i], new, progress)
+            n_told[i] += len(new)
+            n_characters[i] += len(text)
+            self._courier.send(self._pieces, piece)
 
-        self.generations[index] = self._engine.submit(
+        generations = self._engine.submit_choices(
             ask.token_ids,
+            ask.samplings,
             max_tokens=ask.max_tokens,
             stop=ask.stop,
-            sampling=ask.samplings[choice],
             on_token=on_token,
             owner=ask.owner,
             output=ask.output,
             priority=ask.priority,
             deadline_s=ask.deadline_s,
-            reports_prefill=ask.reports_prefill and choice == 0,
+            reports_prefill=ask.reports_prefill,
             prediction=ask.prediction,
         )
+        self.generations |= {first + generation.choice: generation for generation in generations}
 
     async def next(self) -> Piece | None:
         """Wait for the next piece of any choice; None when all have ended.
@@ -146,16 +148,7 @@ class Replies:
                 raise piece.generation.error
             if piece.generation.finish_reason not in ("stop", "length", "deadline"):
                 raise stopping()
-        if piece.progress is None:
-            self._let_others_follow(piece)
         return piece
-
-    def _let_others_follow(self, piece: Piece) -> None:
-        for i, ask in enumerate(self.asks):
-            first = self._index(i, 0)
-            if piece.index == first and first + 1 not in self.generations and not self._is_cancelled:
-                for choice in range(1, len(ask.samplings)):
-                    self._submit(i, choice)
 
     def _measure(self, piece: Piece) -> None:
         if piece.progress is not None or not piece.generation.token_ids:
@@ -169,13 +162,12 @@ class Replies:
 
     def cancel(self) -> None:
         """End the generations that have not ended, and free their bytes."""
-        self._is_cancelled = True
         for generation in self.generations.values():
             self._engine.cancel(generation)
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens of prompts, each once however many choices it has, and of replies, and say why."""
-        firsts = [self.generations[self._index(i, 0)] for i in range(len(self.asks))]
+        firsts = [self.generations[self._first(i)] for i in range(len(self.asks))]
         usage = usage_of(firsts, self.generations.values())
         usage["hybrid_memory"] |= self._more_usage
         return usage

@@ -20,6 +20,7 @@ from chat.prompts import Tokenizer, encode_chat
 from chat.server.accounts import account_for
 from chat.server.asking import Asking
 from chat.server.chat_format import ChatFormat
+from chat.server.courier import Courier
 from chat.server.errors import ApiError, StoppingError, as_api_error, log, stopping
 from chat.server.formats import DONE, CompletionFormat, EventStream, as_event
 from chat.server.lengths import check_length, check_lists, find_context_tokens
@@ -67,6 +68,7 @@ class Service:
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
+        self._courier = Courier[Piece](asyncio.get_running_loop())
         tasks = [asyncio.create_task(self._keep_serving())]
         if self.options.save_seconds is not None:
             tasks.append(asyncio.create_task(self._keep_saving(self.options.save_seconds)))
@@ -244,7 +246,7 @@ class Service:
             raise stopping()
         exchange.take_place()
         try:
-            replies = Replies(self.engine, asks, self.metrics, exchange.started, exchange.more_usage)
+            replies = Replies(self.engine, asks, self.metrics, self._courier, exchange.started, exchange.more_usage)
         except CapacityError as error:  # permanent: to try again would not help
             raise ApiError(400, f"{error}.", code="context_length_exceeded") from None
         self._live.add(replies)

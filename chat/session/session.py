@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from chat.decoding.sampling import check_sampling
-from chat.engine.engine import GREEDY, Engine, Generation, Sampling, require_engine
-from chat.engine.requests import check_max_tokens, read_stop
+from chat.engine.engine import Engine, Generation, Sampling, require_engine
+from chat.engine.requests import GREEDY, check_max_tokens, read_stop
 from chat.session.history import (
     Rendering,
     Utterance,

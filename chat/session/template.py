@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from chat.decoding.sampling import check_sampling
-from chat.engine.engine import GREEDY, Engine, Generation, Sampling, require_engine
+from chat.engine.engine import Engine, Generation, Sampling, require_engine
+from chat.engine.requests import GREEDY
 from chat.session.history import common_tokens, decode
 from chat.session.reuse import resume
 from chat.session.template_syntax import Hole, Template, Text

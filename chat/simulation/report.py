@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from chat.engine.requests import EngineStats, Generation
+from chat.engine.requests import Generation
+from chat.engine.stats import EngineStats
 
 STEP_SECONDS = 0.02
 """Time that a step of the engine takes on the virtual clock."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from chat.decoding.grammar import Grammars
 from chat.decoding.guesses import Guesses
+from chat.decoding.sampling import Sampling
 from chat.engine.drafting import Speculation
 from chat.engine.engine import Engine, Generation
+from chat.engine.output import Output
 from chat.engine.pace import Cost, Pace
 from chat.prompts import Tokenizer
 from memory import BatchError, HybridMemory
@@ -90,6 +94,32 @@ def test_texts_stop_strings_and_predictions(embedded: LanguageModel, tokenizer: 
         cut, plain = ask(said, stop=stop), ask("Zoe Zoe", stop=stop)
         assert (cut.text, cut.stopped_by, cut.token_ids) == (plain.text, plain.stopped_by, plain.token_ids)
         assert cut.sequence is not None and plain.sequence is not None and cut.sequence.length == plain.sequence.length
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5, seed=3)])
+def test_the_mask_of_a_grammar_is_that_of_each_drafted_token(
+    embedded: LanguageModel, tokenizer: Tokenizer, sampling: Sampling
+) -> None:
+    """A draft is fed as far as the grammar allows it, and what is chosen behind it follows the grammar from there."""
+    pattern = r"(yes|no)( (yes|no)){11}"
+    grammar = Grammars(tokenizer, len(tokenizer), (tokenizer.eos_token_id,)).regex(pattern)
+    prompt = tokenizer.encode("<|bos|><|user|>My cat is called Zoe.<|end|><|assistant|>")
+
+    def ask(prediction: list[int]) -> Generation:
+        memory = HybridMemory(embedded.memory_spec, "16MiB", rollback_window=16)
+        engine = Engine(embedded, memory, tokenizer, speculation=Speculation(adapts=False))
+        generation = engine.submit(prompt, prediction=prediction, output=Output(grammar=grammar), sampling=sampling)
+        run_checked(engine)
+        assert re.fullmatch(pattern, generation.text) and generation.finish_reason == "stop"
+        return generation
+
+    perhaps = tokenizer.encode("perhaps")
+    without = ask(perhaps)
+    assert without.n_drafted == 0, "tokens that the grammar forbids were fed"
+    right = without.token_ids
+    drafted = [ask(prediction) for prediction in (right, right[:9], right[:9] + perhaps)]
+    assert all(reply.token_ids == right and reply.n_accepted > 3 for reply in drafted)
+    assert drafted[1].n_drafted == drafted[2].n_drafted, "a draft goes as far as the grammar allows it"
 
 
 def test_a_step_that_has_no_room_for_drafts_is_taken_without() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from chat.engine.engine import Engine, Generation, Sampling
-from chat.engine.scheduling import Sizes
+from chat.engine.room import Sizes
 from chat.prompts import Tokenizer, encode_prompt, find_stop_ids
 from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
 from memory.prefix.cache import PrefixCache

@@ -185,7 +185,12 @@ def test_choices_share_their_prompt(server: Running) -> None:
     text = "My lucky number is 23. " * 20
     usage = server.chat(text, n=4, max_tokens=1).json["usage"]
     assert usage["completion_tokens"] == 4 and usage["prompt_tokens"] > 100
-    assert server.metric("computed_tokens_total") - n_computed <= usage["prompt_tokens"] + 3
+    n_reused = usage["prompt_tokens_details"]["cached_tokens"]
+    assert server.metric("computed_tokens_total") - n_computed == usage["prompt_tokens"] - n_reused
+    events = server.chat(text, n=3, max_tokens=2, stream=True, seed=1, temperature=1).events[:-1]
+    ends = [choice for event in events for choice in json.loads(event)["choices"] if choice["finish_reason"]]
+    assert sorted(choice["index"] for choice in ends) == [0, 1, 2]
+    assert server.metric("computed_tokens_total") - n_computed == usage["prompt_tokens"] - n_reused + 1 + 3
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

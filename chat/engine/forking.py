@@ -1,0 +1,47 @@
+"""Lets the choices of a request share their prompt: one computes it, and the sequences of the others are its forks.
+
+They are forked in the step that completes the prompt, whose logits are those of their first tokens as well. So no token
+of the prompt is computed twice, and a fork copies no tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from chat.engine.choose import Plan
+from chat.engine.requests import Job
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Names a choice that begins in a step.
+
+    Attributes:
+        source: the choice whose prompt the step completes; `row` is that of its logits.
+    """
+
+    job: Job
+    source: Job
+    row: int
+
+
+def forks_of(plan: Plan) -> list[Fork]:
+    """Return the choices that wait for a prompt which this step completes."""
+    forks = list[Fork]()
+    for row, (job, n_tokens) in enumerate(plan):
+        if job.others and not job.has_prompt and job.n_fed + n_tokens == job.generation.n_prompt:
+            for other in job.others:
+                if other.is_new:
+                    other.sampler = other.sampler or other.make_sampler(other.tokens)
+                    forks.append(Fork(other, job, row))
+    return forks
+
+
+def with_forks(logits: Tensor, plan: Plan, forks: list[Fork]) -> tuple[Tensor, Plan]:
+    """Return logits and plan with a row more for each fork: a copy of its source's, from which it draws for itself."""
+    if not forks:
+        return logits, plan
+    rows = [*range(len(plan)), *(fork.row for fork in forks)]
+    return logits[rows], plan + [(fork.job, len(fork.job.tokens)) for fork in forks]

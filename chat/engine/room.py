@@ -1,0 +1,40 @@
+"""Estimates the bytes that generations take of the memory's budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from chat.engine.requests import LEAST_CHUNK_TOKENS, Job
+from memory import HybridMemory
+
+
+class Sizes:
+    """Computes the bytes of a sequence by its length, and those of them that forks share for good; both are cached."""
+
+    def __init__(self, memory: HybridMemory) -> None:
+        self.budget_bytes = memory.budget_bytes
+        self._of, self._shared = (
+            lru_cache(maxsize=4096)(f) for f in (memory.counters.bytes_at, memory.counters.shared_bytes_at)
+        )
+
+    def of(self, n_tokens: int) -> int:
+        return self._of(n_tokens)
+
+    def more(self, job: Job) -> int:
+        """Return the bytes that one more job is expected to take. A fork shares the blocks of its prompt."""
+        return self.of(job.expected_tokens) - (self._shared(job.n_reused) if job.is_forked else 0)
+
+    def taken(self, jobs: Iterable[Job]) -> int:
+        """Estimate the bytes of all these jobs.
+        Blocks that they reuse are shared: they count once for all prompts that begin alike.
+        """
+        prefixes: dict[object, int] = {}
+        taken = 0
+        for job in jobs:
+            shared = self._shared(job.n_reused)
+            taken += self.of(job.expected_tokens) - shared
+            if shared:
+                begin = job.request.owner, *job.tokens[:LEAST_CHUNK_TOKENS]
+                prefixes[begin] = max(prefixes.get(begin, 0), shared)
+        return taken + sum(prefixes.values())
