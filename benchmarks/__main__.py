@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,7 @@ from benchmarks import (
     restarts,
     sampling,
     schemas,
+    serving,
     soak,
     speed,
     states,
@@ -259,6 +261,24 @@ def agent_trace_(
     _run(agent_trace.agent_trace, tests, quick, out, None, scale=scale)
 
 
+@app.command(name="serving")
+def serving_(
+    before: Annotated[str, typer.Option("--before", help="The commit to compare with.")] = serving.BEFORE,
+    at_once: Annotated[
+        list[int] | None, typer.Option("--at-once", min=1, help="Requests; may be repeated; 1 to 128 unless given.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Of some seconds for each server.")] = None,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
+    """Server under load, beside an earlier commit of this repository: throughput, and time to the first token.
+
+    With --at-once, rows that the folder's file has of other loads are kept, if the machine is the same.
+    """
+    measure = partial(serving.serving, before=before, loads=at_once or serving.LOADS, rounds=rounds, out=out)
+    _run(measure, ("tests/chat/test_generations.py",), quick, out, None)
+
+
 @app.command(name="restarts")
 def restarts_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure a chat's next turn after a restart, and prompts whose checkpoint is outside of the budget."""
@@ -310,9 +330,23 @@ def sparse(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
 
 
 @app.command()
-def drafts(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure drafts in the engine: where they pay, and that they cost nothing where they do not."""
-    _run(engine_drafts.measure, ("tests/chat/test_drafting.py",), quick, out, threads)
+def drafts(
+    text: Annotated[
+        list[int] | None, typer.Option("--text", min=0, max=len(engine_drafts.TEXTS) - 1, help="Its number; repeated.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1)] = None,
+    quick: Quick = False,
+    out: Out = None,
+    threads: Threads = None,
+) -> None:
+    """Measure drafts in the engine: where they pay, and that they cost nothing where they do not.
+
+    With --text, rows that the folder's file has of other texts are kept, if the machine is the same.
+    """
+    texts = [engine_drafts.TEXTS[number] for number in text or ()]
+    tests = ("tests/chat/test_drafting.py",)
+    measure = partial(engine_drafts.measure, texts=texts, rounds=rounds, out=out)
+    _run(measure, tests, quick, out, threads)
 
 
 @app.command()

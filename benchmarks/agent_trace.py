@@ -11,15 +11,9 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import Report
+from benchmarks.servers import running
 from chat.prompts import Tokenizer, load_tokenizer
 from chat.simulation.agents import AgentHabits
 from models import EMBEDDED
@@ -37,7 +32,6 @@ _TURNS, _SUBAGENT_TURNS = 43, 8
 _SUBAGENTS_AT, _RETRIES_AT, _EDITS_AT = (14, 29), (8, 20, 35), (11, 25, 38)
 _SEED = 26
 _PATIENCE_SECONDS = 600.0
-_SAID = re.compile(r"answers at (\S+)")
 
 
 @dataclass(frozen=True)
@@ -173,8 +167,8 @@ def replay(trace: list[Turn], style: ByResponses | ByChats, model: Path, session
     stood, heard = {0: list[Said | None]([None])}, dict[int, str]()
     for part in (trace[:middle], trace[middle:]):
         with (
-            serving(model, sessions) as url,
-            openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=_PATIENCE_SECONDS) as client,
+            running(_options(model, sessions)) as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_PATIENCE_SECONDS) as client,
         ):
             for turn in part:
                 path = stood.setdefault(turn.of, [stood[0][-1]])
@@ -205,29 +199,8 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-@contextmanager
-def serving(model: Path, sessions: Path) -> Iterator[str]:
-    """Run a server with a folder of sessions; the URL of its API."""
-    program = [sys.executable, "-c", "from chat.cli import app; app()", "serve", "--port", "0", "--max-body", "8MiB"]
-    options = ["--model", str(model), "--budget", "1GiB", "--sessions", str(sessions)]
-    with tempfile.TemporaryFile("w+") as errors, subprocess.Popen([*program, *options], stderr=errors) as process:
-        try:
-            yield _wait(process, errors)
-            process.send_signal(signal.SIGTERM)
-            process.wait(_PATIENCE_SECONDS)
-        finally:
-            process.kill()
-
-
-def _wait(process: subprocess.Popen[bytes], errors: Any) -> str:
-    end = time.monotonic() + _PATIENCE_SECONDS
-    while time.monotonic() < end and process.poll() is None:
-        errors.seek(0)
-        if found := _SAID.search(errors.read()):
-            return found[1]
-        time.sleep(0.05)
-    errors.seek(0)
-    raise RuntimeError(f"the server did not start: {errors.read()[-2000:]}")
+def _options(model: Path, sessions: Path) -> list[str]:
+    return ["--max-body", "8MiB", "--model", str(model), "--budget", "1GiB", "--sessions", str(sessions)]
 
 
 _NOTES = [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from functools import partial
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
-from benchmarks.harness import Report, interleave
+from benchmarks.harness import Report
 from benchmarks.speculative import NOTE, SCALES, repeating_model
 from benchmarks.workloads import VOCAB
 from chat.decoding.sampling import Sampling
@@ -18,6 +20,9 @@ from models import LanguageModel, load_model
 LOADS = (1, 8, 32)
 N_TOKENS = 96
 _ADVERSE = Sampling(temperature=1.2, seed=7)
+_OF_EMBEDDED = {"the embedded model, drawn": _ADVERSE, "the embedded model, greedy": Sampling()}
+_SCALES = {f"Jamba 120M, {name}": scale for name, scale in SCALES.items()}
+TEXTS = (*_OF_EMBEDDED, *_SCALES)
 _ADVERSE_NOTE = (
     "Drafts cannot pay where the text repeats its words and not what follows them: the embedded model at a temperature "
     "of 1.2, with 932 tokens. There the rule has to find out that they do not, and to stop. A second engine without "
@@ -25,17 +30,25 @@ _ADVERSE_NOTE = (
 )
 
 
-def measure(*, quick: bool = False) -> Report:
-    """Measure tokens a second with and without drafts, for texts in which drafts pay and in which they do not."""
+def measure(
+    *, quick: bool = False, texts: Sequence[str] = (), rounds: int | None = None, out: Path | None = None
+) -> Report:
+    """Measure tokens a second with and without drafts, for texts in which drafts pay and in which they do not.
+
+    Args:
+        texts: of TEXTS; all unless given. Rows that `out` has of others are kept.
+    """
     report = Report("drafts")
     report.notes += [_ADVERSE_NOTE, NOTE]
-    rounds = 3 if quick else 7
+    rounds = rounds or (3 if quick else 9)
     embedded = load_model("embedded")
-    _compare(report, "the embedded model, drawn", embedded, 932, _ADVERSE, rounds)
-    _compare(report, "the embedded model, greedy", embedded, 932, Sampling(), rounds)
-    for name, scale in list(SCALES.items())[: 1 if quick else None]:
-        with repeating_model(scale) as model:
-            _compare(report, f"Jamba 120M, {name}", model, VOCAB, Sampling(), max(2, rounds // 2))
+    for text in texts or TEXTS[: 3 if quick else None]:
+        if text in _OF_EMBEDDED:
+            _compare(report, text, embedded, 932, _OF_EMBEDDED[text], rounds)
+            continue
+        with repeating_model(_SCALES[text]) as model:
+            _compare(report, text, model, VOCAB, Sampling(), rounds)
+    report.keep(out, "text", "requests")
     return report
 
 
@@ -44,25 +57,41 @@ def _compare(report: Report, text: str, model: LanguageModel, n_vocab: int, samp
         engines = {
             "without": _engine(model, Speculation()),
             "prompt lookup": _engine(model, Speculation(looks_up=True)),
-            "always": _engine(model, Speculation(looks_up=True, adapts=False)),
             "without again": _engine(model, Speculation()),
         }
+        if sampling == Sampling():  # where they never pay, it is known to be slow
+            engines["always"] = _engine(model, Speculation(looks_up=True, adapts=False))
         prompts = [[random.Random(i).randrange(10, n_vocab) for _ in range(24)] for i in range(load)]
-        said: dict[str, list[list[int]]] = {}
-        runs: dict[str, Callable[[], object]] = {
-            name: partial(_decode, engine, prompts, sampling, said.setdefault(name, []))
-            for name, engine in engines.items()
-        }
-        samples = interleave(runs, rounds)
-        assert said["prompt lookup"] == said["without"], "drafts have changed a reply"
-        plain = samples["without"].median_ms
+        ratios, seconds = _ratios(engines, prompts, sampling, rounds)
         stats = engines["prompt lookup"].stats
-        row = {"text": text, "requests": load, "tokens/s without": load * N_TOKENS / plain * 1e3}
-        for name in ("prompt lookup", "always", "without again"):
-            row[name] = plain / samples[name].median_ms
+        row = {"text": text, "requests": load, "tokens/s without": load * N_TOKENS / seconds}
+        for name in ("prompt lookup", "without again", "always"):
+            row[name] = ratios.get(name, "-")
         row["drafted a token"] = stats.n_drafted / stats.n_generated
         row["right"] = stats.n_accepted / stats.n_drafted if stats.n_drafted else 0.0
         report.add("tokens a second with drafts against without", row)
+
+
+def _ratios(
+    engines: dict[str, Engine], prompts: list[list[int]], sampling: Sampling, rounds: int
+) -> tuple[dict[str, float], float]:
+    """Return the median over the rounds of what each engine is faster than the one without, and that one's seconds.
+
+    In a round each engine says the same, in an order that is drawn; the first round is for warming up.
+    """
+    seconds, said = {name: list[float]() for name in engines}, dict[str, list[list[int]]]()
+    rng = random.Random(0)
+    for _ in range(1 + rounds):
+        for name in rng.sample(sorted(engines), len(engines)):
+            started = time.perf_counter()
+            said[name] = _decode(engines[name], prompts, sampling)
+            seconds[name].append(time.perf_counter() - started)
+        assert all(ids == said["without"] for ids in said.values()), "drafts have changed a reply"
+    plain = seconds["without"][1:]
+    medians = {
+        name: statistics.median(a / b for a, b in zip(plain, own[1:], strict=True)) for name, own in seconds.items()
+    }
+    return medians, statistics.median(plain)
 
 
 def _engine(model: LanguageModel, speculation: Speculation) -> Engine:
@@ -70,7 +99,7 @@ def _engine(model: LanguageModel, speculation: Speculation) -> Engine:
     return Engine(model, memory, None, stop_ids=(), speculation=speculation)
 
 
-def _decode(engine: Engine, prompts: list[list[int]], sampling: Sampling, said: list[list[int]]) -> None:
+def _decode(engine: Engine, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
     generations = [engine.submit(prompt, max_tokens=N_TOKENS, sampling=sampling) for prompt in prompts]
     engine.run()
-    said[:] = [generation.token_ids for generation in generations]
+    return [generation.token_ids for generation in generations]

@@ -77,6 +77,23 @@ class Report:
         self.tables.setdefault(table, []).append({name: rounded(value) for name, value in row.items()})
         Console(stderr=True).print(f"[dim]{self.name} · {table}: {row}[/dim]", highlight=False)
 
+    def keep(self, folder: Path | None, *names: str) -> None:
+        """Add the rows that the folder's file has of other cases, so that a long command can be run in pieces.
+
+        They must be of the same machine and versions. Rows are told apart, and ordered, by the columns `names`.
+        """
+        path = None if folder is None else folder / f"{self.name}.json"
+        if path is None or not path.exists():
+            return
+        known = json.loads(path.read_text())
+        if known["machine"] != machine():
+            return
+        for title, rows in known["tables"].items():
+            own = self.tables.setdefault(title, [])
+            new = {tuple(row[name] for name in names) for row in own}
+            own += [row for row in rows if tuple(row[name] for name in names) not in new]
+            own.sort(key=lambda row: tuple(row[name] for name in names))
+
     def show(self) -> None:
         console = Console()
         for title, rows in self.tables.items():

@@ -37,6 +37,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
         keeps_prefixes: for its next start, in a folder; replicas share a store instead.
     """
     from chat.commands.serving import find_places, make_engine
+    from chat.commands.threads import set_threads
     from chat.engine.drafting import Speculation
     from chat.server import ServerOptions
     from chat.server.embedding import find_pooling
@@ -51,6 +52,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     options = ServerOptions(**chosen.arguments_of("server") | more)
     model, tokenizer = load(*(chosen[name] for name in ("model", "device", "dtype", "weights")))
     memory = HybridMemory(model.memory_spec, **places.memory)
+    set_threads(model, memory, chosen["threads"])
     cache = PrefixCache(memory, max_bytes=places.prefix_bytes) if chosen["prefix_cache"] else None
     speculation = Speculation(looks_up=chosen["speculation"] == "prompt-lookup")
     sizes = chosen.arguments_of("engine") | {"speculation": speculation}

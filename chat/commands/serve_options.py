@@ -11,6 +11,8 @@ SERVE: tuple[Option, ...] = (
     Option("device", "text", "cpu", "where the model and its memory live, such as cpu or cuda"),
     Option("dtype", "text", "auto", "auto (the checkpoint's own), float32, bfloat16 or float16"),
     Option("weights", "text", "auto", "int8, int8-row or int4 rounds weights to these, on the CPU; auto: --dtype"),
+    Option("threads", "whole", None, "of the model on the CPU; unless given, the fewest that are hardly slower",
+           least=1),
     Option("budget", "bytes", "1GiB", "bytes that the memory may use at most, such as 512MiB", "memory"),
     Option("rollback_window", "whole", 32, "tokens by which a cached prefix may be longer than what is reused",
            "memory", least=0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -70,6 +71,7 @@ class Checked(BaseModel):
     """Other names of parameters, as other servers call them."""
 
     @classmethod
+    @cache
     def all_neutral(cls) -> Neutral:
         return {name: values for base in reversed(cls.__mro__) for name, values in getattr(base, "neutral", {}).items()}
 

@@ -38,7 +38,11 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
                 f"host={host!r} can be reached from other machines, and there is no API key; set HYBRID_MEMORY_API_KEY "
                 "(or --api-key), or listen on 127.0.0.1"
             )
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        # Connections inherit it, and asyncio does not set it for them. Without it an event waits until the client has
+        # acknowledged the one before, which takes a client that has nothing to say 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except (OSError, OverflowError) as error:
         raise SpecError(f"cannot listen on host={host!r}, port={port}: {error}; choose another") from error
 

@@ -44,6 +44,14 @@ def test_this_machine_needs_no_key(host: str) -> None:
         assert listener.getsockname()[1] > 0
 
 
+def test_what_is_sent_waits_for_no_acknowledgement() -> None:
+    """Else each event of a stream would wait for that of the one before: 40 ms, by a client that has nothing to say."""
+    with bind("127.0.0.1", 0, has_key=False) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_what_cannot_be_listened_on_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         assert_one_line_error(["--port", str(other.getsockname()[1])], "port", "choose another")

@@ -1,0 +1,72 @@
+"""Chooses how many threads the model of a server has, beside those that read and write connections."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from memory import HybridMemory
+from models import LanguageModel
+
+_GAIN = 1.5
+"""Twice the threads must make a step so many times faster. Where they gain less, each waits for others that the server
+itself keeps from their processor: measured with requests, they lose then."""
+_LARGE_SECONDS = 0.2
+"""A step that takes longer with one thread gains by every other."""
+_N_SEQUENCES, _N_PROMPT, _N_STEPS = 4, 16, 5
+
+
+def set_threads(
+    model: LanguageModel, memory: HybridMemory, n_threads: int | None = None, *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:  # fmt: skip
+    """Set the number of threads of the model's steps in this process, on the CPU; return it.
+
+    Args:
+        n_threads: None: as few as are hardly slower, in steps of a few sequences; at most as many as torch has.
+        clock: seconds; for tests.
+    Cost: some twenty steps, which leave nothing in the memory.
+    """
+    if n_threads is not None:
+        torch.set_num_threads(n_threads)
+    elif memory.spec.device.type == "cpu":
+        torch.set_num_threads(_find_number(model, memory, torch.get_num_threads(), clock))
+    return torch.get_num_threads()
+
+
+def _find_number(model: LanguageModel, memory: HybridMemory, most: int, clock: Callable[[], float]) -> int:
+    n_threads = 1
+    torch.set_num_threads(1)
+    seconds = _step_seconds(model, memory, clock)
+    if seconds > _LARGE_SECONDS:
+        return most
+    while n_threads < most:
+        n_more = min(2 * n_threads, most)
+        torch.set_num_threads(n_more)
+        with_more = _step_seconds(model, memory, clock)
+        if seconds < _GAIN * with_more:
+            break
+        n_threads, seconds = n_more, with_more
+    return n_threads
+
+
+def _step_seconds(model: LanguageModel, memory: HybridMemory, clock: Callable[[], float]) -> float:
+    """Return what a step takes in which some sequences decode and one prompt begins; one step warms up."""
+    sequences, seconds = [memory.open() for _ in range(_N_SEQUENCES)], list[float]()
+    opened = [*sequences]
+    try:
+        for _ in range(1 + _N_STEPS):
+            opened.append(prompt := memory.open())
+            started = clock()
+            with memory.step({**{sequence: [0] for sequence in sequences}, prompt: [0] * _N_PROMPT}) as step:
+                model(step)
+            seconds.append(clock() - started)
+            if seconds[-1] > _LARGE_SECONDS:
+                break
+    finally:
+        for sequence in opened:
+            memory.close(sequence)
+    return statistics.median(seconds[1:] or seconds)
