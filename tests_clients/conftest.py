@@ -32,6 +32,14 @@ Written by `pytest tests_clients`, which continuous integration runs.
 | client | version | what works |
 |---|---|---|
 """
+_TAIL = """
+What cannot work with the embedded model, which knows a small world and no instructions:
+
+- langchain-openai: `with_structured_output(method="json_mode")` for a class sends `{"type": "json_object"}`, so that
+  any object is a valid reply, and tells the fields in words alone. Its default, `json_schema`, fills the class.
+- instructor: `PARALLEL_TOOLS` leaves it to the model whether it calls a tool (`tool_choice: "auto"`). `FUNCTIONS` sends
+  `functions` and `function_call`, which OpenAI replaced by `tools`; the server refuses them by name.
+"""
 _TOLD: dict[str, dict[str, str]] = {}
 
 
@@ -93,4 +101,4 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         f"| {package} | {version(package)} | {'; '.join(f'{words} {mark}'.strip() for words, mark in rows.items())} |"
         for package, rows in sorted(_TOLD.items())
     ]
-    TABLE.write_text(_HEAD + "\n".join(lines) + "\n")
+    TABLE.write_text(_HEAD + "\n".join(lines) + "\n" + _TAIL)

@@ -143,6 +143,15 @@ class SessionStore:
         rows = self._rows(query, node_id, owner)
         return read_node(rows[0]) if rows else None
 
+    def item(self, owner: bytes, item_id: str) -> Item | None:
+        """Return an item of this owner; None if there is none. Cost: a look at the texts of all of them."""
+        query = "SELECT items FROM nodes JOIN sessions ON sessions.id = session WHERE owner = ? AND instr(items, ?)"
+        for row in self._rows(query, owner, json.dumps(item_id)):
+            for item in json.loads(row["items"]):
+                if item["id"] == item_id:
+                    return dict(item)
+        return None
+
     def tree(self, session_id: str) -> list[Node]:
         """Return all nodes of a session, each behind its parent."""
         return [

@@ -10,6 +10,7 @@ import torch
 
 from chat.prompts import Tokenizer, load_tokenizer
 from models import EMBEDDED, LanguageModel, load_model
+from tests.chat.servers import Running, running
 from tests.subjects import make_subject
 
 
@@ -40,3 +41,10 @@ def embedded() -> LanguageModel:
 def tokenizer() -> Tokenizer:
     """Of the embedded model."""
     return load_tokenizer(EMBEDDED)
+
+
+@pytest.fixture(scope="session")
+def plain_server(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Running]:
+    """The embedded model behind HTTP, with nothing that is said otherwise."""
+    with running(embedded, tokenizer) as server:
+        yield server

@@ -114,6 +114,12 @@ class Running:
             "POST", "/v1/chat/completions", {"model": MODEL, "messages": [message], "temperature": 0} | options
         )
 
+    def choice(self, **options: Any) -> dict[str, Any]:
+        """The only choice of a chat that is answered."""
+        answer = self.chat(**options)
+        assert answer.status == 200, answer.body
+        return dict(answer.json["choices"][0])
+
     def metric(self, name: str) -> float:
         """One line of /metrics; 0 if it is not there yet."""
         lines = self.call("GET", "/metrics").body.decode().splitlines()

@@ -131,6 +131,7 @@ def test_nobody_finds_what_others_have_stored(client: openai.OpenAI, name: str) 
         ({"input": [{"type": "input_image", "image_url": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": None}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_0", "role": "user"}]}, "input"),
         ({"conversation": "conv_0", "previous_response_id": "resp_0"}, "conversation"),
     ],
 )
@@ -138,6 +139,22 @@ def test_what_it_cannot_do_it_refuses_by_name(client: openai.OpenAI, options: di
     with pytest.raises(openai.BadRequestError) as caught:
         client.post("/responses", body=BASE | {"input": "Hello"} | options, cast_to=object)
     assert caught.value.param == param
+
+
+def test_an_input_may_refer_to_stored_items(client: openai.OpenAI, server: Running) -> None:
+    told = client.responses.create(input="My cat is called Zoe.", **BASE)
+    said = client.responses.input_items.list(told.id).data[0].id, told.output[0].id
+    references: Any = [{"type": "item_reference", "id": item_id} for item_id in said]
+    question: Any = {"role": "user", "content": "What is my cat called?"}
+    asked = client.responses.create(input=[*references, question], **BASE)
+    assert asked.output_text == "Your cat is called Zoe."
+    items = client.responses.input_items.list(asked.id, order="asc").data
+    assert len(items) == 3 and not {item.id for item in items} & set(said)
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="stranger", max_retries=0) as stranger,
+        pytest.raises(openai.NotFoundError, match="There is no item"),
+    ):
+        stranger.responses.create(input=[*references, question], **BASE)
 
 
 def test_a_conversation_grows_by_items_and_replies(client: openai.OpenAI) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 
-from tests.chat.servers import Running, running
+from tests.chat.servers import Running
 
 PERSON = {
     "type": "object",
@@ -24,18 +23,6 @@ PERSON = {
 }
 WEATHER = {"name": "get_weather", "description": "Tells the weather.", "parameters": PERSON}
 TOOLS = [{"type": "function", "function": WEATHER}]
-
-
-@pytest.fixture(scope="module")
-def server(embedded: Any, tokenizer: Any) -> Iterator[Running]:
-    with running(embedded, tokenizer) as one:
-        yield one
-
-
-def choice(server: Running, **options: Any) -> dict[str, Any]:
-    answer = server.chat(**options)
-    assert answer.status == 200, answer.body
-    return dict(answer.json["choices"][0])
 
 
 def is_person(value: object) -> bool:
@@ -53,15 +40,15 @@ def is_person(value: object) -> bool:
         {"json_schema": PERSON},
     ],
 )
-def test_json_follows_its_schema_by_any_name(server: Running, asked: dict[str, Any]) -> None:
+def test_json_follows_its_schema_by_any_name(plain_server: Running, asked: dict[str, Any]) -> None:
     for sampling in ({}, {"temperature": 1.5, "seed": 1}):
-        found = choice(server, **asked, **sampling)
+        found = plain_server.choice(**asked, **sampling)
         assert found["finish_reason"] == "stop" and is_person(json.loads(found["message"]["content"]))
 
 
-def test_other_forms(server: Running) -> None:
+def test_other_forms(plain_server: Running) -> None:
     def said(**asked: Any) -> str:
-        found = choice(server, **asked, temperature=1, seed=3)
+        found = plain_server.choice(**asked, temperature=1, seed=3)
         assert found["finish_reason"] == "stop"
         return str(found["message"]["content"])
 
@@ -73,19 +60,19 @@ def test_other_forms(server: Running) -> None:
     assert said(response_format={"type": "text"}) == "Okay, noted."
 
 
-def test_a_cut_reply_says_so(server: Running) -> None:
-    found = choice(server, guided_json=PERSON, max_tokens=3)
+def test_a_cut_reply_says_so(plain_server: Running) -> None:
+    found = plain_server.choice(guided_json=PERSON, max_tokens=3)
     assert found["finish_reason"] == "length"
-    found = choice(server, guided_json=PERSON, stop='"name"')
+    found = plain_server.choice(guided_json=PERSON, stop='"name"')
     assert found["finish_reason"] == "length"  # the stop string is in the middle of the object
 
 
-def test_a_grammar_changes_no_other_reply(server: Running) -> None:
-    alone = choice(server, text="What is my cat called?", temperature=1, seed=5)
+def test_a_grammar_changes_no_other_reply(plain_server: Running) -> None:
+    alone = plain_server.choice(text="What is my cat called?", temperature=1, seed=5)
     prompt = {"messages": [{"role": "user", "content": "What is my cat called?"}], "temperature": 1, "seed": 5}
     answers: list[Any] = []
     asked = [{"guided_json": PERSON}, prompt, {"guided_regex": "[0-9]{40}"}, prompt]
-    threads = [threading.Thread(target=lambda a=a: answers.append((a, server.chat(**a)))) for a in asked]  # type: ignore[misc]
+    threads = [threading.Thread(target=lambda a=a: answers.append((a, plain_server.chat(**a)))) for a in asked]  # type: ignore[misc]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -116,31 +103,31 @@ def test_a_grammar_changes_no_other_reply(server: Running) -> None:
         ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_name(server: Running, change: dict[str, Any], param: str) -> None:
-    answer = server.chat(**change)
+def test_what_cannot_be_enforced_is_refused_by_name(plain_server: Running, change: dict[str, Any], param: str) -> None:
+    answer = plain_server.chat(**change)
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
 
 
 @pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_call_that_is_required_is_made(server: Running, tool_choice: Any) -> None:
+def test_a_call_that_is_required_is_made(plain_server: Running, tool_choice: Any) -> None:
     asked = {"tools": TOOLS, "tool_choice": tool_choice, "parallel_tool_calls": False}
-    found = choice(server, **asked)
+    found = plain_server.choice(**asked)
     (call,) = found["message"]["tool_calls"]
     assert (found["finish_reason"], found["message"]["content"]) == ("tool_calls", None)
     assert call["function"]["name"] == "get_weather" and is_person(json.loads(call["function"]["arguments"]))
-    deltas = [json.loads(event)["choices"][0] for event in server.chat(**asked, stream=True).events[:-1]]
+    deltas = [json.loads(event)["choices"][0] for event in plain_server.chat(**asked, stream=True).events[:-1]]
     parts = [part for delta in deltas for part in delta["delta"].get("tool_calls", [])]
     assert parts[0]["function"]["name"] == "get_weather" and parts[0]["id"] and len(parts) > 2
     assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
     assert deltas[-1]["finish_reason"] == "tool_calls"
 
 
-def test_a_model_that_knows_no_tools_just_answers(server: Running) -> None:
-    assert choice(server, tools=TOOLS)["message"]["content"] == "Okay, noted."
-    assert choice(server, tools=TOOLS, tool_choice="none")["message"]["content"] == "Okay, noted."
+def test_a_model_that_knows_no_tools_just_answers(plain_server: Running) -> None:
+    assert plain_server.choice(tools=TOOLS)["message"]["content"] == "Okay, noted."
+    assert plain_server.choice(tools=TOOLS, tool_choice="none")["message"]["content"] == "Okay, noted."
 
 
-def test_system_messages_and_results_of_tools_are_read(server: Running) -> None:
+def test_system_messages_and_results_of_tools_are_read(plain_server: Running) -> None:
     function = {"name": "pets", "arguments": "{}"}
     messages = [
         {"role": "system", "content": "My cat is called Zoe."},
@@ -150,4 +137,4 @@ def test_system_messages_and_results_of_tools_are_read(server: Running) -> None:
     ]
     for pet, name in (("cat", "Zoe"), ("dog", "Milo")):
         asked = [*messages, {"role": "user", "content": f"What is my {pet} called?"}]
-        assert choice(server, messages=asked)["message"]["content"] == f"Your {pet} is called {name}."
+        assert plain_server.choice(messages=asked)["message"]["content"] == f"Your {pet} is called {name}."

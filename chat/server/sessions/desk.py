@@ -14,8 +14,9 @@ from starlette.requests import Request
 from chat.server.errors import ApiError, clip
 from chat.server.schema import MOST_VALUES, read_request
 from chat.server.service import Service
+from chat.server.sessions.input import REFERENCE
 from chat.server.sessions.schema import OwnedRequest, SampledRequest
-from chat.stored.nodes import Item, Node, StoredSession, each_tokens
+from chat.stored.nodes import Item, Node, StoredSession, each_tokens, new_id
 from chat.stored.store import SessionStore
 from memory.blocks.arrays import Int64s
 from memory.prefix import PrefixCache
@@ -111,6 +112,19 @@ class Desk:
         tree = await self.ask(self.store.tree, node.session)
         reply = next((other for other in tree if other.parent == node.id and other.own_tokens is not None), None)
         return None if reply is None else (await self.ask(self.store.tokens, reply.id))[: reply.n_prompt]
+
+    async def resolve(self, owner: bytes, items: list[Item]) -> list[Item]:
+        """Return items with copies of stored ones in the places of references. Raises ApiError 404."""
+        resolved = list[Item]()
+        for item in items:
+            found: Item | None = item
+            if item["type"] == REFERENCE:
+                found = await self.ask(self.store.item, owner, item["id"])
+            if found is None:
+                message = f"There is no item {clip(item['id'])!r}."
+                raise ApiError(404, message, param="input", code="not_found")
+            resolved.append(item if found is item else {**found, "id": new_id(found["id"].partition("_")[0])})
+        return resolved
 
     # Deleting
 

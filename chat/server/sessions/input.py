@@ -9,19 +9,23 @@ from chat.server.schema import MOST_MESSAGES
 from chat.stored.items import text_item
 from chat.stored.nodes import Item, new_id
 
+REFERENCE = "item_reference"
 _ROLES = ("user", "assistant", "system", "developer")
 _PARTS = ("input_text", "output_text", "text", "refusal")
 _MOST_ID = 64
 
 
 def read_input(value: object) -> list[Item]:
-    """Read the `input` of a response: the text of a user, or a list of items. Raises ValueError."""
+    """Read the `input` of a response: the text of a user, or a list of items. Raises ValueError.
+
+    References to stored items stay what they are: who reads the store puts the items in their places.
+    """
     if isinstance(value, str):
         return [text_item("user", value)]
-    return read_items(value)
+    return read_items(value, may_refer=True)
 
 
-def read_items(value: object) -> list[Item]:
+def read_items(value: object, *, may_refer: bool = False) -> list[Item]:
     """Read a list of items. Raises ValueError, naming the item that cannot be read."""
     if not isinstance(value, list):
         raise ValueError("it must be a string, or a list of items")
@@ -30,10 +34,17 @@ def read_items(value: object) -> list[Item]:
     items = list[Item]()
     for number, item in enumerate(value):
         try:
-            items.append(_read_item(item))
+            is_reference = may_refer and isinstance(item, dict) and item.get("type") == REFERENCE
+            items.append(_read_reference(item) if is_reference else _read_item(item))
         except ValueError as error:
             raise ValueError(f"item {number}: {error}") from None
     return items
+
+
+def _read_reference(item: Item) -> Item:
+    if not isinstance(item.get("id"), str) or item.keys() != {"type", "id"}:
+        raise ValueError("an item_reference has the 'id' of a stored item, and nothing else")
+    return item
 
 
 def _read_item(item: object) -> Item:

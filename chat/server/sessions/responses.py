@@ -39,7 +39,8 @@ class Responses:
         if not path and not asked.input:
             message = "This conversation has no items yet; give some as 'input'."
             raise ApiError(400, message, param="input", code="missing_required_parameter")
-        return Place(owner, session, path, asked.input, names=names, is_stored=asked.store)
+        items = await desk.resolve(owner, asked.input)
+        return Place(owner, session, path, items, names=names, is_stored=asked.store)
 
     async def show(self, request: Request, response_id: str) -> Response:
         if request.query_params.get("stream", "false").lower() != "false":
