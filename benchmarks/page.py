@@ -55,7 +55,7 @@ def page(*, quick: bool) -> Report:
     report = Report("page")
     _weigh(report)
     with _serving() as (url, engine):
-        for n_replies, n_rounds in ((1, 4),) if quick else ((1, 90), (8, 60)):
+        for n_replies, n_rounds in ((1, 4),) if quick else ((1, 72), (8, 40)):
             slow_down(report, url, engine, n_replies=n_replies, n_rounds=n_rounds)
     with _serving() as (url, _), _browsing() as browser:
         _paint(report, url, browser, n_loads=5 if quick else 15)

@@ -81,13 +81,13 @@ def test_a_conversation_that_was_deleted_elsewhere(served: Served, make_page: Ma
     say(page, CAT)
     gone = page.url.partition("#")[2]
     page.get_by_role("button", name="New conversation").click()
-    say(page, "My dog is called Rex.")
+    say(page, "My cat is called Luna.")
     page.request.delete(f"{served.url}/v1/sessions/{gone}")
     page.locator("#sessions .session", has_text=CAT).first.click()
     expect(page.locator(".toast")).to_contain_text("There is no session")
-    expect(page.locator("#title")).to_have_text("My dog is called Rex.")
-    say(page, "What is my dog called?")
-    expect(last_reply(page)).to_have_text("Your dog is called Rex.")
+    expect(page.locator("#title")).to_have_text("My cat is called Luna.")
+    say(page, "What is my cat called?")
+    expect(last_reply(page)).to_have_text("Your cat is called Luna.")
 
 
 def test_a_server_that_wants_a_key(model: Slowed, tokenizer: Tokenizer, make_page: MakePage) -> None:
