@@ -17,7 +17,7 @@ from torch import Tensor
 from memory import HybridMemory, Sequence
 from memory.blocks.store import Store
 from memory.sequences.ledger import Ledger
-from memory.storage.files import digest_of
+from memory.storage.checksums import digest_of
 
 
 def forged_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:

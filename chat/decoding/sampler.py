@@ -191,7 +191,8 @@ def _decay_(scores_SV: Tensor, samplers: Sequence[Sampler]) -> None:
     raised = []
     for i, sampler in enumerate(samplers):
         decay = sampler.sampling.length_decay
-        if decay is not None and sampler.n_chosen > decay[0]:
+        may_end = sampler.n_chosen >= sampler.sampling.min_tokens  # else its end tokens are ruled out
+        if decay is not None and may_end and sampler.n_chosen > decay[0]:
             power = decay[1] ** min(sampler.n_chosen - decay[0], 512)
             ends = sampler.stop_ids if sampler.matcher is None else sampler.matcher.closing_ids()
             raised += [(i, token_id, min(power, 1e6)) for token_id in ends]

@@ -137,7 +137,10 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope["path"], self._places, more_usage=scope.get("hybrid_memory.usage", {}))
+        more = {
+            name: scope.get(f"hybrid_memory.{key}", {}) for name, key in (("more_usage", "usage"), ("notes", "notes"))
+        }
+        exchange = Exchange(scope["path"], self._places, **more)
         headers = dict(scope["headers"])
         exchange.request_id = read_request_id(headers)
         incoming = _Incoming(receive, self._turnstile)

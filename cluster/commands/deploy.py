@@ -14,6 +14,7 @@ from chat.commands.serve_options import SERVE
 from chat.commands.start import name_of
 from chat.server import ServerOptions
 from cluster.commands.serve import check_options
+from cluster.commands.shared import check_shared, machines_of_ray
 from cluster.serving.fleet_options import FleetOptions
 from memory import SpecError
 
@@ -51,7 +52,7 @@ def read_config(path: Path) -> tuple[Chosen, dict[str, str]]:
 def deploy(path: Path) -> None:
     """Deploy the fleet of a file, or change the one of that name to it. It goes on when this ends.
 
-    Raises SpecError: a wrong file; no Ray at its address.
+    Raises SpecError: a wrong file; no Ray at its address; a folder of sessions that its machines do not share.
     """
     chosen, about = read_config(path)
     is_fleet(chosen)
@@ -70,6 +71,8 @@ def deploy(path: Path) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise SpecError(f"no Ray at address {address!r} ({error}); start one: ray start --head") from error
     try:
+        if chosen["sessions"] is not None:
+            check_shared(chosen["sessions"], machines_of_ray())
         serve.start(http_options={"host": chosen["host"], "port": chosen["port"]})
         serve.run(make_application(FleetOptions.of(chosen)), name=name, route_prefix="/")
         typer.echo(f"{name_of(chosen['model'])} answers at http://{chosen['host']}:{chosen['port']}/v1 as {name}")

@@ -59,14 +59,17 @@ def shared_sessions(chosen: Chosen) -> Iterator[FleetOptions]:
 
 @contextmanager
 def fleet(options: FleetOptions, host: str, port: int) -> Iterator[None]:
-    """Run a Ray of this machine with a fleet on it, while the block runs."""
-    with local_ray(options):
+    """Run a Ray of this machine with a fleet on it, while the block runs.
+
+    Stored sessions lie in a folder that goes with the fleet, unless the options name one: replicas share it.
+    """
+    with local_ray(options), TemporaryDirectory(prefix="hybrid-memory-sessions-") as folder:
         from ray import serve
 
         from cluster.serving.application import make_application
 
         serve.start(http_options={"host": host, "port": port})
-        serve.run(make_application(options), name="hybrid-memory", route_prefix="/")
+        serve.run(make_application(options.with_sessions(folder)), name="hybrid-memory", route_prefix="/")
         try:
             yield
         finally:

@@ -100,7 +100,8 @@ class GatewayIngress:
         tokenizer = load_tokenizer(find_folder(options["model"]))
         reader = PromptReader(tokenizer, parse_special=server.parse_special, max_requests=server.max_requests)
         shelf = None if options["store"] is None else Place(options["store"])
-        self._gateway = Gateway(_Handle(replicas), reader, server, shelf)
+        keeps_sessions = options.sessions is not None
+        self._gateway = Gateway(_Handle(replicas), reader, server, shelf, keeps_sessions=keeps_sessions)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._gateway
@@ -127,6 +128,7 @@ def make_application(options: FleetOptions) -> serve.Application:
         num_replicas=options["gateways"],
         max_ongoing_requests=options.gateway_server.max_requests + _SPARE_REQUESTS,
         ray_actor_options={"num_cpus": _GATEWAY_CPUS},
+        max_surge_percent=100,  # when it is deployed anew, the new ones are there before the old ones end
         graceful_shutdown_timeout_s=options["grace"] + 10,
     )
     return gateway.bind(values, replica)

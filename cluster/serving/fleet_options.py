@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,9 +39,29 @@ class FleetOptions:
 
     @property
     def gateway_server(self) -> ServerOptions:
-        """Return the options of a gateway, which answers as many requests at once as all replicas together."""
-        most = self["max_replicas"] or self["replicas"]
-        return replace(self.server, max_requests=self.server.max_requests * most)
+        """Return the options of a gateway: it answers as many requests at once as all replicas together.
+
+        Of a key's limits each gateway has its share, since requests come to all of them alike.
+        """
+        most, n = self["max_replicas"] or self["replicas"], self["gateways"]
+        keys = tuple(
+            replace(
+                key, max_requests=_share(key.max_requests, n), tokens_per_minute=_share(key.tokens_per_minute, n)
+            )
+            for key in self.server.keys
+        )  # fmt: skip
+        return replace(self.server, max_requests=self.server.max_requests * most, keys=keys)
+
+    @property
+    def of_replica(self) -> FleetOptions:
+        """Return the options of a replica's own server: the gateway writes the log, and keeps the limits of keys."""
+        keys = [replace(key, max_requests=None, tokens_per_minute=None) for key in self.server.keys]
+        return FleetOptions({**self.values, "access_log": "off", "keys": keys})
+
+    @property
+    def sessions(self) -> str | None:
+        """Return the folder of stored sessions that all replicas share; None if they have none."""
+        return self["sessions"] or self.values.get("shared_sessions")
 
     @property
     def quota(self) -> Quota:
@@ -53,7 +74,15 @@ class FleetOptions:
         """Return the numbers of the routing policy."""
         return Bounds(imbalance=self["imbalance"])
 
+    def with_sessions(self, folder: str) -> FleetOptions:
+        """Return the same with a folder of stored sessions that lasts as long as the fleet, unless it has one."""
+        return FleetOptions({**self.values, "shared_sessions": folder})
+
     @staticmethod
     def of(chosen: Mapping[str, Any]) -> FleetOptions:
         """Return the options of a new fleet, which gets a name of its own."""
         return FleetOptions({**chosen, "fleet": uuid4().hex[:12]})
+
+
+def _share(limit: int | None, n: int) -> int | None:
+    return None if limit is None else math.ceil(limit / n)

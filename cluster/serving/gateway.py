@@ -1,7 +1,8 @@
 """Takes requests of clients, and forwards each to the replica that the router chooses: an ASGI app.
 
 The gateway checks hosts, keys and bodies as one server does (`chat.server.limits`), tokenises the prompt, and sends the
-request through a handle, whose router sees the tokens. What the replica's server sends comes back as it is.
+request through a handle, whose router sees the tokens. What the replica's server sends comes back as it is. Where a
+replica is lost, another one answers, and a stream goes on where the client is (`cluster.serving.continuing`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ from starlette.types import Message, Receive, Scope, Send
 
 from chat.server.errors import RETRY, ApiError, log
 from chat.server.formats import as_event
-from chat.server.limits import Guard
+from chat.server.keys import Use
+from chat.server.limits import Guard, exchange_of
 from chat.server.options import ServerOptions
 from cluster.routing.prompts import TokenPrompt
+from cluster.serving.continuing import END, AnotherReplyError, ResponseSoFar
 from cluster.serving.metrics import join_metrics
 from cluster.serving.once import KEY_HEADER, Once, Shelf
 from cluster.serving.reading import PromptReader
-from cluster.serving.request import ForwardedRequest
+from cluster.serving.request import CHARGE, ForwardedRequest
+from cluster.serving.stored import check_stored
 
 MOST_TRIES = 4
-"""Replicas that one request is sent to, where each dies before it has said anything."""
+"""Replicas that one request is sent to, where each dies in the middle of it."""
+_COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+"""Paths of requests that take one of the places of all, and of their key."""
 
 
 class ReplicaLostError(Exception):
@@ -53,6 +59,8 @@ class GatewayMetrics:
         self.requests = Counter(name, what, ["path", "code"], registry=self.registry)
         name, what = "hybrid_memory_gateway_retries", "Requests sent to another replica, since the first one was lost."
         self.retries = Counter(name, what, registry=self.registry)
+        name, what = "hybrid_memory_gateway_continued", "Streams that another replica went on with."
+        self.continued = Counter(name, what, registry=self.registry)
 
 
 class Gateway:
@@ -60,18 +68,21 @@ class Gateway:
 
     Args:
         shelf: keeps replies for clients that send a request again.
+        keeps_sessions: all replicas share one folder of stored sessions.
     Attributes:
         is_open: it takes requests.
     """
 
     def __init__(
-        self, replicas: Replicas, reader: PromptReader, options: ServerOptions, shelf: Shelf | None = None
-    ) -> None:
+        self, replicas: Replicas, reader: PromptReader, options: ServerOptions, shelf: Shelf | None = None,
+        *, keeps_sessions: bool = True,
+    ) -> None:  # fmt: skip
         self.options = options
         self.metrics = GatewayMetrics()
         self.is_open = True
         self._replicas = replicas
         self._reader = reader
+        self._keeps_sessions = keeps_sessions
         self._once = Once(shelf)
         self._guard = Guard(self._forward, service=self)
 
@@ -88,40 +99,59 @@ class Gateway:
         if request.path == "/metrics":
             await Response(await self._all_metrics(), media_type="text/plain; version=0.0.4")(scope, receive, send)
             return
+        exchange = exchange_of(scope)
+        if not self._keeps_sessions:
+            check_stored(request)
+        if request.method == "POST" and request.path in _COUNTED:
+            exchange.take_place()
         relay = _Relay(send)
         key = request.header(KEY_HEADER) if request.method == "POST" else None
-        answer = partial(self._answer, request)
+        answer = partial(self._answer, request, exchange.use)
         try:
             async for messages in answer() if key is None else self._once.play(request, key, answer):
                 await relay.pass_on(messages)
         except ReplicaLostError:
             await relay.break_off()
 
-    async def _answer(self, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
-        """Yield a response, from a second replica if the first is lost before it has said anything.
+    async def _answer(self, request: ForwardedRequest, use: Use | None) -> AsyncIterator[list[Message]]:
+        """Yield a response, by other replicas if the first is lost. Raises ReplicaLostError.
 
-        The head of a response is held back until its body begins: until then another replica may answer.
+        Args:
+            use: of the client's key, which is charged for what was computed.
         """
-        prompt = await self._reader.read(request)
+        read = await self._reader.read(request)
+        request = read.request_of(request, self.options.max_body_bytes)
+        response = ResponseSoFar(request.path)
         for n_tried in range(1, MOST_TRIES + 1):
-            held: list[Message] = []
-            has_begun = False
             try:
-                async for messages in self._replicas.answer(prompt, request):
-                    held += messages
-                    if has_begun or any(message["type"] == "http.response.body" for message in held):
-                        has_begun = True
-                        yield held
-                        held = []
+                async for messages in self._replicas.answer(read.prompt, request):
+                    news = response.news_in(_charged(messages, use))
+                    if news:
+                        yield news
                 return
+            except AnotherReplyError as error:
+                log.warning("a stream could not go on: %s", error)
+                raise ReplicaLostError(str(error)) from error
             except ReplicaLostError:
-                if has_begun or n_tried == MOST_TRIES:
+                if response.is_complete:
+                    yield [END]
+                    return
+                if not response.can_go_on or n_tried == MOST_TRIES:
                     raise
-                log.warning("a replica was lost before it answered (try %d of %d)", n_tried, MOST_TRIES)
-                self.metrics.retries.inc()
+                log.warning("a replica was lost while it answered (try %d of %d)", n_tried, MOST_TRIES)
+                (self.metrics.continued if response.has_begun else self.metrics.retries).inc()
+                response.begin_again()
 
     async def _all_metrics(self) -> str:
         return join_metrics(self.metrics.registry, await self._replicas.metrics())
+
+
+def _charged(messages: list[Message], use: Use | None) -> list[Message]:
+    """Return the messages of a response. Those that say how many tokens were computed are taken out."""
+    for message in messages:
+        if message["type"] == CHARGE and use is not None:
+            use.charge(message["n_tokens"])
+    return [message for message in messages if message["type"] != CHARGE]
 
 
 def lost() -> ApiError:

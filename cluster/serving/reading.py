@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +26,30 @@ _OF_SESSIONS = ("conversation", "previous_response_id")
 """Fields of bodies that name a session where no header does."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Holds what was read of a request.
+
+    Attributes:
+        wants_seed: its reply is a stream of drawn tokens, and it names no seed.
+    """
+
+    prompt: TokenPrompt
+    wants_seed: bool = False
+
+    def request_of(self, request: ForwardedRequest, most_bytes: int) -> ForwardedRequest:
+        """Return the request as replicas get it: with a seed, so that a second one makes the same reply.
+
+        Args:
+            most_bytes: of a body; one that would be too large with a seed stays as it is.
+        """
+        if not self.wants_seed:
+            return request
+        seed = f',"seed":{secrets.randbelow(1 << 62)}}}'.encode()  # last: it counts even if there is a "seed": null
+        body = request.body.rstrip()[:-1] + seed
+        return replace(request, body=body) if len(body) <= most_bytes else request
+
+
 class PromptReader:
     """Turns requests into prompts as a replica's server will, off the event loop.
 
@@ -40,44 +65,45 @@ class PromptReader:
     def close(self) -> None:
         self._texts.close()
 
-    async def read(self, request: ForwardedRequest) -> TokenPrompt:
+    async def read(self, request: ForwardedRequest) -> Reading:
         """Return the prompt; one without tokens for a request without a prompt, or with a bad one.
 
         What is wrong with it is said by the replica that gets it.
         """
-        readers: dict[str, Callable[[Tokenizer, ForwardedRequest], TokenPrompt]] = {
+        readers: dict[str, Callable[[Tokenizer, ForwardedRequest], Reading]] = {
             "/v1/chat/completions": self._read_chat,
             "/v1/completions": self._read_completion,
         }
         pinned = request.header(REPLICA_HEADER)
         if request.method != "POST":
-            return TokenPrompt(session=session_of(request, None), pinned=pinned)
+            return Reading(TokenPrompt(session=session_of(request, None), pinned=pinned))
         reader = readers.get(request.path)
         try:
             if reader is not None:
-                prompt = await self._texts.run(len(request.body), lambda texts: reader(texts, request))
-                return replace(prompt, pinned=pinned)
+                read = await self._texts.run(len(request.body), lambda texts: reader(texts, request))
+                return replace(read, prompt=replace(read.prompt, pinned=pinned))
         except (ApiError, HybridMemoryError):
-            return TokenPrompt(pinned=pinned)
-        return TokenPrompt(session=session_of(request, _name_in(request.body)), pinned=pinned)
+            return Reading(TokenPrompt(pinned=pinned))
+        return Reading(TokenPrompt(session=session_of(request, _name_in(request.body)), pinned=pinned))
 
-    def _read_chat(self, texts: Tokenizer, request: ForwardedRequest) -> TokenPrompt:
+    def _read_chat(self, texts: Tokenizer, request: ForwardedRequest) -> Reading:
         asked = read_request(ChatRequest, request.body)
         messages = [message.as_template_knows() for message in asked.messages]
         texts = asked.with_template(texts, self._template)
-        return _prompt(encode_chat(texts, messages, parse_special=self._parse_special), asked, request)
+        return _reading(encode_chat(texts, messages, parse_special=self._parse_special), asked, request)
 
-    def _read_completion(self, texts: Tokenizer, request: ForwardedRequest) -> TokenPrompt:
+    def _read_completion(self, texts: Tokenizer, request: ForwardedRequest) -> Reading:
         asked = read_request(CompletionRequest, request.body)
         prompt = asked.prompt[0]  # several prompts go to one replica: that of the first one
-        return _prompt(list(texts.encode(prompt)) if isinstance(prompt, str) else prompt, asked, request)
+        return _reading(list(texts.encode(prompt)) if isinstance(prompt, str) else prompt, asked, request)
 
 
-def _prompt(token_ids: list[int], asked: ChatRequest | CompletionRequest, request: ForwardedRequest) -> TokenPrompt:
+def _reading(token_ids: list[int], asked: ChatRequest | CompletionRequest, request: ForwardedRequest) -> Reading:
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 2**31:
-        return TokenPrompt()
+        return Reading(TokenPrompt())
     owner = asked.owner(request.header("authorization"))
-    return TokenPrompt(np.array(token_ids, "<i4").tobytes(), owner, session_of(request, None))
+    prompt = TokenPrompt(np.array(token_ids, "<i4").tobytes(), owner, session_of(request, None))
+    return Reading(prompt, wants_seed=asked.stream and asked.seed is None and asked.temperature != 0)
 
 
 def session_of(request: ForwardedRequest, name: str | None) -> str | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse
@@ -22,7 +24,7 @@ from cluster.serving.fleet_options import FleetOptions
 from cluster.serving.keeper import Keeper
 from cluster.serving.metrics import StoreCollector
 from cluster.serving.mover import Mover
-from cluster.serving.request import ForwardedRequest
+from cluster.serving.request import CHARGE, ForwardedRequest
 from cluster.store.health import StoreHealth
 from cluster.store.leases import Leases
 from cluster.store.place import Place
@@ -47,15 +49,17 @@ class ReplicaServer:
     """
 
     def __init__(self, options: FleetOptions, name: str) -> None:
-        quiet = FleetOptions({**options.values, "access_log": "off"})  # the gateway writes a line for each request
-        served = make_served(quiet.chosen, log.info, keeps_prefixes=False)
+        served = make_served(options.of_replica.chosen, log.info, keeps_prefixes=False)
         self.name = name
         self.events: EventPublisher | None = None
         self._options = options
         self.engine: Engine = served.engine
-        self.app = make_app(served.engine, served.tokenizer, served.name, served.options)
+        sessions = replace(served.options, sessions=options.sessions)
+        self.app = make_app(served.engine, served.tokenizer, served.name, sessions)
         self.keeper = make_keeper(served.engine, options, name)
         self._n_requests = self._n_tokens = 0
+        self._has_keys = bool(served.options.all_keys)
+        self._owed: Counter[str | None] = Counter()  # tokens of each key that no gateway has heard of
         self._running = AsyncExitStack()
         if self.keeper is not None:
             self.app.state.service.metrics.registry.register(StoreCollector(self.keeper.health))
@@ -76,7 +80,9 @@ class ReplicaServer:
     async def answer(
         self, request: ForwardedRequest, prompt: TokenPrompt, why: dict[str, Any], alive: Collection[str] | None
     ) -> AsyncIterator[list[Message]]:
-        """Yield the messages of a response. Closing the iterator ends the request.
+        """Yield the messages of a response, and last what its key is to be charged. Closing the iterator ends it.
+
+        A client that goes early is charged with the next request of its key.
 
         Args:
             why: what the router says of its choice.
@@ -84,7 +90,8 @@ class ReplicaServer:
         """
         self._n_requests += 1
         self._n_tokens += prompt.n_tokens
-        visit = None
+        visit, notes = None, dict[str, Any]()
+        key = request.header("authorization") if self._has_keys else None
         try:
             if request.path == "/health":
                 yield await self._health()
@@ -92,14 +99,17 @@ class ReplicaServer:
             if self.keeper is not None:
                 visit = await self.keeper.before(prompt, alive)
                 why = why | {"fetched_tokens": visit.fetched_tokens}
-            scope: Scope = {**request.scope(), "hybrid_memory.usage": {"route": why}}
+            scope: Scope = {**request.scope(), "hybrid_memory.usage": {"route": why}, "hybrid_memory.notes": notes}
             async for messages in messages_of(self.app, scope, request.body):
                 yield [with_headers(message, {ROUTE_HEADER: as_header(why)}) for message in messages]
         finally:
             self._n_requests -= 1
             self._n_tokens -= prompt.n_tokens
+            self._owed[key] += notes.get("prompt_tokens", 0) + notes.get("completion_tokens", 0)
             if self.keeper is not None and visit is not None:
                 self.keeper.after(visit)
+        if n_tokens := self._owed.pop(key, 0):
+            yield [{"type": CHARGE, "n_tokens": n_tokens}]
 
     def _publish(self, options: FleetOptions) -> None:
         """Begin to publish KV events."""

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
+CHARGE = "hybrid_memory.charge"
+"""The type of a message, beside those of ASGI, by which a replica says the tokens that a key is to be charged for."""
+
 
 @dataclass(frozen=True)
 class ForwardedRequest:

@@ -17,7 +17,8 @@ from fuzzing.mutation import damage_bytes, damage_json
 from memory import FormatError, HybridMemory, Sequence
 from memory.errors import CapacityError
 from memory.prefix import PrefixCache
-from memory.storage.files import digest_of, read_tensors
+from memory.storage.checksums import digest_of
+from memory.storage.files import read_tensors
 from models import load_model
 from tests.data.sequences import write
 
@@ -90,8 +91,11 @@ class SavedSequence:
 
     def draw(self, random: Random) -> bytes:
         path = random.choice(self._files)
-        name = "storage" if path.stem == "rolled_back" else path.stem
-        return f"{name}\n".encode() + damage_file(path.read_bytes(), random, self._folder)
+        name = {"rolled_back": "storage", "family": "keep"}.get(path.stem, path.stem)
+        covers_tensors = path.stem != "family"  # there, each member has a checksum of its own
+        return f"{name}\n".encode() + damage_file(
+            path.read_bytes(), random, self._folder, covers_tensors=covers_tensors
+        )
 
     def _memory(self, name: str) -> HybridMemory:
         if name not in self._memories:

@@ -90,10 +90,13 @@ class BlockLayout:
         for field, next_bytes in zip(self.fields, next_offsets, strict=True):
             blocks[:, field.end_bytes : next_bytes] = 0
         for i in (~is_live.all(1)).nonzero()[0].tolist():
-            dead_R = torch.from_numpy(~is_live[i])
+            bounds = np.flatnonzero(np.diff(is_live[i], prepend=True, append=True))  # where stretches of dead rows
+            stretches = list(zip(bounds[::2].tolist(), bounds[1::2].tolist(), strict=True))  # begin and end
             for field in self.fields:
                 own = blocks[i, field.offset_bytes : field.end_bytes]
                 if field.row_axis is None:
                     own.zero_()
-                else:
-                    own.view(math.prod(field.shape[: field.row_axis]), len(dead_R), -1)[:, dead_R] = 0
+                    continue
+                rows = own.view(math.prod(field.shape[: field.row_axis]), is_live.shape[1], -1)
+                for begin, end in stretches:
+                    rows[:, begin:end] = 0

@@ -6,6 +6,7 @@ import mmap
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,7 +106,8 @@ class Store:
         """Copy blocks to the host, (n, block_bytes) uint8; in a dry run to "meta"."""
         if self.is_dry:
             return torch.empty(len(addresses), block_bytes, dtype=torch.uint8, device="meta")
-        blocks = torch.empty(len(addresses), block_bytes, dtype=torch.uint8)
+        # numpy asks for huge pages, so that the first use of many bytes costs few page faults; torch does not
+        blocks = torch.from_numpy(np.empty((len(addresses), block_bytes), np.uint8))
         for first, end, (address,) in _runs(block_bytes, addresses):
             blocks[first:end].view(-1).copy_(self._bytes[address : address + (end - first) * block_bytes])
         return blocks

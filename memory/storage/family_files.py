@@ -10,7 +10,6 @@ that refer to the damaged bytes, and no others. The first member is the sequence
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -23,13 +22,11 @@ from torch import Tensor
 from memory.blocks.arrays import EMPTY, Int64s, ranges
 from memory.errors import FormatError
 from memory.layer_memories import Held, Snapshot
+from memory.storage.checksums import VERSION, RangesDigest, digest_of
 from memory.storage.files import (
     BLOCKS,
     FORMAT,
-    VERSION,
-    bytes_of,
     check_digest,
-    digest_of,
     read_tensors,
     require_bytes,
     snapshot_in,
@@ -112,7 +109,7 @@ def write_family(saved: SavedFamily) -> None:
     require_bytes(piece for pieces in saved.blocks.values() for piece in pieces)
     tensors = {BLOCKS + pool: pieces for pool, pieces in saved.blocks.items()}
     tensors |= {f"{_TOKENS}{i}": [torch.from_numpy(tokens)] for i, tokens in enumerate(saved.tokens)}
-    digests = _digests(saved)
+    digests = _digests(saved, VERSION)
     entries = [_entry(member) | {"sha256": digest} for member, digest in zip(saved.members, digests, strict=True)]
     metadata = {
         "format": FORMAT,
@@ -120,7 +117,7 @@ def write_family(saved: SavedFamily) -> None:
         "about": json.dumps(saved.about, sort_keys=True),
         "members": json.dumps(entries, sort_keys=True),
     }
-    write_tensors(saved.path, tensors, metadata | {"sha256": digest_of({}, metadata)})
+    write_tensors(saved.path, tensors, metadata, lambda: digest_of({}, metadata))
 
 
 def read_family(path: str) -> SavedFamily:
@@ -146,7 +143,7 @@ def family_in(
     """
     check_digest(path, {}, metadata)
     try:
-        about = {**json.loads(metadata["about"]), "version": VERSION}
+        about = {**json.loads(metadata["about"]), "version": int(metadata["version"])}
         entries = json.loads(metadata["members"])[: 1 if only_first else None]
         most = max((len(own) for own in tensors.values() if own.dim()), default=0)
         members = [_read_entry(entry, most) for entry in entries]
@@ -154,7 +151,9 @@ def family_in(
         blocks = {name.removeprefix(BLOCKS): [own] for name, own in tensors.items() if name.startswith(BLOCKS)}
         saved = SavedFamily(path, about, members, tokens, blocks)
         _check(saved)
-        right = [digest == entry["sha256"] for digest, entry in zip(_digests(saved), entries, strict=True)]
+        right = [
+            digest == entry["sha256"] for digest, entry in zip(_digests(saved, about["version"]), entries, strict=True)
+        ]
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         raise FormatError(f"{path} holds what memory.save never writes ({error!r}); save the sequence again") from error
     whole = [all(right[i] for i in needed) for needed in _needed(saved)]
@@ -247,20 +246,20 @@ def _ends(saved: SavedFamily) -> dict[str, Int64s]:
     return {name: np.maximum.accumulate(own) for name, own in ends.items()}
 
 
-def _digests(saved: SavedFamily) -> list[str]:
+def _digests(saved: SavedFamily, version: int) -> list[str]:
     """Return the checksum of each member's own tokens and blocks, as hexadecimal text."""
-    digests = [hashlib.sha256() for _ in saved.members]
+    digests = [RangesDigest(version) for _ in saved.members]
     pieces = {BLOCKS + pool: of for pool, of in saved.blocks.items()}
     pieces |= {f"{_TOKENS}{i}": [torch.from_numpy(tokens)] for i, tokens in enumerate(saved.tokens)}
     for name, ends in sorted(_ends(saved).items()):
         starts = np.concatenate([[0], ends[:-1]])
         for i in np.flatnonzero(ends > starts).tolist():
-            digests[i].update(f"{name} {starts[i]} {ends[i]} ".encode())
+            digests[i].begin(name, int(starts[i]), int(ends[i]))
         at = 0
         for piece in pieces[name]:
             first, last = np.searchsorted(ends, [at, at + len(piece) - 1], side="right").tolist()
             for i in range(first, min(last + 1, len(ends))):
-                digests[i].update(bytes_of(piece[max(starts[i] - at, 0) : max(ends[i] - at, 0)]))
+                digests[i].update(piece[max(starts[i] - at, 0) : max(ends[i] - at, 0)])
             at += len(piece)
     return [digest.hexdigest() for digest in digests]
 

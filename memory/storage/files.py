@@ -12,17 +12,14 @@ local file, or a URL such as s3://bucket/name. fsspec is imported only when a fi
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,15 +27,12 @@ from torch import Tensor
 
 from memory.errors import FormatError, SpecError
 from memory.layer_memories import Snapshot
+from memory.storage.checksums import PIECE_BYTES, READ_VERSIONS, VERSION, beside, bytes_of, digest_of, in_threads
 from memory.storage.local_files import written_whole
 
-FORMAT, VERSION = "hybrid-memory sequence", 5
-_WHOLE_CHECKSUMS = ("2", "3", "4")
-_READ_VERSIONS = (*_WHOLE_CHECKSUMS, str(VERSION))
-_PIECE_BYTES = 4 << 20
+FORMAT = "hybrid-memory sequence"
 BLOCKS = "blocks/"
-JobT = TypeVar("JobT")
-ResultT = TypeVar("ResultT")
+_ANY_DIGEST = "0" * 64
 _DTYPES = {torch.int64: "I64", torch.uint8: "U8"}
 
 
@@ -64,7 +58,7 @@ def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any], *, is_l
     metadata = {"format": FORMAT, "version": str(VERSION), **texts}
     require_bytes(snapshot.blocks.values())
     pieces = {name: [tensor] for name, tensor in tensors.items()}
-    write_tensors(path, pieces, metadata | {"sha256": digest_of(tensors, metadata)}, is_lasting=is_lasting)
+    write_tensors(path, pieces, metadata, lambda: digest_of(tensors, metadata), is_lasting=is_lasting)
 
 
 def require_bytes(tensors: Iterable[Tensor]) -> None:
@@ -74,7 +68,12 @@ def require_bytes(tensors: Iterable[Tensor]) -> None:
 
 
 def write_tensors(
-    path: str, tensors: Mapping[str, Seq[Tensor]], metadata: dict[str, str], *, is_lasting: bool = True
+    path: str,
+    tensors: Mapping[str, Seq[Tensor]],
+    metadata: dict[str, str],
+    checksum: Callable[[], str],
+    *,
+    is_lasting: bool = True,
 ) -> None:
     """Write a safetensors file, whole or not at all: an older file stays until the new one is complete.
 
@@ -82,6 +81,8 @@ def write_tensors(
 
     Args:
         tensors: name -> the tensor in pieces, which are joined along the first axis.
+        checksum: returns the checksum of all of it, a SHA-256 as hexadecimal text, for the metadata. Another thread
+            computes it while the tensors are written to a local file; the header is written last.
         is_lasting: wait until a local file has reached the disk; False for one that is worth nothing after a crash.
     Raises:
         SpecError: the path is a folder, or leads into one that does not exist. OSError: the file system's.
@@ -89,14 +90,18 @@ def write_tensors(
     from fsspec.core import url_to_fs
 
     fs, place = url_to_fs(path)
-    parts = _serialized(tensors, metadata)
     if not is_local(path):
+        parts: list[bytes | memoryview] = [_header(tensors, metadata | {"sha256": checksum()}), *_contents(tensors)]
         with as_os_errors(path):
             fs.pipe_file(place, b"".join(parts))
         return
     _check_place(path, place)
-    with written_whole(Path(place), is_lasting=is_lasting) as file:
-        file.writelines(parts)
+    n_bytes = sum(piece.nbytes for pieces in tensors.values() for piece in pieces)
+    with written_whole(Path(place), is_lasting=is_lasting) as file, beside(checksum, n_bytes) as digest:
+        file.seek(len(_header(tensors, metadata | {"sha256": _ANY_DIGEST})))
+        file.writelines(_contents(tensors))
+        file.seek(0)
+        file.write(_header(tensors, metadata | {"sha256": digest()}))
 
 
 def _check_place(path: str, place: str) -> None:
@@ -216,9 +221,9 @@ def read_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
         ) from error
     if metadata.get("format") != FORMAT:
         raise FormatError(f"{path} holds no sequence of a HybridMemory; give a file that memory.save wrote")
-    if (version := metadata.get("version")) not in _READ_VERSIONS:
+    if (version := metadata.get("version")) not in READ_VERSIONS:
         raise FormatError(
-            f"{path} has format version {version}, this library reads {' and '.join(_READ_VERSIONS)}; use the one that "
+            f"{path} has format version {version}, this library reads {' and '.join(READ_VERSIONS)}; use the one that "
             "wrote it"
         )
     try:
@@ -239,13 +244,13 @@ def _read_bytes(path: str) -> Tensor:
         data = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
 
         def read(begin: int) -> None:
-            end = min(begin + _PIECE_BYTES, len(data))
+            end = min(begin + PIECE_BYTES, len(data))
             while begin < end:
                 if not (n := os.preadv(file.fileno(), [data[begin:end].data], begin)):
                     raise OSError(f"it was cut to {begin:,} bytes while it was read")
                 begin += n
 
-        in_threads(read, range(0, len(data), _PIECE_BYTES))
+        in_threads(read, range(0, len(data), PIECE_BYTES))
     return torch.from_numpy(data)
 
 
@@ -256,14 +261,6 @@ def _tensor_in(data: Tensor, entry: dict[str, Any]) -> Tensor:
     if not 0 <= begin <= end <= len(data):
         raise ValueError(f"bytes [{begin}, {end}) of {len(data)}")
     return data[begin:end].view(dtype).view(entry["shape"])
-
-
-def in_threads(work: Callable[[JobT], ResultT], jobs: Iterable[JobT]) -> list[ResultT]:
-    """Do several jobs in as many threads as the machine has processors, at most 8; one job is done at once."""
-    if len(jobs := list(jobs)) < 2:
-        return [work(job) for job in jobs]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        return list(threads.map(work, jobs))
 
 
 def check_digest(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -292,49 +289,27 @@ def snapshot_in(path: str, tensors: dict[str, Tensor], metadata: dict[str, str])
     return Snapshot(records, blocks), about
 
 
-def _serialized(tensors: Mapping[str, Seq[Tensor]], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    """Generate the pieces of a safetensors file: the header's length, the header, and the tensors.
+def _header(tensors: Mapping[str, Seq[Tensor]], metadata: dict[str, str]) -> bytes:
+    """Return the beginning of a safetensors file: the header's length, and the header.
 
-    https://huggingface.co/docs/safetensors describes the format. Tensors of the widest elements come first, so that
-    elements are aligned as in the files of its own writer.
+    https://huggingface.co/docs/safetensors describes the format.
     """
     header, at = dict[str, Any](__metadata__=metadata), 0
-    names = sorted(tensors, key=lambda name: (-tensors[name][0].element_size(), name))
-    for name in names:
+    for name in _in_order(tensors):
         first, n_rows = tensors[name][0], sum(map(len, tensors[name]))
         end = at + n_rows * first.element_size() * math.prod(first.shape[1:])
         header[name] = {"dtype": _DTYPES[first.dtype], "shape": [n_rows, *first.shape[1:]], "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, sort_keys=True).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for name in names:
-        yield from map(bytes_of, tensors[name])
+    return len(text).to_bytes(8, "little") + text
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor on the host."""
-    return tensor.contiguous().view(-1).numpy().data.cast("B")
+def _contents(tensors: Mapping[str, Seq[Tensor]]) -> Iterator[memoryview]:
+    """Generate the bytes behind the header."""
+    return (bytes_of(piece) for name in _in_order(tensors) for piece in tensors[name])
 
 
-def digest_of(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    """Return the checksum of a file's content, as hexadecimal text.
-
-    It is that of the metadata and, from version 5 on, of the checksums of pieces of the tensors, which are computed
-    side by side; before that, of the tensors themselves.
-    """
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    names = sorted(tensors)
-    contents = [bytes_of(tensors[name]) for name in names]
-    if metadata.get("version") in _WHOLE_CHECKSUMS:
-        parts: list[list[bytes | memoryview]] = [[content] for content in contents]
-    else:
-        pieces = [[c[at : at + _PIECE_BYTES] for at in range(0, len(c), _PIECE_BYTES)] for c in contents]
-        checksums = iter(in_threads(lambda piece: hashlib.sha256(piece).digest(), chain.from_iterable(pieces)))
-        parts = [list(islice(checksums, len(own))) for own in pieces]
-    for name, own in zip(names, parts, strict=True):
-        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
-        for part in own:
-            digest.update(part)
-    return digest.hexdigest()
+def _in_order(tensors: Mapping[str, Seq[Tensor]]) -> list[str]:
+    """Return the names, those of the widest elements first: they are aligned as in files of safetensors' own writer."""
+    return sorted(tensors, key=lambda name: (-tensors[name][0].element_size(), name))

@@ -178,7 +178,7 @@ def check_signature(path: str, about: dict[str, Any], spec: MemorySpec, page_tok
             f"{path} lacks the signature of its memory: it is a swap file, not a saved sequence; give a file that "
             "memory.save wrote"
         )
-    found = _difference(theirs, ours)
+    found = None if _text(theirs) == _text(ours) else _difference(theirs, ours)
     if found is None:
         return
     where, their_value, our_value = found

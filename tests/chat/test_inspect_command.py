@@ -95,7 +95,7 @@ def test_a_saved_sequence(saved: tuple[Path, dict[str, int]]) -> None:
     assert found["largest"][0]["n_bytes"] == max(by_kind.values())
     shown = CliRunner().invoke(app, ["inspect", str(path)])
     assert shown.exit_code == 0
-    for word in ("its checksum is right", "version 5", *by_kind, f"{sum(by_kind.values()) + 800:,}"):
+    for word in ("its checksum is right", "version 6", *by_kind, f"{sum(by_kind.values()) + 800:,}"):
         assert word in shown.stdout
 
 

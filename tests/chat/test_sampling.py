@@ -159,6 +159,8 @@ def test_an_end_token_waits_for_min_tokens_and_becomes_likelier_by_decay() -> No
     assert [sampler.choose(LOGITS) for _ in range(3)] == [3, 3, 0]
     decaying = Sampler(Sampling(length_decay=(2, 3.0)), stop_ids=(6,))
     assert [decaying.choose(LOGITS) for _ in range(5)] == [0, 0, 0, 6, 6]  # 1.0 times 3 is above 2.0
+    waiting = Sampler(Sampling(length_decay=(1, 3.0), min_tokens=4), stop_ids=(6,))
+    assert [waiting.choose(LOGITS) for _ in range(5)] == [0, 0, 0, 0, 6]
 
 
 def test_a_copy_draws_the_same_and_counts_for_itself() -> None:

@@ -47,7 +47,7 @@ def test_tokens_and_owner_are_those_of_the_server(embedded: LanguageModel, path:
         async with lifespan_of(app):
             async for _ in messages_of(app, request.scope(), request.body):
                 pass
-            prompt = await reader.read(request)
+            prompt = (await reader.read(request)).prompt
             reader.close()
             return prompt, cache.checkpoints_of(prompt.array(), prompt.owner)
 

@@ -44,6 +44,8 @@ def test_a_process_that_is_killed_at_any_file_call_leaves_the_old_file_or_the_ne
             sequence = memory.load(folder / "saved")
             found.append(sequence.tokens.tolist())
             memory.save(sequence, folder / "saved")
+            memory.swap_out(sequence)
+            memory.swap_in(sequence)
         assert sorted(path.name for path in folder.iterdir()) == ["saved", "swap"]
         assert list((folder / "swap").iterdir()) == []
     n_old = found.count(OLD)

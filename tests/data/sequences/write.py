@@ -8,7 +8,9 @@ folder for each writer:
     version_3          the last library whose bodies held nothing of what had folded lately; `rolled_back` is `storage`
                        with a 46th token, at which more folds, taken back to 43
     version_4          the last library with one checksum over all tensors
-    version_5          today's
+    version_5          the last library with SHA-256 for pieces of tensors; `family` is `keep` with a checkpoint and a
+                       fork
+    version_6          today's
 """
 
 from __future__ import annotations
@@ -138,9 +140,18 @@ def feed(memory: HybridMemory, sequence: Sequence, tokens: list[int]) -> Tensor:
         return run(step, memory.spec)
 
 
+def save_family(memory: HybridMemory, sequence: Sequence, path: Path) -> None:
+    """Save a sequence, a checkpoint of it, and a fork that has gone on."""
+    fork = memory.fork(sequence)
+    memory.checkpoint(sequence)
+    feed(memory, fork, TOKENS[:9])
+    memory.save(sequence, path, checkpoints=True, forks={"fork": fork})
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
+    save_family(*make("keep"), folder / "family.safetensors")
     for subject in SUBJECTS:
         memory, sequence = make(subject)
         memory.save(sequence, folder / f"{subject}.safetensors")

@@ -16,8 +16,8 @@ from safetensors.torch import load, save
 
 from memory import CapacityError, Family, FormatError, HybridMemory, Sequence, SequenceError, SpecError
 from memory.interface import Dropped
+from memory.storage.checksums import digest_of
 from memory.storage.family_files import read_family
-from memory.storage.files import digest_of
 from tests.inside import held_bytes, ledger_of
 from tests.subjects import Subject, make_subject
 from tests.toy import HOST, VOCAB

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
@@ -38,6 +39,7 @@ from memory.layer_memories import LayerMemories
 from memory.recurrences import FAMILIES
 from memory.rotary import UNROTATED
 from memory.sequences.folding import Fold
+from memory.storage.checksums import digest_of
 from tests.inside import arena_bytes, forged_file
 from tests.toy import VOCAB, FamilyToy, Toy
 
@@ -616,3 +618,31 @@ def test_forged_contents_are_refused_though_their_checksum_is_right(saved: Path,
     saved.write_bytes(save({"tokens": torch.zeros(3, dtype=torch.bfloat16)}, metadata))
     with pytest.raises(FormatError, match="never writes"):
         make().load(saved)
+
+
+def test_every_kind_of_damage_changes_the_checksum() -> None:
+    """Zeroed, moved, flipped, cut: in the pieces of a tensor, in its last rows and in the bytes behind them."""
+    content = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3 << 19) + 777, np.uint8))
+    n_row = 2048
+
+    def digest(tensor: torch.Tensor) -> str:
+        return digest_of({"blocks/x": tensor}, {"version": "6"})
+
+    def swapped(a: int, b: int, n: int) -> torch.Tensor:
+        changed = content.clone()
+        changed[a : a + n], changed[b : b + n] = content[b : b + n], content[a : a + n]
+        return changed
+
+    def flipped(*places: int) -> torch.Tensor:
+        changed = content.clone()
+        for place in places:
+            changed[place] ^= 128
+        return changed
+
+    zeroed = content.clone()
+    zeroed[5 * n_row : 7 * n_row] = 0
+    damaged = [
+        zeroed, swapped(0, n_row, n_row), swapped(0, 8, 8), swapped(0, 1 << 20, 4096), flipped(7), flipped(7, 15),
+        flipped(7, 7 + n_row), flipped(len(content) - 1), flipped((1 << 20) + 7), content[:-1], content.roll(8),
+    ]  # fmt: skip
+    assert len({digest(tensor) for tensor in [content, *damaged]}) == 1 + len(damaged)

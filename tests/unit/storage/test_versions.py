@@ -48,10 +48,10 @@ from memory.sequences.folding import Fold, TailRules
 from memory.storage.names import CHOICES
 from memory.storage.signature import signature_of
 from memory.storage.version_2 import text_of
-from tests.data.sequences.write import OPTIONS, SUBJECTS, TOKENS, VOCAB, feed, make
+from tests.data.sequences.write import OPTIONS, SUBJECTS, TOKENS, VOCAB, feed, make, save_family
 
 FOLDER = Path(__file__).parent.parent.parent / "data" / "sequences"
-VERSIONS = ("version_2", "version_2_zeroed", "version_3", "version_4", "version_5")
+VERSIONS = ("version_2", "version_2_zeroed", "version_3", "version_4", "version_5", "version_6")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -70,6 +70,17 @@ def test_a_file_of_any_version_goes_on_as_its_sequence_would(version: str, name:
     memory.rollback(loaded, n_tokens=4)
     twins[0].rollback(twin, n_tokens=4)
     assert_close(feed(memory, loaded, [7]), feed(*twins, [7]))
+
+
+@pytest.mark.parametrize("version", VERSIONS[-2:])
+def test_a_family_of_any_version_goes_on_as_its_members_would(version: str) -> None:
+    spec, options = SUBJECTS["keep"]
+    memory, (other, twin) = HybridMemory(spec, **OPTIONS, **options), make("keep")
+    loaded = memory.load(FOLDER / version / "family.safetensors", family=True)
+    memory.check()
+    assert loaded.checkpoints[0].length == 43 and loaded.forks["fork"].length == 52
+    feed(other, twin, TOKENS[:9])
+    assert_close(feed(memory, loaded.forks["fork"], [7]), feed(other, twin, [7]))
 
 
 def test_a_file_that_cannot_show_what_was_kept_is_refused() -> None:
@@ -114,6 +125,8 @@ def test_files_say_what_they_said(name: str, tmp_path: Path) -> None:
     memory.save(sequence, tmp_path / "file")
     written, kept = (read(path) for path in (tmp_path / "file", FOLDER / VERSIONS[-1] / f"{name}.safetensors"))
     assert written == kept
+    save_family(*make("keep"), tmp_path / "file")
+    assert read(tmp_path / "file")[1] == read(FOLDER / VERSIONS[-1] / "family.safetensors")[1]
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

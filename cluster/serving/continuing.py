@@ -1,0 +1,185 @@
+"""Lets a stream whose replica was lost go on with the same reply of another one; what the client has comes once.
+
+A greedy or seeded reply is a function of its request: another replica makes it again, from the last stored turn on. The
+gateway notes what it has sent of each part of a reply (text, thoughts, arguments of calls, log probabilities) and takes
+that much away from what the second replica says. Texts are compared on the way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Message
+
+from chat.server.formats import DONE, as_event
+
+STREAMS = ("/v1/chat/completions", "/v1/completions")
+"""Paths whose streams can go on. A stored response cannot: the lost replica may have stored it."""
+END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
+_HEAD = ("id", "created")
+"""Fields that are drawn anew by each replica; the client knows those of the first one."""
+_TEXTS = ("content", "reasoning_content", "reasoning", "text")
+_DATA = b"data: "
+Name = tuple[Any, ...]
+
+
+class AnotherReplyError(Exception):
+    """Says that a replica makes another reply than the one whose beginning the client has."""
+
+
+class ResponseSoFar:
+    """Notes what of a response has been sent, and takes it out of another one to the same request.
+
+    The head of a response is held back until its body begins: until then any other response may take its place.
+
+    Args:
+        path: of the request.
+    Attributes:
+        has_begun: something has been sent.
+        is_complete: all of it has been sent, but for the end.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.has_begun = self.is_complete = False
+        self._may_go_on = path in STREAMS
+        self._is_stream = False
+        self._held: list[Message] = []
+        self._reply = ReplySoFar()
+
+    @property
+    def can_go_on(self) -> bool:
+        """True if another replica can take over now."""
+        return not self.has_begun or (self._is_stream and self._may_go_on)
+
+    def begin_again(self) -> None:
+        """Take the next messages for those of another response."""
+        self._held = []
+        if self.has_begun:
+            self._reply.begin_again()
+
+    def news_in(self, messages: list[Message]) -> list[Message]:
+        """Return what is to be sent of these messages. Raises AnotherReplyError."""
+        found: list[Message] = []
+        for message in messages:
+            if message["type"] == "http.response.start":
+                self._take_head(message)
+                continue
+            if not self.has_begun:
+                found, self.has_begun = self._held, True
+            rest = self._rest_of(message)
+            found += [] if rest is None else [rest]
+        return found
+
+    def _take_head(self, message: Message) -> None:
+        kinds = [value for name, value in message.get("headers", []) if name.lower() == b"content-type"]
+        is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+        if self.has_begun:
+            if not is_stream:
+                raise AnotherReplyError(f"status {message['status']}")
+            return
+        self._is_stream = is_stream
+        self._held.append(message)
+
+    def _rest_of(self, message: Message) -> Message | None:
+        body = message.get("body", b"")
+        if not (self._is_stream and self._may_go_on and body.startswith(_DATA)):
+            return message
+        if body == DONE.encode():
+            self.is_complete = True
+            return message
+        event = json.loads(body[len(_DATA) :])
+        rest = self._reply.rest_of(event)
+        if rest is None or rest is event:
+            return message if rest is event else None
+        return {**message, "body": as_event(rest).encode()}
+
+
+class ReplySoFar:
+    """Notes the events of a stream of chat or text completions, and returns the rest of a second one like it."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+        self._head: dict[str, Any] = {}
+        self._parts: dict[Name, _Part] = {}
+        self._seen: set[Name] = set()
+
+    def begin_again(self) -> None:
+        """Take the next events for those of another stream of the same reply."""
+        self._is_first = False
+        for part in self._parts.values():
+            part.at = 0
+
+    def rest_of(self, event: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what of an event has not been sent; None for nothing. Raises AnotherReplyError."""
+        if "error" in event:
+            return event
+        self._head = self._head or {name: event[name] for name in _HEAD}
+        if "prompt_progress" in event:
+            return event if self._is_first else None
+        choices = [choice for choice in event["choices"] if self._keep(choice)]
+        if self._is_first:
+            return event
+        return event | self._head | {"choices": choices} if choices or not event["choices"] else None
+
+    def _keep(self, choice: dict[str, Any]) -> bool:
+        """Take away from a choice what has been sent; True if anything is left of it."""
+        index, is_new = choice["index"], False
+        for name, holder, key in _parts_of(choice):
+            holder[key] = self._parts.setdefault((index, *name), _Part()).rest_of(holder[key])
+            is_new |= bool(holder[key])
+        if "role" in choice.get("delta", {}):
+            is_new |= self._is_unseen(index, "opening")
+        if choice["finish_reason"] is not None:
+            if any(part.at < part.n_told for name, part in self._parts.items() if name[0] == index):
+                raise AnotherReplyError("it ends before what has been sent")
+            is_new |= self._is_unseen(index, "end")
+        return is_new
+
+    def _is_unseen(self, *name: Any) -> bool:
+        is_unseen = name not in self._seen
+        self._seen.add(name)
+        return is_unseen
+
+
+@dataclass
+class _Part:
+    """Holds what has been sent of a part of a reply: a text, or entries of a list, which are only counted.
+
+    Attributes:
+        at: how much of it the stream of now has brought: characters or entries.
+    """
+
+    pieces: list[str] = field(default_factory=list)
+    n_told: int = 0
+    at: int = 0
+
+    def rest_of(self, piece: Any) -> Any:
+        """Return what of a piece has not been sent, and note it. Raises AnotherReplyError."""
+        n_common = min(len(piece), self.n_told - self.at)
+        rest = piece[n_common:]
+        if isinstance(piece, str):  # numbers of lists may differ in their last digits
+            if n_common:
+                self.pieces = ["".join(self.pieces)]
+                if self.pieces[0][self.at : self.at + n_common] != piece[:n_common]:
+                    raise AnotherReplyError(f"it differs behind {self.at} characters")
+            self.pieces.append(rest)
+        self.at += len(piece)
+        self.n_told += len(rest)
+        return rest
+
+
+def _parts_of(choice: dict[str, Any]) -> Iterator[tuple[Name, dict[str, Any], str]]:
+    """Generate the parts of a reply that a choice of an event brings more of: name, what holds it, under which key."""
+    body = choice.get("delta", choice)
+    for name in _TEXTS:
+        if isinstance(body.get(name), str):
+            yield (name,), body, name
+    for call in body.get("tool_calls", ()):
+        for name in call["function"]:
+            yield ("call", call["index"], name), call["function"], name
+    for name, value in (choice.get("logprobs") or {}).items():
+        if isinstance(value, list):
+            yield ("logprobs", name), choice["logprobs"], name
