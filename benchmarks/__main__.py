@@ -26,6 +26,7 @@ from benchmarks import (
     bridge,
     compiling,
     conformance,
+    covered,
     failures,
     gpu_tune,
     kernels,
@@ -50,7 +51,7 @@ from benchmarks import speculative as speculative_decoding
 from benchmarks.harness import Report, require_green
 from benchmarks.llamacpp_peer import require_llamacpp
 from benchmarks.workloads import MODELS
-from tests.failure.scenes import SET_UPS
+from tests.failure.survive import EVERYTHING
 
 app = typer.Typer(add_completion=False, help=__doc__)
 Quick = Annotated[bool, typer.Option("--quick", help="Smaller, coarser, under a minute.")]
@@ -309,7 +310,7 @@ def states_(quick: Quick = False, out: Out = None, threads: Threads = None) -> N
 
 @app.command(name="soak")
 def soak_(
-    minutes: Annotated[float, typer.Option(help="How long.")] = 30.0,
+    minutes: Annotated[float, typer.Option(help="How long, of the processor's time.")] = 30.0,
     seed: Annotated[int, typer.Option(help="Another one is another run.")] = 0,
     quick: Quick = False,
     out: Out = None,
@@ -392,12 +393,24 @@ def failures_(
     set_up: Annotated[list[str] | None, typer.Option("--set-up", help="One of them; may be repeated.")] = None,
     out: Out = None,
 ) -> None:
-    """Let each allocation, kernel, layer, file call and callback of every public call fail, one after the other."""
-    unknown = [name for name in set_up or () if name not in SET_UPS]
+    """Let each allocation, kernel, layer, file call, callback and tokenizer of every public call fail, one by one."""
+    unknown = [name for name in set_up or () if name not in EVERYTHING]
     if unknown:
-        raise typer.BadParameter(f"{unknown} are none of {', '.join(SET_UPS)}", param_hint="--set-up")
-    if not failures.failures(set_up or SET_UPS, every, out):
+        raise typer.BadParameter(f"{unknown} are none of {', '.join(EVERYTHING)}", param_hint="--set-up")
+    if not failures.failures(set_up or EVERYTHING, every, out):
         raise typer.Exit(1)
+
+
+@app.command(name="coverage")
+def coverage_(
+    tests: Annotated[list[str] | None, typer.Argument(help="Paths; all of the default run unless given.")] = None,
+    out: Out = None,
+) -> None:
+    """Measure which lines and branches of memory/ the default tests run, room by room, in 15 minutes or more."""
+    found = covered.covered(tests or ["tests"], out)
+    found.show()
+    if out is not None:
+        found.write(out)
 
 
 @app.command(name="table")

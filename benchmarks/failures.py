@@ -6,35 +6,57 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests.failure.points import KINDS
-from tests.failure.scenes import CALLS, SET_UPS
-from tests.failure.survive import Survey, survey
+from tests.failure.survive import EVERYTHING, survey
+
+FILE = "failures.json"
 
 
 def failures(set_ups: Iterable[str], every: int, out: Path | None) -> bool:
-    """Print the table of points by call and kind; return True if everything has survived."""
+    """Print the table of points by call and kind; return True if everything has survived.
+
+    Args:
+        out: a folder whose FILE keeps the results of each set-up that was run last: the table is of all of them then.
+    """
     torch.set_num_threads(1)
-    found = survey(set_ups, every=every, tell=print)
-    print(table(found))
-    if out is not None:
+    results: dict[str, Any] = {}
+    if out is not None and (out / FILE).exists():
+        results = json.loads((out / FILE).read_text())
+    for set_up in set_ups:
+        found = survey([set_up], every=every, tell=print)
         points = [[*key, n] for key, n in found.points.items()]
-        (out / "failures.json").write_text(json.dumps({"points": points, "faults": found.faults}, indent=1))
-    return not found.faults
+        results[set_up] = {"every": every, "points": points, "survived": found.survived, "faults": found.faults}
+        if out is not None:
+            (out / FILE).write_text(json.dumps(results, indent=1))
+    print(table(results))
+    return not any(result["faults"] for result in results.values())
 
 
-def table(found: Survey) -> str:
-    """Return points by call (rows) and kind (columns), in Markdown, and each fault."""
+def table(results: dict[str, Any]) -> str:
+    """Return points by call (rows) and kind (columns), and by set-up, in Markdown, and each fault."""
     lines = [f"| call | {' | '.join(KINDS)} | all |", "|---|" + "---:|" * (len(KINDS) + 1)]
-    for call in CALLS:
-        counts = [found.points[call, kind] for kind in KINDS]
-        lines.append(f"| {call} | {' | '.join(f'{n:,}' for n in counts)} | {sum(counts):,} |")
-    by_kind = Counter[str]()
-    for (_, kind), n in found.points.items():
-        by_kind[kind] += n
-    n_all = sum(by_kind.values())
-    lines.append(f"| all | {' | '.join(f'{by_kind[kind]:,}' for kind in KINDS)} | {n_all:,} |")
-    lines.append(f"\n{n_all:,} points failed, {found.survived:,} survived; {len(SET_UPS)} set-ups are known.")
-    return "\n".join([*lines, *(f"- {fault}" for fault in found.faults)])
+    points, by_kind = Counter[tuple[str, str]](), Counter[str]()
+    for result in results.values():
+        for call, kind, n in result["points"]:
+            points[call, kind] += n
+            by_kind[kind] += n
+    calls = dict.fromkeys(call for set_up in EVERYTHING.values() for call in set_up.calls)
+    for call in calls:
+        counts = [points[call, kind] for kind in KINDS]
+        if sum(counts):
+            lines.append(f"| {call} | {' | '.join(f'{n:,}' for n in counts)} | {sum(counts):,} |")
+    lines.append(f"| all | {' | '.join(f'{by_kind[kind]:,}' for kind in KINDS)} | {sum(by_kind.values()):,} |")
+    lines.append("\nWithout a point: " + ", ".join(c for c in calls if not any(points[c, k] for k in KINDS)) + ".\n")
+    lines += ["| set-up | points | survived |", "|---|---:|---:|"]
+    for name, result in results.items():
+        note = "" if result["every"] == 1 else f" (each {result['every']}th)"
+        lines.append(f"| {name}{note} | {sum(p[2] for p in result['points']):,} | {result['survived']:,} |")
+    survived = sum(result["survived"] for result in results.values())
+    lines.append(
+        f"\n{sum(by_kind.values()):,} points failed, {survived:,} survived; {len(EVERYTHING)} set-ups are known."
+    )
+    return "\n".join([*lines, *(f"- {fault}" for result in results.values() for fault in result["faults"])])

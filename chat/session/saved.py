@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -74,7 +75,7 @@ def write_sessions(folder: Path, sessions: list[SavedSession], memory: HybridMem
             }  # fmt: skip
             file.write(json.dumps({**about, "sha256": _digest(about)}, indent=1).encode())
     except BaseException:
-        if name is not None:
+        if name is not None and (named := _named_in(folder)) is not None and name not in named:
             (folder / name).unlink(missing_ok=True)
         raise
     _remove_others(folder)
@@ -98,9 +99,9 @@ def _remove_others(folder: Path) -> None:
     """
     found = [path for path in folder.iterdir() if _MEMORY_FILE.fullmatch(path.name)]
     if not remove_abandoned(folder, f"{re.escape(SESSION_FILE)}|{_MEMORY_FILE.pattern}"):
-        kept = _memory_file_of(folder)
-        for path in found:
-            if path.name != kept:
+        named = _named_in(folder)
+        for path in found if named is not None else ():
+            if path.name not in named:
                 path.unlink(missing_ok=True)
 
 
@@ -115,7 +116,7 @@ def read_sessions(folder: Path, memory: HybridMemory) -> tuple[list[SavedSession
     try:
         sessions = [_read_one(path, own, memory.spec.vocab_size) for own in (about, *about.get("branches", ()))]
         name, first = about["memory"], about.get("first", 0)
-        if not (name is None or (_MEMORY_FILE.fullmatch(name) and 0 <= first < len(sessions))):
+        if not (name is None or (_MEMORY_FILE.fullmatch(name) and index(first) in range(len(sessions)))):
             raise ValueError(f"memory {name!r} of session {first!r}")
     except FormatError:
         raise
@@ -174,13 +175,14 @@ def read_about(path: Path) -> dict[str, Any]:
     return about
 
 
-def _memory_file_of(folder: Path) -> str | None:
-    """Return the memory file of the session that is saved there now."""
+def _named_in(folder: Path) -> set[str] | None:
+    """Return the memory files that the session saved there needs; None if it cannot be read, so that all may be."""
     try:
-        name = read_about(folder / SESSION_FILE)["memory"]
-    except (FormatError, KeyError):
+        if not (folder / SESSION_FILE).exists():
+            return set()
+        return {name for name in [read_about(folder / SESSION_FILE)["memory"]] if isinstance(name, str)}
+    except (FormatError, KeyError, OSError):
         return None
-    return name if isinstance(name, str) and _MEMORY_FILE.fullmatch(name) else None
 
 
 def _digest(about: dict[str, Any]) -> str:

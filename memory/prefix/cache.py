@@ -323,11 +323,7 @@ class PrefixCache:
         """
         with uninterrupted():
             n_before = len(self._kept.nodes)
-            for label, checkpoint in owned(self.memory.folders.load(folder)):
-                if not self._kept.add_outside(checkpoint.tokens, label, checkpoint):
-                    self.memory.close(checkpoint)
-                elif self.seconds_to_live is not None:
-                    self._kept.let_live(checkpoint, self.seconds_to_live)
+            self._kept.add_loaded([*owned(self.memory.folders.load(folder))], self.seconds_to_live)
             return len(self._kept.nodes) - n_before
 
     def forget(self, token_ids: Seq[int] | Int64s, owner: Hashable = None, *, behind: int = 0) -> int:

@@ -77,6 +77,22 @@ class Kept:
         self._count_saved_below(node, node.depth)
         return True
 
+    def add_loaded(self, entries: list[tuple[Hashable, Sequence]], seconds_to_live: float | None) -> None:
+        """Add checkpoints of owners that are outside of the budget; even if it fails, those not added are closed."""
+        left = entries[::-1]
+        try:
+            while left:
+                owner, checkpoint = left[-1]
+                is_new = self.add_outside(checkpoint.tokens, owner, checkpoint)
+                left.pop()
+                if not is_new:
+                    self.memory.close(checkpoint)
+                elif seconds_to_live is not None:
+                    self.let_live(checkpoint, seconds_to_live)
+        finally:
+            for _, checkpoint in left:
+                self.memory.close(checkpoint)
+
     def touch(self, node: Node) -> None:
         """Note that the checkpoint of a node is used now."""
         self._clock += 1

@@ -58,15 +58,15 @@ class Ledger:
         return handle
 
     def _grow(self) -> None:
+        """Double the slots: all columns are made before the first one is replaced, so that nothing is half grown."""
+        n = len(self.lengths)
+        counts = [np.concatenate([a, np.zeros(n, np.int64)]) for a in (self.lengths, self.peaks, self._writable)]
+        flags = [np.concatenate([a, np.zeros(n, np.bool_)]) for a in (self.is_busy, self.is_away, self._is_checkpoint)]
+        free_slots = list(range(2 * n - 1, n - 1, -1))
         with uninterrupted():
-            n = len(self.lengths)
-            self.lengths, self.peaks, self._writable = (
-                np.concatenate([a, np.zeros(n, np.int64)]) for a in (self.lengths, self.peaks, self._writable)
-            )
-            self.is_busy, self.is_away, self._is_checkpoint = (
-                np.concatenate([a, np.zeros(n, np.bool_)]) for a in (self.is_busy, self.is_away, self._is_checkpoint)
-            )
-            self._free_slots = list(range(2 * n - 1, n - 1, -1))
+            self.lengths, self.peaks, self._writable = counts
+            self.is_busy, self.is_away, self._is_checkpoint = flags
+            self._free_slots = free_slots
 
     def close(self, sequence: Sequence) -> None:
         sequence.closed = True

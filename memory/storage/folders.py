@@ -136,11 +136,13 @@ class Folders:
         with uninterrupted():
             try:
                 return _Reading(self._memory, place, about, self._files).open(opened)
-            except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
+            except BaseException as error:
                 for sequence in opened:
                     self._memory.close_one(sequence)
                 self._memory.swapped.forget_unheld()
-                raise FormatError(f"{path} contradicts itself ({error}); save the checkpoints again") from error
+                if isinstance(error, KeyError | ValueError | TypeError | IndexError | OverflowError):
+                    raise FormatError(f"{path} contradicts itself ({error}); save the checkpoints again") from error
+                raise
 
 
 class _Reading:

@@ -18,9 +18,9 @@ from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
 from chat.session.saved import _digest as session_digest
 from chat.session.session import ChatSession
-from memory import HybridMemory
+from memory import FormatError, HybridMemory
 from memory.prefix import PrefixCache
-from models import EMBEDDED, load_model
+from models import EMBEDDED, LanguageModel, load_model
 from models.loading.load import weight_bytes
 from tests.inside import forged_file
 
@@ -203,6 +203,19 @@ def test_a_forged_chat_does_not_lead_out_of_its_folder(chat: Path, tmp_path: Pat
         }
         (tmp_path / "session.json").write_text(json.dumps(about | {"sha256": session_digest(about)}))
         assert_refused(tmp_path, "contradicts itself")
+
+
+def test_a_forged_chat_names_a_session_by_an_integer(chat: Path, embedded: LanguageModel, tokenizer: Tokenizer) -> None:
+    """Found by hostile bytes: a half is between the first session and the second."""
+    content = (chat / "session.json").read_text()
+    about = {n: v for n, v in json.loads(content).items() if n != "sha256"} | {"first": 0.5}
+    engine = Engine(embedded, HybridMemory(embedded.memory_spec, "16MiB"), tokenizer)
+    try:
+        (chat / "session.json").write_text(json.dumps(about | {"sha256": session_digest(about)}))
+        with pytest.raises(FormatError, match="contradicts itself"):
+            ChatSession.resume(engine, chat)
+    finally:
+        (chat / "session.json").write_text(content)
 
 
 def test_hostile_strings_are_shown_harmlessly(saved: tuple[Path, dict[str, int]], tmp_path: Path) -> None:

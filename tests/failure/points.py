@@ -1,4 +1,4 @@
-"""Lets the n-th allocation, kernel, layer, file call or callback of a call fail: for n = 1, 2, ... until it succeeds.
+"""Lets the n-th allocation, kernel, layer, file call, callback or call of a tokenizer fail, until a call succeeds.
 
 Python tells a profile function of each call of a function, in C and in Python, before it runs. What that function
 raises is raised in place of the call, which therefore has done nothing: as if memory or the disk had ended there.
@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 ROOT = Path(__file__).parent.parent.parent
 _LIBRARY = tuple(str(ROOT / package) + os.sep for package in ("memory", "models", "chat"))
 _KERNELS = str(ROOT / "memory" / "kernels") + os.sep
+_TOKENIZERS = str(Path(str(find_spec("transformers").origin)).parent / "tokenization")  # type: ignore[union-attr]
 _TESTING = str(ROOT / "memory" / "testing") + os.sep
 
 _FILE_CALLS = {
@@ -35,7 +37,7 @@ _TENSORS = {"empty", "zeros", "ones", "cat", "stack", "clone", "index_select", "
 
 
 class InjectedError(Exception):
-    """What a kernel, a layer or a callback raises."""
+    """What a kernel, a layer, a callback or a tokenizer raises."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,13 @@ def _calls_back(frame: FrameType, event: str, called: Any) -> bool:
     return event == "call" and frame.f_code.co_name.startswith("callback_")
 
 
+def _calls_tokenizer(frame: FrameType, event: str, called: Any) -> bool:
+    """Of transformers or of tokenizers, out of the library."""
+    if event == "call":
+        return _is_in(frame.f_back, *_LIBRARY) and frame.f_code.co_filename.startswith(_TOKENIZERS)
+    return _is_in(frame, *_LIBRARY) and type(getattr(called, "__self__", None)).__module__.startswith("tokenizers")
+
+
 def _full() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -116,6 +125,7 @@ KINDS = {
         Kind("disk full", _touches_files, _full),
         Kind("disk broken", _touches_files, _broken),
         Kind("callback", _calls_back, InjectedError),
+        Kind("tokenizer", _calls_tokenizer, InjectedError),
     )
 }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memory import HybridMemory, Sequence
+from memory import CapacityError, HybridMemory, Sequence
 from memory.prefix import PrefixCache
 from memory.recurrences import FAMILIES
 from memory.testing.subjects import POLICIES, STORAGES
@@ -30,6 +31,20 @@ class SetUp:
     options: tuple[tuple[str, Any], ...] = ()
     is_exact: bool = True
     swaps_to_files: bool = False
+    budget: str = "512KiB"
+    n_ballast: int = 0
+    """Sequences that fill the budget, and that a reclaimer closes one by one."""
+
+    @property
+    def calls(self) -> Mapping[str, Callable[[Any], Any]]:
+        return CALLS
+
+    def make(self, folder: Path, call: str) -> Scene:
+        """Return a scene in which the call can be made."""
+        scene = Scene(self, folder, has_files=call.startswith(("save", "load")))
+        if call in ("prefix save", "prefix load"):
+            scene.fill_prefixes()
+        return scene
 
     def memory(self, folder: Path) -> HybridMemory:
         spec = self.model().memory_spec
@@ -39,7 +54,7 @@ class SetUp:
         options: dict[str, Any] = {"rollback_window": 4, "page_tokens": 4, "poison": True, **dict(self.options)}
         if self.swaps_to_files:
             options |= {"host_budget": 1, "swap_dir": folder / "swap"}
-        return HybridMemory(spec, "512KiB", **options)
+        return HybridMemory(spec, self.budget, **options)
 
 
 @cache
@@ -68,6 +83,7 @@ SET_UPS = {
         SetUp("Quest", _toy, policy="quest", options=_HOST),
         SetUp("4 bits", _toy, storage="4-bit", options=_HOST),
         SetUp("swapped to files", _toy, options=_HOST, swaps_to_files=True),
+        SetUp("full budget", _toy, budget="40KiB", n_ballast=6),
     )
 }
 
@@ -89,24 +105,54 @@ class Scene:
             self.memory.save(self.b, self.path)
             self.saved = self.path.read_bytes()
             self.memory.save(self.a, self.family_path, checkpoints=True)
-        self.prefixes = PrefixCache(self.memory, grid_tokens=4)
+        self.prefixes = self.other = PrefixCache(self.memory, grid_tokens=4)
         self.fork, self.new = self.memory.fork(self.b), self.memory.open()
         if dict(set_up.options).get("host_pages"):
             self.memory.to_host(self.fork)
+        self.ballast = [self.memory.open() for _ in range(set_up.n_ballast)]
+        if self.ballast:
+            self._fill()
+            self.memory.add_reclaimer(self.callback_give_way)
+
+    def fill_prefixes(self) -> None:
+        """Insert a sequence and save it, and make a cache that knows nothing of it."""
+        self.prefixes.insert(self.b)
+        self.prefixes.save(self.folder / "prefixes")
+        self.prefixes.insert(self.a)
+        self.other = PrefixCache(self.memory, grid_tokens=4)
+
+    def _fill(self) -> None:
+        """Feed the ballast until the budget is full."""
+        with suppress(CapacityError):
+            while True:
+                for sequence in self.ballast:
+                    self.feed({sequence: [1] * 24})
+
+    def callback_give_way(self, missing_bytes: int) -> bool:
+        """Close one of those that only fill the budget: a reclaimer."""
+        if not self.ballast:
+            return False
+        self.memory.close(self.ballast.pop())
+        return True
 
     def feed(self, requests: dict[Sequence, list[int]]) -> tuple[torch.Tensor, ...]:
         with self.memory.step(requests, outputs="all") as step:
             return step.split(self.model(step))
 
+    def _handles(self) -> list[Sequence]:
+        return sorted((h for h in self.memory.sequences if h not in self.ballast), key=lambda handle: handle.id)
+
     def books(self) -> list[tuple[Any, ...]]:
-        """Return what can be seen of all sequences."""
-        handles = sorted(self.memory.sequences, key=lambda handle: handle.id)
+        """Return what can be seen of all sequences but the ballast."""
+        handles = self._handles()
         return [(h.id, h.is_checkpoint, h.tokens.tolist(), h.horizon, h.is_swapped, h.is_on_host) for h in handles]
 
     def go_on(self) -> Logits:
         """Swap all in and feed each live sequence: what comes out, by the sequence's id. Each goes back first."""
         found: Logits = {}
-        handles = sorted(self.memory.sequences, key=lambda handle: handle.id)
+        while self.callback_give_way(0):  # what a prefix cache holds shall not give way instead
+            pass
+        handles = self._handles()
         for handle in handles:
             if handle.is_swapped:
                 self.memory.swap_in(handle)
@@ -122,7 +168,8 @@ class Scene:
     def end(self) -> None:
         """Close everything; raise AssertionError if a byte is lost."""
         self.memory.check()
-        self.prefixes.close()
+        for prefixes in {self.prefixes, self.other}:
+            prefixes.close()
         for handle in self.memory.sequences:
             self.memory.close(handle)
         self.memory.check()
@@ -185,6 +232,8 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "load a family": lambda s: s.memory.load(s.family_path, family=True),
     "prefix insert": lambda s: s.prefixes.insert(s.a),
     "prefix open": lambda s: s.prefixes.open([*_tokens(9, 0), 3, 4]),
+    "prefix save": lambda s: s.prefixes.save(s.folder / "prefixes"),
+    "prefix load": lambda s: s.other.load(s.folder / "prefixes"),
     "usage": lambda s: s.memory.usage(),
     "check": lambda s: s.memory.check(),
 }

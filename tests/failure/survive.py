@@ -6,19 +6,48 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from memory import SpecError
+from memory import HybridMemory, SpecError
 from tests.failure.points import KINDS, Kind, Outcome, call_with
-from tests.failure.scenes import CALLS, SET_UPS, Logits, Scene, SetUp
+from tests.failure.scenes import SET_UPS, Logits
+from tests.failure.talking import TALKING
 
 _FAST = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """A folder in host memory, where there is one: fsync costs nothing there."""
+
+
+class Scene(Protocol):
+    """Defines what is looked at after a call; see `scenes.Scene` and `talking.Talk`."""
+
+    memory: HybridMemory
+    saved: bytes
+
+    def books(self) -> list[tuple[Any, ...]]: ...
+    def go_on(self) -> Logits: ...
+    def file(self) -> bytes: ...
+    def end(self) -> None: ...
+
+
+class SetUp(Protocol):
+    """Defines what makes scenes: a memory, an engine or a chat, and the calls that can be made to it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_exact(self) -> bool: ...
+    @property
+    def calls(self) -> Mapping[str, Callable[[Any], Any]]: ...
+    def make(self, folder: Path, call: str) -> Scene: ...
+
+
+EVERYTHING: dict[str, SetUp] = {**SET_UPS, **TALKING}
+"""All set-ups by name."""
 
 
 @dataclass
@@ -42,8 +71,8 @@ class Ends:
 
 
 def survey(
-    set_ups: Iterable[str] = SET_UPS,
-    calls: Iterable[str] = CALLS,
+    set_ups: Iterable[str] = EVERYTHING,
+    calls: Iterable[str] | None = None,
     kinds: Iterable[str] = KINDS,
     *,
     every: int = 1,
@@ -52,8 +81,8 @@ def survey(
     """Fail every point, or with `every` = n each n-th, of each call in each set-up."""
     found = Survey()
     for set_up in set_ups:
-        for call in calls:
-            _survey_call(found, SET_UPS[set_up], call, kinds, every)
+        for call in EVERYTHING[set_up].calls if calls is None else calls:
+            _survey_call(found, EVERYTHING[set_up], call, kinds, every)
         tell(f"{set_up}: {sum(found.points.values()):,} points so far, {len(found.faults)} faults")
     return found
 
@@ -75,20 +104,16 @@ def _survey_call(found: Survey, set_up: SetUp, name: str, kinds: Iterable[str], 
                     found.faults.append(f"{set_up.name}; {name}; {kind} {n} at {outcome.failed_at}: {why}")
 
 
-def _needs_files(name: str) -> bool:
-    return "load" in name or "save" in name
-
-
 def _ends_of(set_up: SetUp, name: str, folder: Path) -> Ends | None:
     """Return what is seen before and after a call that succeeds; None if this memory has no such call."""
     scenes = []
     for i in range(2):
         (folder / str(i)).mkdir(parents=True)
-        scenes.append(Scene(set_up, folder / str(i), has_files=_needs_files(name)))
+        scenes.append(set_up.make(folder / str(i), name))
     undone, done = scenes
     before = done.books()
     try:
-        CALLS[name](done)
+        set_up.calls[name](done)
     except SpecError:  # such as `to_host` where there is no host
         return None
     ends = Ends(before, done.books(), undone.go_on(), done.go_on(), done.file())
@@ -103,19 +128,19 @@ def _attempt(
     """Return what came of a call whose point number `failing` fails, and what is wrong then; "" if nothing."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    scene = Scene(set_up, folder, has_files=_needs_files(name))
-    outcome = call_with(lambda: CALLS[name](scene), kind, failing)
+    scene = set_up.make(folder, name)
+    outcome = call_with(lambda: set_up.calls[name](scene), kind, failing)
     if failing is None and outcome.error is not None:
         raise outcome.error
     try:
-        _verify(scene, outcome, ends)
+        _verify(scene, outcome, ends, is_exact=set_up.is_exact)
         scene.end()
     except Exception as error:
         return outcome, f"{type(error).__name__}: {error}"
     return outcome, ""
 
 
-def _verify(scene: Scene, outcome: Outcome, ends: Ends) -> None:
+def _verify(scene: Scene, outcome: Outcome, ends: Ends, *, is_exact: bool) -> None:
     """Raise unless the call happened whole or not at all, and every sequence goes on as it must."""
     scene.memory.check()
     found = scene.books()
@@ -128,7 +153,7 @@ def _verify(scene: Scene, outcome: Outcome, ends: Ends) -> None:
     expected = ends.logits_after if is_done else ends.logits_before
     for id, logits in scene.go_on().items():
         assert torch.isfinite(logits).all(), f"sequence {id} reads memory that nobody wrote"
-        if scene.set_up.is_exact:
+        if is_exact:
             assert torch.equal(logits, expected[id]), f"bits of sequence {id} differ"
         else:
             spread = float(expected[id].max() - expected[id].min())

@@ -6,6 +6,7 @@ By default some points of each call; `FAILURES=all` takes all of them, as `pytho
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,19 +15,19 @@ import pytest
 
 from tests.failure.killed import NEW, OLD, make_memory
 from tests.failure.points import ROOT
-from tests.failure.scenes import CALLS, SET_UPS
-from tests.failure.survive import survey
+from tests.failure.survive import EVERYTHING, survey
 
 IS_ALL = os.environ.get("FAILURES") == "all"
 SAMPLE = [
     ("attention", "step, prompt", 17), ("attention", "run", 23), ("attention", "save", 5),
     ("deferred delta rule", "step, decode", 37), ("swapped to files", "swap_out", 9), ("attention", "load a family", 9),
-    ("H2O", "step, accept", 43),
+    ("H2O", "step, accept", 43), ("full budget", "step, prompt", 71), ("engine, full budget", "engine step, ends", 47),
+    ("chat", "chat save", 31),
 ]  # fmt: skip
-EVERYTHING = [(set_up, call, 1) for set_up in SET_UPS for call in CALLS]
+ALL = [(name, call, 1) for name, set_up in EVERYTHING.items() for call in set_up.calls]
 
 
-@pytest.mark.parametrize(("set_up", "call", "every"), EVERYTHING if IS_ALL else SAMPLE)
+@pytest.mark.parametrize(("set_up", "call", "every"), ALL if IS_ALL else SAMPLE)
 def test_a_call_happens_whole_or_not_at_all(set_up: str, call: str, every: int) -> None:
     found = survey([set_up], [call], every=every)
     assert found.faults == []
@@ -50,3 +51,15 @@ def test_a_process_that_is_killed_at_any_file_call_leaves_the_old_file_or_the_ne
         assert list((folder / "swap").iterdir()) == []
     n_old = found.count(OLD)
     assert 0 < n_old < len(found) and found == [OLD] * n_old + [NEW] * (len(found) - n_old)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_process_that_is_killed_while_it_keeps_a_kernel_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
+    """And the next process compiles it, keeps it, and removes what was left half-written."""
+    call = [sys.executable, "-m", "tests.failure.killed_cache", str(tmp_path), "1" if IS_ALL else "9"]
+    subprocess.run(call, check=True, cwd=ROOT)
+    ends = [tuple(map(int, line.split())) for line in (tmp_path / "ends").read_text().split("\n")]
+    killed, was_kept, *others = zip(*ends, strict=True)
+    assert killed[:-1] == (-signal.SIGKILL,) * (len(ends) - 1) and killed[-1] == 0
+    assert sorted(was_kept) == list(was_kept) and 0 < sum(was_kept) < len(ends)
+    assert {*zip(*others, strict=True)} == {(0, 0, 1)}, "compiled again, read, one file"

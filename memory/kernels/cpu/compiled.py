@@ -15,9 +15,11 @@ import os
 import pickle
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from glob import escape
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -38,6 +40,9 @@ _LOG = logging.getLogger("memory")
 _PLACE = "HYBRID_MEMORY_CACHE"
 _MOST_BUILDS = 8
 """Versions of the kernels that are kept on this machine; older ones are removed."""
+
+_ABANDONED_SECONDS = 600.0
+"""Time within which a kernel's file has certainly been written."""
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -214,6 +219,7 @@ def _make(folder: Path) -> None:
 def _write(path: Path, content: bytes) -> None:
     """Write a whole file at once, even if other processes write it at the same time."""
     _make(path.parent)
+    _remove_abandoned(path)
     part = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:
         part.write_bytes(content)
@@ -221,6 +227,14 @@ def _write(path: Path, content: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what processes that were killed while they wrote this kernel have left beside its file."""
+    for part in path.parent.glob(f"{escape(path.name)}.*.part"):
+        with suppress(OSError):  # another process does the same
+            if time.time() - part.stat().st_mtime > _ABANDONED_SECONDS:
+                part.unlink()
 
 
 def _remove_old_builds(folder: Path) -> None:

@@ -1,0 +1,67 @@
+"""Measures which lines and branches of `memory/` the default tests run on the CPU, room by room.
+
+Bodies of kernels are compiled, by numba or by Triton, so no Python runs in them: they are left out, and their own tests
+compare each with plain torch. `memory/kernels/cuda` is counted apart: what of it a machine without a GPU can run, the
+tests run by Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Report
+
+ROOT = Path(__file__).parent.parent
+_APART = "kernels/cuda"
+
+
+def covered(tests: Iterable[str], out: Path | None) -> Report:
+    """Run tests, in one process, and report what they have covered; `out` keeps what each of several calls adds."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = (Path(folder) if out is None else out.absolute()) / "coverage"
+        environment = os.environ | {"COVERAGE_FILE": str(data)}
+
+        def run(*arguments: str) -> None:
+            subprocess.run([sys.executable, "-m", "coverage", *arguments], cwd=ROOT, env=environment, check=True)
+
+        run("run", "-m", "pytest", "-n", "0", "-q", *tests)
+        run("combine", "--append")
+        run("json", "-q", "-o", f"{data}.json")
+        return report(json.loads(Path(f"{data}.json").read_text()))
+
+
+def report(measured: dict[str, Any]) -> Report:
+    """Return the table of rooms, the total without what is counted apart, and the files with most that is missing."""
+    rooms: dict[str, Counter[str]] = {}
+    missing = dict[str, int]()
+    for name, file in measured["files"].items():
+        path = Path(name).relative_to("memory")
+        counts = Counter({key: n for key, n in file["summary"].items() if key in _COUNTS})
+        room = _APART if path.is_relative_to(_APART) else path.parts[0] if len(path.parts) > 1 else "flat files"
+        rooms.setdefault(room, Counter()).update(counts)
+        if room != _APART:
+            rooms.setdefault("all but kernels/cuda", Counter()).update(counts)
+            missing[name] = counts["missing_lines"] + counts["missing_branches"]
+    found = Report("coverage")
+    for room, n in sorted(rooms.items(), key=lambda item: (item[0] == "all but kernels/cuda", item[0])):
+        covered = n["covered_lines"] + n["covered_branches"]
+        all_of_them = n["num_statements"] + n["num_branches"]
+        row = {"room": room, "lines": n["num_statements"], "branches": n["num_branches"]}
+        not_run = {"lines not run": n["missing_lines"], "branches not taken": n["missing_branches"]}
+        found.add("coverage of memory/", row | not_run | {"%": 100 * covered / max(1, all_of_them)})
+    worst = sorted(missing.items(), key=lambda item: -item[1])[:12]
+    found.notes = ["Most is missing in " + ", ".join(f"{name} ({n})" for name, n in worst if n) + "."]
+    return found
+
+
+_COUNTS = {
+    "num_statements", "num_branches", "covered_lines", "covered_branches", "missing_lines", "missing_branches",
+}  # fmt: skip

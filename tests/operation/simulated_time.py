@@ -1,0 +1,58 @@
+"""An event loop whose time is simulated: where everybody waits for a time, it is that time at once.
+
+What would run in threads runs in place, so one seed is one history. Where everybody waits and no time would end it,
+somebody waits for ever, and that is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class _Skipping(selectors.DefaultSelector):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready and timeout is None:
+            raise AssertionError(f"everybody waits for ever, at {self.now:.2f} s")
+        if not ready and timeout is not None:
+            self.now += timeout
+        return ready
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """Tells simulated seconds; `pass_time` lets some go by, as work does."""
+
+    def __init__(self) -> None:
+        self._skipping = _Skipping()
+        super().__init__(self._skipping)
+
+    def time(self) -> float:
+        return self._skipping.now
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time go by in the middle of what runs."""
+        self._skipping.now += seconds
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def simulate(main: Callable[[SimulatedLoop], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine in simulated time."""
+    loop = SimulatedLoop()
+    try:
+        loop.run_until_complete(main(loop))
+    finally:
+        loop.close()
