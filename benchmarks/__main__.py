@@ -31,6 +31,7 @@ from benchmarks import (
     gpu_tune,
     kernels,
     large,
+    locks,
     prefixes,
     restarts,
     sampling,
@@ -228,6 +229,12 @@ def tune(
 def bookkeeping(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure steps, open and close without a model."""
     _run(books.bookkeeping, BOOK_TESTS, quick, out, threads)
+
+
+@app.command(name="locks")
+def locks_(quick: Quick = False, out: Out = None) -> None:
+    """Measure what it costs that calls of several threads wait for each other, beside a step without a model."""
+    _run(locks.locks, (), quick, out, None)
 
 
 @app.command()

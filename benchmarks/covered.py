@@ -29,13 +29,17 @@ def covered(tests: Iterable[str], out: Path | None) -> Report:
         data = (Path(folder) if out is None else out.absolute()) / "coverage"
         environment = os.environ | {"COVERAGE_FILE": str(data)}
 
-        def run(*arguments: str) -> None:
-            subprocess.run([sys.executable, "-m", "coverage", *arguments], cwd=ROOT, env=environment, check=True)
+        def run(*arguments: str, check: bool = True) -> int:
+            command = [sys.executable, "-m", "coverage", *arguments]
+            return subprocess.run(command, cwd=ROOT, env=environment, check=check).returncode
 
-        run("run", "-m", "pytest", "-n", "0", "-q", *tests)
+        status = run("run", "-m", "pytest", "-n", "0", "-q", *tests, check=False)
         run("combine", "--append")
         run("json", "-q", "-o", f"{data}.json")
-        return report(json.loads(Path(f"{data}.json").read_text()))
+        found = report(json.loads(Path(f"{data}.json").read_text()))
+        if status:
+            found.notes.append(f"Some of these tests failed (pytest ended with {status}).")
+        return found
 
 
 def report(measured: dict[str, Any]) -> Report:

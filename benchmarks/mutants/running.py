@@ -23,8 +23,8 @@ from benchmarks.mutants.operators import Mutant, mutated
 
 ROOT = Path(__file__).parent.parent.parent
 _AHEAD = ("torch", "numba", "numpy", "einops", "fsspec", "pytest", "hypothesis", "hypothesis.stateful", "rich")
-_QUIETLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-"""Plugins of pytest that are imported ahead are not rewritten."""
+_QUIETLY = ("--assert=plain", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""pytest would load what it rewrites from its file, the library too where it counts as a plugin, and no mutant then."""
 _POLL_SECONDS = 0.1
 
 

@@ -170,6 +170,8 @@ class QuantizedAttention(CannotDrop):
             placed = self._store.place(self.bodies.addresses[np.concatenate(tables)])
             body = Body(placed, starts_of(n_read), n_read * self.storage.group)
             fresh = self.bodies.allocate(int(n_new.sum()))
+            for i in n_new.nonzero()[0].tolist():  # so that `commit` cannot fail
+                self._table.reserve(int(packed.slots[i]), int(n_blocks[i]), int(n_blocks[i] + n_new[i]))
             folding, reads = (n_blocks - n_read) * group_pages, self._reads(packed, exact, body)
             plan = QuantizedPlan(packed, exact, folding, n_new, fresh, self._targets(fresh), reads)
         except BaseException:

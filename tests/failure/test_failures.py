@@ -22,7 +22,7 @@ SAMPLE = [
     ("attention", "step, prompt", 17), ("attention", "run", 23), ("attention", "save", 5),
     ("deferred delta rule", "step, decode", 37), ("swapped to files", "swap_out", 9), ("attention", "load a family", 9),
     ("H2O", "step, accept", 43), ("full budget", "step, prompt", 71), ("engine, full budget", "engine step, ends", 47),
-    ("chat", "chat save", 31),
+    ("chat", "chat save", 31), ("4 bits", "step, reclaim", 65),
 ]  # fmt: skip
 ALL = [(name, call, 1) for name, set_up in EVERYTHING.items() for call in set_up.calls]
 
@@ -56,7 +56,7 @@ def test_a_process_that_is_killed_at_any_file_call_leaves_the_old_file_or_the_ne
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_that_is_killed_while_it_keeps_a_kernel_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
     """And the next process compiles it, keeps it, and removes what was left half-written."""
-    call = [sys.executable, "-m", "tests.failure.killed_cache", str(tmp_path), "1" if IS_ALL else "9"]
+    call = [sys.executable, "-m", "tests.failure.killed_cache", str(tmp_path), "1" if IS_ALL else "12"]
     subprocess.run(call, check=True, cwd=ROOT)
     ends = [tuple(map(int, line.split())) for line in (tmp_path / "ends").read_text().split("\n")]
     killed, was_kept, *others = zip(*ends, strict=True)

@@ -179,14 +179,18 @@ class ServingWorld:
         _CLIENT.set(client)
         await asyncio.sleep(client.arrives)
         gone, messages = asyncio.Event(), [{"type": "http.request", "body": client.body, "more_body": False}]
+
+        def leave() -> None:
+            client.has_left = not client.is_whole
+            gone.set()
+
         if client.leaves_after is not None:
-            self._loop.call_later(client.leaves_after, gone.set)
+            self._loop.call_later(client.leaves_after, leave)
 
         async def receive() -> dict[str, Any]:
             if messages:
                 return messages.pop()
             await gone.wait()
-            client.has_left = client.has_left or not client.is_whole
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
