@@ -196,6 +196,7 @@ class Sequence:
             return escape(repr(self))
 
 
+_ZERO = np.zeros((), np.int64)
 Encoded = Seq[tuple[Tensor, Tensor]]
 """Keys and values of all encoder rows, (R, n_kv_heads, head_dim) each, for each cross-attention in layer order."""
 Tokens = int | Seq[int] | Int64s | Tensor
@@ -236,8 +237,9 @@ class Packed:
 
     @property
     def nothing(self) -> Int64s:
-        """(S,) zeros: what `LayerMemory.commit` keeps of a step that is aborted."""
-        return np.zeros(len(self.slots), np.int64)
+        """(S,) zeros: what `LayerMemory.commit` keeps of a step that is aborted. A view: it needs no memory."""
+        nothing: Int64s = np.broadcast_to(_ZERO, self.slots.shape)
+        return nothing
 
     @cached_property
     def ends(self) -> Int64s:
