@@ -29,9 +29,7 @@ _DRAIN_SECONDS = 2.0
 _PATIENCE_SECONDS = 5.0
 """Time that a body may take before its rate is checked."""
 _LARGE_BYTES_PER_SECOND = 8_000_000
-"""Most bytes that all large bodies together bring while a reply is in progress: its steps wait for the event loop that
-reads them.
-"""
+"""Most bytes of all large bodies together while a reply is in progress: its steps wait for the loop that reads them."""
 CLIENT_GONE = 499
 """The status that is counted for a client that disconnected before its response; it is never sent."""
 
@@ -82,6 +80,7 @@ class Exchange:
         status: of the response; 0 until it begins.
         is_complete: the whole response was handed to the server.
         has_place: it counts among those that are answered at once.
+        has_stalled: its client took nothing for too long, so it was cancelled.
         is_counted: it is over: its place is free again, and the metrics contain it.
         request_id: the client's, or a new one; the response has it too.
         use: of the client's key; None: it needs none.
@@ -96,6 +95,7 @@ class Exchange:
     status: int = 0
     is_complete: bool = False
     has_place: bool = False
+    has_stalled: bool = False
     is_counted: bool = False
     request_id: str = ""
     use: Use | None = None
@@ -146,7 +146,9 @@ class Guard:
         incoming = _Incoming(receive, self._turnstile)
         try:
             await self._answer(exchange, headers, scope, incoming, self._watch(exchange, headers, incoming, send))
-        except ClientGoneError:
+        except (ClientGoneError, asyncio.CancelledError) as error:
+            if not (exchange.has_stalled or isinstance(error, ClientGoneError)):
+                raise
             exchange.status = CLIENT_GONE
         finally:
             for end in exchange.at_end:
@@ -296,7 +298,12 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", []), *extra, *close]}
             elif is_last:
                 self._count(exchange)
-            timer = loop.call_later(seconds, task.cancel)
+
+            def stall() -> None:
+                exchange.has_stalled = True
+                task.cancel()
+
+            timer = loop.call_later(seconds, stall)
             try:
                 await send(message)
             finally:

@@ -100,8 +100,8 @@ def _remove_others(folder: Path) -> None:
     found = [path for path in folder.iterdir() if _MEMORY_FILE.fullmatch(path.name)]
     if not remove_abandoned(folder, f"{re.escape(SESSION_FILE)}|{_MEMORY_FILE.pattern}"):
         named = _named_in(folder)
-        for path in found if named is not None else ():
-            if path.name not in named:
+        for path in found:
+            if named is not None and path.name not in named:
                 path.unlink(missing_ok=True)
 
 

@@ -82,7 +82,7 @@ class ServingWorld:
         self.memory_spec, self.config = model.memory_spec, None
         self._n_failures = 0
         self.memory = HybridMemory(
-            model.memory_spec, random.choice(["24KiB", "48KiB", "1MiB"]), rollback_window=random.choice([0, 5]),
+            model.memory_spec, random.choice(["8KiB", "16KiB", "1MiB"]), rollback_window=random.choice([0, 5]),
             page_tokens=4, poison=True, host_budget=random.choice([1 << 12, None]),
         )  # fmt: skip
         self.cache = PrefixCache(self.memory)
