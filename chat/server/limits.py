@@ -80,7 +80,6 @@ class Exchange:
         status: of the response; 0 until it begins.
         is_complete: the whole response was handed to the server.
         has_place: it counts among those that are answered at once.
-        has_stalled: its client took nothing for too long, so it was cancelled.
         is_counted: it is over: its place is free again, and the metrics contain it.
         request_id: the client's, or a new one; the response has it too.
         use: of the client's key; None: it needs none.
@@ -95,7 +94,6 @@ class Exchange:
     status: int = 0
     is_complete: bool = False
     has_place: bool = False
-    has_stalled: bool = False
     is_counted: bool = False
     request_id: str = ""
     use: Use | None = None
@@ -147,7 +145,7 @@ class Guard:
         try:
             await self._answer(exchange, headers, scope, incoming, self._watch(exchange, headers, incoming, send))
         except (ClientGoneError, asyncio.CancelledError) as error:
-            if not (exchange.has_stalled or isinstance(error, ClientGoneError)):
+            if exchange.status != CLIENT_GONE and not isinstance(error, ClientGoneError):
                 raise
             exchange.status = CLIENT_GONE
         finally:
@@ -300,7 +298,7 @@ class Guard:
                 self._count(exchange)
 
             def stall() -> None:
-                exchange.has_stalled = True
+                exchange.status = CLIENT_GONE
                 task.cancel()
 
             timer = loop.call_later(seconds, stall)

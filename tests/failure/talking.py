@@ -209,7 +209,7 @@ TALKING = {
     s.name: s
     for s in (
         TalkSetUp("engine", lambda folder, call: Requests(folder, call, "1MiB"), _ENGINE_CALLS),
-        TalkSetUp("engine, full budget", lambda folder, call: Requests(folder, call, "10KiB"), _ENGINE_CALLS),
+        TalkSetUp("engine, full budget", lambda folder, call: Requests(folder, call, "8KiB"), _ENGINE_CALLS),
         TalkSetUp("chat", Chat, _CHAT_CALLS),
     )
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from random import Random
@@ -18,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from chat.engine.drafting import Speculation
-from chat.engine.engine import Engine, Generation
+from chat.engine.engine import Engine, Generation, Sampling
 from chat.server import ServerOptions, make_app
 from memory import CapacityError, HybridMemory, Sequence, Step
 from memory.prefix.cache import PrefixCache
@@ -63,10 +64,12 @@ _CLIENT: ContextVar[Client] = ContextVar("client")
 class _Engine(Engine):
     """Notes which client a generation is of."""
 
-    def submit(self, token_ids: Any, **options: Any) -> Generation:
-        generation = super().submit(token_ids, **options)
-        _CLIENT.get().generations.append((generation, list(token_ids), options["sampling"]))
-        return generation
+    def submit_choices(self, token_ids: Any, samplings: Iterable[Sampling], **options: Any) -> list[Generation]:
+        wanted = [*samplings]
+        generations = super().submit_choices(token_ids, wanted, **options)
+        for generation, sampling in zip(generations, wanted, strict=True):
+            _CLIENT.get().generations.append((generation, list(token_ids), sampling))
+        return generations
 
 
 class ServingWorld:
