@@ -130,7 +130,7 @@ def warmup(
     with one_line_errors():
         import torch
 
-        from memory import SpecError
+        from memory import CrossAttentionSpec, HybridMemory, SpecError
         from memory.build import compiled_ahead
         from memory.kernels import cpu
         from memory.kernels.cpu.compiled import cache_folder, is_kept
@@ -149,8 +149,12 @@ def warmup(
                 if blocked.multiplies_fastest(each):
                     blocked.compile_products(each)
         else:
-            spec = load(model, "cpu", dtype, weights)[0].memory_spec
+            loaded = load(model, "cpu", dtype, weights)[0]
+            spec = loaded.memory_spec
             cpu.warm_up(compiled_ahead(spec), spec.dtype)
+            if not any(isinstance(own, CrossAttentionSpec) for layer in spec.layers for own in layer):
+                with HybridMemory(spec, "256MiB") as memory, memory.step({memory.open(): [0]}) as step:
+                    loaded(step)  # what models compile beside the kernels of their memory
         seconds = time.perf_counter() - started
         where = f"kept in {cache_folder()}" if is_kept() else "for this process only"
         typer.echo(f"CPU kernels are ready ({seconds:.1f} s; {where})")

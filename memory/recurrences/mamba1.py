@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from memory.kernels import Weights
+from memory.kernels import Kernels, Prepared, Weights
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, StateTensor
@@ -45,6 +45,8 @@ class Mamba1:
         a_NE: -exp(A_log) transposed, float32.
         d_E: float32.
         norms: splits dt, B and C and norms each; or None.
+        at_once: computes outputs and end states of (recurrence, states, rows) in one call, to the same bits; it returns
+            None for what it cannot. For few rows calls take longer than what they compute.
     """
 
     conv: CausalConv
@@ -54,15 +56,22 @@ class Mamba1:
     a_NE: Tensor
     d_E: Tensor
     norms: Callable[[Tensor], Sequence[Tensor]] | None = None
+    at_once: Callable[[Mamba1, States, Tensor], Tensor | None] | None = None
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Advance the states by rows (T, E); returns outputs (T, E) in the rows' dtype, and the states."""
+        if self.at_once is not None and (y_TE := self.at_once(self, states, rows)) is not None:
+            return y_TE, states.written()
         kernels = states.kernels
-        dt_bias, a, d = self._weights.prepared(kernels)
+        dt_bias, a, d = self.prepared(kernels)
         x_TE = self.conv(states, rows)
         dt_TE, b_TN, c_TN = self.project(x_TE)
         y_TE = kernels.selective_scan(x_TE, dt_TE, dt_bias, b_TN, c_TN, a, d, states.slots(-1))
         return y_TE.to(rows.dtype), states.written()
+
+    def prepared(self, kernels: Kernels) -> list[Prepared]:
+        """Return dt's bias, a and d as these kernels take them."""
+        return self._weights.prepared(kernels)
 
     @cached_property
     def _weights(self) -> Weights:

@@ -15,6 +15,7 @@ from memory.kernels.cpu.rows import LIKE, as_array
 from memory.kernels.cpu.threads import use_threads
 from models.layers import amx, blocked_kernels, integer_vectors, quantised_kernels, tile_kernels
 from models.layers.few_rows import CompiledProduct
+from models.layers.few_rows_kernels import ProductKind
 
 _OUTPUTS = blocked_kernels.BLOCKS * integer_vectors.BLOCK
 _PER_CODE = {torch.float32: 1, torch.bfloat16: 2}
@@ -62,8 +63,8 @@ class BlockedWeight:
         """Return the product for few rows; arguments are those of `multiply`."""
         return CompiledProduct(
             (self._codes,), quantised_kernels.NO_BIAS if bias is None else bias.numpy(),
-            quantised_kernels.ACTIVATIONS[activation], self.n_in, self.n_out, self.dtype, self._n_multiple,
-            _PER_CODE[self.dtype], self._has_tiles,
+            quantised_kernels.ACTIVATIONS[activation], self.n_in, self.n_out,
+            ProductKind(self._codes.dtype, self.dtype, self._has_tiles), self._n_multiple, _PER_CODE[self.dtype],
         )  # fmt: skip
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from memory.kernels import cpu, select_kernels
 from memory.kernels.cpu.rows import LIKE, as_array
 from memory.kernels.cpu.threads import use_threads
 from models.layers import amx, few_rows_kernels
+from models.layers.few_rows_kernels import ProductKind
 from models.layers.norms import GatedNorm, RMSNorm
 
 MOST_ROWS = 8
@@ -28,9 +29,7 @@ class CompiledProduct:
         weight: arrays of codes, and of scales if they are integers.
         bias: (n_out,) float32, or empty.
         activation: its number in `quantised_kernels.ACTIVATIONS`.
-        dtype: of the rows that it reads and writes.
         n_multiple, n_per_code: inputs are padded to a multiple, and one code holds so many.
-        has_tiles: whether tiles are multiplied (`amx`).
     """
 
     weight: tuple[np.ndarray, ...]
@@ -38,10 +37,14 @@ class CompiledProduct:
     activation: int
     n_in: int
     n_out: int
-    dtype: torch.dtype
+    kind: ProductKind
     n_multiple: int
     n_per_code: int
-    has_tiles: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows that it reads and writes."""
+        return self.kind.rows
 
     def compile(self) -> None:
         """Compile what is called for few rows, or load it from disk."""
@@ -53,9 +56,9 @@ class CompiledProduct:
         self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], other: CompiledProduct | None = None
     ) -> list[Tensor] | None:
         """Return the product with norm(x), and another's with it; None if that is not for these kernels."""
-        if not isinstance(norm, RMSNorm) or (other is not None and other.dtype is not self.dtype):
+        if not isinstance(norm, RMSNorm) or (other is not None and other.kind != self.kind):
             return None
-        if norm.weight_M.dtype is not self.dtype or not self._takes(x_TM):
+        if norm.weight_M.dtype is not self.dtype or not self.takes(x_TM):
             return None
         n_rows, like = len(x_TM), LIKE[self.dtype]
         y = torch.empty(n_rows, self.n_out, dtype=self.dtype)
@@ -63,8 +66,8 @@ class CompiledProduct:
         own = self.weight, self.bias, self.activation
         few_rows_kernels.normed_products(
             x_TM.data_ptr(), n_rows, self.n_in, LIKE[x_TM.dtype], as_array(norm.weights.prepared(cpu)[0]),
-            np.float32(norm.eps), *self._sizes(n_rows, self.n_out + (0 if other is None else other.n_out)), like,
-            *own, y.data_ptr(), self.n_out,
+            np.float32(norm.eps), *self.sizes(n_rows, self.n_out + (0 if other is None else other.n_out)), like,
+            few_rows_kernels.product_address(self.kind), *own, y.data_ptr(), self.n_out,
             *((*own, 0, 0) if other is None or second is None else
               (other.weight, other.bias, other.activation, second.data_ptr(), other.n_out)),
         )  # fmt: skip
@@ -72,7 +75,7 @@ class CompiledProduct:
 
     def gated(self, y_TE: Tensor, gate_TE: Tensor | None, norm: GatedNorm | None, residual_TM: Tensor) -> Tensor | None:
         """Return residual + product with y * gate, or with norm(y, gate); None if that is not for these kernels."""
-        if self.activation or not self._takes(y_TE) or not self._takes(residual_TM) or y_TE.dtype is not self.dtype:
+        if self.activation or not self.takes(y_TE) or not self.takes(residual_TM) or y_TE.dtype is not self.dtype:
             return None
         if gate_TE is not None and (gate_TE.dtype is not self.dtype or not gate_TE.is_contiguous()):
             return None
@@ -87,12 +90,13 @@ class CompiledProduct:
         out = torch.empty_like(residual_TM)
         few_rows_kernels.gated_product(
             y_TE.data_ptr(), 0 if gate_TE is None else gate_TE.data_ptr(), n_rows, self.n_in, weight, eps, n_part,
-            *self._sizes(n_rows, self.n_out), like, self.weight, self.bias, residual_TM.data_ptr(), out.data_ptr(),
+            *self.sizes(n_rows, self.n_out), like,
+            few_rows_kernels.product_address(self.kind), self.weight, self.bias, residual_TM.data_ptr(), out.data_ptr(),
             self.n_out, LIKE[out.dtype],
         )  # fmt: skip
         return out
 
-    def _takes(self, x: Tensor) -> bool:
+    def takes(self, x: Tensor) -> bool:
         """True if these kernels may read x: few whole rows of floats, and HYBRID_MEMORY_KERNELS names no others."""
         return (
             x.dim() == 2
@@ -102,8 +106,8 @@ class CompiledProduct:
             and select_kernels(x.device, self.dtype) is cpu
         )
 
-    def _sizes(self, n_rows: int, n_outputs: int) -> tuple[int, int, Any, int]:
+    def sizes(self, n_rows: int, n_outputs: int) -> tuple[int, int, Any, int]:
         """Return padded inputs, codes, the shape of tiles or None, and into how many parts outputs are divided."""
         n_padded = -(-self.n_in // self.n_multiple) * self.n_multiple
-        shape = amx.shape(n_rows) if self.has_tiles else None
+        shape = amx.shape(n_rows) if self.kind.has_tiles else None
         return n_padded, n_padded // self.n_per_code, shape, use_threads(n_rows * n_padded * n_outputs // 16)

@@ -21,6 +21,8 @@ from models.loading.checkpoint import Checkpoint, UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from memory.state.access import States
+
 
 def load_conv(
     checkpoint: Checkpoint, prefix: str, n_channels: int, n_taps: int, *, has_bias: bool, activation: str | None
@@ -44,6 +46,16 @@ def read_dt_limits(config: PreTrainedConfig) -> tuple[float, float]:
     if not isinstance(limits, list | tuple) or len(limits) < 2:
         raise FormatError(f"time_step_limit={limits!r}; give two numbers")
     return float(limits[0]), float(limits[1])
+
+
+def advance_mamba1(recurrence: Mamba1, states: States, rows: Tensor) -> Tensor | None:
+    """Run a Mamba-1 recurrence over few rows in one call, to the same bits; None where it is not for that."""
+    x_proj = recurrence.x_proj
+    if not isinstance(x_proj, Linear) or x_proj.compiled is None:
+        return None
+    from models.layers.mamba1_at_once import advance  # it needs numba, which others do without
+
+    return advance(recurrence, states, rows)
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,7 @@ class MambaMixer:
             a_NE=rates_of(take(f"{prefix}.A_log", n_channels, d_state, dtype=torch.float32)).T.contiguous(),
             d_E=take(f"{prefix}.D", n_channels, dtype=torch.float32),
             norms=norms,
+            at_once=advance_mamba1,
         )
         self._layer = layer
         self.specs = (shape.spec,)

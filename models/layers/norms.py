@@ -46,16 +46,16 @@ class SplitNorm:
     """Splits rows into parts, and computes an `RMSNorm` of each."""
 
     def __init__(self, eps: float, *weights: Tensor) -> None:
-        self._eps, self._sizes, self._parts = eps, tuple(len(weight) for weight in weights), weights
-        self._ends = np.cumsum(self._sizes)
+        self.eps, self._sizes, self._parts = eps, tuple(len(weight) for weight in weights), weights
+        self.ends = np.cumsum(self._sizes)
 
     @cached_property
-    def _weights(self) -> Weights:
+    def weights(self) -> Weights:
         return Weights(torch.cat(self._parts))  # not before they are used: joining on "meta" imports torch._dynamo
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Return the parts of x (T, E), (T, size) each."""
-        return norm_parts(x, self._weights, self._eps, self._sizes, self._ends)
+        return norm_parts(x, self.weights, self.eps, self._sizes, self.ends)
 
 
 def load_offset_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> RMSNorm:

@@ -13,6 +13,7 @@ from memory.kernels.cpu.threads import use_threads
 from models.layers import amx, integer_tile_kernels, quantised_kernels
 from models.layers.blocked import pairs_of
 from models.layers.few_rows import CompiledProduct
+from models.layers.few_rows_kernels import ProductKind
 from models.loading.weight_formats import IntegerFormat
 
 
@@ -74,8 +75,8 @@ class QuantisedWeight:
             return None
         return CompiledProduct(
             (self._codes, self._scales), quantised_kernels.NO_BIAS if bias is None else bias.numpy(),
-            quantised_kernels.ACTIVATIONS[activation], self.n_in, self.n_out, self._dtype, 32,
-            2 if self._has_tiles else 1, self._has_tiles,
+            quantised_kernels.ACTIVATIONS[activation], self.n_in, self.n_out,
+            ProductKind(self._codes.dtype, self._dtype, self._has_tiles), 32, 2 if self._has_tiles else 1,
         )  # fmt: skip
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:

@@ -42,12 +42,12 @@ def norm_parts(x_TE: Tensor, weight_E: Prepared, eps: float, ends_P: Int64s) -> 
     n_rows, n_elements = x_TE.shape
     x, out_TE = x_TE.contiguous(), torch.empty(n_rows, n_elements, dtype=x_TE.dtype)
     like = LIKE[x.dtype]
-    _norm_parts(x.data_ptr(), like, as_array(weight_E), np.float32(eps), ends_P, out_TE.data_ptr(), n_rows)
+    norm_parts_at(x.data_ptr(), like, as_array(weight_E), np.float32(eps), ends_P, out_TE.data_ptr(), n_rows)
     return out_TE
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def _norm_parts(x_at, like, weight, eps, ends, out_at, n_rows):  # type: ignore[no-untyped-def]
+def norm_parts_at(x_at, like, weight, eps, ends, out_at, n_rows):  # type: ignore[no-untyped-def]
     n = len(weight)
     x, out_TE, out = array_at(x_at, n_rows * n, like), array_at(out_at, n_rows * n, like), np.empty(n, np.float32)
     for t in range(n_rows):

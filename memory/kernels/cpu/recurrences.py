@@ -54,7 +54,7 @@ def causal_conv(
         return out_TE
     at_once = channels_at_once(window.cu_rows.host, out_TE.shape[0], n_channels, n_threads)
     rows = rows_TR.contiguous()
-    _convolve_at(
+    convolve_at(
         rows.data_ptr(), *rows.shape, LIKE[rows.dtype], weight, bias, window.cu_rows.host, as_array(window.flat),
         as_array(window.sources), as_array(window.targets), np.float32(window.initial), out_TE.data_ptr(), at_once,
         activation,
@@ -102,7 +102,7 @@ def convolve_rows(  # type: ignore[no-untyped-def]
 
 
 @compiled(error_model="numpy")
-def _convolve_at(  # type: ignore[no-untyped-def]
+def convolve_at(  # type: ignore[no-untyped-def]
     rows_at, n_rows, row_width, like, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_at, at_once,
     activation,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def selective_scan(
     else:
         inputs = [t.float().contiguous() for t in (x_TE, dt_TE, b_TN, c_TN)]
     own = opened(state)
-    _selective_scan(
+    scan_at(
         *(t.data_ptr() for t in inputs), LIKE[inputs[0].dtype], len(x_TE), as_array(dt_bias_E), as_array(a_NE),
         as_array(d_E), own.cu_rows.host, as_array(own.flat), as_array(own.sources), as_array(own.targets),
         np.float32(own.initial), _FLOATS, y_TE.data_ptr(), at_once,
@@ -160,7 +160,7 @@ def selective_scan(
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def _selective_scan(  # type: ignore[no-untyped-def]
+def scan_at(  # type: ignore[no-untyped-def]
     x_at, dt_at, b_at, c_at, like, n_rows, dt_bias_E, a_NE, d_E, cu_rows, flat, sources, targets, initial, floats,
     y_at, at_once,
 ):  # fmt: skip

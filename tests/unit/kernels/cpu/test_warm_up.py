@@ -29,7 +29,7 @@ from memory import HybridMemory
 from memory.kernels.cpu import attention, channel_states, mamba2, matrix_states, norms, recurrences, rows, warm_up
 from models import load_model
 
-kernels = [attention._attend_few, recurrences._convolve_at, recurrences._selective_scan]
+kernels = [attention._attend_few, recurrences.convolve_at, recurrences.scan_at]
 kernels += [rows._read_rows, rows._write_rows, rows._gather_rows]
 kernels += [channel_states.softplus_rows, channel_states._linear_scan, channel_states._wkv4]
 kernels += [matrix_states.scan_states, norms._rms_norm, mamba2._ssd]
