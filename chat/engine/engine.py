@@ -192,8 +192,10 @@ class Engine:
             "remembers_end": remembers_end, "on_token": on_token, "priority": priority,
             "reports_prefill": reports_prefill, "prediction": prediction,
         }  # fmt: skip
-        (generation,) = self._add([self._read(token_ids, options)])
-        return generation
+        request = self._read(token_ids, options)
+        with uninterrupted_call() as _until_return:
+            (generation,) = self._add([request])
+            return generation
 
     def submit_choices(self, token_ids: Any, samplings: Iterable[Sampling], **options: Any) -> list[Generation]:
         """Submit one request for several replies to one prompt, which is computed once.
@@ -216,7 +218,8 @@ class Engine:
             )
         first = self._read(token_ids, {**options, "sampling": wanted[0]})
         others = [replace(first, sampling=sampling, reports_prefill=False) for sampling in wanted[1:]]
-        return self._add([first, *others])
+        with uninterrupted_call() as _until_return:
+            return self._add([first, *others])
 
     def _read(self, token_ids: Any, options: dict[str, Any]) -> Request:
         self._require_possible(token_ids, options.get("sequence"))
@@ -225,13 +228,10 @@ class Engine:
         return request
 
     def _add(self, choices: list[Request]) -> list[Generation]:
-        with uninterrupted_call() as _until_return:
-            streams = [
-                TextStream(self.tokenizer, each.stop, shows_special=each.output.shows_special) for each in choices
-            ]
-            generations = self._scheduler.add(choices, streams, self._clock())
-            self._serving.wake()
-            return generations
+        streams = [TextStream(self.tokenizer, each.stop, shows_special=each.output.shows_special) for each in choices]
+        generations = self._scheduler.add(choices, streams, self._clock())
+        self._serving.wake()
+        return generations
 
     def _require_possible(self, token_ids: object, sequence: Sequence | None) -> None:
         """Raise CapacityError for a prompt too long for the budget, before its tokens are read.

@@ -39,6 +39,7 @@ UsageError = typer.BadParameter.__bases__[0]
 shows no other name.
 """
 OTHERS = (
+    "python -m benchmarks.mutants",
     "python -m memory.testing",
     "pytest --pyargs memory.testing",
     "python -m pytest",
