@@ -71,7 +71,7 @@ def test_the_tour_tells_edits_branches_shows_and_fills(
     model: Slowed, tokenizer: Any, make_page: MakePage, request: pytest.FixtureRequest
 ) -> None:
     """With a small budget, so that not all replies of the last step fit at once."""
-    with serving(model, tokenizer, budget="3MiB", host_budget="64MiB") as server:
+    with serving(model, tokenizer, budget="2MiB", host_budget="64MiB") as server:
         page = make_page(server.url, tour=True)
         said = page.locator("#tour [role=status]")
         for verb, words in (
