@@ -153,7 +153,9 @@ def warmup(
             spec = loaded.memory_spec
             cpu.warm_up(compiled_ahead(spec), spec.dtype)
             if not any(isinstance(own, CrossAttentionSpec) for layer in spec.layers for own in layer):
-                with HybridMemory(spec, "256MiB") as memory, memory.step({memory.open(): [0]}) as step:
+                with HybridMemory(spec, "256MiB") as memory:
+                    n_bytes = 2 * memory.needed_bytes(1)
+                with HybridMemory(spec, max(n_bytes, 1 << 28)) as memory, memory.step({memory.open(): [0]}) as step:
                     loaded(step)  # what models compile beside the kernels of their memory
         seconds = time.perf_counter() - started
         where = f"kept in {cache_folder()}" if is_kept() else "for this process only"

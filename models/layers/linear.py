@@ -134,8 +134,10 @@ def add_product(
     plan = linear.compiled
     if plan is not None and scale == 1.0 and (found := plan.gated(y_TE, gate_TE, norm, residual_TM)) is not None:
         return found
-    if gate_TE is not None:
-        y_TE = y_TE * gate_TE if norm is None else norm(y_TE, gate_TE)
+    if norm is not None:
+        y_TE = norm(y_TE, gate_TE)
+    elif gate_TE is not None:
+        y_TE = y_TE * gate_TE
     return add_scaled(residual_TM, linear(y_TE), scale)
 
 

@@ -38,7 +38,7 @@ class GatedNorm:
     eps: float
     n_groups: int
 
-    def __call__(self, y: Tensor, gate: Tensor) -> Tensor:
+    def __call__(self, y: Tensor, gate: Tensor | None) -> Tensor:
         return rms_norm(y, self.weights, self.eps, n_groups=self.n_groups, gate=gate)
 
 

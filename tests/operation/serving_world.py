@@ -21,10 +21,11 @@ from torch import Tensor
 from chat.engine.drafting import Speculation
 from chat.engine.engine import Engine, Generation, Sampling
 from chat.server import ServerOptions, make_app
-from memory import CapacityError, HybridMemory, Sequence, Step
+from memory import HybridMemory, Step
 from memory.prefix.cache import PrefixCache
 from tests.chat.engines import choose_alone
 from tests.operation.simulated_time import SimulatedLoop
+from tests.operation.strangers import Strangers
 from tests.speaker import speaker, tokenizer_of_speaker
 
 N_CLIENTS = 30
@@ -102,7 +103,7 @@ class ServingWorld:
         )
         self.app = make_app(self.engine, tokenizer_of_speaker(), _MODEL, options)
         self._clients = [self._draw() for _ in range(N_CLIENTS)]
-        self._strangers: list[Sequence] = []
+        self._strangers = Strangers(self.memory, speaker(), random, 300, self.events)
 
     def __call__(self, step: Step) -> Tensor:
         """Run the model, which takes its time, or fail behind all of its layers."""
@@ -160,22 +161,9 @@ class ServingWorld:
             if random.random() < 0.2:
                 self._n_failures = random.randrange(1, 3)
             if random.random() < 0.4:
-                self._take_room()
+                self._strangers.take_room()
             else:
-                self._give_room()
-
-    def _take_room(self) -> None:
-        sequence = self.memory.open()
-        try:
-            self.memory.run(speaker(), {sequence: [1] * self._random.randrange(1, 300)}, max_tokens=32)
-            self._strangers.append(sequence)
-            self.events["room taken"] += 1
-        except CapacityError:
-            self.memory.close(sequence)
-
-    def _give_room(self) -> None:
-        while self._strangers:
-            self.memory.close(self._strangers.pop())
+                self._strangers.give_room()
 
     async def _ask(self, client: Client) -> None:
         """Be a client, as a server of ASGI knows one."""
@@ -220,7 +208,7 @@ class ServingWorld:
     def _end(self, *, may_refuse: bool) -> None:
         for client in self._clients:
             self._check(client, may_refuse=may_refuse)
-        self._give_room()
+        self._strangers.give_room()
         assert self.engine.is_idle, f"seed {self.seed}: {self.engine.load} go on"
         self.events["preempted"] += self.engine.stats.n_preempted
         self.events["reused"] += self.engine.stats.n_reused

@@ -16,9 +16,10 @@ from typing import Any
 
 from chat.engine.drafting import Speculation
 from chat.engine.engine import Engine, Generation, Sampling
-from memory import CapacityError, HybridMemory, Sequence, Step
+from memory import CapacityError, HybridMemory, Step
 from memory.prefix.cache import PrefixCache
 from tests.chat.engines import choose_alone, draw_sampling
+from tests.operation.strangers import Strangers
 from tests.toy import VOCAB, Toy
 
 N_ARRIVALS = 40
@@ -88,7 +89,7 @@ class World:
         )  # fmt: skip
         self._bases = [[random.randrange(1, VOCAB) for _ in range(30)] for _ in range(3)]
         self._asked: list[Asked] = []
-        self._strangers: list[Sequence] = []
+        self._strangers = Strangers(self.memory, _TOY, random, 200, self.events)
 
     def __call__(self, step: Step) -> Any:
         """Run the model, or fail behind all of its layers."""
@@ -101,8 +102,8 @@ class World:
     def run(self) -> None:
         """Simulate from the first arrival until nobody is left. Raises AssertionError where a promise is broken."""
         happenings: list[tuple[float, Callable[[], None]]] = [
-            (0.5, self._arrive), (0.06, self._cancel), (0.05, self._break_model), (0.06, self._take_room),
-            (0.1, self._give_room),
+            (0.5, self._arrive), (0.06, self._cancel), (0.05, self._break_model), (0.06, self._strangers.take_room),
+            (0.1, self._strangers.give_room),
         ]  # fmt: skip
         for _ in range(MOST_STEPS):
             self.clock.now += self._random.choice((0.01, 0.01, 0.5))
@@ -111,7 +112,7 @@ class World:
                     if self._random.random() < chance:
                         happen()
             else:
-                self._give_room()
+                self._strangers.give_room()
             try:
                 self.engine.step()
             except ModelError:
@@ -153,20 +154,6 @@ class World:
     def _break_model(self) -> None:
         self._fails = self._random.randrange(1, 4)
 
-    def _take_room(self) -> None:
-        """Somebody else uses the same memory, and takes what is free."""
-        sequence = self.memory.open()
-        try:
-            self.memory.run(_TOY, {sequence: [1] * self._random.randrange(1, 200)}, max_tokens=32)
-            self._strangers.append(sequence)
-            self.events["room taken"] += 1
-        except CapacityError:
-            self.memory.close(sequence)
-
-    def _give_room(self) -> None:
-        while self._strangers:
-            self.memory.close(self._strangers.pop())
-
     # What must hold
 
     def _end(self) -> None:
@@ -175,7 +162,7 @@ class World:
         self.events["preempted"] += self.engine.stats.n_preempted
         self.events["reused"] += self.engine.stats.n_reused
         self.events["drafted"] += self.engine.stats.n_drafted
-        self._give_room()
+        self._strangers.give_room()
         if self.cache is not None:
             self.cache.close()
         self.memory.check()
