@@ -13,7 +13,7 @@ from torch import Tensor
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cpu.rows import LIKE, as_array
 from memory.kernels.cpu.threads import use_threads
-from models.layers import amx, blocked_kernels, integer_vectors, quantised_kernels, tile_kernels
+from models.layers import amx, blocked_kernels, finishing, integer_vectors, tile_kernels
 from models.layers.few_rows import CompiledProduct
 from models.layers.few_rows_kernels import ProductKind
 
@@ -32,7 +32,7 @@ def multiplies_fastest(dtype: torch.dtype) -> bool:
     """
     if dtype is torch.float32:
         return "+avx512f" in str(cpu_target.target_context.codegen().magic_tuple())
-    if dtype is not torch.bfloat16 or not quantised_kernels.multiplies_pairs():
+    if dtype is not torch.bfloat16 or not integer_vectors.multiplies_pairs():
         return False
     return amx.multiplies_tiles() or not torch.cpu._is_amx_tile_supported()
 
@@ -46,7 +46,7 @@ class BlockedWeight:
         dtype: float32, or bfloat16.
     """
 
-    FUSED = quantised_kernels.FUSED
+    FUSED = finishing.FUSED
     """Activations that are applied before sums are rounded."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
@@ -62,8 +62,8 @@ class BlockedWeight:
     def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct:
         """Return the product for few rows; arguments are those of `multiply`."""
         return CompiledProduct(
-            (self._codes,), quantised_kernels.NO_BIAS if bias is None else bias.numpy(),
-            quantised_kernels.ACTIVATIONS[activation], self.n_in, self.n_out,
+            (self._codes,), finishing.NO_BIAS if bias is None else bias.numpy(),
+            finishing.ACTIVATIONS[activation], self.n_in, self.n_out,
             ProductKind(self._codes.dtype, self.dtype, self._has_tiles), self._n_multiple, _PER_CODE[self.dtype],
         )  # fmt: skip
 
@@ -73,7 +73,7 @@ class BlockedWeight:
         n_rows, n_inputs = rows.shape
         y = torch.empty(n_rows, self.n_out, dtype=self.dtype)
         source, options = (rows.data_ptr(), n_rows, n_inputs // _PER_CODE[self.dtype]), (
-            quantised_kernels.NO_BIAS if bias is None else bias.numpy(), quantised_kernels.ACTIVATIONS[activation],
+            finishing.NO_BIAS if bias is None else bias.numpy(), finishing.ACTIVATIONS[activation],
             use_threads(n_rows * n_inputs * self.n_out // 16), y.data_ptr(), self.n_out,
         )  # fmt: skip
         if not self._has_tiles:

@@ -21,8 +21,8 @@ from numba.core import cgutils
 
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import array_at, untyped_intrinsic
+from models.layers.finishing import finish_block
 from models.layers.integer_vectors import BLOCK, FLOATS, INTS, PAIRS_OF_BFLOAT, ZEROS
-from models.layers.quantised_kernels import finish
 
 BLOCKS = 4
 """Blocks of outputs that are computed at once; outputs are padded to as many."""
@@ -121,27 +121,6 @@ def _call(b: ir.IRBuilder, name: str, *values: ir.Value) -> ir.Value:
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)  # type: ignore[no-untyped-call]
 
 
-@untyped_intrinsic
-def store_sums(typing_context, sums, at, out, place):  # type: ignore[no-untyped-def]
-    """Set out[place : place + 16] = sums[at : at + 16], rounded if `out` is uint16 for bfloat16; not checked."""
-
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        sums_at, out_at = (
-            builder.gep(context.make_array(signature.args[i])(context, builder, arguments[i]).data, [arguments[i + 1]])
-            for i in (0, 2)
-        )
-        values = builder.load(builder.bitcast(sums_at, FLOATS.as_pointer()), align=4)
-        if out.dtype == types.uint16:
-            rounded = ir.VectorType(PAIRS_OF_BFLOAT.element, BLOCK)
-            kind = ir.FunctionType(rounded, [FLOATS])
-            name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-            values = builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [values])  # type: ignore[no-untyped-call]
-        builder.store(values, builder.bitcast(out_at, values.type.as_pointer()), align=out.dtype.bitwidth // 8)
-        return context.get_dummy_value()
-
-    return types.void(sums, types.int64, out, types.int64), codegen
-
-
 _panel, _tile_4, _tile_2, _tile_1 = _tile(_PANEL_ROWS), _tile(4), _tile(2), _tile(1)
 
 
@@ -153,12 +132,12 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
         codes: float32, or uint32 for pairs of bfloat16; see the module.
         x_at: address of rows of n codes, a multiple of `UNROLLED`.
         bias: (outputs,) or empty.
-        activation: its number in `quantised_kernels.ACTIVATIONS`.
+        activation: its number in `finishing.ACTIVATIONS`.
         n_parts: into how many parts the outputs are divided, one for each thread.
         out_at: address of (n_rows, n_out) numbers of the type that `like` holds: float32, or uint16 with pairs.
     """
     x, block_codes = array_at(x_at, n_rows * n, codes), n * BLOCK
-    out_TO = array_at(out_at, n_rows * n_out, like).reshape((n_rows, n_out))
+    out = array_at(out_at, n_rows * n_out, like)
     n_groups, n_panels = len(codes) // (block_codes * BLOCKS), n_rows // _PANEL_ROWS
     panels = np.empty(n_panels * _PANEL_ROWS * n, codes.dtype)
     for panel in prange(n_panels):
@@ -188,7 +167,9 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
                 else:
                     n_tile = 1
                     _tile_1(codes, code, block_codes, x, at, n, sums)
-                _write(sums, n_tile, BLOCKS, bias, activation, o, out_TO[t : t + n_tile])
+                for v in range(BLOCKS):
+                    at, channel = v * n_tile * BLOCK, (o + v) * BLOCK
+                    finish_block(sums, at, n_tile, bias, activation, channel, out, t * n_out + channel, n_out)
                 t += n_tile
 
 
@@ -199,21 +180,6 @@ def _fill(panels, x, first, n):  # type: ignore[no-untyped-def]
         for row in range(_PANEL_ROWS):
             for i in range(UNROLLED):
                 panels[first + (code + i) * _PANEL_ROWS + row] = x[first + row * n + code + i]
-
-
-@njit(error_model="numpy")
-def _write(sums, n_rows, n_blocks, bias, activation, first_block, out_TO):  # type: ignore[no-untyped-def]
-    """Write the sums of rows and some blocks: sums[block, row, lane], flat."""
-    n_out, flat = out_TO.shape[1], out_TO.reshape(-1)
-    is_plain = activation == 0 and len(bias) == 0
-    for v in range(n_blocks):
-        channel = (first_block + v) * BLOCK
-        for t in range(n_rows):
-            at = (v * n_rows + t) * BLOCK
-            if is_plain and channel + BLOCK <= n_out:
-                store_sums(sums, at, flat, t * n_out + channel)
-            elif channel < n_out:
-                finish(sums[at : at + BLOCK], bias, activation, channel, out_TO[t])
 
 
 @compiled(parallel=True, error_model="numpy")

@@ -28,7 +28,7 @@ class CompiledProduct:
     Attributes:
         weight: arrays of codes, and of scales if they are integers.
         bias: (n_out,) float32, or empty.
-        activation: its number in `quantised_kernels.ACTIVATIONS`.
+        activation: its number in `finishing.ACTIVATIONS`.
         n_multiple, n_per_code: inputs are padded to a multiple, and one code holds so many.
     """
 

@@ -22,7 +22,7 @@ from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.norms import norm_row
 from memory.kernels.cpu.numbers import array_at, get, put
 from memory.kernels.cpu.rows import as_array
-from models.layers import amx, blocked_kernels, integer_tile_kernels, quantised_kernels, tile_kernels
+from models.layers import amx, blocked_kernels, finishing, integer_tile_kernels, quantised_kernels, tile_kernels
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ProductKind:
 @cache
 def product_address(kind: ProductKind) -> int:
     """Return the address of a kernel for products."""
-    codes, i, no_bias = np.empty(0, kind.codes), 0, quantised_kernels.NO_BIAS
+    codes, i, no_bias = np.empty(0, kind.codes), 0, finishing.NO_BIAS
     like = as_array(torch.empty(0, dtype=kind.rows))
     shape = amx.shape(1) if kind.has_tiles else None
     if not kind.is_integer and shape is None:

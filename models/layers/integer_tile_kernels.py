@@ -17,8 +17,9 @@ from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import array_at, get, untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
+from models.layers.finishing import finish_block
 from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
-from models.layers.tile_kernels import CACHED_ROW_BYTES, repeat, write
+from models.layers.tile_kernels import CACHED_ROW_BYTES, repeat
 
 _GROUPS = 4
 """Groups of a block that are unpacked at once. More would fit into the first-level cache, but memory is read while they
@@ -210,7 +211,6 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
         out_at: address of (n_rows, n_out) numbers of the type that `like` holds.
     """
     x, out = array_at(x_at, n_rows * n_pairs, _PAIRS), array_at(out_at, n_rows * n_out, like)
-    out_TO = out.reshape((n_rows, n_out))
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_pairs // PAIRS
     block_codes = len(codes) // n_blocks
     is_by_row = len(scales) < n_blocks * n_groups * BLOCK
@@ -242,7 +242,8 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
                     t = _first_row(start, end, at)
                     if is_by_row:
                         _scale(sums, at * BLOCK, scales, o * BLOCK)
-                    write(sums[at * BLOCK :], ROWS, 1, bias, activation, o, out_TO[t : min(t + ROWS, end)])
+                    n, channel = min(ROWS, end - t), o * BLOCK
+                    finish_block(sums, at * BLOCK, n, bias, activation, channel, out, t * n_out + channel, n_out)
             start = end
         amx.release()
 

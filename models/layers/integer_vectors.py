@@ -28,6 +28,12 @@ _WORDS, _PAIRS_OF_BYTES = ir.VectorType(I16, 2 * BLOCK), ir.VectorType(I8, 2 * B
 ZEROS = ir.Constant(FLOATS, [0.0] * BLOCK)
 
 
+def multiplies_pairs() -> bool:
+    """True if compiled code may use AVX512_BF16: this processor has it, and numba is not told to do without."""
+    features = str(cpu_target.target_context.codegen().magic_tuple())
+    return "+avx512bf16" in features and "+avx512bw" in features
+
+
 class _BFloat(ir.Type):  # type: ignore[misc]
     """Names LLVM's bfloat, which llvmlite does not know."""
 

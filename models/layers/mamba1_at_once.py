@@ -19,9 +19,9 @@ from memory.kernels.cpu.rows import LIKE, as_array
 from memory.kernels.cpu.threads import use_threads
 from memory.state.access import States
 from models.layers.few_rows_kernels import keep, multiply, product_address
+from models.layers.finishing import NO_BIAS
 from models.layers.linear import Linear
 from models.layers.norms import SplitNorm
-from models.layers.quantised_kernels import NO_BIAS
 
 if TYPE_CHECKING:
     from memory.recurrences import Mamba1

@@ -10,7 +10,7 @@ from torch import Tensor
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cpu.rows import LIKE, as_array
 from memory.kernels.cpu.threads import use_threads
-from models.layers import amx, integer_tile_kernels, quantised_kernels
+from models.layers import amx, finishing, integer_tile_kernels, integer_vectors, quantised_kernels
 from models.layers.blocked import pairs_of
 from models.layers.few_rows import CompiledProduct
 from models.layers.few_rows_kernels import ProductKind
@@ -29,7 +29,7 @@ class QuantisedWeight:
         weight: of any float dtype, on the CPU; or on "meta", which gives the same bytes without numbers.
     """
 
-    FUSED = quantised_kernels.FUSED
+    FUSED = finishing.FUSED
     """Activations that are applied before sums are rounded."""
 
     def __init__(self, weight: Tensor, format: IntegerFormat) -> None:
@@ -46,7 +46,7 @@ class QuantisedWeight:
         if device.type == "meta":
             return
         self._codes, self._scales = self.codes.numpy(), as_array(self.scales)
-        is_paired = weight.dtype is torch.bfloat16 and quantised_kernels.multiplies_pairs()
+        is_paired = weight.dtype is torch.bfloat16 and integer_vectors.multiplies_pairs()
         self._dtype = torch.bfloat16 if is_paired else torch.float32
         self._has_tiles = is_paired and amx.multiplies_tiles()
         own = weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else weight.float()
@@ -74,8 +74,8 @@ class QuantisedWeight:
         if self.codes.is_meta or self._out_dtype is not self._dtype:
             return None
         return CompiledProduct(
-            (self._codes, self._scales), quantised_kernels.NO_BIAS if bias is None else bias.numpy(),
-            quantised_kernels.ACTIVATIONS[activation], self.n_in, self.n_out,
+            (self._codes, self._scales), finishing.NO_BIAS if bias is None else bias.numpy(),
+            finishing.ACTIVATIONS[activation], self.n_in, self.n_out,
             ProductKind(self._codes.dtype, self._dtype, self._has_tiles), 32, 2 if self._has_tiles else 1,
         )  # fmt: skip
 
@@ -83,8 +83,8 @@ class QuantisedWeight:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
         y = torch.empty(x.shape[0], self.n_out, dtype=self._out_dtype)
         n_threads = use_threads(x.numel() * self.n_out // 16)
-        own_bias = quantised_kernels.NO_BIAS if bias is None else bias.numpy()
-        options = own_bias, quantised_kernels.ACTIVATIONS[activation], n_threads
+        own_bias = finishing.NO_BIAS if bias is None else bias.numpy()
+        options = own_bias, finishing.ACTIVATIONS[activation], n_threads
         if self._has_tiles:
             self._multiply_tiles(pairs_of(x, 32), options, y)
         else:

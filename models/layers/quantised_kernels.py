@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
-from numba.core.registry import cpu_target
 
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import get, put, untyped_intrinsic
-from memory.kernels.cpu.threads import ELEMENTWISE
-from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32
+from models.layers.finishing import finish_block
 from models.layers.integer_vectors import BLOCK, F32, FLOATS, GROUP, I8, I16, I32, I64, PAIRS, ZEROS, Emitter
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -30,12 +28,6 @@ _ROUNDER = np.float32(12582912.0)
 
 _DIVISORS = np.array([7.0, 7.25, 7.5, 7.75, 8.0, 8.25, 8.5, 9.0], np.float32)
 """Quotients of a group's largest weight and its scale that are tried for 4 bits."""
-
-
-def multiplies_pairs() -> bool:
-    """True if compiled code may use AVX512_BF16: this processor has it, and numba is not told to do without."""
-    features = str(cpu_target.target_context.codegen().magic_tuple())
-    return "+avx512bf16" in features and "+avx512bw" in features
 
 
 def _tile(n_rows: int) -> Any:
@@ -119,11 +111,11 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
     Args:
         x_TI: rows, of a multiple of 32 inputs.
         bias: (outputs,) or empty.
-        activation: its number in `ACTIVATIONS`.
+        activation: its number in `finishing.ACTIVATIONS`.
         n_parts: into how many parts the blocks are divided, one for each thread.
     """
     n_rows, n_out = out_TO.shape
-    n_in, x = x_TI.shape[1], x_TI.reshape(-1)
+    n_in, x, out = x_TI.shape[1], x_TI.reshape(-1), out_TO.reshape(-1)
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
     block_codes, block_scales = len(codes) // n_blocks, len(scales) // n_blocks
     step = BLOCK if block_scales > BLOCK else 0
@@ -146,35 +138,8 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
                 else:
                     n = 1
                     _tile_1(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
-                for row in range(n):
-                    finish(sums[row * BLOCK : (row + 1) * BLOCK], bias, activation, o * BLOCK, out_TO[t + row])
+                finish_block(sums, 0, n, bias, activation, o * BLOCK, out, t * n_out + o * BLOCK, n_out)
                 t += n
-
-
-ACTIVATIONS = {None: 0, "silu": 1, "swish": 1, "relu": 2, "sigmoid": 3}
-"""What `product` applies to sums before they are rounded, by names in transformers' configs."""
-
-FUSED, NO_BIAS = tuple(name for name in ACTIVATIONS if name is not None), np.empty(0, np.float32)
-
-
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
-def finish(sums, bias, activation, first, out):  # type: ignore[no-untyped-def]
-    """Write one row of a block."""
-    n = min(BLOCK, len(out) - first)
-    if len(bias) > 0:
-        for e in range(n):
-            sums[e] += get(bias, first + e)
-    if activation == 1:
-        for e in range(BLOCK):
-            sums[e] = sums[e] / (_ONE + exp2_f32(-sums[e] * LOG2_E))
-    elif activation == 2:
-        for e in range(BLOCK):
-            sums[e] = _ZERO if sums[e] < _ZERO else sums[e]
-    elif activation == 3:
-        for e in range(BLOCK):
-            sums[e] = _ONE / (_ONE + exp2_f32(-sums[e] * LOG2_E))
-    for e in range(n):
-        put(out, first + e, sums[e])
 
 
 @compiled(parallel=True, error_model="numpy")

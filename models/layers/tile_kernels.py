@@ -7,7 +7,6 @@ tile. Sums stay in the registers from the first input to the last. A row has the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from llvmlite import ir
 from numba import njit, prange, types
@@ -16,13 +15,17 @@ from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import array_at, untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
-from models.layers.blocked_kernels import BLOCKS, SHORTS, store_sums
+from models.layers.blocked_kernels import BLOCKS, SHORTS
+from models.layers.finishing import Rows, elements, finish_block, finish_two
 from models.layers.integer_vectors import BLOCK, PAIRS
-from models.layers.quantised_kernels import finish
 
 CACHED_ROW_BYTES = 1 << 20
 """Rows that are multiplied by all weights of a thread before the next: they stay in the second-level cache."""
 
+_SUMS = 4 * ROWS * BLOCK
+"""Sums of four tiles."""
+
+_LINE_BYTES = 64
 
 _AHEAD_BYTES, _LINES = 2048, 16
 """How far ahead weights are asked for where they are read once, and the lines of a tile.
@@ -30,44 +33,94 @@ _AHEAD_BYTES, _LINES = 2048, 16
 Products of few rows take a tenth less time by that.
 """
 
+_ASKING = 8
+"""Pairs of tiles of rows during which the next two blocks of weights are asked for: an eighth of them each time."""
 
-def _sums_of(n_row_tiles: int, n_blocks: int) -> Any:
-    @untyped_intrinsic
-    def sums_of(typing_context, codes, first_code, block_codes, x, first_pair, n_pairs, sums):  # type: ignore[no-untyped-def]
-        """Set sums[row tile, block] (16 x 16 each, flat) to the sums of rows and blocks; not checked.
 
-        Codes and x are uint32 arrays of pairs; a block has `block_codes` of them, and a row `n_pairs`.
-        """
+@untyped_intrinsic
+def _one_by_four(typing_context, codes, first_code, block_codes, x, first_pair, n_pairs, sums, at):  # type: ignore[no-untyped-def]
+    """Set sums[at :], of four blocks, 16 x 16 each, to those of a tile of rows; not checked.
 
-        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            b = builder
-            weights, rows = (amx.pointer(context, b, signature, arguments, i, arguments[i + 1]) for i in (0, 3))
-            block_bytes, row_bytes = (b.mul(arguments[i], I64(4)) for i in (2, 5))
-            for tile in range(n_row_tiles * n_blocks):
-                amx.zero(b, tile)
+    Codes and x are uint32 arrays of pairs; a block has `block_codes` of them, and a row `n_pairs`.
+    """
 
-            def add_products(k: ir.Value) -> None:
-                for r in range(n_row_tiles):
-                    at = b.add(b.mul(k, I64(4 * PAIRS)), b.mul(row_bytes, I64(ROWS * r)))
-                    amx.load(b, ROWS_AT + r, b.gep(rows, [at]), row_bytes)
-                for v in range(n_blocks):
-                    at = b.add(b.mul(k, I64(TILE_BYTES)), b.mul(block_bytes, I64(v)))
-                    for line in range(_LINES if n_row_tiles == 1 else 0):
-                        amx.prefetch(b, b.gep(weights, [b.add(at, I64(_AHEAD_BYTES + TILE_BYTES // _LINES * line))]))
-                    amx.load_weights(b, WEIGHTS_AT + v % 2, b.gep(weights, [at]))
-                    for r in range(n_row_tiles):
-                        amx.multiply_add(b, r * n_blocks + v, ROWS_AT + r, WEIGHTS_AT + v % 2)
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        b = builder
+        weights, rows = (amx.pointer(context, b, signature, arguments, i, arguments[i + 1]) for i in (0, 3))
+        block_bytes, row_bytes = (b.mul(arguments[i], I64(4)) for i in (2, 5))
+        for tile in range(BLOCKS):
+            amx.zero(b, tile)
 
-            repeat(b, b.udiv(arguments[5], I64(PAIRS)), add_products)
-            for tile in range(n_row_tiles * n_blocks):
-                at = I64(ROWS * BLOCK * tile)
-                amx.store(b, tile, amx.pointer(context, b, signature, arguments, 6, at))
-            return context.get_dummy_value()
+        def add_products(k: ir.Value) -> None:
+            amx.load(b, ROWS_AT, b.gep(rows, [b.mul(k, I64(4 * PAIRS))]), row_bytes)
+            for v in range(BLOCKS):
+                at = b.add(b.mul(k, I64(TILE_BYTES)), b.mul(block_bytes, I64(v)))
+                for line in range(_LINES):
+                    amx.prefetch(b, b.gep(weights, [b.add(at, I64(_AHEAD_BYTES + TILE_BYTES // _LINES * line))]))
+                amx.load_weights(b, WEIGHTS_AT + v % 2, b.gep(weights, [at]))
+                amx.multiply_add(b, v, ROWS_AT, WEIGHTS_AT + v % 2)
 
-        at = types.int64
-        return types.void(codes, at, at, x, at, at, sums), codegen
+        repeat(b, b.udiv(arguments[5], I64(PAIRS)), add_products)
+        out = amx.pointer(context, b, signature, arguments, 6, arguments[7])
+        for tile in range(BLOCKS):
+            amx.store(b, tile, b.gep(out, [I64(TILE_BYTES * tile)]))
+        return context.get_dummy_value()
 
-    return sums_of
+    i = types.int64
+    return types.void(codes, i, i, x, i, i, sums, i), codegen
+
+
+@untyped_intrinsic
+def _two_by_two(  # type: ignore[no-untyped-def]
+    typing_context, codes, first_code, block_codes, x, first_pair, n_pairs, sums, at, ahead, done_at, n_done, bias,
+    activation, channel, out, place, n_out,
+):  # fmt: skip
+    """Set sums[at :], of two blocks, 32 x 16 each, to those of two tiles of rows; not checked.
+
+    Meanwhile it writes the results of `n_done` rows, at most 32, whose sums lie at `done_at`: each product keeps the
+    unit for tiles busy for sixteen cycles, in which the rest of the processor has nothing else to do. And it asks for
+    the codes from `ahead` on, four lines at each step.
+    """
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        b = builder
+        weights, rows = (amx.pointer(context, b, signature, arguments, i, arguments[i + 1]) for i in (0, 3))
+        block_bytes, row_bytes = (b.mul(arguments[i], I64(4)) for i in (2, 5))
+        wanted = amx.pointer(context, b, signature, arguments, 0, arguments[8])
+        n_done, done_at = arguments[10], elements(context, b, signature, arguments, 6, arguments[9])
+        results = Rows(context, b, signature, arguments, 11, (done_at, 2 * ROWS * BLOCK, 2))
+        for tile in range(4):
+            amx.zero(b, tile)
+
+        def add_products(k: ir.Value) -> None:
+            for r in range(2):
+                at = b.add(b.mul(k, I64(4 * PAIRS)), b.mul(row_bytes, I64(ROWS * r)))
+                amx.load(b, ROWS_AT + r, b.gep(rows, [at]), row_bytes)
+                for v in range(2):
+                    if r == 0:
+                        at = b.add(b.mul(k, I64(TILE_BYTES)), b.mul(block_bytes, I64(v)))
+                        amx.load_weights(b, WEIGHTS_AT + v, b.gep(weights, [at]))
+                        for line in range(2):
+                            at = b.add(b.mul(k, I64(4 * _LINE_BYTES)), I64(_LINE_BYTES * (2 * v + line)))
+                            amx.prefetch(b, b.gep(wanted, [at]))
+                    amx.multiply_add(b, 2 * v + r, ROWS_AT + r, WEIGHTS_AT + v)
+            row = b.mul(k, I64(2))
+            with b.if_then(b.icmp_signed("<", row, n_done)):
+                results.write(row)
+                results.write(b.add(row, I64(1)))
+
+        n_steps = b.udiv(arguments[5], I64(PAIRS))
+        repeat(b, n_steps, add_products)
+        n_written = b.mul(n_steps, I64(2))
+        with b.if_then(b.icmp_signed("<", n_written, n_done)):
+            repeat(b, b.sub(n_done, n_written), lambda row: results.write(b.add(n_written, row)))
+        own = amx.pointer(context, b, signature, arguments, 6, arguments[7])
+        for tile in range(4):
+            amx.store(b, tile, b.gep(own, [I64(TILE_BYTES * tile)]))
+        return context.get_dummy_value()
+
+    i = types.int64
+    return types.void(codes, i, i, x, i, i, sums, i, i, i, i, bias, i, i, out, i, i), codegen
 
 
 def repeat(b: ir.IRBuilder, n: ir.Value, emit: Callable[[ir.Value], None]) -> None:
@@ -84,9 +137,6 @@ def repeat(b: ir.IRBuilder, n: ir.Value, emit: Callable[[ir.Value], None]) -> No
     b.position_at_end(end)
 
 
-_one_by_four, _two_by_two = _sums_of(1, BLOCKS), _sums_of(2, 2)
-
-
 @compiled(parallel=True, error_model="numpy")
 def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out):  # type: ignore[no-untyped-def]
     """Set out = activation(x W^T + bias), with weights in bfloat16.
@@ -96,13 +146,14 @@ def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_
         others: as for `blocked_kernels.product`.
     """
     x, block_codes = array_at(x_at, n_rows * n_pairs, codes), n_pairs * BLOCK
-    out_TO = array_at(out_at, n_rows * n_out, SHORTS).reshape((n_rows, n_out))
+    out = array_at(out_at, n_rows * n_out, SHORTS)
     n_groups = len(codes) // (block_codes * BLOCKS)
     divides_rows = n_groups < 4 * n_parts and n_rows >= 2 * ROWS * n_parts  # there are few outputs
     at_once = max(2 * ROWS, CACHED_ROW_BYTES // (4 * n_pairs))
     for part in prange(n_parts):
         amx.configure(shape)
-        sums = amx.aligned(4 * ROWS * BLOCK)
+        sums = amx.aligned(3 * _SUMS)  # of two pairs of tiles in turns, and of the rows that are left
+        turn, n_done, done_channel, done_row = 0, 0, 0, 0
         first_group, last_group = part * n_groups // n_parts, (part + 1) * n_groups // n_parts
         first_row, last_row = 0, n_rows
         if divides_rows:
@@ -111,36 +162,38 @@ def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_
         start = first_row
         while start < last_row:
             end = last_row if last_row - start < at_once + 2 * ROWS else start + at_once
+            n_pairs_of_tiles = (end - start) // (2 * ROWS)
+            if end - start - n_pairs_of_tiles * 2 * ROWS > ROWS and n_pairs_of_tiles > 0:
+                n_pairs_of_tiles += 1  # rows are computed again, to the same bits, rather than padded
             for o in range(first_group * BLOCKS, last_group * BLOCKS, BLOCKS):
-                code, t = o * block_codes, start
+                for half in range(0, BLOCKS, 2):
+                    code, channel = (o + half) * block_codes, (o + half) * BLOCK
+                    for i in range(n_pairs_of_tiles):
+                        t = min(start + i * 2 * ROWS, end - 2 * ROWS)
+                        ahead = code + (2 * block_codes + i * 4 * n_pairs if i < _ASKING else 0)
+                        _two_by_two(
+                            codes, code, block_codes, x, t * n_pairs, n_pairs, sums, turn * _SUMS, ahead,
+                            (1 - turn) * _SUMS, n_done, bias, activation, done_channel, out,
+                            done_row * n_out + done_channel, n_out,
+                        )  # fmt: skip
+                        turn, n_done, done_channel, done_row = 1 - turn, 2 * ROWS, channel, t
+                t = start + n_pairs_of_tiles * 2 * ROWS
                 while t < end:
-                    left = end - t
-                    if left > ROWS and end - start >= 2 * ROWS:
-                        t = min(t, end - 2 * ROWS)  # rows are computed again, to the same bits, rather than padded
-                        for half in range(0, BLOCKS, 2):
-                            _two_by_two(codes, code + half * block_codes, block_codes, x, t * n_pairs, n_pairs, sums)
-                            write(sums, ROWS, 2, bias, activation, o + half, out_TO[t : t + 2 * ROWS])
-                        t += 2 * ROWS
-                    else:
-                        t = max(start, min(t, end - ROWS))
-                        n = min(ROWS, end - t)
-                        _one_by_four(codes, code, block_codes, x, t * n_pairs, n_pairs, sums)
-                        write(sums, n, BLOCKS, bias, activation, o, out_TO[t : t + n])
-                        t += n
+                    t = max(start, min(t, end - ROWS))
+                    n = min(ROWS, end - t)
+                    _one_by_four(codes, o * block_codes, block_codes, x, t * n_pairs, n_pairs, sums, 2 * _SUMS)
+                    for half in range(0, BLOCKS, 2):
+                        at, channel = 2 * _SUMS + half * ROWS * BLOCK, (o + half) * BLOCK
+                        finish_two(sums, at, n, bias, activation, channel, out, t * n_out + channel, n_out)
+                    t += n
             start = end
+        _finish_tiles(sums, (1 - turn) * _SUMS, n_done, bias, activation, done_channel, out, done_row, n_out)
         amx.release()
 
 
 @njit(error_model="numpy")
-def write(sums, n_tile_rows, n_blocks, bias, activation, first_block, out_TO):  # type: ignore[no-untyped-def]
-    """Write the sums of rows and some blocks: sums[row tile, block, row, lane], flat."""
-    n_out, flat = out_TO.shape[1], out_TO.reshape(-1)
-    is_plain = activation == 0 and len(bias) == 0
-    for t in range(len(out_TO)):
-        for v in range(n_blocks):
-            channel = (first_block + v) * BLOCK
-            at = ((t // n_tile_rows * n_blocks + v) * ROWS + t % n_tile_rows) * BLOCK
-            if is_plain and channel + BLOCK <= n_out:
-                store_sums(sums, at, flat, t * n_out + channel)
-            elif channel < n_out:
-                finish(sums[at : at + BLOCK], bias, activation, channel, out_TO[t])
+def _finish_tiles(sums, at, n_rows, bias, activation, channel, out, row, n_out):  # type: ignore[no-untyped-def]
+    """Write the results of the last tiles of a part."""
+    for v in range(2):
+        own = channel + v * BLOCK
+        finish_block(sums, at + v * 2 * ROWS * BLOCK, n_rows, bias, activation, own, out, row * n_out + own, n_out)

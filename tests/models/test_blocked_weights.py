@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from models import load_model, weight_bytes
-from models.layers import amx, blocked, blocked_kernels, quantised_kernels, tile_kernels
+from models.layers import amx, blocked, blocked_kernels, integer_vectors, tile_kernels
 from models.layers import linear as module
 from models.layers.linear import Linear
 from models.layers.packed import PackedWeight
 from tests.tolerances import assert_kernel_close
 
 pytestmark = pytest.mark.skipif(
-    not quantised_kernels.multiplies_pairs(), reason="this processor multiplies no pairs of bfloat16"
+    not integer_vectors.multiplies_pairs(), reason="this processor multiplies no pairs of bfloat16"
 )
 SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (64, 96), (80, 768), (250, 512)
 

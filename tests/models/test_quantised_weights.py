@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from memory import HybridMemory, SpecError
 from models import from_transformers, load_model, weight_bytes
-from models.layers import amx, quantised, quantised_kernels
+from models.layers import amx, integer_vectors, quantised
 from models.layers.linear import Linear
 from models.layers.quantised import QuantisedWeight
 from models.loading.weight_formats import IntegerFormat, weights_in
@@ -27,9 +27,9 @@ SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (50, 640)
 @pytest.fixture(params=["tiles", "pairs", "float32"])
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How rows of bfloat16 are multiplied, as far as this processor can."""
-    has_pairs = request.param != "float32" and quantised_kernels.multiplies_pairs()
+    has_pairs = request.param != "float32" and integer_vectors.multiplies_pairs()
     has_tiles = request.param == "tiles" and amx.multiplies_tiles()
-    monkeypatch.setattr(quantised_kernels, "multiplies_pairs", lambda: has_pairs)
+    monkeypatch.setattr(integer_vectors, "multiplies_pairs", lambda: has_pairs)
     monkeypatch.setattr(amx, "multiplies_tiles", lambda: has_tiles)
 
 

@@ -38,14 +38,23 @@ def as_float(builder: ir.IRBuilder, dtype: Any, x: ir.Value) -> ir.Value:
     return builder.bitcast(builder.shl(wide, sixteen), like(_F32))
 
 
-def _rounded(builder: ir.IRBuilder, dtype: Any, x: ir.Value) -> ir.Value:
-    """Return the 16 bits that are nearest to a float32, of two the even one; NaN stays NaN."""
+def rounded(builder: ir.IRBuilder, dtype: Any, x: ir.Value) -> ir.Value:
+    """Return the 16 bits that are nearest to a float32, of two the even one, or a vector of them; NaN stays NaN."""
+
+    def like(element: ir.Type) -> ir.Type:
+        return ir.VectorType(element, x.type.count) if isinstance(x.type, ir.VectorType) else element
+
+    def every(element: ir.Type, number: int) -> ir.Constant:
+        kind = like(element)
+        return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
+
     if dtype == types.int16:
-        return builder.bitcast(builder.fptrunc(x, _F16), _I16)
-    bits = builder.bitcast(x, _I32)
-    is_odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
-    nearest = builder.trunc(builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), is_odd), _I32(16)), _I16)
-    return builder.select(builder.fcmp_unordered("uno", x, x), _I16(_QUIET_NAN), nearest)
+        return builder.bitcast(builder.fptrunc(x, like(_F16)), like(_I16))
+    bits = builder.bitcast(x, like(_I32))
+    is_odd = builder.and_(builder.lshr(bits, every(_I32, 16)), every(_I32, 1))
+    nearest = builder.lshr(builder.add(builder.add(bits, every(_I32, 0x7FFF)), is_odd), every(_I32, 16))
+    is_nan = builder.fcmp_unordered("uno", x, x)
+    return builder.select(is_nan, every(_I16, _QUIET_NAN), builder.trunc(nearest, like(_I16)))
 
 
 def _at(context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value, at: ir.Value) -> ir.Value:
@@ -55,7 +64,7 @@ def _at(context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value, at: ir.
 def _stored(context: Any, builder: ir.IRBuilder, x: ir.Value, of: Any, dtype: Any) -> ir.Value:
     """Convert a number of type `of` to what an array of `dtype` holds."""
     if dtype in _SHORT:
-        return _rounded(builder, dtype, context.cast(builder, x, of, types.float32))
+        return rounded(builder, dtype, context.cast(builder, x, of, types.float32))
     return context.cast(builder, x, of, dtype)
 
 

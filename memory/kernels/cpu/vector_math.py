@@ -19,10 +19,11 @@ _LOWEST, _HIGHEST = np.float32(-126.0), np.float32(127.0)
 _ROUNDER = np.float32(12582912.0)
 _BITS_OF_ONE = np.int32(0x3F800000)
 _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
-# 2**r - 1 = r * (c1 + c2 r + ...) on [-1/2, 1/2], least squares of the relative error: 2.2e-9.
-_EXP2 = tuple(
+EXP2 = tuple(
     np.float32(c) for c in (0.6931472056, 0.2402264846, 0.05550329035, 0.009618373251, 0.001339984829, 0.0001537070482)
 )
+"""2**r - 1 = r * (c1 + c2 r + ...) on [-1/2, 1/2], least squares of the relative error: 2.2e-9."""
+
 # log(1 + u) = 2 atanh(u / (2 + u)) = 2 (s + s^3 / 3 + s^5 / 5 + ...), s <= 1/3
 _ATANH = tuple(np.float32(1 / k) for k in (3, 5, 7, 9, 11, 13, 15))
 
@@ -53,12 +54,12 @@ def exp2_f32(x):  # type: ignore[no-untyped-def]
     x = _HIGHEST if x > _HIGHEST else x
     shifted = x + _ROUNDER
     r = x - (shifted - _ROUNDER)
-    p = _EXP2[5]
-    p = p * r + _EXP2[4]
-    p = p * r + _EXP2[3]
-    p = p * r + _EXP2[2]
-    p = p * r + _EXP2[1]
-    p = p * r + _EXP2[0]
+    p = EXP2[5]
+    p = p * r + EXP2[4]
+    p = p * r + EXP2[3]
+    p = p * r + EXP2[2]
+    p = p * r + EXP2[1]
+    p = p * r + EXP2[0]
     p = p * r + _ONE
     # 2**n is n + 127 in the exponent's bits. Adding n to those of p would save a product and turn some NaN into
     # numbers.
