@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from types import FrameType
 from typing import Any
 
@@ -25,3 +26,18 @@ class Calls:
 
     def __exit__(self, *error: object) -> None:
         sys.setprofile(self._before)
+
+
+class Allocations:
+    """Use as `with Allocations() as allocated:`; `allocated.peak_bytes` is what Python and numpy held at most in it."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+
+    def __enter__(self) -> Allocations:
+        tracemalloc.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import time
 import weakref
 from typing import Literal
 
@@ -29,6 +28,7 @@ from tests.chat.engines import (
     scheduler_of,
     submit_some,
 )
+from tests.counting import Allocations, Calls
 from tests.toy import VOCAB, Toy
 
 TEXTS = ["My cat is called Zoe.", "What is my dog called?", "I read a book today.", "My lucky number is 23. " * 12]
@@ -177,9 +177,7 @@ def test_budgets_of_two_small_pages_work() -> None:
 
 
 def test_what_can_never_fit_is_refused_at_once_and_touches_nothing() -> None:
-    """A million tokens within 20 ms, by their number alone: no checkpoint goes, nobody else notices, and what is named
-    is enough.
-    """
+    """A million tokens by their number alone: no checkpoint goes, nobody else notices, and what is named is enough."""
     model = Toy(recurrent=False)
     engine = make_engine(model, private_bytes(model, 100))
     engine.prefixes = PrefixCache(engine.memory, grid_tokens=8)
@@ -189,12 +187,15 @@ def test_what_can_never_fit_is_refused_at_once_and_touches_nothing() -> None:
     first = engine.submit([1, 2, 3], max_tokens=20)
     for n_tokens in (400, 10**6):
         prompt = [4] * n_tokens
-        started = time.perf_counter()
-        with pytest.raises(
-            CapacityError, match=f"{n_tokens:,} tokens for 1 sequence need .* can never hold them"
-        ) as caught:
+        with (
+            Allocations() as allocated,
+            Calls() as calls,
+            pytest.raises(
+                CapacityError, match=f"{n_tokens:,} tokens for 1 sequence need .* can never hold them"
+            ) as caught,
+        ):
             engine.submit(prompt, max_tokens=20)
-        assert time.perf_counter() - started < 0.02
+        assert calls.n < 5000 and allocated.peak_bytes < 1 << 20
     assert engine.load.total == 1 and engine.prefixes.stats().n_checkpoints == n_before > 0 and known.is_finished
     run_checked(engine)
     assert first.token_ids == decode_alone(model, [1, 2, 3], 20)

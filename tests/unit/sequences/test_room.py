@@ -5,7 +5,6 @@ given.
 from __future__ import annotations
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from memory import CapacityError, HybridMemory, MemorySpec, Sequence
 from memory.chunked_prefill import split_requests
 from memory.prefix.cache import PrefixCache
 from memory.sequences.chunks import GRID_TOKENS
+from tests.counting import Allocations, Calls
 from tests.toy import Toy
 from tests.unit.test_capacity import HYBRID, ROOM, SPECS, WINDOWS
 
@@ -160,18 +160,21 @@ def step_unasked(memory: HybridMemory, sequences: list[Sequence], n_tokens: int,
 
 @pytest.mark.parametrize(("budget", "n_tokens"), [("24MiB", 1_000_000), ("256MiB", 4_000_000)])
 def test_impossible_prompts_are_refused_before_anybody_looks_at_them(budget: str, n_tokens: int) -> None:
-    """Within 20 ms, as a list, an array or a tensor, even of what are no tokens: only their number is looked at."""
+    """As a list, an array or a tensor, even of what are no tokens: only their number is looked at, none copied."""
     memory = make(HYBRID, budget)
     sequence = memory.open()
     memory.needed_bytes(1)
-    for tokens in ([object()] * n_tokens, np.full(n_tokens, -1.5), torch.zeros(n_tokens)):
+    for tokens in ([object()] * n_tokens, np.full(n_tokens, -1.5), torch.empty(n_tokens, device="meta")):
         for feed in (memory.step, lambda requests: memory.run(None, requests)):
-            started = time.perf_counter()
-            with pytest.raises(
-                CapacityError, match=f"{n_tokens:,} tokens for 1 sequence need .* can never hold them"
-            ) as caught:
+            with (
+                Allocations() as allocated,
+                Calls() as calls,
+                pytest.raises(
+                    CapacityError, match=f"{n_tokens:,} tokens for 1 sequence need .* can never hold them"
+                ) as caught,
+            ):
                 feed({sequence: tokens})  # type: ignore[operator]
-            assert time.perf_counter() - started < 0.02
+            assert calls.n < 5000 and allocated.peak_bytes < n_tokens
             assert caught.value.needed > n_tokens * 1000 > memory.budget_bytes
     assert sequence.length == 0 and memory.free_bytes == memory.budget_bytes
 
