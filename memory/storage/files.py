@@ -278,6 +278,8 @@ def snapshot_in(path: str, tensors: dict[str, Tensor], metadata: dict[str, str])
     check_digest(path, tensors, metadata)
     try:
         records = json.loads(metadata["records"])
+        if not isinstance(records, dict):
+            raise TypeError(f"records that are a {type(records).__name__}")
         about = json.loads(metadata["about"])
         tokens = tensors["tokens"].numpy()
         about = {**about, "tokens": tokens, "version": int(metadata["version"])}

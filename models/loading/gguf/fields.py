@@ -31,8 +31,14 @@ def common_fields(file: GgufFile) -> Fields:
 
 
 def count_layers(file: GgufFile) -> int:
-    """Return the number of layers, without those that only draft tokens (multi-token prediction)."""
-    return int(file.own("block_count") - file.own("nextn_predict_layers", 0))
+    """Return the number of layers, without those that only draft tokens (multi-token prediction).
+
+    Raises FormatError if there are more of them than tensors: each has one at least, and callers visit all of them.
+    """
+    n_layers = int(file.own("block_count") - file.own("nextn_predict_layers", 0))
+    if n_layers > len(file):
+        raise FormatError(f"{file.path} claims {n_layers:,} layers and holds {len(file):,} tensors; get the file again")
+    return n_layers
 
 
 def dtype_of(file: GgufFile) -> str:
