@@ -177,7 +177,7 @@ def gguf(
 def _known(models: list[str] | None, all_models: tuple[str, ...] = MODELS, *, n_quick: int | None) -> list[str]:
     """Return the models that were named, or all; of those a quick run takes the first few."""
     if unknown := set(models or ()) - set(all_models):
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: the models are {', '.join(all_models)}")
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: choose one of {', '.join(all_models)}")
     return models or list(all_models[:n_quick])
 
 
@@ -427,9 +427,21 @@ def table_() -> None:
 
 
 @app.command(name="schemas")
-def schemas_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Structured output: 1,000 JSON schemas, how many replies are valid, and what masks cost beside a step."""
-    _run(schemas.schemas_, ("tests/benchmarks/test_schemas.py",), quick, out, threads)
+def schemas_(
+    table: Annotated[
+        list[str] | None, typer.Option("--table", help=f"One of {', '.join(schemas.TABLES)}; may be repeated.")
+    ] = None,
+    quick: Quick = False,
+    out: Out = None,
+    threads: Threads = None,
+) -> None:
+    """Structured output: 1,000 JSON schemas, how many replies are valid, and what masks cost beside a step.
+
+    With --table, those that the folder's file has of others are kept, if the machine is the same.
+    """
+    tables = _known(table, schemas.TABLES, n_quick=None)
+    measure = partial(schemas.schemas_, tables=tables, out=out)
+    _run(measure, ("tests/benchmarks/test_schemas.py",), quick, out, threads)
 
 
 @app.command(name="sampling")

@@ -8,7 +8,9 @@ import random
 import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from benchmarks.harness import Report
 from benchmarks.schema_generator import make_schemas
-from chat.decoding.grammar import GrammarError, Grammars, mask_rows_
+from chat.decoding.grammar import GrammarError, Grammars
+from chat.decoding.masks import mask_rows_
 from chat.engine.choose import Choice, Plan, choose_tokens
 from chat.engine.engine import Engine, Generation, Sampling
 from chat.engine.output import Output
@@ -25,6 +28,7 @@ from chat.prompts import encode_chat, load_tokenizer
 from memory import HybridMemory
 from models import EMBEDDED, LanguageModel, load_model
 
+TABLES = ("masks", "validity", "libraries")
 MOST_TOKENS = 600
 _ASKED = [{"role": "user", "content": "Who is it?"}]
 _CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
@@ -73,20 +77,29 @@ def is_valid(text: str, schema: dict[str, Any]) -> bool:
     return True
 
 
-def schemas_(*, quick: bool) -> Report:
-    """Write by 1,000 schemas, and measure masks beside steps of 1, 8 and 32 requests."""
+def schemas_(*, quick: bool, tables: Sequence[str] = (), out: Path | None = None) -> Report:
+    """Write by 1,000 schemas, and measure masks beside steps of 1, 8 and 32 requests.
+
+    Args:
+        tables: of TABLES; all unless given. Those that `out` has of others are kept.
+    """
     report, parts = Report("schemas"), Parts.load()
     cases = make_schemas(100 if quick else 1000)
-    for n in (1, 8, 32):
+    tables = tables or TABLES
+    for n in (1, 8, 32) if "masks" in tables else ():
         report.add("masks beside steps of the embedded model", _mask_share(parts, cases, n))
-    _report_validity(report, parts, cases)
-    report.add("libraries, one schema after the other", _of_llguidance(parts, cases))
-    if importlib.util.find_spec("xgrammar") is not None:
+    if "validity" in tables:
+        _report_validity(report, parts, cases)
+    if "libraries" in tables:
+        report.add("libraries, one schema after the other", _of_llguidance(parts, cases))
+    if "libraries" in tables and importlib.util.find_spec("xgrammar") is not None:
         report.add("libraries, one schema after the other", _of_xgrammar(parts, cases))
+    report.keep(out)
     report.notes.append(
-        "Finished: the reply ended with 'stop'. A mask's time is that of filling and applying it, for all requests of "
-        "a step; a step's is that of the engine, masks included. The embedded model has 1.2 million parameters and a "
-        "vocabulary of 932: no model makes shorter steps."
+        f"Finished: the reply ended with 'stop'; cut: after {MOST_TOKENS} tokens. A mask's time is what a step "
+        "waits for the masks of all its requests, which a thread computes beside the model, and that of applying them; "
+        "a step's is that of the engine, masks included. The embedded model "
+        "has 1.2 million parameters and a vocabulary of 932: no model makes shorter steps."
     )
     return report
 
@@ -102,16 +115,21 @@ def _report_validity(report: Report, parts: Parts, cases: list[tuple[str, dict[s
         elif written.finish_reason == "stop":
             count["finished"] += 1
             count["valid"] += is_valid(written.text, schema)
-        elif written.finish_reason != "length":
+        elif written.finish_reason == "length":
+            count["cut"] += 1
+        else:
             report.notes.append(f"Failed: {written.error}; {json.dumps(schema)[:200]}")
     total = sum(counts.values(), Counter[str]())
     for family, count in [*counts.items(), ("all", total)]:
-        names = ("schemas", "refused", "finished", "valid")
+        names = ("schemas", "refused", "finished", "valid", "cut")
         report.add("validity", {"family": family, **{name: count[name] for name in names}})
 
 
 def _mask_share(parts: Parts, cases: list[tuple[str, dict[str, Any]]], n_requests: int) -> dict[str, Any]:
-    """Return the medians of steps in which all of n requests decode, and of their masks."""
+    """Return the medians of steps in which all of n requests decode, and of what masks add to them.
+
+    Masks are computed beside the model: they add what a step then waits for them, and what it takes to apply them.
+    """
     masks, steps = list[float](), list[float]()
 
     def choose(logits_SV: Tensor, plan: Plan) -> list[Choice]:
@@ -119,7 +137,7 @@ def _mask_share(parts: Parts, cases: list[tuple[str, dict[str, Any]]], n_request
         if len(matchers) == len(plan) == n_requests:
             scores_SV = logits_SV.float().clone()
             started = time.perf_counter()
-            mask_rows_(scores_SV, matchers)  # once more than needed: what follows does it again
+            mask_rows_(scores_SV, matchers)  # applied once more than needed: what follows does it again
             masks.append(time.perf_counter() - started)
         else:
             masks.append(-1.0)
@@ -134,10 +152,11 @@ def _mask_share(parts: Parts, cases: list[tuple[str, dict[str, Any]]], n_request
             parts.prompt, max_tokens=100, sampling=sampling, output=Output(grammar=parts.grammars.json_schema(schema))
         )
     while not engine.is_idle:
-        n_before, before = len(masks), engine.stats.seconds
+        n_before, before, waited = len(masks), engine.stats.seconds, engine.stats.mask_seconds
         engine.step()
         if len(masks) > n_before and masks[-1] >= 0:
             steps.append(engine.stats.seconds - before - masks[-1])
+            masks[-1] += engine.stats.mask_seconds - waited
         elif len(masks) > n_before:
             masks.pop()
     mask_ms, step_ms = (statistics.median(found) * 1e3 for found in (masks, steps))

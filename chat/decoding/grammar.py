@@ -1,4 +1,4 @@
-"""Constrains replies to a grammar: which tokens may come next is asked of llguidance, for all rows of a step at once.
+"""Constrains replies to a grammar: which tokens may come next is asked of llguidance.
 
 A `Grammar` is read once and gives each reply a `Matcher`, which stands where the reply stands. llguidance is in the
 extra `grammar` and is imported when the first grammar is read.
@@ -11,21 +11,20 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from chat.decoding.dates import with_exact_dates
 from memory import BatchError, SpecError
 
 WHITESPACE = r"(\n {0,16}| )?"
 """Between the signs of JSON: what people and models write, and no more, or nothing else might ever be written."""
-_LEAST_PARALLEL = 1 << 20
-"""Tokens times rows: to wake threads takes longer than smaller masks."""
+_INSIDE = "a0.:@/-"
+"""Signs that formats and patterns want in a string before it may end, such as the @ of an address."""
 _MOST_KEPT = 256
 """Grammars of which the compiled form is kept, the most recently used ones."""
 
@@ -89,7 +88,7 @@ class Grammars:
         matcher = _library().LLMatcher(self._vocabulary, source, log_level=0)
         if matcher.is_error():
             raise GrammarError(_short(matcher.get_error()))
-        grammar = Grammar(matcher, self._signs)
+        grammar = Grammar(matcher, self._signs, (self._n_vocab + 31) // 32)
         with self._lock:
             self._kept[source] = grammar
             while len(self._kept) > _MOST_KEPT:
@@ -107,7 +106,7 @@ class Grammars:
     @cached_property
     def _signs(self) -> dict[str, int]:
         """Return the ids of single signs that have a token of their own."""
-        ids = {sign: self._vocabulary.tokenize_str(sign) for sign in '"}],a'}
+        ids = {sign: self._vocabulary.tokenize_str(sign) for sign in '"}],' + _INSIDE}
         ends = {f"end {i}": i for i in self._stop_ids}
         return {sign: found[0] for sign, found in ids.items() if len(found) == 1} | ends
 
@@ -115,13 +114,14 @@ class Grammars:
 class Grammar:
     """Is a grammar that was read; any number of replies may follow it."""
 
-    def __init__(self, matcher: Any, signs: dict[str, int]) -> None:
+    def __init__(self, matcher: Any, signs: dict[str, int], n_words: int) -> None:
         self._matcher = matcher
         self._signs = signs
+        self._n_words = n_words
 
     def matcher(self) -> Matcher:
         """Return a matcher for one reply, at its beginning."""
-        return Matcher(self._matcher.deep_copy(), self._signs)
+        return Matcher(self._matcher.deep_copy(), self._signs, self._n_words)
 
 
 class Matcher:
@@ -129,18 +129,25 @@ class Matcher:
 
     Attributes:
         library: llguidance's matcher.
+        n_words: of a mask, 32 tokens each.
+        mask: (n_words,) int32, bit by bit the tokens that may come next; None: it was not computed yet.
     """
 
-    def __init__(self, library: Any, signs: dict[str, int]) -> None:
+    def __init__(self, library: Any, signs: dict[str, int], n_words: int) -> None:
         self.library = library
+        self.n_words = n_words
+        self.mask: np.ndarray | None = None
         self._signs = signs
 
     def copy(self) -> Matcher:
-        return Matcher(self.library.deep_copy(), self._signs)
+        twin = Matcher(self.library.deep_copy(), self._signs, self.n_words)
+        twin.mask = self.mask
+        return twin
 
     def add(self, token_id: int) -> None:
         """Go on by a token that was chosen."""
         self.library.consume_token(token_id)
+        self.mask = None
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
         """Count the leading tokens that could follow, one after the other; nothing changes."""
@@ -167,12 +174,27 @@ class Matcher:
         """
         if self.is_accepting:
             return [i for sign, i in self._signs.items() if sign.startswith("end ")]
-        bits = np.frombuffer(self.library.compute_bitmask(), np.uint8)
+        if self.mask is None:
+            self.mask = np.frombuffer(self.library.compute_bitmask(), np.int32)
+        bits = self.mask.view(np.uint8)
         allowed = {sign: i for sign, i in self._signs.items() if bits[i >> 3] >> (i & 7) & 1}
-        is_in_string = {"}", "]", "a"} <= allowed.keys()
+        if "a" in allowed and '"' not in allowed and (found := self._before_the_quote()):
+            return found
+        is_in_string = "a" in allowed and not allowed.keys().isdisjoint("}]")
         for signs in ('"',) if is_in_string else ("}]", '"', ","):
             if found := [allowed[sign] for sign in signs if sign in allowed]:
                 return found
+        return []
+
+    def _before_the_quote(self) -> list[int]:
+        """Return the signs after which the string can be closed, at once or else one sign later."""
+        if (quote := self._signs.get('"')) is None:
+            return []
+        signs = [self._signs[sign] for sign in _INSIDE if sign in self._signs]
+        for n in (1, 2):
+            ways = product(signs, repeat=n)
+            if found := {way[0] for way in ways if self.count_allowed([*way, quote]) > n}:
+                return sorted(found)
         return []
 
 
@@ -183,39 +205,11 @@ def json_rule(schema: dict[str, Any]) -> str:
     return "%json " + json.dumps(with_exact_dates(schema) | {"x-guidance": options})
 
 
-def mask_rows_(scores_SV: Tensor, matchers: Sequence[tuple[int, Matcher]]) -> None:
-    """Rule out, in these rows, tokens that do not fit the row's grammar; in place.
-
-    Cost: some 10 to 100 us a row, without the interpreter's lock; large ones in several threads.
-    """
-    n_rows, n_vocab = len(matchers), scores_SV.shape[1]
-    bits = np.zeros((n_rows, (n_vocab + 31) // 32), np.int32)
-    address, n_bytes = bits.ctypes.data, bits.shape[1] * 4
-    if n_rows * n_vocab < _LEAST_PARALLEL:
-        for i, (_, matcher) in enumerate(matchers):
-            matcher.library.unsafe_compute_mask_ptr(address + i * n_bytes, n_bytes)
-    else:
-        pairs = [(matcher.library, i) for i, (_, matcher) in enumerate(matchers)]
-        _executor().unsafe_compute_mask_ptr(pairs, address, n_bytes, n_rows)
-    is_out = np.unpackbits(~bits.view(np.uint8), axis=1, count=n_vocab, bitorder="little").view(np.bool_)
-    out_SV = torch.from_numpy(is_out).to(scores_SV.device)
-    if n_rows == len(scores_SV):
-        scores_SV.masked_fill_(out_SV, -torch.inf)
-        return
-    rows = [row for row, _ in matchers]
-    scores_SV[rows] = scores_SV[rows].masked_fill(out_SV, -torch.inf)
-
-
 def _library() -> Any:
     try:
         return import_module("llguidance")
     except ImportError:
         raise SpecError('grammars need llguidance; pip install "hybrid-memory[grammar]"') from None
-
-
-@lru_cache(1)
-def _executor() -> Any:
-    return _library().LLExecutor()
 
 
 def _short(error: str) -> str:

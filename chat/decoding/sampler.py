@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chat.decoding.grammar import Matcher, mask_rows_
+from chat.decoding.grammar import Matcher
+from chat.decoding.masks import mask_rows_
 from chat.decoding.processors import (
     draw_rows,
     favour_ends_,

@@ -24,6 +24,7 @@ class EngineStats:
         n_preempted, n_swapped_in: times that a request was preempted, and that one was swapped in again.
         finished: reason -> generations.
         seconds: in steps of the model, choosing tokens included.
+        mask_seconds: of these, waiting for masks of grammars when the model was done.
     """
 
     n_fed: int = 0
@@ -38,6 +39,7 @@ class EngineStats:
     n_swapped_in: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    mask_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:

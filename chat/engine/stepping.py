@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from chat.decoding.logprobs import Chosen
+from chat.decoding.masks import MasksAhead
 from chat.engine.callbacks import Callbacks
 from chat.engine.choose import Choice, Choose, Plan
 from chat.engine.drafting import Drafting, Drafts
@@ -32,6 +33,7 @@ class Stepper:
     Attributes:
         step_tokens: the most tokens of one step.
         stop_ids: tokens that end a reply.
+        masks: of grammars, computed while the model runs.
         to_remember: sequences whose prefixes the cache is to keep, with their owners; the engine empties it.
     """
 
@@ -47,6 +49,7 @@ class Stepper:
     stop_ids: tuple[int, ...]
     drafting: Drafting
     to_remember: list[tuple[Sequence, Hashable]] = field(default_factory=list)
+    masks: MasksAhead = field(default_factory=MasksAhead)
 
     def feed(self) -> None:
         """Make one step of the model, with as many of the running generations as the memory has room for."""
@@ -91,6 +94,9 @@ class Stepper:
                 self.prefixes.note_speed(seconds / n_tokens)
 
         def choose(logits: Tensor, step: Step) -> list[list[Choice]]:
+            waited = time.perf_counter()
+            wait_for_masks()
+            self.stats.mask_seconds += time.perf_counter() - waited
             if not drafts:
                 return [[choice] for choice in self.choose(*with_forks(logits, plan, forks))]
             chosen = choose_verified(self.choose, step.split(logits), plan, drafts, self.stop_ids)
@@ -98,7 +104,10 @@ class Stepper:
             step.accept({job.live_sequence: kept[job.live_sequence] for job in drafts})
             return chosen
 
-        take_step(self.model, step, choose, keep, uninterrupted())
+        wanting = (job.sampler for job, n_tokens in plan if job.wants_choice(n_tokens) and job.sampler is not None)
+        matchers = [sampler.matcher for sampler in wanting if sampler.matcher is not None]
+        with self.masks.of(matchers) as wait_for_masks:
+            take_step(self.model, step, choose, keep, uninterrupted())
 
     def _fork(self, fork: Fork, choices: list[Choice], now: float) -> None:
         """Let another choice go on from the prompt that its source has just computed, with a token of its own."""

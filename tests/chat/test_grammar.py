@@ -63,3 +63,16 @@ def test_a_matcher_goes_on_for_itself(grammars: Grammars, tokenizer: Tokenizer) 
     ahead.add(ids[0])
     ahead.add(ids[1])
     assert ahead.is_stopped and not matcher.is_accepting and matcher.count_allowed(ids) == 2
+
+
+@pytest.mark.parametrize("form", [{}, {"format": "email"}, {"format": "uri"}, {"pattern": "[0-9]{2}"}])
+def test_what_closes_a_reply_ends_it_soon(grammars: Grammars, tokenizer: Tokenizer, form: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"to": {"type": "string"} | form}, "required": ["to"]}
+    matcher, ids = grammars.json_schema(schema).matcher(), tokenizer.encode('{"to": "bbb')
+    assert matcher.count_allowed(ids) == len(ids)
+    for token_id in ids:
+        matcher.add(token_id)
+    for _ in range(6):
+        if not matcher.is_accepting:
+            matcher.add(matcher.closing_ids()[0])
+    assert matcher.closing_ids() == [tokenizer.eos_token_id]

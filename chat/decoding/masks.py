@@ -1,0 +1,105 @@
+"""Computes which tokens may come next by grammars: for all rows of a step at once, in a thread while the model runs.
+
+What a grammar allows next is known once the last token was chosen, before the model runs: so llguidance, which does
+without the interpreter's lock, computes it beside the model, and a step only waits for what is not done by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chat.decoding.grammar import Matcher
+
+_LEAST_PARALLEL = 1 << 20
+"""Tokens times rows: to wake threads takes longer than smaller masks."""
+
+
+class MasksAhead:
+    """Computes masks in a thread of its own while the model runs. One step at a time.
+
+    The thread and those of llguidance are made at the first grammar.
+    """
+
+    @contextmanager
+    def of(self, matchers: Sequence[Matcher]) -> Iterator[Callable[[], None]]:
+        """Begin with the masks of these matchers; gives a function that waits for them, and raises their error.
+
+        The matchers may be touched when that has returned, or behind the block.
+        """
+        if not matchers:
+            yield _nothing
+            return
+        future: Future[None] = self._thread.submit(fill_masks, matchers, self._executor)
+        try:
+            yield future.result
+        finally:
+            wait([future])
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "masks")
+
+    @cached_property
+    def _executor(self) -> _Executor:
+        return _Executor()
+
+
+def _nothing() -> None: ...
+
+
+class _Executor:
+    """Holds the threads of llguidance: one, and as many as it takes for large masks."""
+
+    @cached_property
+    def one(self) -> Any:
+        return import_module("llguidance").LLExecutor(1)
+
+    @cached_property
+    def many(self) -> Any:
+        return import_module("llguidance").LLExecutor()
+
+
+def fill_masks(matchers: Sequence[Matcher], executor: _Executor | None = None) -> None:
+    """Give each matcher the mask of what may follow it. Cost: 10 to 100 us each, for vocabularies of up to 150,000.
+
+    Args:
+        executor: computes them in threads; in this one unless given.
+    """
+    n_rows, n_words = len(matchers), matchers[0].n_words
+    bits = np.zeros((n_rows, n_words), np.int32)
+    address, n_bytes = bits.ctypes.data, n_words * 4
+    if executor is None:
+        for i, matcher in enumerate(matchers):
+            matcher.library.unsafe_compute_mask_ptr(address + i * n_bytes, n_bytes)
+    else:
+        pairs = [(matcher.library, i) for i, matcher in enumerate(matchers)]
+        threads = executor.one if n_rows * n_words * 32 < _LEAST_PARALLEL else executor.many
+        threads.unsafe_compute_mask_ptr(pairs, address, n_bytes, n_rows)
+    for matcher, row in zip(matchers, bits, strict=True):
+        matcher.mask = row
+
+
+def mask_rows_(scores_SV: Tensor, matchers: Sequence[tuple[int, Matcher]]) -> None:
+    """Rule out, in these rows, tokens that do not fit the row's grammar; in place.
+
+    Masks that were not computed ahead are computed first.
+    """
+    if missing := [matcher for _, matcher in matchers if matcher.mask is None]:
+        fill_masks(missing)
+    bits, n_vocab = np.stack([matcher.mask for _, matcher in matchers]), scores_SV.shape[1]  # type: ignore[misc]
+    is_out = np.unpackbits(~bits.view(np.uint8), axis=1, count=n_vocab, bitorder="little").view(np.bool_)
+    out_SV = torch.from_numpy(is_out).to(scores_SV.device)
+    if len(matchers) == len(scores_SV):
+        scores_SV.masked_fill_(out_SV, -torch.inf)
+        return
+    rows = [row for row, _ in matchers]
+    scores_SV[rows] = scores_SV[rows].masked_fill(out_SV, -torch.inf)
