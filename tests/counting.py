@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import sys
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+import pytest
+
+from memory import CapacityError
 
 
 class Calls:
@@ -41,3 +47,12 @@ class Allocations:
     def __exit__(self, *error: object) -> None:
         self.peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
+
+
+@contextmanager
+def refused_by_number(n_tokens: int, most_bytes: int) -> Iterator[pytest.ExceptionInfo[CapacityError]]:
+    """Expect that so many tokens are refused before anybody looks at them: in few calls and less memory than that."""
+    match = f"{n_tokens:,} tokens for 1 sequence need .* can never hold them"
+    with Allocations() as allocated, Calls() as calls, pytest.raises(CapacityError, match=match) as caught:
+        yield caught
+    assert calls.n < 5000 and allocated.peak_bytes < most_bytes

@@ -187,7 +187,7 @@ class Matcher:
         return []
 
     def _before_the_quote(self) -> list[int]:
-        """Return the signs after which the string can be closed, at once or else one sign later."""
+        """Return the tokens after which a string of JSON can be closed, at once or else one sign later."""
         if (quote := self._signs.get('"')) is None:
             return []
         signs = [self._signs[sign] for sign in _INSIDE if sign in self._signs]

@@ -24,7 +24,7 @@ _LEAST_PARALLEL = 1 << 20
 
 
 class MasksAhead:
-    """Computes masks in a thread of its own while the model runs. One step at a time.
+    """Computes which tokens grammars allow next in a thread of its own, while the model runs; one step at a time.
 
     The thread and those of llguidance are made at the first grammar.
     """
@@ -69,7 +69,9 @@ class _Executor:
 
 
 def fill_masks(matchers: Sequence[Matcher], executor: _Executor | None = None) -> None:
-    """Give each matcher the mask of what may follow it. Cost: 10 to 100 us each, for vocabularies of up to 150,000.
+    """Compute which tokens each reply's grammar allows next, as a mask that its matcher keeps.
+
+    Cost: 10 to 100 us each, for vocabularies of up to 150,000.
 
     Args:
         executor: computes them in threads; in this one unless given.
@@ -89,7 +91,7 @@ def fill_masks(matchers: Sequence[Matcher], executor: _Executor | None = None) -
 
 
 def mask_rows_(scores_SV: Tensor, matchers: Sequence[tuple[int, Matcher]]) -> None:
-    """Rule out, in these rows, tokens that do not fit the row's grammar; in place.
+    """Set the scores of tokens that a row's grammar does not allow to -inf, in place.
 
     Masks that were not computed ahead are computed first.
     """

@@ -22,7 +22,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
-from memory.kernels.cpu.numbers import untyped_intrinsic
+from memory.kernels.cpu.numbers import element_at, untyped_intrinsic
 
 ROWS = 16
 """Most rows of a tile."""
@@ -123,8 +123,8 @@ def _call(builder: ir.IRBuilder, name: str, *values: ir.Value) -> None:
 
 def pointer(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any, i: int, at: ir.Value) -> ir.Value:
     """Return where element `at` of the array in argument i lies."""
-    data = context.make_array(signature.args[i])(context, builder, arguments[i]).data
-    return builder.bitcast(builder.gep(data, [at]), _I8.as_pointer())
+    place = element_at(context, builder, signature.args[i], arguments[i], at)
+    return builder.bitcast(place, _I8.as_pointer())
 
 
 @njit(error_model="numpy")

@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
-from numba.core import cgutils
 
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import array_at, untyped_intrinsic
 from models.layers.finishing import finish_block
-from models.layers.integer_vectors import BLOCK, FLOATS, INTS, PAIRS_OF_BFLOAT, ZEROS
+from models.layers.integer_vectors import BLOCK, FLOATS, PAIRS_OF_BFLOAT, ZEROS, call, in_every_lane
 
 BLOCKS = 4
 """Blocks of outputs that are computed at once; outputs are padded to as many."""
@@ -76,7 +75,7 @@ def _tile(n_rows: int) -> Any:
                         at = b.add(b.mul(first, _I64(n_rows)), _I64(i * n_rows + row))
                     else:
                         at = b.add(b.mul(n_codes, _I64(row)), code)
-                    inputs = _in_every_lane(b, b.load(b.gep(rows, [at]), align=2 if is_paired else 4))
+                    inputs = in_every_lane(b, b.load(b.gep(rows, [at]), align=2 if is_paired else 4))
                     for block, weight in zip(found, own, strict=True):
                         block[row] = _multiply_add(b, block[row], weight, inputs, is_paired)
             following = b.add(first, _I64(UNROLLED))
@@ -102,23 +101,11 @@ def _load(b: ir.IRBuilder, weights: ir.Value, at: ir.Value) -> ir.Value:
     return b.load(b.bitcast(place, ir.VectorType(place.type.pointee, BLOCK).as_pointer()), align=4)
 
 
-def _in_every_lane(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    nothing = ir.Constant(ir.VectorType(x.type, BLOCK), ir.Undefined)
-    one = b.insert_element(nothing, x, _I32(0))
-    return b.shuffle_vector(one, nothing, ir.Constant(INTS, [0] * BLOCK))
-
-
 def _multiply_add(b: ir.IRBuilder, sums: ir.Value, weight: ir.Value, x: ir.Value, is_paired: bool) -> ir.Value:
     if not is_paired:
-        return _call(b, f"llvm.fma.v{BLOCK}f32", weight, x, sums)
-    return _call(
-        b, "llvm.x86.avx512bf16.dpbf16ps.512", sums, b.bitcast(weight, PAIRS_OF_BFLOAT), b.bitcast(x, PAIRS_OF_BFLOAT)
-    )
-
-
-def _call(b: ir.IRBuilder, name: str, *values: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(FLOATS, [value.type for value in values])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)  # type: ignore[no-untyped-call]
+        return call(b, f"llvm.fma.v{BLOCK}f32", FLOATS, weight, x, sums)
+    pairs = (b.bitcast(weight, PAIRS_OF_BFLOAT), b.bitcast(x, PAIRS_OF_BFLOAT))
+    return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, *pairs)
 
 
 _panel, _tile_4, _tile_2, _tile_1 = _tile(_PANEL_ROWS), _tile(4), _tile(2), _tile(1)

@@ -12,12 +12,23 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from memory.kernels.cpu.numbers import rounded, untyped_intrinsic
+from memory.kernels.cpu.numbers import element_at, rounded, untyped_intrinsic
 from memory.kernels.cpu.vector_math import EXP2, LOG2_E
-from models.layers.integer_vectors import BLOCK, FLOATS, I16, I32, I64, INTS, PAIRS_OF_BFLOAT, multiplies_pairs
+from models.layers.integer_vectors import (
+    BLOCK,
+    FLOATS,
+    I16,
+    I32,
+    I64,
+    INTS,
+    PAIRS_OF_BFLOAT,
+    call,
+    in_every_lane,
+    multiplies_pairs,
+)
 
 ACTIVATIONS = {None: 0, "silu": 1, "swish": 1, "relu": 2, "sigmoid": 3}
-"""What is applied to sums before they are rounded, by names in transformers' configs."""
+"""Numbers the activations that products apply to their sums, by names in transformers' configs."""
 
 FUSED, NO_BIAS = tuple(name for name in ACTIVATIONS if name is not None), np.empty(0, np.float32)
 
@@ -29,7 +40,9 @@ def finisher(n_blocks: int) -> Any:
     """Return a function that writes the results of rows and one block of outputs, or of two side by side."""
 
     @untyped_intrinsic
-    def finish(typing_context, sums, at, n_rows, bias, activation, channel, out, place, n_out):  # type: ignore[no-untyped-def]
+    def finish(  # type: ignore[no-untyped-def]
+        typing_context, sums, at, n_rows, bias, activation, channel, out, place, n_out
+    ):
         """Set n_rows of `out`, from `place` on, to activation(sums + bias) of outputs from `channel` on; not checked.
 
         Rows of sums lie one behind the other from `at` on, 16 each; those of the second block 256 behind. Rows of `out`
@@ -37,7 +50,7 @@ def finisher(n_blocks: int) -> Any:
         """
 
         def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            first = elements(context, builder, signature, arguments, 0, arguments[1])
+            first = element_at(context, builder, sums, arguments[0], arguments[1])
             rows = Rows(context, builder, signature, arguments, 3, (first, BLOCK * BLOCK, n_blocks))
             with cgutils.for_range(builder, arguments[2], intp=I64) as loop:
                 rows.write(loop.index)
@@ -47,11 +60,6 @@ def finisher(n_blocks: int) -> Any:
         return types.void(sums, at, at, bias, at, at, out, at, at), codegen
 
     return finish
-
-
-def elements(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any, i: int, at: ir.Value) -> ir.Value:
-    """Return a pointer to element `at` of the array in argument i."""
-    return b.gep(context.make_array(signature.args[i])(context, b, arguments[i]).data, [at])
 
 
 class Rows:
@@ -69,19 +77,20 @@ class Rows:
         self._b, self._out_type = b, signature.args[first + 3].dtype
         bias, self._activation, channel, _, place, self._n_out = arguments[first : first + 6]
         self._sums, self._block_sums, n_blocks = sums
-        self._out = elements(context, b, signature, arguments, first + 3, place)
+        self._out = element_at(context, b, signature.args[first + 3], arguments[first + 3], place)
         n_left = b.trunc(b.sub(self._n_out, channel), I32)
         array = context.make_array(signature.args[first])(context, b, bias)
-        has_bias = _every(b, b.icmp_signed(">", b.extract_value(array.shape, 0), I64(0)))
+        has_bias = in_every_lane(b, b.icmp_signed(">", b.extract_value(array.shape, 0), I64(0)))
         self._is_there, self._bias = [], []
         for v in range(n_blocks):
-            is_there = b.icmp_signed("<", _LANES, _every(b, b.sub(n_left, I32(BLOCK * v))))
+            is_there = b.icmp_signed("<", _LANES, in_every_lane(b, b.sub(n_left, I32(BLOCK * v))))
             at = b.bitcast(b.gep(array.data, [b.add(channel, I64(BLOCK * v))]), FLOATS.as_pointer())
             mask = b.and_(is_there, has_bias)
-            self._bias.append(_call(b, "llvm.masked.load.v16f32.p0", FLOATS, at, I32(4), mask, _all(0)))
+            self._bias.append(call(b, "llvm.masked.load.v16f32.p0", FLOATS, at, I32(4), mask, _all(0)))
             self._is_there.append(is_there)
 
     def write(self, row: ir.Value) -> None:
+        """Emit one row: activation(sums + bias), rounded to the type of `out`."""
         b, found = self._b, []
         for v, bias in enumerate(self._bias):
             at = b.gep(self._sums, [b.add(b.mul(row, I64(BLOCK)), I64(self._block_sums * v))])
@@ -109,7 +118,7 @@ class Rows:
         b.branch(end)
         b.position_at_end(others)
         is_relu, zero = b.icmp_signed("==", self._activation, _RELU), _all(0)
-        cut = [b.select(b.and_(_every(b, is_relu), b.fcmp_ordered("<", x, zero)), zero, x) for x in sums]
+        cut = [b.select(b.and_(in_every_lane(b, is_relu), b.fcmp_ordered("<", x, zero)), zero, x) for x in sums]
         b.branch(end)
         b.position_at_end(end)
         found = []
@@ -123,10 +132,10 @@ class Rows:
     def _store_pairs(self, found: list[ir.Value], out: ir.Value) -> None:
         b = self._b
         shorts = ir.VectorType(I16, 2 * BLOCK)
-        both = b.bitcast(_call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", PAIRS_OF_BFLOAT, found[1], found[0]), shorts)
+        both = b.bitcast(call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", PAIRS_OF_BFLOAT, found[1], found[0]), shorts)
         order = ir.Constant(ir.VectorType(I32, 2 * BLOCK), list(range(2 * BLOCK)))
         mask = b.shuffle_vector(*self._is_there, order)
-        _call(b, "llvm.masked.store.v32i16.p0", ir.VoidType(), both, b.bitcast(out, shorts.as_pointer()), I32(2), mask)
+        call(b, "llvm.masked.store.v32i16.p0", ir.VoidType(), both, b.bitcast(out, shorts.as_pointer()), I32(2), mask)
 
     def _store(self, values: ir.Value, mask: ir.Value, out: ir.Value) -> None:
         b, kind, name, size = self._b, FLOATS, "llvm.masked.store.v16f32.p0", 4
@@ -134,14 +143,14 @@ class Rows:
             kind, name, size = ir.VectorType(I16, BLOCK), "llvm.masked.store.v16i16.p0", 2
             if self._out_type == types.uint16 and multiplies_pairs():
                 short = ir.VectorType(PAIRS_OF_BFLOAT.element, BLOCK)
-                values = b.bitcast(_call(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", short, values), kind)
+                values = b.bitcast(call(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", short, values), kind)
             else:
                 values = rounded(b, self._out_type, values)
-        _call(b, name, ir.VoidType(), values, b.bitcast(out, kind.as_pointer()), I32(size), mask)
+        call(b, name, ir.VoidType(), values, b.bitcast(out, kind.as_pointer()), I32(size), mask)
 
 
 def _exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Emit `vector_math.exp2_f32`: NaN stays NaN, since every comparison with it is false."""
+    """Return 2**x of a vector, computed as `vector_math.exp2_f32` does; NaN stays NaN."""
     lowest, highest, rounder = _all(-126.0), _all(127.0), _all(12582912.0)
     x = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
     x = b.select(b.fcmp_ordered(">", x, highest), highest, x)
@@ -149,7 +158,7 @@ def _exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     r = b.fsub(x, b.fsub(shifted, rounder))
     p = _all(EXP2[-1])
     for c in (*EXP2[-2::-1], 1.0):
-        p = _call(b, f"llvm.fma.v{BLOCK}f32", FLOATS, p, r, _all(c))
+        p = call(b, f"llvm.fma.v{BLOCK}f32", FLOATS, p, r, _all(c))
     exponent = b.shl(b.bitcast(shifted, INTS), ir.Constant(INTS, [23] * BLOCK))
     power = b.add(exponent, ir.Constant(INTS, [0x3F800000] * BLOCK))
     return b.fmul(p, b.bitcast(power, FLOATS))
@@ -157,17 +166,6 @@ def _exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 def _all(number: Any) -> ir.Constant:
     return ir.Constant(FLOATS, [float(number)] * BLOCK)
-
-
-def _every(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    kind = ir.VectorType(x.type, BLOCK)
-    one = b.insert_element(ir.Constant(kind, ir.Undefined), x, I32(0))
-    return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(INTS, [0] * BLOCK))
-
-
-def _call(b: ir.IRBuilder, name: str, returns: ir.Type, *values: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(returns, [value.type for value in values])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)  # type: ignore[no-untyped-call]
 
 
 finish_block, finish_two = finisher(1), finisher(2)

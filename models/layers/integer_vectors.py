@@ -60,6 +60,18 @@ _BFLOAT_OF_CODE = [_as_short(int(np.float32((code & 15) - 8).view(np.uint32) >> 
 """bfloat16 of the integers -8 .. 7, twice: a lookup uses five bits of its index, of which the fifth does not count."""
 
 
+def call(b: ir.IRBuilder, name: str, returns: ir.Type, *values: ir.Value) -> ir.Value:
+    """Call an intrinsic of LLVM by its name."""
+    kind = ir.FunctionType(returns, [value.type for value in values])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)  # type: ignore[no-untyped-call]
+
+
+def in_every_lane(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Return a vector with x in each of its 16 lanes."""
+    nothing = ir.Constant(ir.VectorType(x.type, BLOCK), ir.Undefined)
+    return b.shuffle_vector(b.insert_element(nothing, x, I32(0)), nothing, _every(0))
+
+
 class Emitter:
     """Emits vectors of a block's weights, and what is done with them.
 
@@ -86,16 +98,15 @@ class Emitter:
 
     def multiply_add(self, weight: ir.Value, x: ir.Value, sums: ir.Value) -> ir.Value:
         if self.is_paired:
-            return self._call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, weight, x)
+            return call(self.b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, weight, x)
         return self.fma(weight, x, sums)
 
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-        return self._call(f"llvm.fma.v{BLOCK}f32", FLOATS, x, y, z)
+        return call(self.b, f"llvm.fma.v{BLOCK}f32", FLOATS, x, y, z)
 
     def in_every_lane(self, x: ir.Value) -> ir.Value:
         """Return a number, or a pair of two bfloat16, in every lane."""
-        nothing = ir.Constant(ir.VectorType(x.type, BLOCK), ir.Undefined)
-        every = self.b.shuffle_vector(self.b.insert_element(nothing, x, I32(0)), nothing, _every(0))
+        every = in_every_lane(self.b, x)
         return self.b.bitcast(every, PAIRS_OF_BFLOAT) if self.is_paired else every
 
     def _bytes(self, codes: ir.Value, pair: int) -> list[ir.Value]:
@@ -104,7 +115,7 @@ class Emitter:
             return [self._by_halves(self._load(codes, at, _PAIRS_OF_BYTES))]
         if self.is_paired:
             low, high = (b.sitofp(b.sext(self._load(codes, at + k, _BYTES), INTS), FLOATS) for k in (0, BLOCK))
-            return [self._call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", PAIRS_OF_BFLOAT, high, low)]
+            return [call(self.b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", PAIRS_OF_BFLOAT, high, low)]
         both = b.sext(self._load(codes, at, _SHORTS), INTS)
         first = b.ashr(b.shl(both, _every(24)), _every(24))
         return [b.sitofp(x, FLOATS) for x in (first, b.ashr(both, _every(8)))]
@@ -126,16 +137,12 @@ class Emitter:
         if self.is_paired:
             codes = b.lshr(b.bitcast(words, _WORDS), ir.Constant(_WORDS, [4 * place] * 2 * BLOCK))
             table = ir.Constant(_WORDS, _BFLOAT_OF_CODE)
-            return [b.bitcast(self._call("llvm.x86.avx512.permvar.hi.512", _WORDS, table, codes), PAIRS_OF_BFLOAT)]
+            return [b.bitcast(call(self.b, "llvm.x86.avx512.permvar.hi.512", _WORDS, table, codes), PAIRS_OF_BFLOAT)]
         codes_of_two = (b.and_(b.lshr(words, _every(4 * place + 16 * k)), _every(15)) for k in range(2))
         return [b.sitofp(b.sub(codes, _every(8)), FLOATS) for codes in codes_of_two]
 
     def _load(self, codes: ir.Value, at: int, kind: ir.Type) -> ir.Value:
         return self.b.load(self.b.bitcast(self.b.gep(codes, [I64(at)]), kind.as_pointer()), align=1)
-
-    def _call(self, name: str, returns: ir.Type, *values: ir.Value) -> ir.Value:
-        kind = ir.FunctionType(returns, [value.type for value in values])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), values)  # type: ignore[no-untyped-call]
 
 
 def _words(number: int) -> ir.Constant:

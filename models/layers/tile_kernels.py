@@ -12,11 +12,11 @@ from llvmlite import ir
 from numba import njit, prange, types
 
 from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import array_at, untyped_intrinsic
+from memory.kernels.cpu.numbers import array_at, element_at, untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from models.layers.blocked_kernels import BLOCKS, SHORTS
-from models.layers.finishing import Rows, elements, finish_block, finish_two
+from models.layers.finishing import Rows, finish_block, finish_two
 from models.layers.integer_vectors import BLOCK, PAIRS
 
 CACHED_ROW_BYTES = 1 << 20
@@ -38,7 +38,9 @@ _ASKING = 8
 
 
 @untyped_intrinsic
-def _one_by_four(typing_context, codes, first_code, block_codes, x, first_pair, n_pairs, sums, at):  # type: ignore[no-untyped-def]
+def _one_by_four(  # type: ignore[no-untyped-def]
+    typing_context, codes, first_code, block_codes, x, first_pair, n_pairs, sums, at
+):
     """Set sums[at :], of four blocks, 16 x 16 each, to those of a tile of rows; not checked.
 
     Codes and x are uint32 arrays of pairs; a block has `block_codes` of them, and a row `n_pairs`.
@@ -87,7 +89,7 @@ def _two_by_two(  # type: ignore[no-untyped-def]
         weights, rows = (amx.pointer(context, b, signature, arguments, i, arguments[i + 1]) for i in (0, 3))
         block_bytes, row_bytes = (b.mul(arguments[i], I64(4)) for i in (2, 5))
         wanted = amx.pointer(context, b, signature, arguments, 0, arguments[8])
-        n_done, done_at = arguments[10], elements(context, b, signature, arguments, 6, arguments[9])
+        n_done, done_at = arguments[10], element_at(context, b, sums, arguments[6], arguments[9])
         results = Rows(context, b, signature, arguments, 11, (done_at, 2 * ROWS * BLOCK, 2))
         for tile in range(4):
             amx.zero(b, tile)
@@ -193,7 +195,7 @@ def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_
 
 @njit(error_model="numpy")
 def _finish_tiles(sums, at, n_rows, bias, activation, channel, out, row, n_out):  # type: ignore[no-untyped-def]
-    """Write the results of the last tiles of a part."""
+    """Write the results of the pair of tiles that a thread multiplied last."""
     for v in range(2):
         own = channel + v * BLOCK
         finish_block(sums, at + v * 2 * ROWS * BLOCK, n_rows, bias, activation, own, out, row * n_out + own, n_out)

@@ -57,7 +57,8 @@ def rounded(builder: ir.IRBuilder, dtype: Any, x: ir.Value) -> ir.Value:
     return builder.select(is_nan, every(_I16, _QUIET_NAN), builder.trunc(nearest, like(_I16)))
 
 
-def _at(context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value, at: ir.Value) -> ir.Value:
+def element_at(context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value, at: ir.Value) -> ir.Value:
+    """Return a pointer to element `at` of an array of this numba type."""
     return builder.gep(context.make_array(kind)(context, builder, array).data, [at])
 
 
@@ -73,7 +74,7 @@ def get(typing_context, array, at):  # type: ignore[no-untyped-def]
     """Return array[at] of a contiguous array, float32 if that is 16 bits; not checked."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        pointer = _at(context, builder, array, *arguments)
+        pointer = element_at(context, builder, array, *arguments)
         return as_float(builder, array.dtype, builder.load(pointer, align=array.dtype.bitwidth // 8))
 
     return (types.float32 if array.dtype in _SHORT else array.dtype)(array, at), codegen
@@ -85,7 +86,7 @@ def put(typing_context, array, at, x):  # type: ignore[no-untyped-def]
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         value = _stored(context, builder, arguments[2], x, array.dtype)
-        builder.store(value, _at(context, builder, array, *arguments[:2]), align=array.dtype.bitwidth // 8)
+        builder.store(value, element_at(context, builder, array, *arguments[:2]), align=array.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(array, at, x), codegen
@@ -96,11 +97,11 @@ def move(typing_context, target, source, at):  # type: ignore[no-untyped-def]
     """Set target[at] = source[at] of contiguous arrays; of one type the bits stay the same; not checked."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        x = builder.load(_at(context, builder, source, *arguments[1:]), align=source.dtype.bitwidth // 8)
+        x = builder.load(element_at(context, builder, source, *arguments[1:]), align=source.dtype.bitwidth // 8)
         if target.dtype != source.dtype:
             of = types.float32 if source.dtype in _SHORT else source.dtype
             x = _stored(context, builder, as_float(builder, source.dtype, x), of, target.dtype)
-        place = _at(context, builder, target, arguments[0], arguments[2])
+        place = element_at(context, builder, target, arguments[0], arguments[2])
         builder.store(x, place, align=target.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
