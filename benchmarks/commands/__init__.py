@@ -1,0 +1,1 @@
+"""Holds the commands of `python -m benchmarks`, by what they measure."""

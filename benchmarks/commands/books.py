@@ -1,0 +1,55 @@
+"""Lists the commands that measure the memory itself: its books, its bytes, its prefixes and its states."""
+
+from __future__ import annotations
+
+from benchmarks import agentic, books, locks, prefixes, restarts, states
+from benchmarks.commands.options import BOOK_TESTS, Out, Quick, Threads, app, run
+
+
+@app.command()
+def bookkeeping(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure steps, open and close without a model."""
+    run(books.bookkeeping, BOOK_TESTS, quick, out, threads)
+
+
+@app.command(name="locks")
+def locks_(quick: Quick = False, out: Out = None) -> None:
+    """Measure what it costs that calls of several threads wait for each other, beside a step without a model."""
+    run(locks.locks, (), quick, out, None)
+
+
+@app.command()
+def memory(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure the bytes of sequences by kind, and those of the weights."""
+    run(books.memory_bytes, BOOK_TESTS, quick, out, threads)
+
+
+@app.command()
+def rollback(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure rollback, fork, checkpoint, reorder and abort, against k, layers and context."""
+    run(books.rollback, BOOK_TESTS, quick, out, threads)
+
+
+@app.command(name="agentic")
+def agentic_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Share of agents' prompts that is reused with small budgets, beside LRU by blocks; in dry runs."""
+    run(agentic.agentic, ("tests/benchmarks/test_agentic.py",), quick, out, threads)
+
+
+@app.command(name="restarts")
+def restarts_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure a chat's next turn after a restart, and prompts whose checkpoint is outside of the budget."""
+    tests = ("tests/unit/prefix/test_saved.py", "tests/unit/prefix/test_outside.py")
+    run(restarts.restarts, tests, quick, out, threads)
+
+
+@app.command(name="prefixes")
+def prefixes_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure lookups in a radix tree, the share of tokens reused on a known workload, and swapping."""
+    run(prefixes.prefixes, ("tests/unit/prefix/test_cache.py", "tests/unit/storage/test_files.py"), quick, out, threads)
+
+
+@app.command(name="states")
+def states_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure recurrent states: bytes of a rollback window, drift of 16-bit states, and deferred writes."""
+    run(states.states, ("tests/benchmarks/test_deferred.py", *BOOK_TESTS), quick, out, threads)

@@ -1,0 +1,137 @@
+"""Lists the commands that measure models, beside transformers and llama.cpp, in all numbers of bits."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from benchmarks import agreement, architectures, bridge, large, sampling, speed
+from benchmarks import dtypes as dtypes_
+from benchmarks import llamacpp as llamacpp_
+from benchmarks import sparse as sparse_attention
+from benchmarks import speculative as speculative_decoding
+from benchmarks.commands.options import MODEL_TESTS, Model, Out, Quick, Threads, app, known, run
+from benchmarks.llamacpp_peer import require_llamacpp
+
+
+@app.command()
+def decode(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure decode steps: against transformers, against a step without mixers, and with a window of 0.
+
+    Also measures how their time grows with the context and with the number of sequences.
+    """
+    plot = None if out is None else out / "decode.png"
+    run(speed.decode, MODEL_TESTS, quick, out, threads, models=known(model, n_quick=2 if quick else None), plot=plot)
+
+
+@app.command()
+def prefill(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure the prefill of one long and of many short prompts, against transformers."""
+    run(speed.prefill, MODEL_TESTS, quick, out, threads, models=known(model, n_quick=2 if quick else None))
+
+
+@app.command()
+def dtypes(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure decode, prefill and answers on the CPU in 32, 16, 8 and 4 bits, against transformers in bfloat16."""
+    run(dtypes_.dtypes, MODEL_TESTS, quick, out, threads, models=known(model, n_quick=2 if quick else None))
+
+
+@app.command()
+def llamacpp(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help=f"One of {', '.join(llamacpp_.MODELS)}; may be repeated; all unless given, in a quick run one.",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller, coarser, under two minutes.")] = False,
+    out: Out = None,
+    threads: Threads = None,
+) -> None:
+    """Measure decode and prefill beside llama.cpp, on GGUF files of the same weights in 32, 16, 8 and 4 bits."""
+    require_llamacpp()
+    tests = ("tests/benchmarks/test_llamacpp.py", *(() if quick else ("tests/models/test_gguf.py",)))
+    models = known(model, llamacpp_.MODELS, n_quick=1 if quick else None)
+    run(llamacpp_.llamacpp, tests, quick, out, threads, models=models)
+
+
+@app.command(name="large")
+def large_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure a model of 3B parameters: loading, most resident memory, decode; needs 24 GB of memory and disk."""
+    run(large.large, MODEL_TESTS, quick, out, threads)
+
+
+@app.command(name="bridge")
+def bridge_(
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", help=f"One of {', '.join(bridge.MODELS)}; may be repeated; both unless given."),
+    ] = None,
+    by_cpu_time: Annotated[
+        bool, typer.Option("--by-cpu-time", help="Count CPU seconds of one thread, for a machine that is busy.")
+    ] = False,
+    quick: Quick = False,
+    out: Out = None,
+    threads: Threads = None,
+) -> None:
+    """Measure `generate` of transformers' models on their own cache and attached to a memory."""
+    tests = () if quick else ("tests/models/test_hf_generate.py",)
+    models = known(model, bridge.MODELS, n_quick=1 if quick else None)
+    run(bridge.bridge, tests, quick, out, threads, models=models, by_cpu_time=by_cpu_time)
+
+
+@app.command()
+def gguf(
+    family: Annotated[
+        list[str] | None,
+        typer.Option("--family", help="llama.cpp's name of an architecture; may be repeated; all unless given."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two families.")] = False,
+    out: Out = None,
+    threads: Threads = None,
+) -> None:
+    """Compare logits with llama.cpp's own for each family whose GGUF files are read; exit with 1 if any differ."""
+    require_llamacpp()
+    families = known(family, tuple(agreement.FAMILIES), n_quick=2 if quick else None)
+    report = run(agreement.agreement, (), quick, out, threads, families=families)
+    if not all(row["same model"] for rows in report.tables.values() for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def sparse(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure attention that keeps, or reads, only a budget of rows: quality and time.
+
+    Quality is the share of right answers of the embedded model; time is that of a decode step.
+    """
+    tests = ("tests/unit/eviction/test_policies.py", "tests/unit/attention/test_page_selection.py")
+    run(sparse_attention.sparse, tests, quick, out, threads, plot=None if out is None else out / "sparse.png")
+
+
+@app.command()
+def speculative(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure speculative decoding: prompt lookup on repetitive text, against plain decoding.
+
+    Also measures steps by length and quality of the drafts, and bytes.
+    """
+    run(speculative_decoding.speculative, ("tests/chat/test_speculative.py",), quick, out, threads)
+
+
+@app.command()
+def parity(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Compare the logits of every architecture with those of transformers."""
+    run(architectures.parity, (), quick, out, threads)
+
+
+@app.command(name="table")
+def table_() -> None:
+    """Write the docs' table of architectures, from the registry and the parity that was measured last."""
+    architectures.write_table()
+
+
+@app.command(name="sampling")
+def sampling_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Decode steps of 1, 8 and 32 requests by how tokens are chosen."""
+    run(sampling.sampling, ("tests/chat/test_sampling.py",), quick, out, threads)
