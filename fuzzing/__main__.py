@@ -1,4 +1,4 @@
-"""Runs `python -m fuzzing [TARGET ...] [--inputs N] [--seed S]`, or reads one input again: `--number K`."""
+"""Runs `python -m fuzzing [TARGET[:N] ...] [--inputs N] [--seed S]`, or reads one input again: `--number K`."""
 
 from __future__ import annotations
 
@@ -18,35 +18,52 @@ from fuzzing.targets import TARGETS, make_target
 
 FINDINGS = Path(__file__).parent.parent / "tests" / "data" / "fuzzing"
 """Inputs that were not read well once: a folder for each target, read again by the tests."""
+_HELP = f"of {', '.join(TARGETS)}; all by default; NAME:N feeds it N inputs"
 
 
 def main(
-    targets: Annotated[list[str] | None, typer.Argument(help=f"of {', '.join(TARGETS)}; all by default")] = None,
-    inputs: Annotated[int, typer.Option(min=1, help="of each target")] = 1000,
+    targets: Annotated[
+        list[str] | None, typer.Argument(help=f"of {', '.join(TARGETS)}; all by default; NAME:N feeds it N inputs")
+    ] = None,
+    inputs: Annotated[int, typer.Option(min=1, help="of each target that names no number")] = 1000,
     seed: Annotated[int, typer.Option(help="another one gives other inputs")] = 0,
     number: Annotated[int | None, typer.Option(help="read this input alone, in this process")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="write findings to tests/data/fuzzing")] = False,
 ) -> None:
     """Feed hostile inputs to everything that reads them; ends with 1 if one of them is not read well."""
-    chosen = targets or list(TARGETS)
-    if unknown := [name for name in chosen if name not in TARGETS]:
-        raise typer.BadParameter(f"{unknown[0]!r} is no target; there are {', '.join(TARGETS)}")
+    chosen = _counts(targets or list(TARGETS), inputs)
     if number is not None:
-        _read_one(chosen[0], seed, number)
+        _read_one(next(iter(chosen)), seed, number)
         return
     table = Table("target", "inputs", "seconds", "findings")
     found: list[Finding] = []
-    for name in chosen:
+    began = time.perf_counter()
+    for name, n_inputs in chosen.items():
         started = time.perf_counter()
-        own = run(name, seed, inputs)
-        table.add_row(name, f"{inputs:,}", f"{time.perf_counter() - started:.0f}", str(len(own)))
+        own = run(name, seed, n_inputs)
+        table.add_row(name, f"{n_inputs:,}", f"{time.perf_counter() - started:.0f}", str(len(own)))
         found += own
         for finding in own:
             print(f"{name} --seed {seed} --number {finding.number}: {finding.place}\n{finding.text}", flush=True)
             if keep:
                 _keep(finding)
+    table.add_section()
+    table.add_row("all", f"{sum(chosen.values()):,}", f"{time.perf_counter() - began:.0f}", str(len(found)))
     Console().print(table)
     sys.exit(bool(found))
+
+
+def _counts(targets: list[str], usual: int) -> dict[str, int]:
+    """Return how many inputs each target is fed: "NAME" or "NAME:N"."""
+    found = {}
+    for target in targets:
+        name, _, count = target.partition(":")
+        if name not in TARGETS:
+            raise typer.BadParameter(f"{name!r} is no target; there are {', '.join(TARGETS)}")
+        if count and not (count.isascii() and count.isdigit() and int(count)):
+            raise typer.BadParameter(f"{target!r} names {count!r} inputs; give a whole number of at least 1")
+        found[name] = int(count or usual)
+    return found
 
 
 def _read_one(name: str, seed: int, number: int) -> None:

@@ -11,11 +11,11 @@ import os
 import resource
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from random import Random
@@ -27,6 +27,7 @@ from memory import HybridMemoryError
 
 MOST_SECONDS = 20.0
 """In which an input must have been read."""
+_POLL_SECONDS = 0.2
 
 MOST_MEMORY_BYTES = 1 << 30
 """Address space that reading may take beside what a worker has when it begins."""
@@ -102,7 +103,7 @@ def run(name: str, seed: int, n_inputs: int) -> list[Finding]:
         results, done = context.SimpleQueue(), context.Value("q", -1)
         worker = context.Process(target=_work, args=(name, seed, at, n_inputs, done, results), daemon=True)
         worker.start()
-        for place, number, text in _follow(worker, done, results):
+        for place, number, text in _follow(worker, done, n_inputs, results):
             found.setdefault(place, Finding(name, seed, number, place, text))
         if done.value < 0:
             raise RuntimeError(f"the target {name} cannot be made: {worker.exitcode=}")
@@ -110,21 +111,25 @@ def run(name: str, seed: int, n_inputs: int) -> list[Finding]:
     return list(found.values())
 
 
-def _follow(worker: Any, done: Synchronized[int], results: Any) -> Iterator[tuple[str, int, str]]:
-    """Generate what a worker finds, and how it died if it did; `done` is then the input at which it did."""
-    seen, since = -1, time.monotonic()
+def _follow(worker: Any, done: Synchronized[int], n_inputs: int, results: Any) -> Iterator[tuple[str, int, str]]:
+    """Generate what a worker finds, and how it died if it did; `done` is then the input at which it did.
+
+    Seconds are those in which this process waited: where a system stops both, no input hangs.
+    """
+    seen, waited_seconds = -1, 0.0
     is_hanging = False
     while worker.is_alive() or not results.empty():
         while not results.empty():
             yield results.get()
-        now = time.monotonic()
         if done.value != seen:
-            seen, since = done.value, now
-        patience = MOST_SECONDS if seen >= 0 else 120.0
-        if now - since > patience:
+            seen, waited_seconds = done.value, 0.0
+        # Before the first input and behind the last one a worker imports, compiles and clears up.
+        patience = MOST_SECONDS if 0 <= seen < n_inputs else 120.0
+        if waited_seconds > patience:
             is_hanging = True
             worker.kill()
-        worker.join(0.2)
+        worker.join(_POLL_SECONDS)
+        waited_seconds += _POLL_SECONDS
     if is_hanging:
         yield f"hang at input {done.value}", done.value, f"no end within {MOST_SECONDS} s"
     elif worker.exitcode:
@@ -138,6 +143,8 @@ def _work(name: str, seed: int, first: int, n_inputs: int, done: Synchronized[in
         target = make_target(name, Path(folder))
         for number in range(-20, 0):  # what is imported or compiled on first use takes memory of its own
             judge(target, draw(target, name, seed, number))
+        # The libraries that numba loads on first use are no work of an input: here, before anything is watched.
+        import_module("memory.kernels.cpu.threads")
         _limit_memory()
         _watch(folder, results, done)
         for number in range(first, n_inputs):

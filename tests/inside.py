@@ -15,7 +15,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from memory import HybridMemory, Sequence
+from memory.blocks.arena import Arena
 from memory.blocks.store import Store
+from memory.prefix import PrefixCache
 from memory.sequences.ledger import Ledger
 from memory.storage.checksums import digest_of
 
@@ -101,9 +103,24 @@ def state_offset(memory: HybridMemory, sequence: Sequence) -> int:
     return 0 if states is None else int(states.table.slots.offset[sequence.slot])
 
 
+def prefix_roots(cache: PrefixCache) -> dict[Any, Any]:
+    """Return owner -> root of the tree of a prefix cache."""
+    return cache._kept.tree.roots
+
+
+def outside_ascending(cache: PrefixCache) -> list[tuple[Sequence, int]]:
+    """Return the checkpoints outside of the budget, with the bytes that closing each frees, as they give way."""
+    return list(cache._kept.outside.ranking.ascending(0, cache.memory.counters.swaps.private_bytes_of))
+
+
 def drops_of(memory: HybridMemory, sequence: Sequence) -> set[tuple[int, int]]:
     """Return (first position that it changed, its number) of each drop that a sequence remembers."""
     return set(memory._coordinator.ledger._seams.get(sequence.slot, ()))
+
+
+def free_ranges(arena: Arena) -> tuple[dict[int, int], list[list[int]]]:
+    """Return what finds an arena's free ranges: their starts by their ends, and the heaps of names."""
+    return arena._starts, [*arena._heaps.values()]
 
 
 def books(memory: HybridMemory) -> dict[str, Any]:
@@ -111,10 +128,13 @@ def books(memory: HybridMemory) -> dict[str, Any]:
     ledger, layers = memory._coordinator.ledger, layer_memories(memory)
     columns: dict[str, Any] = {
         "lengths": ledger.lengths, "buffers": ledger._buffers, "writable": ledger._writable, "seams": ledger._seams,
+        "free slots": ledger._free_slots, "families": ledger._families, "peaks": ledger.peaks, "busy": ledger.is_busy,
+        "away": ledger.is_away, "reserved": ledger._reserved,
     }  # fmt: skip
-    if (cache := next((x for x in layers.values() if hasattr(x, "_oldest")), None)) is not None:
-        columns["oldest"] = cache._oldest
+    caches = [x for x in layers.values() if hasattr(x, "_oldest")]
+    if caches:
+        columns |= {"oldest": caches[0]._oldest, "first page": caches[-1]._first_page}
     if "recurrence" in layers:
         slots = layers["recurrence"].table.slots
-        columns |= {"offset": slots.offset, "floor": slots.floor}
+        columns |= {"offset": slots.offset, "floor": slots.floor, "states": slots.table}
     return columns

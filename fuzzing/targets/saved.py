@@ -18,7 +18,7 @@ from memory import FormatError, HybridMemory, Sequence
 from memory.errors import CapacityError
 from memory.prefix import PrefixCache
 from memory.storage.checksums import digest_of
-from memory.storage.files import read_tensors
+from memory.storage.reading import read_content
 from models import load_model
 from tests.data.sequences import write
 
@@ -43,9 +43,9 @@ def sign(data: bytes, folder: Path, *, covers_tensors: bool) -> bytes:
     path = folder / "unsigned"
     path.write_bytes(data)
     try:
-        tensors, metadata = read_tensors(str(path))
-        metadata.pop("sha256", None)
-        digest = digest_of(tensors if covers_tensors else {}, metadata)
+        content = read_content(str(path))
+        metadata = {name: text for name, text in content.metadata.items() if name != "sha256"}
+        digest = digest_of(content.tensors if covers_tensors else {}, metadata)
         header, rest = split_file(data)
         header["__metadata__"]["sha256"] = digest
         return join_file(header, rest)

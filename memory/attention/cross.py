@@ -18,7 +18,7 @@ from memory.blocks.layout import BlockLayout
 from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
 from memory.blocks.table import BlockTable
-from memory.errors import BatchError, IntegrityError, SequenceError, StepError
+from memory.errors import BatchError, IntegrityError, StepError
 from memory.interface import Dropped, Encoded, Packed, Stretch
 from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.specs import CrossAttentionSpec
@@ -135,12 +135,7 @@ class CrossAttentionCache:
     # Steps
 
     def plan(self, packed: Packed) -> CrossPlan:
-        slots = packed.slots.tolist()
-        for slot in slots:
-            if slot not in self._table:
-                raise SequenceError(
-                    "a sequence of this model needs its encoder's output; open it with memory.open(encoder=...)"
-                )
+        slots = packed.slots.tolist()  # none was opened without its encoder's output
         repeats = packed.counts.tolist()
         tables = [self._table[slot] for slot, n in zip(slots, repeats, strict=True) for _ in range(n)]
         n_rows = np.repeat(np.array([self._n_rows[slot] for slot in slots], np.int64), packed.counts)

@@ -89,7 +89,7 @@ class BlockLayout:
         next_offsets = [*(field.offset_bytes for field in self.fields[1:]), self.block_bytes]
         for field, next_bytes in zip(self.fields, next_offsets, strict=True):
             blocks[:, field.end_bytes : next_bytes] = 0
-        for i in (~is_live.all(1)).nonzero()[0].tolist():
+        for i in np.flatnonzero(~is_live.all(1)).tolist():
             bounds = np.flatnonzero(np.diff(is_live[i], prepend=True, append=True))  # where stretches of dead rows
             stretches = list(zip(bounds[::2].tolist(), bounds[1::2].tolist(), strict=True))  # begin and end
             for field in self.fields:

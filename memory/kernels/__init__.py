@@ -96,16 +96,7 @@ def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
     Raises:
         SpecError: HYBRID_MEMORY_KERNELS names no kernels, or some that cannot work on these tensors.
     """
-    name = _known_choice(device, dtypes, os.environ.get(_OVERRIDE))
-    if name == "cpu":
-        from memory.kernels import cpu  # not at import time: a dry run or another device needs no compiler
-
-        return cpu
-    if name in ("cuda", "triton"):
-        from memory.kernels import cuda  # as above, and triton may be missing
-
-        return cuda
-    return reference
+    return _known(device, dtypes, os.environ.get(_OVERRIDE))
 
 
 def warm_up(names: Iterable[str], device: torch.device, dtype: torch.dtype) -> None:
@@ -134,9 +125,18 @@ def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tail
 
 
 @lru_cache
-def _known_choice(device: torch.device, dtypes: tuple[torch.dtype, ...], override: str | None) -> str:
-    """Remember `_choice`: a step of a model asks for it dozens of times."""
-    return _choice(device, dtypes)
+def _known(device: torch.device, dtypes: tuple[torch.dtype, ...], override: str | None) -> Kernels:
+    """Remember what `select_kernels` returns while the environment names `override`: a step asks dozens of times."""
+    name = _choice(device, dtypes)
+    if name == "cpu":
+        from memory.kernels import cpu  # not at import time: a dry run or another device needs no compiler
+
+        return cpu
+    if name in ("cuda", "triton"):
+        from memory.kernels import cuda  # as above, and triton may be missing
+
+        return cuda
+    return reference
 
 
 def _choice(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:

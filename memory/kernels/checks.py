@@ -200,10 +200,10 @@ def _require_dtypes(what: str, dtypes: _Dtypes, *found: torch.dtype | None) -> N
 
 
 def _refuse(what: str, names: Iterable[str], found: _Shapes, expected: _Shapes) -> None:
-    """Raise StepError for the first shape that is wrong."""
-    for name, own, wanted in zip(names, found, expected, strict=True):
-        if own != wanted:
-            raise StepError(
-                f"{what}: {name} has shape {tuple(own)}, not {tuple(wanted)}; there must be a row for each token, and "
-                "a layer's weights must fit its spec and its rows"
-            )
+    """Raise StepError for the first shape that is wrong; the caller has seen that one is."""
+    pairs = zip(names, found, expected, strict=True)
+    name, own, wanted = next(wrong for wrong in pairs if wrong[1] != wrong[2])
+    raise StepError(
+        f"{what}: {name} has shape {tuple(own)}, not {tuple(wanted)}; there must be a row for each token, and a "
+        "layer's weights must fit its spec and its rows"
+    )

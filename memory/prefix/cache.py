@@ -35,7 +35,7 @@ from memory.prefix.digests import Resumable, resumable_prefixes
 from memory.prefix.kept import Kept
 from memory.prefix.lookup import Lookup, PrefixStats, Tier, explain, read_prompt, read_seconds
 from memory.prefix.radix_tree import Node, first_marked, marks_below
-from memory.prefix.saved import entries_of, owned, tree_text
+from memory.prefix.saved import entries_of, tree_text
 from memory.sequences.interrupts import uninterrupted, uninterrupted_call
 
 _CLOSED = "this prefix cache is closed; make another one"
@@ -323,7 +323,7 @@ class PrefixCache:
         """
         with uninterrupted():
             n_before = len(self._kept.nodes)
-            self._kept.add_loaded([*owned(self.memory.folders.load(folder))], self.seconds_to_live)
+            self._kept.add_loaded(self.memory.folders.load(folder), self.seconds_to_live)
             return len(self._kept.nodes) - n_before
 
     def forget(self, token_ids: Seq[int] | Int64s, owner: Hashable = None, *, behind: int = 0) -> int:

@@ -14,8 +14,10 @@ from memory.hybrid import HybridMemory
 from memory.interface import Sequence
 from memory.prefix.outside import Outside
 from memory.prefix.radix_tree import Node, RadixTree, marked_above, relatives
+from memory.prefix.saved import as_owner
 from memory.prefix.victims import Ranking
 from memory.sequences.interrupts import uninterrupted
+from memory.storage.folder_writing import Entry
 
 _RECLAIMED_SHARE = 64
 """Checkpoints are closed until 1/64 of the budget is freed, even if less is missing. To find those of least worth costs
@@ -73,16 +75,20 @@ class Kept:
             return False
         node.mark = checkpoint
         self.nodes[checkpoint] = node
-        self.outside.add(checkpoint, node.depth - marked_above(node), self._clock, 1)
+        self.outside.add(checkpoint, node.depth - marked_above(node), self._clock)
         self._count_saved_below(node, node.depth)
         return True
 
-    def add_loaded(self, entries: list[tuple[Hashable, Sequence]], seconds_to_live: float | None) -> None:
-        """Add checkpoints of owners that are outside of the budget; even if it fails, those not added are closed."""
+    def add_loaded(self, entries: list[Entry], seconds_to_live: float | None) -> None:
+        """Add checkpoints that are outside of the budget; even if it fails, those not added are closed.
+
+        Raises FormatError: one has no owner that can be; then none is added.
+        """
         left = entries[::-1]
         try:
+            owners = [as_owner(entry.label) for entry in left]
             while left:
-                owner, checkpoint = left[-1]
+                owner, checkpoint = owners.pop(), left[-1].checkpoint
                 is_new = self.add_outside(checkpoint.tokens, owner, checkpoint)
                 left.pop()
                 if not is_new:
@@ -90,8 +96,8 @@ class Kept:
                 elif seconds_to_live is not None:
                     self.let_live(checkpoint, seconds_to_live)
         finally:
-            for _, checkpoint in left:
-                self.memory.close(checkpoint)
+            for entry in left:
+                self.memory.close(entry.checkpoint)
 
     def touch(self, node: Node) -> None:
         """Note that the checkpoint of a node is used now."""

@@ -60,24 +60,23 @@ class Outside:
             drop: closes a checkpoint outside, and forgets it, to make room.
         """
         self._drop, self._clock = drop, clock
-        counters = self._memory.counters
-        n_bytes, held_bytes = self._memory.private_bytes(checkpoint), counters.held_bytes(checkpoint)
+        n_bytes = self._memory.private_bytes(checkpoint)
         if not self.max_bytes or n_bytes > self.max_bytes or not self._pays(saved, n_bytes):
             return False
         try:
-            missing_bytes = sum(counters.swapped_bytes) + n_bytes - self.max_bytes
+            missing_bytes = sum(self._memory.counters.swapped_bytes) + n_bytes - self.max_bytes
             if missing_bytes > 0 and not self.reclaim(missing_bytes):
                 return False
             self._memory.swap_out(checkpoint, relatives=relatives)
         except (CapacityError, OSError):
             return False
-        self.add(checkpoint, saved, clock, held_bytes)
+        self.add(checkpoint, saved, clock)
         self.n_moved += 1
         return True
 
-    def add(self, checkpoint: Sequence, saved: int, clock: int, held_bytes: int) -> None:
+    def add(self, checkpoint: Sequence, saved: int, clock: int) -> None:
         """Rank a checkpoint that is outside."""
-        self.ranking.add(checkpoint, saved, held_bytes)
+        self.ranking.add(checkpoint, saved, self._tiers.held_bytes_of(checkpoint))
         self.ranking.use(checkpoint, clock)
 
     def _pays(self, saved: int, n_bytes: int) -> bool:

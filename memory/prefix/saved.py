@@ -48,12 +48,6 @@ def tree_text(
     return "\n".join(lines)
 
 
-def owned(entries: list[Entry]) -> Iterator[tuple[Hashable, Sequence]]:
-    """Generate the owner of each entry, and its checkpoint."""
-    for entry in entries:
-        yield _as_owner(entry.label), entry.checkpoint
-
-
 def as_label(owner: Hashable) -> list[str | int | None]:
     """Return an owner as JSON values. Raises SpecError for one that files cannot hold."""
     if isinstance(owner, bytes):
@@ -63,7 +57,8 @@ def as_label(owner: Hashable) -> list[str | int | None]:
     raise SpecError(f"owner {owner!r:.80} cannot be written to a file; use None, a text, bytes or an integer")
 
 
-def _as_owner(label: list[str | int | None]) -> Hashable:
+def as_owner(label: list[str | int | None]) -> Hashable:
+    """Return the owner that `as_label` has made this of. Raises FormatError."""
     try:
         kind, value = label
         return bytes.fromhex(str(value)) if kind == "bytes" else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -23,39 +23,54 @@ class Fold:
         f: takes states, (S, *shape) each, and rows (S, *row_shape); returns the next states and outputs (S, ...). When
             segments differ in length, later calls have fewer sequences.
 
-    Cost: one call of `f` for each row of the longest segment.
+    Cost: one call of `f` for each row of the longest segment, and a copy of rows and outputs.
     """
 
     def __init__(self, f: Formula) -> None:
         self._f = f
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        counts, cu_rows = np.diff(states.cu_rows), states.device_cu_rows
+        counts = np.diff(states.cu_rows)
+        if (counts == counts[0]).all():
+            by_token = rows.reshape(len(counts), -1, *rows.shape[1:]).transpose(0, 1).contiguous()
+            ys, ended = self._run(states.spec.family, states.start(), by_token.unbind())
+            return torch.stack(ys, 1).flatten(0, 1), states.end(*ended)
+
         # Longest first, so that the segments that have rows left are always the first ones.
-        order = None if (counts == counts[0]).all() else torch.argsort(cu_rows.diff(), descending=True, stable=True)
-        current, first = states.start(), cu_rows[:-1]
-        if order is not None:
-            current, first = tuple(tensor[order] for tensor in current), first[order]
-        outputs: Tensor | None = None
-        for t in range(int(counts.max())):
-            n = int((counts > t).sum())
-            at = first[:n] + t
-            advanced, y = self._f(tuple(tensor[:n] for tensor in current), rows[at])
+        order = np.argsort(-counts, kind="stable")
+        n_left = [int(np.count_nonzero(counts > t)) for t in range(int(counts.max()))]
+        starts = states.cu_rows[:-1][order]
+        place = np.concatenate([starts[:n] + t for t, n in enumerate(n_left)])
+        at, first = (torch.from_numpy(indices).to(rows.device) for indices in (place, order))
+        ys, ended = self._run(
+            states.spec.family, tuple(tensor[first] for tensor in states.start()), torch.split(rows[at], n_left)
+        )
+        joined, back = torch.cat(ys), first.argsort()
+        outputs = torch.empty_like(joined)
+        outputs[at] = joined
+        return outputs, states.end(*(tensor[back] for tensor in ended))
+
+    def _run(
+        self, family: str, current: tuple[Tensor, ...], rows: Iterable[Tensor]
+    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """Run the formula on one token of each sequence after the other; return its outputs, and the last states.
+
+        Args:
+            current: start states, those of the longest sequences first.
+            rows: for each token, the rows of the sequences that are that long: never more than for the one before.
+        """
+        ys, ended = list[Tensor](), list[tuple[Tensor, ...]]()
+        for row in rows:
+            n = len(row)
+            if n < len(current[0]):
+                ended.append(tuple(tensor[n:] for tensor in current))
+                current = tuple(tensor[:n] for tensor in current)
+            advanced, y = self._f(current, row)
             if len(advanced) != len(current) or y.shape[:1] != (n,):
                 raise StepError(
-                    f"the formula of {states.spec.family!r} gives {len(advanced)} states and outputs of shape "
-                    f"{tuple(y.shape)}; give {len(current)} states, and outputs whose first axis is {n} sequences"
+                    f"the formula of {family!r} gives {len(advanced)} states and outputs of shape {tuple(y.shape)}; "
+                    f"give {len(current)} states, and outputs whose first axis is {n} sequences"
                 )
-            advanced = tuple(new.to(old.dtype) for new, old in zip(advanced, current, strict=True))
-            current = (
-                advanced
-                if n == len(counts)
-                else tuple(torch.cat([a, b[n:]]) for a, b in zip(advanced, current, strict=True))
-            )
-            outputs = y.new_empty(len(rows), *y.shape[1:]) if outputs is None else outputs
-            outputs[at] = y
-        assert outputs is not None, "a segment has at least one row"
-        if order is not None:
-            back = torch.argsort(order)
-            current = tuple(tensor[back] for tensor in current)
-        return outputs, states.end(*current)
+            current = tuple(new.to(old.dtype) for new, old in zip(advanced, current, strict=True))
+            ys.append(y)
+        return ys, tuple(torch.cat(parts) for parts in zip(current, *ended[::-1], strict=True)) if ended else current

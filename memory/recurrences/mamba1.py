@@ -11,6 +11,7 @@ The gate is not part of the state, so it stays with the model. A replay repeats 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,10 +93,17 @@ def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
     def weights(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator)
 
-    x_proj, dt_proj = weights(2 + 2 * 3, 6) / 6**0.5, weights(6, 2) / 2**0.5
-    conv = CausalConv(weights(4, 6), weights(6))
-    decays = -weights(3, 6).exp() / 4
+    def uniform(least: float, most: float, *sizes: int) -> Tensor:
+        return least + (most - least) * torch.rand(*sizes, generator=generator)
+
+    # The initial values of the published models: A = -1, -2 ..., and dt between 0.001 and 0.1 before it depends on x.
+    # With a dt of ordinary random weights states grow to hundreds, and what follows them enlarges each rounding.
+    dt_E = torch.exp(uniform(math.log(0.001), math.log(0.1), 6))
+    x_proj, dt_proj = weights(2 + 2 * 3, 6), uniform(-1, 1, 6, 2) / 2**0.5
+    conv = CausalConv(uniform(-1, 1, 4, 6), uniform(-1, 1, 6))
+    decays = -torch.arange(1.0, 4.0)[:, None].expand(3, 6).contiguous()
+    before_softplus = dt_E + torch.log(-torch.expm1(-dt_E))
     layer = Mamba1(
-        conv, lambda x: F.linear(x, x_proj), lambda dt: F.linear(dt, dt_proj), weights(6), decays, weights(6)
+        conv, lambda x: F.linear(x, x_proj), lambda dt: F.linear(dt, dt_proj), before_softplus, decays, torch.ones(6)
     )
     return mamba1_spec(6, 3, 4), layer

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from memory.blocks.arrays import EMPTY, Int64s
 from memory.errors import IntegrityError, SequenceError
@@ -210,17 +211,16 @@ class Ledger:
         return self._seams.get(slot, ())
 
     def record(self, slot: int) -> dict[str, Any]:
-        """Return what `restore` needs: tokens (length,), and the rest as JSON can hold it."""
+        """Return what files say of a slot: tokens (length,), and the rest as JSON can hold it."""
         return {"tokens": self.tokens(slot), "peak": int(self.peaks[slot]), "seams": [at for at, _ in self.drops(slot)]}
 
-    def restore(self, slot: int, record: dict[str, Any], vocab_size: int) -> None:
-        """Fill an empty slot from a record, perhaps of another process. Raises ValueError, KeyError or TypeError."""
-        tokens, peak = np.asarray(record["tokens"], np.int64).ravel(), int(record["peak"])
-        drops = tuple((int(position), self.n_drops + i) for i, position in enumerate(record["seams"], 1))
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-            raise ValueError(f"token ids {tokens.min()} ... {tokens.max()} are not in a vocabulary of {vocab_size}")
-        self._place(slot, tokens.copy())
-        self.restore_position(slot, len(tokens), peak, drops)
+    def restore(self, slot: int, tokens: ArrayLike, peak: int, vocab_size: int) -> None:
+        """Fill an empty slot from what a file says of it. Raises ValueError or TypeError."""
+        own = np.asarray(tokens, np.int64).ravel()
+        if len(own) and not 0 <= own.min() <= own.max() < vocab_size:
+            raise ValueError(f"token ids {own.min()} ... {own.max()} are not in a vocabulary of {vocab_size}")
+        self._place(slot, own.copy())
+        self.restore_position(slot, len(own), peak, ())
 
     def restore_position(self, slot: int, length: int, peak: int, drops: tuple[tuple[int, int], ...]) -> None:
         """Set how many of its tokens a slot holds, its peak and its drops."""

@@ -209,7 +209,7 @@ class BlockAccess:
         """Write those of the step's rows (T, *row_shape) of member `index` that `plan_writes` has chosen."""
         n_elements, n_written = self.row_elements[index], writes.indices.shape[0]
         if n_elements and n_written:
-            written = rows if n_written == len(rows) else rows[writes.indices]
+            written = rows if n_written == rows.shape[0] else rows[writes.indices]
             written = written.reshape(n_written, n_elements)
             self.kernels.write_rows_(self.tails[index][0], writes.targets[n_elements], written)
 

@@ -117,7 +117,7 @@ class TailTable:
     def bytes_for(self, stretch: Stretch) -> Int64s:
         """Return (4, N) bytes, as `LayerMemory.bytes_for`."""
         slots = stretch.slots
-        self._grow_to(int(slots.max(initial=-1)) + 1)
+        self._reach(int(slots.max(initial=0)))
         offsets = np.where(slots < 0, 0, self.slots.offset.take(slots))
         if np.count_nonzero(offsets):
             stretch = Stretch(slots, *(x + offsets for x in (stretch.starts, stretch.ends, stretch.peaks)))
@@ -128,7 +128,7 @@ class TailTable:
 
     def plan(self, packed: Packed) -> TailStep:
         """Allocate the blocks that the step will write. Raises CapacityError with nothing changed."""
-        self._grow_to(int(packed.slots.max()) + 1)
+        self._reach(int(packed.slots.max()))
         before = self.slots.take(packed.slots)
         if np.count_nonzero(before.offset):
             packed = _in_state_positions(packed, before.offset)
@@ -227,7 +227,7 @@ class TailTable:
     def share(self, sources: Int64s, targets: Int64s) -> None:
         """Make slot targets[i] refer to what slot sources[i] did, all at once. Copies no tensor."""
         new = targets.tolist()
-        self._grow_to(max(*sources.tolist(), *new) + 1)
+        self._reach(max(*sources.tolist(), *new))
         shared = self.slots.take(sources)
         for pool, ids in ((self.states, shared.states), (self.tails, shared.tail)):
             pool.retain(ids[ids >= 0])
@@ -240,7 +240,6 @@ class TailTable:
         if not to:
             self.release(slot)
             return
-        self._grow_to(slot + 1)
         slots = self.slots
         to += int(slots.offset[slot])
         if slots.head_at[slot] > to:
@@ -251,7 +250,6 @@ class TailTable:
 
     def drop(self, dropped: Dropped) -> None:
         """Add the dropped tokens to the slot's position offset: its states still contain them."""
-        self._grow_to(dropped.slot + 1)
         slots, slot = self.slots, dropped.slot
         slots.floor[slot] = max(1, dropped.start, slots.floor[slot] - dropped.n_tokens)
         slots.offset[slot] += dropped.n_tokens
@@ -275,7 +273,7 @@ class TailTable:
         """Return (S,) what `horizon` will be once the step's tokens are kept."""
         if not np.count_nonzero(self.slots.floor):  # no slot has dropped tokens
             return self.rules.body_at(packed.peaks)
-        self._grow_to(int(packed.slots.max()) + 1)
+        self._reach(int(packed.slots.max()))
         offsets, floors = self.slots.offset.take(packed.slots), self.slots.floor.take(packed.slots)
         horizons: Int64s = np.maximum(self.rules.body_at(packed.peaks + offsets) - offsets, floors)
         return horizons
@@ -284,9 +282,8 @@ class TailTable:
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         """Return pool name -> ids of the blocks that the slot refers to."""
-        self._grow_to(slot + 1)
-        ids = self.slots.ids[:, slot]
-        states, tail = ids[:3], ids[3:]
+        column = self._column(slot)
+        states, tail = column[5:8], column[8:]
         return {self.states.name: states[states >= 0], self.tails.name: tail[tail >= 0]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
@@ -294,8 +291,7 @@ class TailTable:
 
         A state is one row, live unless it is a stale head; of a ring those of tokens [tail_at, length) are live.
         """
-        self._grow_to(slot + 1)
-        body_at, head_at, _, offset, _, *states, tail = self.slots.table[:, slot].tolist()
+        body_at, head_at, _, offset, _, *states, tail = self._column(slot).tolist()
         is_fresh = [[fresh] for fresh, block in zip((True, head_at >= 0, True), states, strict=True) if block >= 0]
         ring = np.zeros((int(tail >= 0), self.rules.tail_rows), np.bool_)
         ring[:, np.arange(self.rules.tail_at(body_at), length + offset) % max(1, self.rules.tail_rows)] = True
@@ -303,7 +299,7 @@ class TailTable:
 
     def holdings(self, slots: Int64s) -> list[Holding]:
         """Return the blocks of many slots (S,), with the part that each has: body, tail or head."""
-        self._grow_to(int(slots.max(initial=-1)) + 1)
+        self._reach(int(slots.max(initial=0)))
         held, start = self.slots.take(slots), np.zeros_like(slots)
 
         def of(pool: BlockPool, part: Part, ids: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
@@ -321,21 +317,19 @@ class TailTable:
 
     def record(self, slot: int) -> Record:
         """Return what `adopt` needs beside the blocks of `blocks_of`, and `base_of` where tokens can be dropped."""
-        self._grow_to(slot + 1)
-        holds = (self.slots.ids[:, slot] >= 0).astype(int).tolist()
-        return {"positions": self.slots.table[:3, slot].tolist(), "holds": holds}
+        column = self._column(slot)
+        return {"positions": column[:3].tolist(), "holds": (column[5:] >= 0).astype(int).tolist()}
 
     def base_of(self, slot: int) -> list[int]:
         """Return the slot's position offset, and the lowest position that a rollback reaches after drops."""
-        self._grow_to(slot + 1)
-        return [int(at) for at in self.slots.table[3:5, slot]]
+        return [int(at) for at in self._column(slot)[3:5]]
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s], base: Sequence[int]) -> None:
         """Make an empty slot what `record` and `base_of` were taken of, over blocks with the same bytes.
 
         The references to these blocks pass to it. A record that makes no sense may raise anything, but does so first.
         """
-        self._grow_to(slot + 1)
+        self._reach(slot)
         holds = np.array(record["holds"], np.bool_)
         states, tail = blocks[self.states.name], blocks[self.tails.name]
         if [len(states), len(tail)] != [holds[:3].sum(), holds[3:].sum()]:  # else one would stand for several
@@ -344,10 +338,17 @@ class TailTable:
         column[:3], (column[3], column[4]), column[5:][holds] = record["positions"], base, [*states, *tail]
         self.slots.table[:, slot] = column
 
-    def _grow_to(self, n_slots: int) -> None:
-        n_missing = n_slots - len(self.slots)
-        if n_missing > 0:
-            new = Columns.empty(max(n_missing, n_slots))
+    def _column(self, slot: int) -> Int64s:
+        """Return (9,) what the table has of a slot, in the order of `Columns.table`."""
+        self._reach(slot)
+        column: Int64s = self.slots.table[:, slot]
+        return column
+
+    def _reach(self, slot: int) -> None:
+        """Make room for all slots up to this one, and at least as much again as there is."""
+        n = len(self.slots)
+        if slot >= n:
+            new = Columns.empty(max(slot + 1 - n, n))
             self.slots = Columns(np.concatenate([self.slots.table, new.table], axis=1))
 
     # Checks
@@ -373,8 +374,7 @@ class TailTable:
 
     def _check_slot(self, slot: int, length: int, peak: int) -> None:
         """Raise IntegrityError unless one slot's blocks fit this length and peak of its sequence."""
-        self._grow_to(slot + 1)
-        body_at, head_at, kept_at, offset, floor, body, head, kept, tail = self.slots.table[:, slot].tolist()
+        body_at, head_at, kept_at, offset, floor, body, head, kept, tail = self._column(slot).tolist()
         if (offset or floor) and not 1 <= floor <= length:
             raise IntegrityError(f"slot {slot} has length {length}, and states from {floor} on")
         length, peak = length + offset, peak + offset

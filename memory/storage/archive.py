@@ -33,8 +33,9 @@ from memory.storage.family_files import (
     is_family,
     write_family,
 )
-from memory.storage.files import read_path, read_tensors, snapshot_in, write_snapshot
+from memory.storage.files import read_path, write_snapshot
 from memory.storage.names import names_in_files
+from memory.storage.reading import read_content, snapshot_in
 from memory.storage.signature import check_signature, check_weights, fitted, signature_of
 from memory.storage.swapping import Swapping
 
@@ -190,13 +191,13 @@ class Archive:
         """Read a file, by the memory's own names; warn of members that are left out. Raises FormatError."""
         place = read_path("path", path, "the path of a saved sequence", FormatError)
         spec, layers = self._coordinator.spec, self._coordinator.layers
-        tensors, metadata = read_tensors(place)
-        if not is_family(metadata):
-            snapshot, about = snapshot_in(place, tensors, metadata)
+        content = read_content(place)
+        if not is_family(content.metadata):
+            snapshot, about = snapshot_in(content)
             snapshot = fitted(place, snapshot, about, spec, self._page_tokens, self._rules, layers)
             check_weights(place, about, spec)
             return family_of_one(place, snapshot, about)
-        saved = family_in(place, tensors, metadata, only_first=only_first)
+        saved = family_in(content, only_first=only_first)
         check_signature(place, saved.about, spec, self._page_tokens, self._rules)
         check_weights(place, saved.about, spec)
         if saved.damaged:
@@ -218,8 +219,7 @@ class Archive:
             # All members with tokens in this buffer share them: each becomes a copy of one that stands where it did.
             model = ledger.open()
             try:
-                record = {"tokens": tokens, "peak": len(tokens), "seams": ()}
-                ledger.restore(model.slot, record, coordinator.spec.vocab_size)
+                ledger.restore(model.slot, tokens, len(tokens), coordinator.spec.vocab_size)
                 for sequence, member in zip(opened, saved.members, strict=True):
                     if member.buffer == buffer:
                         drops = tuple((position, n_drops + number) for position, number in member.drops)

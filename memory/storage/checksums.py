@@ -3,8 +3,8 @@
 Whoever changes a file can write its checksum anew, so the bytes of tensors need no cryptographic one. A piece of a
 tensor is a table of integers, 256 a row; its checksum is the CRC-32 of the sums of all rows and of all columns, modulo
 2**64. Bytes that are lost, zeroed, moved or flipped change sums of both kinds, unless four integers or more change so
-that each row and each column makes up for it. The sums are read at the speed of memory, several times that of CRC-32
-and ten times that of SHA-256. A SHA-256 of the metadata and of the checksums of all pieces covers the file.
+that each row and each column makes up for it. The sums take one pass at the speed of memory, many times that of CRC-32
+and of SHA-256. A SHA-256 of the metadata and of the checksums of all pieces covers the file.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -30,7 +31,10 @@ _BY_PIECE = ("5",)
 READ_VERSIONS = (*_WHOLE, *_BY_PIECE, str(VERSION))
 _PIECE_BYTES_5 = 4 << 20
 PIECE_BYTES = 1 << 20
-_ROW_BYTES = 2048
+_COLUMNS = 256
+_LEAST_JOBS = 4
+"""For which a thread is worth its start."""
+NOTHING_KNOWN: Mapping[str, bytes] = MappingProxyType({})
 JobT = TypeVar("JobT")
 ResultT = TypeVar("ResultT")
 
@@ -40,48 +44,65 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).numpy().data.cast("B")
 
 
-def in_threads(work: Callable[[JobT], ResultT], jobs: Iterable[JobT]) -> list[ResultT]:
-    """Do several jobs in as many threads as the machine has processors, at most 8; one job is done at once."""
-    if len(jobs := list(jobs)) < 2:
-        return [work(job) for job in jobs]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        return list(threads.map(work, jobs))
+def in_threads(work: Callable[[JobT], ResultT], jobs: Seq[JobT]) -> list[ResultT]:
+    """Do jobs on a piece each, in as many threads as the machine has processors, at most 8, or at once if it is little.
 
-
-@contextmanager
-def beside(work: Callable[[], ResultT], n_bytes: int) -> Iterator[Callable[[], ResultT]]:
-    """Let the block run beside work on so many bytes, which is done in another thread unless it is little.
-
-    The block gets the function that waits for the result, or does the work.
+    Each thread does jobs that follow each other: a thread takes longer to start than a job takes.
     """
-    if n_bytes <= PIECE_BYTES:
-        yield work
-        return
-    with ThreadPoolExecutor(1) as thread:
-        yield thread.submit(work).result
+    n_threads = min(8, os.cpu_count() or 1, len(jobs) // _LEAST_JOBS)
+    if n_threads < 2:
+        return [work(job) for job in jobs]
+    bounds = [len(jobs) * i // n_threads for i in range(n_threads + 1)]
+    with ThreadPoolExecutor(n_threads - 1) as threads:
+        others = [threads.submit(lambda own: [work(job) for job in own], jobs[a:b]) for a, b in pairwise(bounds[1:])]
+        own = [work(job) for job in jobs[: bounds[1]]]
+        return [*own, *chain.from_iterable(other.result() for other in others)]
 
 
-def digest_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+def digest_of(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], known: Mapping[str, bytes] = NOTHING_KNOWN
+) -> str:
     """Return the checksum of a file's content, as hexadecimal text: a SHA-256.
 
     It is that of the metadata and of the checksums of pieces of the tensors, which are computed side by side; before
     version 5, of the tensors themselves.
+
+    Args:
+        known: name of a tensor -> the checksums of its pieces in version 6, where they have been computed.
     """
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    names, version = sorted(tensors), metadata.get("version")
-    contents = [bytes_of(tensors[name]) for name in names]
-    if version in _WHOLE:
-        parts: list[list[bytes | memoryview]] = [[content] for content in contents]
-    else:
-        check, n_bytes = (_sha256, _PIECE_BYTES_5) if version in _BY_PIECE else (_crc_of_sums, PIECE_BYTES)
-        pieces = [[c[at : at + n_bytes] for at in range(0, len(c), n_bytes)] for c in contents]
-        checksums = iter(in_threads(check, chain.from_iterable(pieces)))
-        parts = [list(islice(checksums, len(own))) for own in pieces]
-    for name, own in zip(names, parts, strict=True):
+    version = metadata.get("version")
+    contents = {name: bytes_of(tensors[name]) for name in sorted(tensors)}
+    if version not in _WHOLE:
+        check, n_bytes = (_sha256, _PIECE_BYTES_5) if version in _BY_PIECE else (sums_of, PIECE_BYTES)
+        pieces = {
+            name: [content[at : at + n_bytes] for at in range(0, len(content), n_bytes)]
+            for name, content in contents.items()
+            if name not in known
+        }
+        checksums = iter(in_threads(check, list(chain.from_iterable(pieces.values()))))
+        known = {**known, **{name: b"".join(islice(checksums, len(own))) for name, own in pieces.items()}}
+    for name, content in contents.items():
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
-        for part in own:
-            digest.update(part)
+        digest.update(content if version in _WHOLE else known[name])
     return digest.hexdigest()
+
+
+def has_sums(metadata: Mapping[str, str]) -> bool:
+    """True if the checksum of a file with this metadata is made of `sums_of` the pieces of its tensors."""
+    return metadata.get("version") == str(VERSION) and "members" not in metadata
+
+
+def sums_of(piece: memoryview) -> bytes:
+    """Return the checksum of a piece of at most PIECE_BYTES, 4 bytes."""
+    from memory.kernels.cpu.byte_sums import column_and_row_sums  # numba takes a while to import
+
+    n_bytes = len(piece) // (8 * _COLUMNS) * (8 * _COLUMNS)
+    crc = 0
+    if n_bytes:
+        table = np.frombuffer(piece[:n_bytes], "<i8").astype(np.int64, copy=False).reshape(-1, _COLUMNS)
+        crc = zlib.crc32(column_and_row_sums(table).astype("<i8", copy=False).data)
+    return zlib.crc32(piece[n_bytes:], crc).to_bytes(4, "little")
 
 
 class RangesDigest:
@@ -127,12 +148,3 @@ class RangesDigest:
 
 def _sha256(piece: memoryview) -> bytes:
     return hashlib.sha256(piece).digest()
-
-
-def _crc_of_sums(piece: memoryview) -> bytes:
-    n_bytes = len(piece) // _ROW_BYTES * _ROW_BYTES
-    crc = 0
-    if n_bytes:
-        table = np.frombuffer(piece[:n_bytes], "<u8").reshape(-1, _ROW_BYTES // 8)
-        crc = zlib.crc32(np.concatenate([table.sum(0), table.sum(1)]).astype("<u8").data)
-    return zlib.crc32(piece[n_bytes:], crc).to_bytes(4, "little")

@@ -23,16 +23,9 @@ from memory.blocks.arrays import EMPTY, Int64s, ranges
 from memory.errors import FormatError
 from memory.layer_memories import Held, Snapshot
 from memory.storage.checksums import VERSION, RangesDigest, digest_of
-from memory.storage.files import (
-    BLOCKS,
-    FORMAT,
-    check_digest,
-    read_tensors,
-    require_bytes,
-    snapshot_in,
-    write_tensors,
-)
+from memory.storage.files import BLOCKS, FORMAT, require_bytes, write_tensors
 from memory.storage.names import Names
+from memory.storage.reading import Content, read_content, snapshot_in
 
 MemberKind = Literal["sequence", "checkpoint", "fork"]
 _TOKENS = "tokens/"
@@ -122,10 +115,8 @@ def write_family(saved: SavedFamily) -> None:
 
 def read_family(path: str) -> SavedFamily:
     """Read a file of any version. Raises FormatError, also if its header or its first member is damaged."""
-    tensors, metadata = read_tensors(path)
-    if not is_family(metadata):
-        return family_of_one(path, *snapshot_in(path, tensors, metadata))
-    return family_in(path, tensors, metadata)
+    content = read_content(path)
+    return family_in(content) if is_family(content.metadata) else family_of_one(path, *snapshot_in(content))
 
 
 def is_family(metadata: dict[str, str]) -> bool:
@@ -133,15 +124,14 @@ def is_family(metadata: dict[str, str]) -> bool:
     return "members" in metadata
 
 
-def family_in(
-    path: str, tensors: dict[str, Tensor], metadata: dict[str, str], *, only_first: bool = False
-) -> SavedFamily:
-    """Return what a file of `write_family` holds, of what `read_tensors` has read. Raises FormatError.
+def family_in(content: Content, *, only_first: bool = False) -> SavedFamily:
+    """Return what a file of `write_family` holds, of what `read_content` has read. Raises FormatError.
 
     Args:
         only_first: leave all members but the first out.
     """
-    check_digest(path, {}, metadata)
+    content.check_digest(covers_tensors=False)
+    path, tensors, metadata = content.path, content.tensors, content.metadata
     try:
         about = {**json.loads(metadata["about"]), "version": int(metadata["version"])}
         entries = json.loads(metadata["members"])[: 1 if only_first else None]

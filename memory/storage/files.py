@@ -1,9 +1,9 @@
-"""Writes a sequence to a safetensors file, and reads it: a tensor of blocks for each pool, and JSON in the header.
+"""Writes a sequence to a safetensors file: a tensor of blocks for each pool, and JSON in the header.
 
     tensors    tokens (n,) int64; blocks/NAME OF A POOL (n, block_bytes) uint8
     metadata   format, version, records, about (the sequence, and the signature of its memory), sha256 over all of it
 
-Files of several sequences are those of `memory.storage.family_files`.
+`memory.storage.reading` reads it. Files of several sequences are those of `memory.storage.family_files`.
 The bytes of blocks are those of the arena, so a loaded sequence continues bit for bit as the saved one would; a memory
 of another signature refuses them. Equal sequences make equal files. So the header is written here, with its names
 sorted: safetensors' own writer puts metadata in an order that changes from call to call. Paths are those of fsspec: a
@@ -27,13 +27,13 @@ from torch import Tensor
 
 from memory.errors import FormatError, SpecError
 from memory.layer_memories import Snapshot
-from memory.storage.checksums import PIECE_BYTES, READ_VERSIONS, VERSION, beside, bytes_of, digest_of, in_threads
-from memory.storage.local_files import written_whole
+from memory.storage.checksums import PIECE_BYTES, VERSION, bytes_of, digest_of
+from memory.storage.local_files import begin_flush, reserve_space, written_whole
 
 FORMAT = "hybrid-memory sequence"
 BLOCKS = "blocks/"
 _ANY_DIGEST = "0" * 64
-_DTYPES = {torch.int64: "I64", torch.uint8: "U8"}
+DTYPES = {torch.int64: "I64", torch.uint8: "U8"}
 
 
 def read_path(option: str, path: Any, wanted: str, error: type[SpecError | FormatError] = SpecError) -> str:
@@ -81,8 +81,8 @@ def write_tensors(
 
     Args:
         tensors: name -> the tensor in pieces, which are joined along the first axis.
-        checksum: returns the checksum of all of it, a SHA-256 as hexadecimal text, for the metadata. Another thread
-            computes it while the tensors are written to a local file; the header is written last.
+        checksum: returns the checksum of all of it, a SHA-256 as hexadecimal text, for the metadata. The header of a
+            local file is written last, so the checksum is computed while the disk is busy with the tensors.
         is_lasting: wait until a local file has reached the disk; False for one that is worth nothing after a crash.
     Raises:
         SpecError: the path is a folder, or leads into one that does not exist. OSError: the file system's.
@@ -97,11 +97,17 @@ def write_tensors(
         return
     _check_place(path, place)
     n_bytes = sum(piece.nbytes for pieces in tensors.values() for piece in pieces)
-    with written_whole(Path(place), is_lasting=is_lasting) as file, beside(checksum, n_bytes) as digest:
-        file.seek(len(_header(tensors, metadata | {"sha256": _ANY_DIGEST})))
-        file.writelines(_contents(tensors))
+    with written_whole(Path(place), is_lasting=is_lasting) as file:
+        n_header = len(_header(tensors, metadata | {"sha256": _ANY_DIGEST}))
+        reserve_space(file, n_header + n_bytes)
+        at = file.seek(n_header)
+        for piece in _pieces(_contents(tensors)):
+            file.write(piece)
+            if is_lasting:
+                begin_flush(file, at, len(piece))
+            at += len(piece)
         file.seek(0)
-        file.write(_header(tensors, metadata | {"sha256": digest()}))
+        file.write(_header(tensors, metadata | {"sha256": checksum()}))
 
 
 def _check_place(path: str, place: str) -> None:
@@ -128,7 +134,10 @@ def local_place(path: str) -> str | None:
 
 
 def check_url(option: str, path: str) -> str:
-    """Return a path or URL. Raises SpecError for a URL that fsspec cannot open, such as one whose plugin is missing."""
+    """Return the path or URL of a folder, which need not be there yet.
+
+    Raises SpecError for a file, and for a URL that fsspec cannot open, such as one whose plugin is missing.
+    """
     if "://" in path:
         from fsspec.core import url_to_fs
 
@@ -136,6 +145,8 @@ def check_url(option: str, path: str) -> str:
             url_to_fs(path)
         except Exception as error:  # each store raises its own
             raise SpecError(f"{option}={path!r} cannot be opened: {error}") from error
+    elif Path(path).is_file():
+        raise SpecError(f"{option}={path!r} is a file; give the path of a folder")
     return path
 
 
@@ -193,104 +204,6 @@ def list_names(folder: str) -> list[str]:
     return []
 
 
-def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
-    """Read a file of `write_snapshot`: its snapshot, and `about` with `tokens` as an array and the file's `version`.
-
-    Raises FormatError unless every byte is as it was written.
-    """
-    return snapshot_in(path, *read_tensors(path))
-
-
-def read_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read the tensors and the metadata of a file of any version. Compares no checksum. Raises FormatError."""
-    try:
-        data = _read_bytes(path)
-    except IsADirectoryError as error:
-        raise FormatError(f"{path} is a folder; give the path of a saved sequence, a file") from error
-    except (OSError, ValueError, ImportError) as error:
-        raise FormatError(
-            f"{path} cannot be read: {str(error) or type(error).__name__}; give the path of a saved sequence"
-        ) from error
-    try:
-        begin = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
-        header = json.loads(data[8:begin].numpy().tobytes())
-        metadata = dict(header.pop("__metadata__", {}))
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise FormatError(
-            f"{path} is no safetensors file, or a damaged one ({error}); save the sequence again"
-        ) from error
-    if metadata.get("format") != FORMAT:
-        raise FormatError(f"{path} holds no sequence of a HybridMemory; give a file that memory.save wrote")
-    if (version := metadata.get("version")) not in READ_VERSIONS:
-        raise FormatError(
-            f"{path} has format version {version}, this library reads {' and '.join(READ_VERSIONS)}; use the one that "
-            "wrote it"
-        )
-    try:
-        return {name: _tensor_in(data[begin:], entry) for name, entry in header.items()}, metadata
-    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
-        raise FormatError(f"{path} holds what memory.save never writes ({error}); save the sequence again") from error
-
-
-def _read_bytes(path: str) -> Tensor:
-    """Read a file into memory of its own: a mapped one would end the process where its disk fails. Raises OSError."""
-    from fsspec.core import url_to_fs
-
-    fs, place = url_to_fs(path)
-    if not is_local(path):
-        with as_os_errors(path):
-            return torch.frombuffer(bytearray(fs.cat_file(place)), dtype=torch.uint8)
-    with Path(place).open("rb") as file:
-        data = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
-
-        def read(begin: int) -> None:
-            end = min(begin + PIECE_BYTES, len(data))
-            while begin < end:
-                if not (n := os.preadv(file.fileno(), [data[begin:end].data], begin)):
-                    raise OSError(f"it was cut to {begin:,} bytes while it was read")
-                begin += n
-
-        in_threads(read, range(0, len(data), PIECE_BYTES))
-    return torch.from_numpy(data)
-
-
-def _tensor_in(data: Tensor, entry: dict[str, Any]) -> Tensor:
-    """Return the tensor of an entry in the header, a view. Raises ValueError, KeyError, TypeError or RuntimeError."""
-    dtype = {name: dtype for dtype, name in _DTYPES.items()}[entry["dtype"]]
-    begin, end = entry["data_offsets"]
-    if not 0 <= begin <= end <= len(data):
-        raise ValueError(f"bytes [{begin}, {end}) of {len(data)}")
-    return data[begin:end].view(dtype).view(entry["shape"])
-
-
-def check_digest(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Raise FormatError unless the checksum in the metadata is that of the tensors and of the other metadata."""
-    try:
-        digest = digest_of(tensors, {k: v for k, v in metadata.items() if k != "sha256"})
-    except TypeError as error:  # of a dtype that numpy lacks
-        raise FormatError(f"{path} holds what memory.save never writes ({error}); save the sequence again") from error
-    if digest != metadata.get("sha256"):
-        raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the sequence again")
-
-
-def snapshot_in(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> tuple[Snapshot, dict[str, Any]]:
-    """Return what `read_snapshot` does, of what `read_tensors` has read."""
-    check_digest(path, tensors, metadata)
-    try:
-        records = json.loads(metadata["records"])
-        if not isinstance(records, dict):
-            raise TypeError(f"records that are a {type(records).__name__}")
-        about = json.loads(metadata["about"])
-        tokens = tensors["tokens"].numpy()
-        about = {**about, "tokens": tokens, "version": int(metadata["version"])}
-    except (KeyError, ValueError) as error:
-        raise FormatError(f"{path} lacks {error}, which memory.save always writes; save the sequence again") from error
-    except (TypeError, RecursionError) as error:
-        raise FormatError(f"{path} holds what memory.save never writes ({error}); save the sequence again") from error
-    blocks = {name.removeprefix(BLOCKS): tensor for name, tensor in tensors.items() if name.startswith(BLOCKS)}
-    return Snapshot(records, blocks), about
-
-
 def _header(tensors: Mapping[str, Seq[Tensor]], metadata: dict[str, str]) -> bytes:
     """Return the beginning of a safetensors file: the header's length, and the header.
 
@@ -300,7 +213,7 @@ def _header(tensors: Mapping[str, Seq[Tensor]], metadata: dict[str, str]) -> byt
     for name in _in_order(tensors):
         first, n_rows = tensors[name][0], sum(map(len, tensors[name]))
         end = at + n_rows * first.element_size() * math.prod(first.shape[1:])
-        header[name] = {"dtype": _DTYPES[first.dtype], "shape": [n_rows, *first.shape[1:]], "data_offsets": [at, end]}
+        header[name] = {"dtype": DTYPES[first.dtype], "shape": [n_rows, *first.shape[1:]], "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, sort_keys=True).encode()
     text += b" " * (-len(text) % 8)
@@ -310,6 +223,12 @@ def _header(tensors: Mapping[str, Seq[Tensor]], metadata: dict[str, str]) -> byt
 def _contents(tensors: Mapping[str, Seq[Tensor]]) -> Iterator[memoryview]:
     """Generate the bytes behind the header."""
     return (bytes_of(piece) for name in _in_order(tensors) for piece in tensors[name])
+
+
+def _pieces(contents: Iterable[memoryview]) -> Iterator[memoryview]:
+    return (
+        content[begin : begin + PIECE_BYTES] for content in contents for begin in range(0, len(content), PIECE_BYTES)
+    )
 
 
 def _in_order(tensors: Mapping[str, Seq[Tensor]]) -> list[str]:

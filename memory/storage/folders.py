@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from memory.blocks.arrays import EMPTY, Int64s
 from memory.blocks.holdings import Record
@@ -31,11 +32,12 @@ from memory.interface import Sequence
 from memory.layer_memories import Snapshot
 from memory.sequences.folding import TailRules
 from memory.sequences.interrupts import uninterrupted
-from memory.storage.files import is_local, join_path, make_folder, read_path, read_snapshot, write_snapshot
+from memory.storage.files import is_local, join_path, make_folder, read_path, write_snapshot
 from memory.storage.folder_writing import BlocksFile, Entry, FolderWriting
 from memory.storage.local_files import alone_in, hold_folder, remove_abandoned
-from memory.storage.names import names_in_files
+from memory.storage.names import Names, names_in_files
 from memory.storage.parcels import Kept, Places
+from memory.storage.reading import read_snapshot
 from memory.storage.signature import check_weights, fitted, signature_of
 from memory.storage.swapping import Swapping
 
@@ -140,9 +142,21 @@ class Folders:
                 for sequence in opened:
                     self._memory.close_one(sequence)
                 self._memory.swapped.forget_unheld()
-                if isinstance(error, KeyError | ValueError | TypeError | IndexError | OverflowError):
+                if isinstance(error, AttributeError | LookupError | ValueError | TypeError | OverflowError):
                     raise FormatError(f"{path} contradicts itself ({error}); save the checkpoints again") from error
                 raise
+
+
+def _renamed(names: Names, sizes: dict[str, int], snapshot: Snapshot) -> Snapshot:
+    """Return the blocks of a file under this memory's names. Raises FormatError if they are not of its sizes."""
+    found = names.renamed(snapshot)
+    for pool, own in found.blocks.items():
+        if own.dtype != torch.uint8 or own.dim() != 2 or own.shape[1] != sizes.get(pool):
+            raise FormatError(
+                f"a file of saved checkpoints has blocks of {pool} of shape {tuple(own.shape)} in {own.dtype}, not "
+                f"(n, {sizes.get(pool)}) bytes; save the checkpoints again"
+            )
+    return found
 
 
 class _Reading:
@@ -173,7 +187,7 @@ class _Reading:
             else self._memory.swapped.add_file(
                 join_path(self._place, _file_name(about["file"])),
                 sum(n * self._sizes[pool] for pool, n in count.items()),
-                self._names.renamed,
+                partial(_renamed, self._names, self._sizes),
             )
             for about, count in zip(self._entries, n_blocks, strict=True)
         ]  # fmt: skip
@@ -235,7 +249,7 @@ class _Reading:
             opened.append(writer)
             tokens = np.concatenate([own[i] for i in reversed(path)])
             peak = int(self._entries[leaf]["peak"])
-            ledger.restore(writer.slot, {"tokens": tokens, "peak": peak, "seams": []}, self._memory.spec.vocab_size)
+            ledger.restore(writer.slot, tokens, peak, self._memory.spec.vocab_size)
             if len(tokens) != n_tokens[leaf]:
                 raise ValueError(f"{len(tokens)} tokens of checkpoint {leaf}")
             for i in path:

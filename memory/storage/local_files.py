@@ -8,8 +8,11 @@ have ended. Without such locks (on Windows, on some network file systems) nothin
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +24,15 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+_c_library = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_fallocate = getattr(_c_library, "fallocate64", None)
+_sync_file_range = getattr(_c_library, "sync_file_range", None)
+if _fallocate is not None:
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_SYNC_FILE_RANGE_WRITE = 2
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PART = r"\.[0-9a-f]{32}\.part"
 _OWNER_ONLY = 0o600
 
@@ -46,6 +58,26 @@ def written_whole(path: Path, *, is_lasting: bool = True) -> Iterator[BinaryIO]:
         raise
     if is_lasting:
         _flush_folder(path.parent)
+
+
+def reserve_space(file: BinaryIO, n_bytes: int) -> None:
+    """Let the file system find the place of a new file's bytes at once, not piece by piece while it is written.
+
+    Raises OSError if there is not so much of it. Where the system or the file system has no such call, nothing happens.
+    """
+    if _fallocate is not None and n_bytes and _fallocate(file.fileno(), 0, 0, n_bytes):
+        number = ctypes.get_errno()
+        if number in _NO_SPACE:
+            raise OSError(number, os.strerror(number), file.name)
+
+
+def begin_flush(file: BinaryIO, begin: int, n_bytes: int) -> None:
+    """Let the disk begin to write bytes that were just written to a file, and do not wait. It is done only by fsync.
+
+    So the disk works while the next bytes are written. Where the system has no such call, nothing happens.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(file.fileno(), begin, n_bytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def remove_abandoned(folder: Path, names: str) -> bool:

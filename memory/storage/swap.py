@@ -24,9 +24,10 @@ from memory.blocks.arrays import Bools, Int64s
 from memory.errors import CapacityError
 from memory.interface import Sequence
 from memory.layer_memories import Leaving, Snapshot
-from memory.storage.files import join_path, local_place, make_folder, read_snapshot, remove_file, write_snapshot
+from memory.storage.files import join_path, local_place, make_folder, remove_file, write_snapshot
 from memory.storage.local_files import share_folder
 from memory.storage.parcels import Blocks, Kept, Parcel, Places, Twins, as_keys, count_bytes, gather, live_keys
+from memory.storage.reading import read_snapshot
 
 _PREFIX = "swapped-"
 _NAMES = rf"{_PREFIX}[0-9a-f]{{32}}\.safetensors"
@@ -319,6 +320,10 @@ class Tiers:
         return keys
 
     # Counting
+
+    def held_bytes_of(self, sequence: Sequence) -> int:
+        """Return the bytes that are kept of a sequence, shared or not."""
+        return sum(self._parcels[number].n_bytes for number in self._held[sequence.slot].parcels)
 
     def private_bytes_of(self, sequences: list[Sequence]) -> Int64s:
         """Return (S,) the bytes that closing each of these sequences alone would free."""

@@ -38,7 +38,8 @@ class Agreement:
         cuts_matter: True if outputs depend on how tokens were cut into steps, as with eviction policies: then they are
             recomputed in the same steps, else all at once.
         same_bits: True if equal steps must give equal bits, whatever else is in the batch and was taken back. Where a
-            part of a step was taken back, rounding is allowed.
+            part of a step was taken back, rounding is allowed, unless the adapter can `accept` that part: then the
+            recomputed step has the same shape.
     """
 
     rounding: float = 1e-5
@@ -78,6 +79,15 @@ class Adapter(ABC):
     @abstractmethod
     def close(self, sequence: Any) -> None:
         """Forget a sequence."""
+
+    def accept(self, sequence: Any, tokens: list[int], n_kept: int) -> Logits:
+        """Feed tokens in one step, and let only the first `n_kept` of them count, which is at least 1.
+
+        Where cuts matter, steps that were taken back in part are recomputed by it. A step that is as long as the first
+        one rounds as it did; a storage of few bits would make a difference of a whole code of any other rounding.
+        Returns the logits of all the tokens, (n, vocab).
+        """
+        raise AbsentError("it cannot keep a part of a step")
 
     def length(self, sequence: Any) -> int:
         """Return how many tokens the memory says that a sequence has."""

@@ -4,24 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-Parts = tuple[tuple[int, ...], ...]
+
+@dataclass(frozen=True)
+class Fed:
+    """Holds what one step fed to a sequence.
+
+    Attributes:
+        tokens: those that count.
+        taken_back: those behind them, which the step fed as well, and which were taken back later.
+    """
+
+    tokens: tuple[int, ...]
+    taken_back: tuple[int, ...] = ()
+
+
+Parts = tuple[Fed, ...]
 """The tokens of a sequence, as they were cut into steps."""
 
 
 def head(parts: Parts, to: int) -> Parts:
     """Return the first `to` tokens, cut as they were: what is left of a step that is taken back in part is a step."""
-    found, start = [], 0
+    found, start = list[Fed](), 0
     for part in parts:
         if start >= to:
             break
-        found.append(part[: to - start])
-        start += len(part)
+        kept = part.tokens[: to - start]
+        found.append(part if kept == part.tokens else Fed(kept, part.tokens[len(kept) :] + part.taken_back))
+        start += len(part.tokens)
     return tuple(found)
 
 
+def joined(parts: Parts) -> tuple[int, ...]:
+    """Return the tokens that count, in one."""
+    return tuple(token for part in parts for token in part.tokens)
+
+
 def length_of(parts: Parts) -> int:
-    """Return how many tokens there are."""
-    return sum(map(len, parts))
+    """Return how many tokens count."""
+    return sum(len(part.tokens) for part in parts)
 
 
 @dataclass(frozen=True)

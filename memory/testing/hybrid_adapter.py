@@ -62,6 +62,16 @@ class HybridAdapter(Adapter):
 
         return [rows.float().numpy(force=True) for rows in _ask(feed)]
 
+    def accept(self, sequence: Any, tokens: list[int], n_kept: int) -> Logits:
+        def feed() -> Tensor:
+            with self.memory.step({sequence: tokens}, outputs="all") as step:
+                logits: Tensor = self.model(step)
+                step.accept({sequence: n_kept})
+                return logits
+
+        accepted: Logits = _ask(feed).float().numpy(force=True)
+        return accepted
+
     def close(self, sequence: Any) -> None:
         _ask(self.memory.close, sequence)
 

@@ -13,6 +13,7 @@ from memory.testing.adapter import AbsentError, Adapter, Factory, Handle, Inject
 from memory.testing.histories import (
     Close,
     CloseAll,
+    Fed,
     Fork,
     History,
     Misuse,
@@ -24,6 +25,7 @@ from memory.testing.histories import (
     Rollback,
     Step,
     head,
+    joined,
     length_of,
 )  # fmt: skip
 
@@ -48,19 +50,33 @@ class Oracle:
     def __init__(self, factory: Factory) -> None:
         self._adapter = factory()
         self._known: dict[Parts, Logits] = {}
+        self._can_accept = type(self._adapter).accept is not Adapter.accept
 
-    def logits(self, parts: Parts) -> Logits:
-        """Return the logits (n, vocab) of a sequence that saw these tokens and nothing else."""
-        if not self._adapter.agreement.is_in_steps:
-            parts = (tuple(token for part in parts for token in part),)
-        if parts not in self._known:
+    def steps(self, parts: Parts) -> Parts:
+        """Return the steps in which these tokens are recomputed."""
+        agreement = self._adapter.agreement
+        if not agreement.is_in_steps:
+            return (Fed(joined(parts)),)
+        return parts if agreement.cuts_matter and self._can_accept else tuple(Fed(part.tokens) for part in parts)
+
+    def logits(self, steps: Parts) -> Logits:
+        """Return the logits (n, vocab) of a sequence that saw these tokens and nothing else.
+        Of a step that was taken back in part, it saw what was taken back, and none of it counted.
+        """
+        if steps not in self._known:
             if len(self._known) > 4096:
                 self._known.clear()
             sequence = self._adapter.open()
-            rows = [self._adapter.step({sequence: list(part)})[0] for part in parts]
+            rows = [self._feed(sequence, part) for part in steps]
             self._adapter.close(sequence)
-            self._known[parts] = np.concatenate(rows)
-        return self._known[parts]
+            self._known[steps] = np.concatenate(rows)
+        return self._known[steps]
+
+    def _feed(self, sequence: Handle, part: Fed) -> Logits:
+        tokens, n_kept = [*part.tokens, *part.taken_back], len(part.tokens)
+        if part.taken_back:
+            return self._adapter.accept(sequence, tokens, n_kept)[:n_kept]
+        return self._adapter.step({sequence: tokens})[0]
 
 
 @dataclass
@@ -76,15 +92,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class _Row:
-    """Outputs that are still to be compared: those of the last tokens of `parts`, made by operation `at`.
-
-    `is_cut`: some step of the sequence was taken back in part, so tokens were fed in other steps than `parts` says.
-    """
+    """Outputs that are still to be compared: those of the last tokens of `parts`, made by operation `at`."""
 
     parts: Parts
     logits: Logits
     at: int
-    is_cut: bool
 
 
 class Trial:
@@ -99,7 +111,6 @@ class Trial:
         self._adapter: Adapter = factory()
         self._handles: dict[str, Handle] = {}
         self._parts: dict[str, Parts] = {}
-        self._cut: set[str] = set()
         self._rows: list[_Row] = []
         self._at = 0
         self._unused = self._usage()
@@ -153,7 +164,6 @@ class Trial:
         match operation:
             case Open(name) if name not in self._handles:
                 self._handles[name], self._parts[name] = self._adapter.open(), ()
-                self._cut.discard(name)
             case Step():
                 return self._step(operation)
             case Rollback(name, n_tokens) if self._parts.get(name):
@@ -187,8 +197,8 @@ class Trial:
             self._tally.done["Fault"] += 1
             return True
         for (name, tokens), logits in zip(requests.items(), rows, strict=True):
-            self._parts[name] = (*self._parts[name], tokens)
-            self._rows.append(_Row(self._parts[name], np.asarray(logits, np.float32), self._at, name in self._cut))
+            self._parts[name] = (*self._parts[name], Fed(tokens))
+            self._rows.append(_Row(self._parts[name], np.asarray(logits, np.float32), self._at))
         return True
 
     def _rollback(self, name: str, to: int) -> None:
@@ -202,10 +212,7 @@ class Trial:
             raise
         if said is False:
             raise self._broken(f"it said that it cannot go back to {to}, and did")
-        kept = head(self._parts[name], to)
-        if kept != self._parts[name][: len(kept)]:
-            self._cut.add(name)
-        self._parts[name] = kept
+        self._parts[name] = head(self._parts[name], to)
 
     def _reorder(self, operation: Reorder) -> bool:
         moves = {a: b for a, b in operation.moves if a in self._handles and b in self._handles}
@@ -217,9 +224,7 @@ class Trial:
 
     def _copy(self, moves: dict[str, str]) -> None:
         """Note that each key is now what its value was."""
-        are_cut = {a for a, b in moves.items() if b in self._cut}
         self._parts |= {a: self._parts[b] for a, b in moves.items()}
-        self._cut = (self._cut - moves.keys()) | are_cut
 
     def _reload(self, names: list[str], anew: bool) -> None:
         """Load copies before the originals are closed: a memory may have no room for them."""
@@ -244,7 +249,7 @@ class Trial:
             raise self._broken(f"no sequence is open, and it uses {self._usage()} bytes, not {self._unused}")
 
     def _misuse(self, sequence: Handle, how: str) -> None:
-        adapter, length = self._adapter, sum(map(len, self._parts[self._name_of(sequence)]))
+        adapter, length = self._adapter, length_of(self._parts[self._name_of(sequence)])
         tokens = {"no tokens": [], "a negative token": [0, -1], "a token too large": [0, adapter.vocab_size]}
         before = self._usage()
         try:
@@ -267,15 +272,17 @@ class Trial:
         """Compare all outputs of the history: the longest texts first, which answer for all that they begin with."""
         in_steps, known = self._adapter.agreement.is_in_steps, list[tuple[tuple[object, ...], Logits]]()
         for row in sorted(self._rows, key=lambda row: -length_of(row.parts)):
-            key: tuple[object, ...] = row.parts if in_steps else tuple(t for part in row.parts for t in part)
+            steps = self._oracle.steps(row.parts)
+            key: tuple[object, ...] = steps if in_steps else joined(steps)
             expected = next((logits for text, logits in known if text[: len(key)] == key), None)
             if expected is None:
-                expected = self._oracle.logits(row.parts)
+                expected = self._oracle.logits(steps)
                 known.append((key, expected))
-            end = length_of(row.parts)
-            self._agree(row, expected[end - len(row.logits) : end], float(np.ptp(expected)))
+            end, is_alike = length_of(row.parts), in_steps and steps == row.parts
+            self._agree(row, expected[end - len(row.logits) : end], float(np.ptp(expected)), is_alike)
 
-    def _agree(self, row: _Row, expected: Logits, spread: float) -> None:
+    def _agree(self, row: _Row, expected: Logits, spread: float, is_alike: bool) -> None:
+        """Compare outputs; `is_alike`: the recomputed steps are as long as those that were fed."""
         self._tally.compared += len(row.logits)
         if row.logits.shape != expected.shape:
             raise BrokenPromiseError(f"outputs are of shape {row.logits.shape}, not {expected.shape}", row.at)
@@ -283,7 +290,7 @@ class Trial:
             raise BrokenPromiseError("outputs are not finite: memory was read that nobody wrote", row.at)
         worst = float(np.abs(row.logits - expected).max())
         agreement = self._adapter.agreement
-        allowed = 0.0 if agreement.same_bits and not row.is_cut else agreement.rounding * spread
+        allowed = 0.0 if agreement.same_bits and is_alike else agreement.rounding * spread
         if worst > allowed:
             raise BrokenPromiseError(
                 f"outputs are off by {worst / spread:.2g} of their spread from recomputed ones", row.at

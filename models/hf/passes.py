@@ -88,7 +88,7 @@ def open_pass(
     if position_ids is not None:
         _check_positions(position_ids, positions, is_new)
     ids = input_ids.cpu().numpy()
-    requests = [(sequences[i], ids[i, is_new[i]]) for i in is_new.any(1).nonzero()[0]]
+    requests = [(sequences[i], ids[i, is_new[i]]) for i in np.flatnonzero(is_new.any(1))]
     with memory.step(requests, outputs="all") as step:
         rows = _rows_of(step, is_new)
         yield Pass(

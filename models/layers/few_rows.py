@@ -17,8 +17,9 @@ from models.layers import amx, few_rows_kernels
 from models.layers.few_rows_kernels import ProductKind
 from models.layers.norms import GatedNorm, RMSNorm
 
-MOST_ROWS = 8
-"""Rows up to which one thread computes norms and gates while the other waits: they are small beside the weights."""
+MOST_ROWS, _MOST_NUMBERS = 32, 1 << 16
+"""Rows, and numbers in them, up to which one thread computes norms and gates while the others wait: that takes less
+time than calls of their own would."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class CompiledProduct:
             return None
         if norm.weight_M.dtype is not self.dtype or not self.takes(x_TM):
             return None
-        n_rows, like = len(x_TM), LIKE[self.dtype]
+        n_rows, like = x_TM.shape[0], LIKE[self.dtype]
         y = torch.empty(n_rows, self.n_out, dtype=self.dtype)
         second = None if other is None else torch.empty(n_rows, other.n_out, dtype=self.dtype)
         own = self.weight, self.bias, self.activation
@@ -75,11 +76,13 @@ class CompiledProduct:
 
     def gated(self, y_TE: Tensor, gate_TE: Tensor | None, norm: GatedNorm | None, residual_TM: Tensor) -> Tensor | None:
         """Return residual + product with y * gate, or with norm(y, gate); None if that is not for these kernels."""
-        if self.activation or not self.takes(y_TE) or not self.takes(residual_TM) or y_TE.dtype is not self.dtype:
+        if self.activation or y_TE.dtype is not self.dtype or not self.takes(y_TE):
+            return None
+        if residual_TM.dtype not in LIKE or not residual_TM.is_contiguous():
             return None
         if gate_TE is not None and (gate_TE.dtype is not self.dtype or not gate_TE.is_contiguous()):
             return None
-        n_rows, like = len(y_TE), LIKE[self.dtype]
+        n_rows, like = y_TE.shape[0], LIKE[self.dtype]
         weight, eps, n_part = like, np.float32(0.0), self.n_in
         if norm is not None:
             weight, eps, n_part = (
@@ -100,7 +103,8 @@ class CompiledProduct:
         """True if these kernels may read x: few whole rows of floats, and HYBRID_MEMORY_KERNELS names no others."""
         return (
             x.dim() == 2
-            and 0 < len(x) <= MOST_ROWS
+            and 0 < x.shape[0] <= MOST_ROWS
+            and x.numel() <= _MOST_NUMBERS
             and x.dtype in LIKE
             and x.is_contiguous()
             and select_kernels(x.device, self.dtype) is cpu

@@ -30,8 +30,17 @@ ZEROS = ir.Constant(FLOATS, [0.0] * BLOCK)
 
 def multiplies_pairs() -> bool:
     """True if compiled code may use AVX512_BF16: this processor has it, and numba is not told to do without."""
-    features = str(cpu_target.target_context.codegen().magic_tuple())
-    return "+avx512bf16" in features and "+avx512bw" in features
+    return "+avx512bf16" in _features() and "+avx512bw" in _features()
+
+
+def has_many_registers() -> bool:
+    """True if compiled code may use AVX-512, whose 32 registers hold a vector of sixteen numbers each."""
+    return "+avx512f" in _features()
+
+
+def _features() -> str:
+    """Return what compiled code may use of this processor, as LLVM names it."""
+    return str(cpu_target.target_context.codegen().magic_tuple())
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -81,7 +90,7 @@ class Emitter:
 
     def __init__(self, builder: ir.IRBuilder, n_bits: int, *, is_paired: bool) -> None:
         self.b, self.n_bits, self.is_paired = builder, n_bits, is_paired
-        self._has_halves = "+avx512fp16" in str(cpu_target.target_context.codegen().magic_tuple())
+        self._has_halves = "+avx512fp16" in _features()
 
     def weights(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
         """Yield each pair of inputs of the group at `codes`: one vector of pairs, or two of float32."""

@@ -2,7 +2,7 @@
 
 torch's own operators for this are slow for rows of float32, and for more than a few rows. A weight is an integer times
 a scale; each group of 32 inputs of an output has its own scale, in bfloat16. A block of outputs (`integer_vectors`) is
-read from its first group to its last, once for eight rows.
+read from its first group to its last, once for eight rows with AVX-512, else for four.
 
 Where the processor multiplies pairs of bfloat16 and adds their products (AVX512_BF16), rows of bfloat16 are read as
 pairs; where it multiplies whole tiles (AMX), `tile_kernels` does that. Otherwise rows and weights become float32. Sums
@@ -20,7 +20,20 @@ from numba import njit, prange, types
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import get, put, untyped_intrinsic
 from models.layers.finishing import finish_block
-from models.layers.integer_vectors import BLOCK, F32, FLOATS, GROUP, I8, I16, I32, I64, PAIRS, ZEROS, Emitter
+from models.layers.integer_vectors import (
+    BLOCK,
+    F32,
+    FLOATS,
+    GROUP,
+    I8,
+    I16,
+    I32,
+    I64,
+    PAIRS,
+    ZEROS,
+    Emitter,
+    has_many_registers,
+)
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _ROUNDER = np.float32(12582912.0)
@@ -101,7 +114,10 @@ def _sums(
     return sums
 
 
-_tile_8, _tile_4, _tile_2, _tile_1 = map(_tile, (8, 4, 2, 1))
+_MOST_ROWS = 8 if has_many_registers() else 4
+"""Limits the rows of a tile to those whose sums stay in registers; sums that go to memory take a third longer."""
+
+_tile_most, _tile_4, _tile_2, _tile_1 = map(_tile, (_MOST_ROWS, 4, 2, 1))
 
 
 @compiled(parallel=True, error_model="numpy")
@@ -120,15 +136,15 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
     block_codes, block_scales = len(codes) // n_blocks, len(scales) // n_blocks
     step = BLOCK if block_scales > BLOCK else 0
     for part in prange(n_parts):
-        sums = np.empty(8 * BLOCK, np.float32)
+        sums = np.empty(_MOST_ROWS * BLOCK, np.float32)
         for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
             code, scale = o * block_codes, o * block_scales
             t = 0
             while t < n_rows:
                 left, at = n_rows - t, t * n_in
-                if left >= 8:
-                    n = 8
-                    _tile_8(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
+                if left >= _MOST_ROWS:
+                    n = _MOST_ROWS
+                    _tile_most(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
                 elif left >= 4:
                     n = 4
                     _tile_4(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 _PROGRESS_FROM_TENSORS = 200
 """Fewest tensors with a progress bar; for fewer it would disappear at once."""
 
+_MOST_PARTS, _PARTS_OF_A_LAYER = 1 << 17, 16
+"""Experts of all layers, and as how many of them the rest of a layer counts; far more than any model has."""
+
 
 ForwardT = TypeVar("ForwardT", bound=Callable[..., Tensor])
 
@@ -338,6 +341,7 @@ def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpo
 
     An error that a config with impossible values causes on the way becomes a FormatError.
     """
+    _check_parts(config)
     try:
         model = model_class(config, checkpoint)
         weights = signature_of(config, checkpoint.dtype, checkpoint.samples)
@@ -351,6 +355,15 @@ def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpo
             raise  # a fault of the device or of torch, not of the config
         place, said = checkpoint.folder / "config.json", f"; it says {odd}" if odd else ""
         raise FormatError(f"{place} contradicts itself: {type(error).__name__}: {error}{said}") from error
+
+
+def _check_parts(config: PreTrainedConfig) -> None:
+    """Raise FormatError if a config has more layers and experts than any model: a dry run makes objects of each."""
+    said = config.get_text_config()
+    names = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+    n_layers, *experts = (n if type(n := getattr(said, name, 0)) is int else 0 for name in names)
+    if n_layers * (_PARTS_OF_A_LAYER + max(experts)) > _MOST_PARTS:
+        raise FormatError(f"{n_layers:,} layers of {max(experts):,} experts are more than any model has")
 
 
 def _odd_sizes(config: PreTrainedConfig) -> str:

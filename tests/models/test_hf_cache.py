@@ -456,7 +456,7 @@ def test_two_threads_may_run_one_attached_model_on_caches_of_their_own() -> None
         def wait(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             if current_thread() is second:
                 inside.set()
-                others.wait(5)
+                others.wait(120)
 
         second = Thread(target=lambda: found.append(logits(model, PROMPT, **given(caches[1]))))
         hook = model.model.layers[0].register_forward_pre_hook(wait)
@@ -465,7 +465,7 @@ def test_two_threads_may_run_one_attached_model_on_caches_of_their_own() -> None
         def first(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             if current_thread() is not second and not second.is_alive():
                 second.start()
-                inside.wait(5)
+                inside.wait(120)
 
         started = model.model.layers[0].register_forward_pre_hook(first)
         found.append(logits(model, PROMPT, **given(caches[0])))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -72,6 +72,18 @@ def test_a_failure_that_the_model_swallows_is_not_committed(memory: HybridMemory
     assert a.length == 3
 
 
+def test_an_exit_stack_leaves_a_step_as_a_with_statement_does(memory: HybridMemory, toy: Toy) -> None:
+    a = memory.open()
+    with ExitStack() as stack:
+        toy(stack.enter_context(memory.step({a: [1, 2]})))
+    assert a.length == 2
+    with pytest.raises(ZeroDivisionError), ExitStack() as stack:
+        toy(stack.enter_context(memory.step({a: [3]})))
+        raise ZeroDivisionError
+    assert a.length == 2
+    memory.check()
+
+
 def test_a_step_that_is_dropped_lets_go(memory: HybridMemory) -> None:
     a = memory.open()
     step = memory.step({a: [1]})
@@ -103,7 +115,7 @@ def test_a_ctrl_c_in_the_books_waits(
     real = getattr(owner, name)
 
     def interrupted(*arguments: object) -> object:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # to this thread: it has arrived when this returns
         return real(*arguments)
 
     with monkeypatch.context() as patch:

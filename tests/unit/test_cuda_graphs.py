@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ def test_on_the_cpu_the_model_runs_as_ever() -> None:
     assert expected is not None and found is not None and torch.equal(expected, found)
     with pytest.raises(AttributeError):
         recorded.no_such_thing  # noqa: B018
+    assert copy.copy(recorded).memory_spec is model.memory_spec
 
 
 def test_a_recording_at_least() -> None:

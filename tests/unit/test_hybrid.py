@@ -455,13 +455,13 @@ def test_positions_and_packing(hybrid: HybridMemory, toy: Toy) -> None:
 def test_check_finds_a_lost_and_a_doubled_reference(hybrid: HybridMemory, toy: Toy) -> None:
     a = hybrid.open()
     feed(hybrid, toy, a, [1] * 40)
-    (pool, _), *_ = layer_memories(hybrid)["attention"].pools
-    for change in (1, -1):
-        pool.counts[0] += change
-        with pytest.raises(IntegrityError):
-            hybrid.check()
-        pool.counts[0] -= change
-    hybrid.check()
+    for pool in [pool for layers in layer_memories(hybrid).values() for pool, _ in layers.pools]:
+        for change in (1, -1):
+            pool.counts[0] += change
+            with pytest.raises(IntegrityError):
+                hybrid.check()
+            pool.counts[0] -= change
+        hybrid.check()
     books(hybrid)["lengths"][a.slot] += 16
     with pytest.raises(IntegrityError):
         hybrid.check()

@@ -35,6 +35,7 @@ from platformdirs import user_cache_path
 
 from memory.kernels.cpu import progress
 from memory.kernels.cpu.locks import FileLock
+from memory.kernels.cpu.threads import MAY_OVERLAP
 
 _LOG = logging.getLogger("memory")
 _PLACE = "HYBRID_MEMORY_CACHE"
@@ -114,12 +115,16 @@ def on_a_miss(rule: _Miss) -> Iterator[None]:
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate as `numba.njit(**options)`, and keep the machine code in `cache_folder()`."""
+    """Decorate as `numba.njit(**options)`, and keep the machine code in `cache_folder()`.
+
+    A kernel runs without the interpreter's lock, so that a server answers meanwhile; a parallel one where several may.
+    """
+    is_free = MAY_OVERLAP or not options.get("parallel")
 
     def compile_lazily(function: Callable[..., Any]) -> Any:
-        kernel = numba.njit(**options)(function)
+        kernel = numba.njit(nogil=is_free, **options)(function)
         try:
-            kernel._cache = KernelCache(function)
+            kernel._cache = KernelCache(function, is_free=is_free)
         except OSError as error:  # there is no file of its source
             _warn_once(error)
         return kernel
@@ -130,9 +135,10 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 class KernelCache(_Cache):
     """Reads and writes the files of one kernel; numba calls it when it needs the kernel for some types of arguments."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, is_free: bool) -> None:
         source = Path(function.__code__.co_filename)
         self._name = f"{source.stem}.{function.__qualname__}"
+        self._is_free = is_free
         self._locks: tuple[Path | None, FileLock] | None = None
         self._source = hashlib.sha256(source.read_bytes()).hexdigest()  # it may be outside of the folder of `_BUILD`
 
@@ -182,7 +188,7 @@ class KernelCache(_Cache):
 
     def _key(self, sig: Any, codegen: Any) -> tuple[bytes, str]:
         """Return all on which the machine code depends, with the processor's name and features, and its file's name."""
-        flags = str(config.OPT), config.BOUNDSCHECK  # type: ignore[attr-defined]
+        flags = str(config.OPT), config.BOUNDSCHECK, self._is_free  # type: ignore[attr-defined]
         key = repr((_BUILD, self._source, self._name, str(sig), codegen.magic_tuple(), flags)).encode()
         return key, f"{self._name}-{hashlib.sha256(key).hexdigest()[:24]}"
 

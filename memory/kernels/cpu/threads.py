@@ -6,6 +6,7 @@ import threading
 
 import torch
 from numba import get_num_threads, set_num_threads
+from numba.np.ufunc.parallel import threading_layer
 
 # Reassociation lets sums use vector registers; without sums it stays off. Together with "nsz" it would let LLVM remove
 # the rounding steps of `exp2_f32`. "nnan" and "ninf" stay off: NaN must reach the output.
@@ -27,6 +28,8 @@ def _launch() -> int:
 
 
 _MOST_THREADS = _launch()
+MAY_OVERLAP = threading_layer() in ("omp", "tbb")  # type: ignore[no-untyped-call]
+"""Says whether parallel kernels may run in several threads at once: numba's own queue ends the process then."""
 _last = threading.local()
 """The number that this thread has set last: reading it from numba takes five microseconds, several times a layer."""
 

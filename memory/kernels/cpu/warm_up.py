@@ -16,6 +16,7 @@ from torch import Tensor
 from memory.blocks.staging import place
 from memory.kernels.cpu import progress
 from memory.kernels.cpu.attention import paged_attention
+from memory.kernels.cpu.byte_sums import column_and_row_sums
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from memory.kernels.cpu.compiled import NotCompiledError, is_kept, on_a_miss
 from memory.kernels.cpu.mamba2 import ssd
@@ -98,6 +99,7 @@ _RUNS: dict[str, tuple[float, Callable[[Tensor], object]]] = {
     "rms_norm": (1.5, _norm),
     "rows": (1, _copy_rows),
     "softplus": (0.5, lambda flat: softplus(flat[:2].view(1, 2), _states[:2])),
+    "byte_sums": (0.5, lambda _: column_and_row_sums(np.zeros((1, 1), np.int64))),
 }
 """For each name the seconds that its kernels take to compile, the longest first, and what runs them on tiny inputs.
 
@@ -105,8 +107,8 @@ It is given numbers of the memory's dtype. States are in float32.
 """
 
 NAMES = tuple(_RUNS)
-"""What can be compiled ahead: functions of `Kernels`; "rows", those that copy rows; and "folded_rows", attention over
-what a storage keeps."""
+"""What can be compiled ahead: functions of `Kernels`; "rows", those that copy rows; "folded_rows", attention over what
+a storage keeps; and "byte_sums", the checksums of saved files."""
 
 _HELPER_SECONDS = 4
 """Work that is worth another process, which takes two seconds to start."""

@@ -16,6 +16,7 @@ from memory.blocks.layout import ALIGNMENT_BYTES, BlockLayout, Field
 from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
 from tests.counting import Calls
+from tests.inside import free_ranges
 
 UNIT = ALIGNMENT_BYTES
 ONE_UNIT = BlockLayout((), UNIT)
@@ -249,6 +250,37 @@ class Counted(int):
         return int(self) == other
 
     __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize("spoilt", ["heaps", "starts"])
+def test_check_finds_free_ranges_that_are_not_found(spoilt: str) -> None:
+    """One of them is as long as a block, and no longer."""
+    arena = Arena(4 * UNIT)
+    places = arena.allocate_many(4, UNIT, from_top=False)
+    arena.free(places[1], UNIT)
+    used = [(at, at + UNIT) for at in places if at != places[1]]
+    arena.check(used)
+    starts, heaps = free_ranges(arena)
+    for entries in heaps if spoilt == "heaps" else [starts]:
+        entries.clear()
+    with pytest.raises(IntegrityError, match="cannot be found"):
+        arena.check(used)
+
+
+def test_blocks_of_a_new_size_come_to_lie_at_the_lowest_place_whatever_was_freed_last() -> None:
+    arena = Arena(32 * UNIT)
+    places = arena.allocate_many(32, UNIT, from_top=False)
+    for i in (20, 4, 28, 12, 8, 24, 16, 0):
+        arena.free(places[i], 2 * UNIT)
+    assert [arena.allocate(2 * UNIT, from_top=False) for _ in range(8)] == [places[i] for i in range(0, 32, 4)]
+
+
+def test_the_largest_budget_is_named_to_those_who_want_more() -> None:
+    assert read_budget(1) == 1 and read_budget(1 << 62) == 1 << 62
+    for budget, is_named in ((1 << 63, True), (0, False), (float("inf"), False)):
+        with pytest.raises(SpecError) as refused:
+            read_budget(budget)
+        assert ("at most 4,611,686,018,427,387,904" in str(refused.value)) is is_named
 
 
 def test_a_check_looks_at_each_free_range_once() -> None:

@@ -65,7 +65,7 @@ def test_a_watch_draws_when_something_has_changed_and_ends_with_the_memory() -> 
 def test_a_watch_draws_beside_steps_until_another_one_replaces_it() -> None:
     memory, shown = make(SPECS["toy"]), queue.Queue[str]()
     one = Watch(memory, shown.put, times_a_second=50).start()
-    assert "0 B of 8 MiB in use" in shown.get(timeout=30)
+    assert "0 B of 8 MiB in use" in shown.get(timeout=600)
     known = [open_in(memory) for _ in range(4)]
     for _ in range(60):
         memory.run(None, {s: [1] for s in known})

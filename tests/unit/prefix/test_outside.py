@@ -146,7 +146,7 @@ def test_files_are_read_while_others_run(tmp_path: Path, monkeypatch: pytest.Mon
         while cache.reclaim(memory.budget):
             pass
         read = swap.read_snapshot
-        monkeypatch.setattr(swap, "read_snapshot", lambda path: may_read.wait(30) and read(path))
+        monkeypatch.setattr(swap, "read_snapshot", lambda path: may_read.wait(600) and read(path))
         (checkpoint,) = cache.fetch(tokens)
         assert not cache.has_arrived(checkpoint) and cache.find(tokens).tier == "disk"
         memory.run(toy.model, {memory.open(): [1, 2, 3]})

@@ -286,3 +286,19 @@ def test_a_call_inside_of_a_block_puts_the_handler_back() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def test_a_ctrl_c_during_a_block_that_fails_is_raised_at_its_end() -> None:
+    def fails() -> None:
+        with uninterrupted_call() as _held:
+            signal.raise_signal(signal.SIGINT)
+            raise ZeroDivisionError
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run unattended
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            fails()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert isinstance(caught.value.__context__, ZeroDivisionError)

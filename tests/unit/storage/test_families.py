@@ -304,6 +304,25 @@ def test_a_family_with_a_right_checksum_and_wrong_content_is_refused(
     assert state_of(memory) == before
 
 
+@pytest.mark.parametrize("change", ["tokens of two axes", "blocks of numbers"])
+def test_a_family_with_tensors_that_are_none_of_ours_is_refused(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    saved_family(path)
+    tensors, metadata = header_of(path)
+    for name, tensor in tensors.items():
+        if change == "tokens of two axes" and name.startswith("tokens"):
+            tensors[name] = tensor[:, None]
+        elif change == "blocks of numbers" and name.startswith("blocks"):
+            tensors[name] = tensor.view(torch.int8)
+    rewrite(path, tensors, metadata)
+    memory = make()
+    before = state_of(memory)
+    with pytest.raises(FormatError, match="saved"):
+        memory.load(path, family=True)
+    memory.check()
+    assert state_of(memory) == before
+
+
 def test_a_family_without_room_loads_nothing_and_names_its_bytes(tmp_path: Path) -> None:
     saved_family(tmp_path / "saved")
     other = make()

@@ -395,7 +395,7 @@ def test_whoever_is_killed_while_saving_leaves_a_whole_file(tmp_path: Path, monk
     rng = random.Random(1)
     process = context.Process(target=_save_forever, args=(str(tmp_path), ready), daemon=True)
     process.start()
-    assert ready.wait(120)
+    assert ready.wait(600)
     time.sleep(rng.uniform(0.01, 0.1))
     assert process.pid is not None
     process.kill()

@@ -381,6 +381,13 @@ def read_once(weighing: Weighing) -> Weighing:
     return weighing
 
 
+class Held:
+    """Can be hashed, as fields of policies must be, and holds what cannot."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 VALUES: list[tuple[str, Any, Any, Any]] = [
     ("integer", 1, 1, 2), ("type", 1, 1, 1.0), ("text", "a", "a", "b"),
     ("not a number", float("nan"), float("nan"), 0.0),
@@ -391,6 +398,9 @@ VALUES: list[tuple[str, Any, Any, Any]] = [
     ("shape", torch.ones(2, 1), torch.ones(2, 1), torch.ones(2)), ("function", longest, longest, read_once),
     ("partial", functools.partial(longest, 1), functools.partial(longest, 1), functools.partial(longest, 2)),
     ("object", Weighing(1.0), read_once(Weighing(1.0)), Weighing(2.0)), ("policy", H2O(16), H2O(16), H2O(32)),
+    ("array", Held(np.arange(3)), Held(np.arange(3)), Held(np.arange(3.0))),
+    ("array of objects", *(Held(np.array([1, text], object)) for text in "aab")),
+    ("mapping", Held({"a": 1, "b": 2}), Held({"b": 2, "a": 1}), Held({"a": 1, "b": 3})),
     ("complex", 1j, 1j, 2j), ("range", range(3), range(3), range(4)),
 ]  # fmt: skip
 """A field of a user's policy: its value in a file, the same again, and another one."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from memory.testing import PROMISES, HybridAdapter, RefusedError, check
-from memory.testing.__main__ import main
+from memory.testing.__main__ import main, table
 from memory.testing.adapter import Logits
-from memory.testing.histories import Fork, Misuse, Open, Reorder, Rollback, Step
-from memory.testing.subjects import attention
+from memory.testing.histories import Fed, Fork, Misuse, Open, Reorder, Rollback, Step, head
+from memory.testing.subjects import attention, hybrid
 from memory.testing.toys import Toy
+from memory.testing.trial import Oracle, Tally, Trial
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -114,6 +117,58 @@ class LosesState(Sound):
         return sequence
 
 
+class TakesMoreThanItSays(Sound):
+    """Says that it cannot go back, and does."""
+
+    def can(self, call: str, *arguments: Any) -> bool | None:
+        return False
+
+
+class LeaksOnMisuse(Leaks):
+    """Keeps bytes for what it has refused."""
+
+    def close(self, sequence: Any) -> None:
+        HybridAdapter.close(self, sequence)
+
+    def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
+        try:
+            return super().step(requests, fail_after=fail_after)
+        except Exception:
+            self.n_closed += fail_after is None
+            raise
+
+
+class LeaksOnRefusal(LeaksOnMisuse):
+    """Keeps bytes for a fork that it has refused."""
+
+    def fork(self, sequence: Any) -> Any:
+        self.n_closed += 1
+        raise RefusedError("no forks here")
+
+
+class SaysNothing(Sound):
+    """Returns numbers that are none."""
+
+    def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
+        rows = super().step(requests, fail_after=fail_after)
+        return [row * np.nan if len(requests) > 1 else row for row in rows]
+
+
+class SaysTooMuch(Sound):
+    """Returns more rows than there are tokens."""
+
+    def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
+        rows = super().step(requests, fail_after=fail_after)
+        return [np.concatenate([row, row]) if len(requests) > 1 else row for row in rows]
+
+
+class CannotCount(Sound):
+    """Raises where it is asked how long a sequence is."""
+
+    def length(self, sequence: Any) -> int:
+        raise ZeroDivisionError("no length today")
+
+
 FAULTS: dict[Callable[[], HybridAdapter], str] = {
     TrimsAttentionOnly: "tokens taken back leave no trace",
     AdvancesOnFailure: "a step that fails in any layer changes nothing",
@@ -124,6 +179,12 @@ FAULTS: dict[Callable[[], HybridAdapter], str] = {
     TakesAnything: "tokens that are none are refused, and nothing changes",
     MixesRows: "a batch of any lengths is as each sequence alone",
     LosesState: "a saved sequence goes on as it was",
+    TakesMoreThanItSays: "it says what it can",
+    LeaksOnMisuse: "tokens that are none are refused, and nothing changes",
+    LeaksOnRefusal: "a fork goes its own way",
+    SaysNothing: "a batch of any lengths is as each sequence alone",
+    SaysTooMuch: "a batch of any lengths is as each sequence alone",
+    CannotCount: "a fork goes its own way",
 }
 
 
@@ -146,6 +207,30 @@ def test_what_a_memory_has_not_is_refused_and_not_passed() -> None:
 
     (result,) = check(WithoutForks, ["a fork goes its own way"], n_examples=2)
     assert (result.verdict, result.why) == ("refused", "no forks here")
+    assert "refused: a fork goes its own way: no forks here" in table("mine", [result])
+
+
+def test_a_step_that_is_taken_back_in_part_is_recomputed_by_a_step_of_its_length() -> None:
+    """Of 17 tokens 12 stay. Another kernel computes 12 alone, and its rounding would change a code of 8 bits."""
+    fed = [
+        (11,), (17, 9, 1, 15, 14, 1, 7, 5, 1, 2, 14, 0, 1, 1, 8, 11, 13),
+        (10, 14, 17, 11, 15, 1, 3, 18, 7, 13, 11, 9, 15, 3, 4, 18, 3), (11,), (7, 2, 5, 9, 17), (4,),
+    ]  # fmt: skip
+    steps = [Step((("a", tokens),)) for tokens in fed]
+
+    def subject() -> HybridAdapter:
+        return hybrid("snapkv", "8-bit")
+
+    tally = Tally()
+    Trial(subject, Oracle(subject), tally).run((Open("a"), *steps[:2], Rollback("a", 5), *steps[2:]))
+    assert tally.compared == sum(map(len, fed))
+
+
+def test_what_is_left_of_a_step_remembers_what_was_taken_back() -> None:
+    parts = (Fed((1, 2)), Fed((3, 4, 5)), Fed((6,)))
+    assert head(parts, 4) == (Fed((1, 2)), Fed((3, 4), (5,)))
+    assert head(head(parts, 4), 3) == (Fed((1, 2)), Fed((3,), (4, 5)))
+    assert head(parts, 2) == parts[:1]
 
 
 def test_every_promise_is_about_an_operation_that_its_histories_hold() -> None:
@@ -161,6 +246,11 @@ def test_the_command_says_what_failed_and_how_to_see_it_again(capsys: pytest.Cap
     assert main([f"{__name__}:ReordersOneByOne", *only]) == 1
     text = capsys.readouterr().out
     assert "--seed 0 --examples 1" in text and "Reorder(moves=" in text and "0 passed, 1 failed" in text
+    once = ["--only", "reorder", "--examples", "1", "--minutes"]
+    assert main(["memory.testing.subjects:attention", *once, "0.001"]) == 0
+    assert re.search("anything, in any order +passed", capsys.readouterr().out)
+    assert main([f"{__name__}:MixesRows", *once, "1"]) == 1  # no longer than needed
+    assert "failed: anything, in any order (--seed" in capsys.readouterr().out
     assert main(["memory.testing.subjects:nothing"]) == main(["--only", "no such promise"]) == 2
     assert "names no adapter" in capsys.readouterr().err
 

@@ -116,6 +116,28 @@ def test_a_version_that_is_used_is_not_old(folder: Path) -> None:
     assert run() and folder.stat().st_mtime > 1
 
 
+def test_what_killed_processes_left_beside_a_kernel_goes(folder: Path) -> None:
+    """What is young may still be written by another process."""
+    run()
+    (path,) = folder.iterdir()
+    old, young = (path.with_name(f"{path.name}.{name}.part") for name in ("old", "young"))
+    for part in (old, young):
+        part.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    path.unlink()
+    assert not run()
+    assert set(folder.iterdir()) == {path, young}
+
+
+def test_without_a_home_kernels_work_and_are_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HYBRID_MEMORY_CACHE", raising=False)
+    monkeypatch.setattr(module, "user_cache_path", lambda *_, **__: Path("~/.cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "_has_told", True)
+    assert cache_folder() is None and not module.is_kept()
+    assert not run() and not list(tmp_path.iterdir())
+
+
 def test_every_source_counts(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     seen = set[str]()
@@ -220,7 +242,7 @@ def test_a_process_waits_for_one_that_compiles_but_not_for_a_killed_one(folder: 
         second.wait(0.7)
     first.kill()
     first.communicate()
-    assert second.communicate(timeout=60)[0] == "8 False\n"
+    assert second.communicate(timeout=600)[0] == "8 False\n"
     assert start().communicate()[0] == "ready\n8 True\n"
 
 

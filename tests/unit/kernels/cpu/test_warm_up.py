@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from memory import AttentionSpec, MemorySpec
 from memory.build import compiled_ahead
@@ -168,3 +169,28 @@ def test_every_kernel_is_kept_so_the_next_process_compiles_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
+
+
+def test_a_compiler_that_fails_takes_its_helpers_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = list[str]()
+
+    class Helper:
+        def terminate(self) -> None:
+            ended.append("terminated")
+
+        def wait(self) -> None:
+            ended.append("waited for")
+
+    def fail(name: str, dtype: torch.dtype, rule: str) -> bool:
+        if rule == "compile":
+            raise ZeroDivisionError
+        return False
+
+    monkeypatch.setattr(module, "_has_run", fail)
+    monkeypatch.setattr(module, "_start_helper", lambda *_: Helper())
+    monkeypatch.setattr(module, "_n_cores", lambda: 3)
+    monkeypatch.setattr(module, "is_kept", lambda: True)
+    monkeypatch.setattr(module, "_HELPER_SECONDS", 0.01)
+    with pytest.raises(ZeroDivisionError):
+        warm_up(module.NAMES[:3], torch.float64)
+    assert ended == ["terminated", "terminated", "waited for", "waited for"]

@@ -1,0 +1,237 @@
+"""Reads the safetensors files of saved sequences, of all versions, and checks that every byte is as it was written.
+
+A local file is read in pieces into the memory where its tensors lie; the checksum of each is computed right then, while
+it is in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memory.errors import FormatError
+from memory.layer_memories import Snapshot
+from memory.storage.checksums import PIECE_BYTES, READ_VERSIONS, digest_of, has_sums, in_threads, sums_of
+from memory.storage.files import BLOCKS, DTYPES, FORMAT, as_os_errors, local_place
+
+_BEGINNING_BYTES = 1 << 16
+"""What is read first: the headers of most files are shorter."""
+_CONTRADICTIONS = (ValueError, KeyError, TypeError, RuntimeError, OverflowError)
+
+
+@dataclass(frozen=True)
+class Content:
+    """Holds what is in a file.
+
+    Attributes:
+        checksums: name of a tensor -> those of its pieces, if they were computed as it was read.
+    """
+
+    path: str
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    checksums: Mapping[str, bytes] = field(default_factory=dict)
+
+    def check_digest(self, *, covers_tensors: bool = True) -> None:
+        """Raise FormatError unless the checksum in the metadata is that of all else in them, and of the tensors."""
+        others = {name: text for name, text in self.metadata.items() if name != "sha256"}
+        try:
+            digest = digest_of(self.tensors if covers_tensors else {}, others, self.checksums)
+        except TypeError as error:  # of a dtype that numpy lacks
+            raise _never_written(self.path, error) from error
+        if digest != self.metadata.get("sha256"):
+            raise FormatError(
+                f"{self.path} is damaged: its checksum is not that of its content; save the sequence again"
+            )
+
+
+def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
+    """Read a file of `write_snapshot`: its snapshot, and `about` with `tokens` as an array and the file's `version`.
+
+    Raises FormatError unless every byte is as it was written.
+    """
+    return snapshot_in(read_content(path))
+
+
+def snapshot_in(content: Content) -> tuple[Snapshot, dict[str, Any]]:
+    """Return what `read_snapshot` does, of what `read_content` has read."""
+    content.check_digest()
+    path, metadata = content.path, content.metadata
+    try:
+        records = json.loads(metadata["records"])
+        if not isinstance(records, dict):
+            raise TypeError(f"records that are a {type(records).__name__}")
+        about = json.loads(metadata["about"])
+        tokens = content.tensors["tokens"].numpy()
+        about = {**about, "tokens": tokens, "version": int(metadata["version"])}
+    except (KeyError, ValueError) as error:
+        raise FormatError(f"{path} lacks {error}, which memory.save always writes; save the sequence again") from error
+    except (TypeError, RecursionError) as error:
+        raise _never_written(path, error) from error
+    blocks = {name.removeprefix(BLOCKS): own for name, own in content.tensors.items() if name.startswith(BLOCKS)}
+    return Snapshot(records, blocks), about
+
+
+def read_content(path: str) -> Content:
+    """Read a file of any version. Compares no checksum. Raises FormatError."""
+    try:
+        place = local_place(path)
+        return _read_from_store(path) if place is None else _read_locally(path, Path(place))
+    except IsADirectoryError as error:
+        raise FormatError(f"{path} is a folder; give the path of a saved sequence, a file") from error
+    except FormatError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        raise FormatError(
+            f"{path} cannot be read: {str(error) or type(error).__name__}; give the path of a saved sequence"
+        ) from error
+
+
+def _read_from_store(path: str) -> Content:
+    from fsspec.core import url_to_fs
+
+    fs, place = url_to_fs(path)
+    with as_os_errors(path):
+        data = np.frombuffer(bytearray(fs.cat_file(place)), np.uint8)
+    header = _Header.of(path, data)
+    return Content(path, header.tensors_in(data[header.n_bytes :]), header.metadata)
+
+
+def _read_locally(path: str, place: Path) -> Content:
+    """Read into memory of its own: a mapped file would end the process where its disk fails. Raises OSError."""
+    with place.open("rb", buffering=0) as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        beginning = np.empty(min(n_bytes, _BEGINNING_BYTES), np.uint8)
+        _fill(file.fileno(), beginning, 0)
+        if (end := 8 + _header_bytes(beginning)) > len(beginning) and end <= n_bytes:
+            beginning = np.empty(end, np.uint8)
+            _fill(file.fileno(), beginning, 0)
+        header = _Header.of(path, beginning)
+        data = np.empty(n_bytes - header.n_bytes, np.uint8)
+
+        def read(piece: tuple[str, int, int]) -> bytes:
+            _, begin, end = piece
+            _fill(file.fileno(), data[begin:end], header.n_bytes + begin)
+            return sums_of(data[begin:end].data) if header.has_sums else b""
+
+        pieces = [
+            (name, first, min(first + PIECE_BYTES, end))
+            for name, (begin, end) in header.places(len(data)).items()
+            for first in range(begin, end, PIECE_BYTES)
+        ]
+        found = in_threads(read, pieces)
+    checksums = dict[str, bytes]()
+    if header.has_sums:
+        for (name, _, _), own in zip(pieces, found, strict=True):
+            checksums[name] = checksums.get(name, b"") + own
+    return Content(path, header.tensors_in(data), header.metadata, checksums)
+
+
+def _fill(descriptor: int, data: NDArray[np.uint8], begin: int) -> None:
+    """Fill an array with the bytes of a file from `begin` on. Raises OSError."""
+    at = 0
+    while at < len(data):
+        if not (n := os.preadv(descriptor, [data[at:].data], begin + at)):
+            raise OSError(f"it was cut to {begin + at:,} bytes while it was read")
+        at += n
+
+
+def _header_bytes(data: NDArray[np.uint8]) -> int:
+    return int.from_bytes(data[:8].tobytes(), "little")
+
+
+@dataclass(frozen=True)
+class _Header:
+    """Holds the beginning of a file.
+
+    Attributes:
+        n_bytes: of it, and of the 8 that say how many follow.
+        entries: name of a tensor -> what is said of it, which may be anything.
+    """
+
+    path: str
+    n_bytes: int
+    entries: dict[str, Any]
+    metadata: dict[str, str]
+
+    @staticmethod
+    def of(path: str, data: NDArray[np.uint8]) -> _Header:
+        """Read a file's header. Raises FormatError unless it is one of this format and of a version that is read."""
+        n_bytes = 8 + _header_bytes(data)
+        try:
+            header = json.loads(data[8:n_bytes].tobytes())
+            metadata = dict(header.pop("__metadata__", {}))
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            raise FormatError(
+                f"{path} is no safetensors file, or a damaged one ({error}); save the sequence again"
+            ) from error
+        if metadata.get("format") != FORMAT:
+            raise FormatError(f"{path} holds no sequence of a HybridMemory; give a file that memory.save wrote")
+        if (version := metadata.get("version")) not in READ_VERSIONS:
+            raise FormatError(
+                f"{path} has format version {version}, this library reads {' and '.join(READ_VERSIONS)}; use the one "
+                "that wrote it"
+            )
+        return _Header(path, n_bytes, header, metadata)
+
+    @property
+    def has_sums(self) -> bool:
+        """True if the checksum of the file is one of sums of all tensors."""
+        return has_sums(self.metadata)
+
+    def tensors_in(self, data: NDArray[np.uint8]) -> dict[str, Tensor]:
+        """Return the tensors, views of these bytes. Raises FormatError."""
+        dtypes = {name: dtype for dtype, name in DTYPES.items()}
+        whole = torch.from_numpy(data) if len(data) else torch.empty(0, dtype=torch.uint8)  # for numpy it has no stride
+
+        def view(name: str, begin: int, end: int) -> Tensor:
+            return whole[begin:end].view(dtypes[self.entries[name]["dtype"]]).view(self.entries[name]["shape"])
+
+        with self._refusing():
+            return {name: view(name, *place) for name, place in self.places(len(data)).items()}
+
+    def places(self, n_bytes: int) -> dict[str, tuple[int, int]]:
+        """Return where each tensor begins and ends within the `n_bytes` of all of them, the first one first.
+
+        Raises FormatError unless they lie one behind the other and are all that is there.
+        """
+        with self._refusing():
+            places = {name: _offsets_in(entry) for name, entry in self.entries.items()}
+            places = dict(sorted(places.items(), key=lambda place: place[1]))
+            at = 0
+            for name, (begin, end) in places.items():
+                if begin != at or not begin <= end <= n_bytes:
+                    raise ValueError(f"{name:.80} in bytes [{begin}, {end}) of {n_bytes}")
+                at = end
+            if at != n_bytes:
+                raise ValueError(f"bytes [{at}, {n_bytes}) of no tensor")
+            return places
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turn errors about what a file says into FormatError."""
+        try:
+            yield
+        except _CONTRADICTIONS as error:
+            raise _never_written(self.path, error) from error
+
+
+def _offsets_in(entry: dict[str, Any]) -> tuple[int, int]:
+    begin, end = entry["data_offsets"]
+    if type(begin) is not int or type(end) is not int:
+        raise ValueError(f"bytes [{begin!r:.40}, {end!r:.40})")
+    return begin, end
+
+
+def _never_written(path: str, error: Exception) -> FormatError:
+    return FormatError(f"{path} holds what memory.save never writes ({error}); save the sequence again")
