@@ -39,7 +39,10 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         tokenizer.encode("a")  # some options that make no sense are found only now
         return tokenizer
-    except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
+    except BaseException as error:
+        # The tokenizers library raises bare Exception for a damaged file, or panics, which is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise FormatError(
             f"{folder} has no tokenizer that can be read ({reason}); put tokenizer.json beside config.json"
@@ -217,4 +220,4 @@ def render(tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool 
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=awaits_reply, tokenize=False))
     except _OF_TEMPLATES as error:
-        raise FormatError(f"this chat template refuses the messages: {error}") from error
+        raise FormatError(f"this chat template refuses the messages: {str(error).rstrip('.')}") from error

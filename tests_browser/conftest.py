@@ -15,7 +15,7 @@ import torch
 from chat.prompts import Tokenizer, find_stop_ids, load_tokenizer
 from chat.server import ServerOptions
 from models import EMBEDDED, LanguageModel, load_model
-from tests_browser.servers import Served, Slowed, serving
+from tests_browser.servers import LONGEST_REPLY, Served, Slowed, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the extra 'browser' is not installed")
 
@@ -63,7 +63,7 @@ def model(language_model: LanguageModel, tokenizer: Tokenizer) -> Slowed:
 @pytest.fixture(scope="module")
 def shared(language_model: LanguageModel, tokenizer: Tokenizer) -> Iterator[Served]:
     slowed = Slowed(language_model, find_stop_ids(tokenizer, language_model))
-    with serving(slowed, tokenizer, ServerOptions(default_tokens=64, grace_seconds=0.2)) as server:
+    with serving(slowed, tokenizer, ServerOptions(default_tokens=LONGEST_REPLY, grace_seconds=0.2)) as server:
         yield server
 
 
@@ -91,7 +91,7 @@ def make_page(browser: Any) -> Iterator[MakePage]:
             )
             contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(60_000)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if "Content Security" in message.text else None)
         page.goto(url)

@@ -22,8 +22,10 @@ from chat.server.memory_view.events import MemoryView
 from memory import HybridMemory, Step
 from memory.prefix import PrefixCache
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
 MODEL = "embedded"
+LONGEST_REPLY = 2000
+"""A reply that does not end by itself may have so many tokens: a slow browser has time to stop it."""
 
 
 class Slowed:

@@ -9,7 +9,7 @@ import pytest
 from chat.prompts import Tokenizer
 from chat.server import ServerOptions
 from tests_browser.conftest import MakePage, settings
-from tests_browser.servers import Served, Slowed, folder_for, serving
+from tests_browser.servers import LONGEST_REPLY, Served, Slowed, folder_for, serving
 from tests_browser.talking import act, bubbles, expect, last_reply, say, settled, tree_items
 
 CAT = "My cat is called Milo."
@@ -105,7 +105,9 @@ def test_a_server_that_wants_a_key(model: Slowed, tokenizer: Tokenizer, make_pag
 
 
 def test_a_server_that_is_busy(model: Slowed, tokenizer: Tokenizer, make_page: MakePage) -> None:
-    with serving(model, tokenizer, ServerOptions(max_requests=1, default_tokens=64, grace_seconds=0.2)) as server:
+    with serving(
+        model, tokenizer, ServerOptions(max_requests=1, default_tokens=LONGEST_REPLY, grace_seconds=0.2)
+    ) as server:
         one, two = make_page(server.url), make_page(server.url)
         model.talks, model.pause_seconds = True, 0.03
         one.fill("#text", CAT)
@@ -169,7 +171,7 @@ def test_a_reply_of_two_thousand_tokens(served: Served, make_page: MakePage) -> 
     page.reload()
     page.fill("#text", CAT)
     page.keyboard.press("Enter")
-    expect(page.locator(".spent")).to_contain_text("2,000 tokens in", timeout=120_000)
+    expect(page.locator(".spent")).to_contain_text("2,000 tokens in", timeout=600_000)
     assert len(last_reply(page).inner_text()) > 2000
 
 

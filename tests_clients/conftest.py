@@ -55,19 +55,19 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"{_wait_for(server, Path(log.name))}/v1"
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(120)
         log.close()
 
 
 def _wait_for(server: subprocess.Popen[bytes], log: Path) -> str:
 
-    for _ in range(600):
+    for _ in range(3000):
         found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
         if found is not None:
             return found[0]
         assert server.poll() is None, log.read_text()
         time.sleep(0.1)
-    raise AssertionError(f"no server after 60 s: {log.read_text()}")
+    raise AssertionError(f"no server after 300 s: {log.read_text()}")
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ def test_run(url: str, tmp_path: Path) -> None:
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     command = [str(Path(sys.executable).with_name("guidellm")), "run", *words, "--disable-console"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     assert len(benchmark["requests"]["successful"]) == 3 and not benchmark["requests"]["errored"]

@@ -20,7 +20,7 @@ def told(url: str, environment: None, tmp_path: Path) -> None:
 
 def run(*words: str) -> str:
     command = [sys.executable, "-m", "llm", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
 
 
 def test_prompt() -> None:

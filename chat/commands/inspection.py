@@ -20,8 +20,8 @@ from chat.session.saved import SESSION_FILE, read_about
 from chat.stored.database import FILE, PREFIXES
 from memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, RecurrentSpec
 from memory.storage.family_files import read_family
-from memory.storage.files import read_snapshot
 from memory.storage.folders import CHECKPOINTS_FILE
+from memory.storage.reading import read_snapshot
 from models.loading.checkpoint import DryCheckpoint, UnreadCheckpoint, UnsupportedModelError
 from models.loading.folders import read_config
 from models.loading.gguf import GgufFile, is_gguf, read_gguf_config

@@ -11,13 +11,14 @@ import difflib
 import inspect
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+
+from chat.commands.toml_files import read_tables, read_toml
 
 ENVIRONMENT = "HYBRID_MEMORY_"
 _OTHER_VARIABLES = ("HYBRID_MEMORY_CACHE", "HYBRID_MEMORY_CONFIG", "HYBRID_MEMORY_KERNELS")
@@ -26,7 +27,7 @@ _OF_KUBERNETES = re.compile(r"HYBRID_MEMORY(_\w+)?_(SERVICE_(HOST|PORT\w*)|PORT(
 _TRUTHS = ("1", "true", "t", "yes", "y", "on", "0", "false", "f", "no", "n", "off")
 Kind = Literal["text", "texts", "bytes", "whole", "number", "flag", "tables"]
 _TYPES: dict[Kind, Any] = {
-    "text": str, "texts": list[str], "bytes": str, "whole": int, "number": float, "flag": bool,
+    "text": str, "texts": list[str], "bytes": str, "whole": int, "number": float, "flag": bool, "tables": str,
 }  # fmt: skip
 _WORDS: dict[Kind, str] = {
     "text": "a text",
@@ -35,7 +36,7 @@ _WORDS: dict[Kind, str] = {
     "whole": "a whole number",
     "number": "a number",
     "flag": "true or false",
-    "tables": "tables, each under [[NAME]]",
+    "tables": "tables, each under [[NAME]], or a file that holds them",
 }
 
 
@@ -44,8 +45,8 @@ class Option:
     """Holds one option of a command: a row of a table.
 
     Attributes:
-        kind: "texts" may be repeated on the command line, and are separated by spaces in the environment; "tables" can
-            only stand in the file.
+        kind: "texts" may be repeated on the command line, and are separated by spaces in the environment; "tables"
+            stand in the file, or in one of their own, which the other places, and the file too, name.
         default: None: nothing, or what the help text says.
         to: what it is an argument of, and its name there, such as "server.max_body_bytes"; the name alone is that of
             the option. "": the command itself reads it.
@@ -74,6 +75,8 @@ class Option:
         settings: dict[str, Any] = {}
         if self.kind in ("whole", "number"):
             settings = {"min": self.least, "max": self.most}
+        if self.kind == "tables":
+            settings = {"metavar": "FILE", "callback": self._read_tables}
         if self.choices:
             settings = {"autocompletion": lambda: list(self.choices), "callback": self._check_choice}
         has_default = self.default not in (None, "", False, ())
@@ -89,10 +92,18 @@ class Option:
             raise typer.BadParameter(f"{value!r}; give {self._wanted()}")
         return value
 
+    def _read_tables(self, value: str | None) -> Any:
+        try:
+            return None if value is None else read_tables(self.name, Path(value))
+        except ValueError as wanted:
+            raise typer.BadParameter(f"{value!r}; give {wanted}") from None
+
     def read(self, value: object) -> Any:
         """Return a value of the configuration file as the command line would give it. Raises ValueError."""
         if self.kind == "bytes" and type(value) is int:
             return str(value)
+        if self.kind == "tables" and isinstance(value, str):
+            return read_tables(self.name, Path(value))
         if not self._takes(value):
             raise ValueError(self._wanted())
         return float(value) if self.kind == "number" else value  # type: ignore[arg-type]
@@ -107,7 +118,7 @@ class Option:
             raise ValueError(self._wanted()) from None
         if self.kind == "flag":
             value = True if text.strip().lower() in _TRUTHS else text
-        if not self._takes([] if self.kind == "texts" else value):
+        if not self._takes([] if self.kind in ("texts", "tables") else value):
             raise ValueError(self._wanted())
 
     def _takes(self, value: object) -> bool:
@@ -181,11 +192,12 @@ def command_of(rows: tuple[Option, ...], run: Callable[[Chosen], None], *, name:
 
     def call(context: typer.Context, **values: Any) -> None:
         from_file = context.meta.get(_FILE, {})
-        tables = {row.name: from_file.get(row.name, row.default) for row in rows if row.kind == "tables"}
+        names = [row.name for row in rows if row.kind == "tables"]
+        tables = {name: from_file.get(name) if values[name] is None else values[name] for name in names}
         run(Chosen(rows, {**values, **tables}))
 
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [context, *(row.parameter() for row in rows if row.kind != "tables"), _config_of(rows, name)]
+    parameters = [context, *(row.parameter() for row in rows), _config_of(rows, name)]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     call.__doc__, call.__name__ = run.__doc__, name
@@ -211,7 +223,8 @@ def _config_of(rows: tuple[Option, ...], name: str) -> inspect.Parameter:
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         context.meta[_FILE] = values
-        context.default_map = {**(context.default_map or {}), **values}
+        texts = {row.name: values[row.name] for row in rows if row.kind != "tables" and row.name in values}
+        context.default_map = {**(context.default_map or {}), **texts}
         return path
 
     info = typer.Option(
@@ -230,12 +243,8 @@ def _config_of(rows: tuple[Option, ...], name: str) -> inspect.Parameter:
 
 def read_file(rows: tuple[Option, ...], path: Path) -> dict[str, Any]:
     """Read a configuration file. Raises ValueError, naming file, key and remedy."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        given = read_toml(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as TOML: {error}") from None
     by_name = {row.name: row for row in rows}
@@ -252,7 +261,7 @@ def read_file(rows: tuple[Option, ...], path: Path) -> dict[str, Any]:
 
 def check_environment(rows: tuple[Option, ...], environment: Mapping[str, str], name: str) -> None:
     """Check the variables HYBRID_MEMORY_*. Raises ValueError for one that names no option, or has no value of it."""
-    by_variable = {row.variable: row for row in rows if row.kind != "tables"}
+    by_variable = {row.variable: row for row in rows}
     for variable, text in environment.items():
         if row := by_variable.get(variable):
             try:

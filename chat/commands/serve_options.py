@@ -35,8 +35,8 @@ SERVE: tuple[Option, ...] = (
     Option("host", "text", "127.0.0.1", "address to listen on; others than loopback need an API key"),
     Option("port", "whole", 8000, "0 takes a free one", least=0, most=65535),
     Option("api_key", "text", None, "what clients must send; better set in the environment", "server"),
-    Option("keys", "tables", None, "keys of several clients, with max_requests and tokens_per_minute of their own",
-           "server"),
+    Option("keys", "tables", None, "TOML file with keys of several clients, and max_requests and tokens_per_minute of "
+           "each; --config's may hold them itself", "server"),
     Option("ssl_certfile", "text", None, "PEM file of a certificate, for https", "server"),
     Option("ssl_keyfile", "text", None, "PEM file of its key", "server"),
     Option("access_log", "text", "off", "a line for each request on the standard error", "server",

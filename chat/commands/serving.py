@@ -54,8 +54,9 @@ def find_places(chosen: Mapping[str, Any], memory: dict[str, Any]) -> Places:
         raise SpecError("--prefix-bytes and --prefixes keep what --no-prefix-cache does without; leave out one side")
     if folder is None and sessions is None and save_every is not None:
         raise SpecError(f"--save-every {save_every:g} names no folder; give it with --prefixes FOLDER")
-    if folder is not None:
-        check_url("--prefixes", folder)
+    for option, place in (("--prefixes", folder), ("--sessions", sessions)):
+        if place is not None:
+            check_url(option, place)
     if sessions is None or not has_cache:
         return Places(folder, n_bytes or "0", save_every, memory)
     if not is_local(sessions):

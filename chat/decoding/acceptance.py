@@ -41,7 +41,7 @@ class Acceptance:
 
 def accept_likeliest(draft: Draft, rows_KV: Tensor) -> list[int]:
     """Return the leading tokens of a draft that are the model's likeliest, and its likeliest token behind them."""
-    best: list[int] = rows_KV.argmax(-1).tolist()
+    best: list[int] = rows_KV.max(-1).indices.tolist()  # several times as fast as argmax on a CPU
     n_accepted = next(
         (i for i, (a, b) in enumerate(zip(draft.token_ids, best, strict=False)) if a != b), len(draft.token_ids)
     )

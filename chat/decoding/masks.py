@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chat.decoding.grammar import Matcher
+from chat.decoding.grammar import Matcher, fill_masks
 
 _LEAST_PARALLEL = 1 << 20
 """Tokens times rows: to wake threads takes longer than smaller masks."""
@@ -38,7 +38,8 @@ class MasksAhead:
         if not matchers:
             yield _nothing
             return
-        future: Future[None] = self._thread.submit(fill_masks, matchers, self._executor)
+        threads = self._threads_for(len(matchers) * matchers[0].n_words * 32)
+        future: Future[None] = self._thread.submit(fill_masks, matchers, threads)
         try:
             yield future.result
         finally:
@@ -48,46 +49,20 @@ class MasksAhead:
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, "masks")
 
-    @cached_property
-    def _executor(self) -> _Executor:
-        return _Executor()
-
-
-def _nothing() -> None: ...
-
-
-class _Executor:
-    """Holds the threads of llguidance: one, and as many as it takes for large masks."""
+    def _threads_for(self, n_tokens: int) -> Any:
+        return self._one if n_tokens < _LEAST_PARALLEL else self._many
 
     @cached_property
-    def one(self) -> Any:
+    def _one(self) -> Any:
         return import_module("llguidance").LLExecutor(1)
 
     @cached_property
-    def many(self) -> Any:
+    def _many(self) -> Any:
+        """Return as many threads of llguidance as it takes for large masks."""
         return import_module("llguidance").LLExecutor()
 
 
-def fill_masks(matchers: Sequence[Matcher], executor: _Executor | None = None) -> None:
-    """Compute which tokens each reply's grammar allows next, as a mask that its matcher keeps.
-
-    Cost: 10 to 100 us each, for vocabularies of up to 150,000.
-
-    Args:
-        executor: computes them in threads; in this one unless given.
-    """
-    n_rows, n_words = len(matchers), matchers[0].n_words
-    bits = np.zeros((n_rows, n_words), np.int32)
-    address, n_bytes = bits.ctypes.data, n_words * 4
-    if executor is None:
-        for i, matcher in enumerate(matchers):
-            matcher.library.unsafe_compute_mask_ptr(address + i * n_bytes, n_bytes)
-    else:
-        pairs = [(matcher.library, i) for i, matcher in enumerate(matchers)]
-        threads = executor.one if n_rows * n_words * 32 < _LEAST_PARALLEL else executor.many
-        threads.unsafe_compute_mask_ptr(pairs, address, n_bytes, n_rows)
-    for matcher, row in zip(matchers, bits, strict=True):
-        matcher.mask = row
+def _nothing() -> None: ...
 
 
 def mask_rows_(scores_SV: Tensor, matchers: Sequence[tuple[int, Matcher]]) -> None:

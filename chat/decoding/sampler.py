@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chat.decoding.grammar import Matcher
+from chat.decoding.grammar import DeadEndError, Matcher
 from chat.decoding.masks import mask_rows_
 from chat.decoding.processors import (
     draw_rows,
@@ -136,7 +136,7 @@ def choose_rows(logits_SV: Tensor, samplers: Sequence[Sampler]) -> list[int | St
             chosen[i] = token_id
     for i, sampler in enumerate(samplers):
         if sampler.matcher is not None and (error := sampler.matcher.error):
-            chosen[i] = StepError(f"the grammar cannot be followed: {error}")
+            chosen[i] = DeadEndError(f"the reply cannot go on by its grammar: {error}")
         elif not finite[i]:
             chosen[i] = StepError(NOT_FINITE)
     return chosen

@@ -49,7 +49,8 @@ class Access:
         """Return the headers that let an allowed page, and no other, read the response."""
         origin = headers.get(b"origin")
         if origin is not None and self.allows_origin(origin):
-            return [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+            shown = (b"access-control-expose-headers", b"x-request-id, retry-after")
+            return [(b"access-control-allow-origin", origin), shown, (b"vary", b"Origin")]
         return [(b"vary", b"Origin")] if self._origins else []
 
     def is_preflight(self, method: str, headers: Headers) -> bool:

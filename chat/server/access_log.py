@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Literal
 from uuid import uuid4
 
@@ -43,7 +43,7 @@ def write_line(form: Form, about: dict[str, object]) -> None:
     """
     if form == "off":
         return
-    at = datetime.fromtimestamp(time.time(), timezone.utc).isoformat(timespec="milliseconds")
+    at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
     known = {name: clip(value) if isinstance(value, str) else value for name, value in about.items()}
     known = {name: value for name, value in known.items() if value is not None}
     if form == "json":

@@ -25,6 +25,9 @@ from chat.server.tokenizing import Tokenizing
 from chat.stored import SessionStore
 from chat.stored.database import model_signature
 
+_ASKED_BY_MONITORS = ("/health", "/metrics", "/v1/models", "/")
+"""Paths at which HEAD is answered, too: load balancers ask so whether a server is there."""
+
 
 def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: ServerOptions | None = None) -> FastAPI:
     """Return an ASGI app that steps the engine from the app's start to its end.
@@ -74,7 +77,8 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         "/detokenize": ("POST", tokenizing.detokenize),
     }
     for path, (method, endpoint) in routes.items():
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        methods = [method, "HEAD"] if path in _ASKED_BY_MONITORS else [method]
+        app.add_api_route(path, endpoint, methods=methods, response_model=None)
     for method, path, endpoint in session_routes(desk, pins):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     app.add_middleware(Guard, service=service)

@@ -58,11 +58,13 @@ class ChatFormat:
     Attributes:
         tokens: the model's, for log probabilities.
         new_reader: returns the reader of a new reply.
+        has_reasoning: thoughts are sent, beside the content.
     """
 
     model: str
     tokens: TokenBytes
     new_reader: Callable[[], ReplyReader]
+    has_reasoning: bool = True
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     _readers: dict[int, ReplyReader] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class ChatFormat:
         said = read_whole(self.new_reader(), generation.text)
         message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
         message["refusal"] = None
-        if said.reasoning:
+        if said.reasoning and self.has_reasoning:
             message |= {"reasoning_content": said.reasoning, "reasoning": said.reasoning}
         if said.calls:
             message["tool_calls"] = said.calls
@@ -99,7 +101,8 @@ class ChatFormat:
             parts += reader.close()
         untold = self._untold.setdefault(piece.index, [])
         untold += piece.logprobs
-        deltas = [_delta(part) for part in parts] or ([{"content": ""}] if untold and piece.is_last else [])
+        shown = [part for part in parts if self.has_reasoning or not part.reasoning]
+        deltas = [_delta(part) for part in shown] or ([{"content": ""}] if untold and piece.is_last else [])
         chunks = [self._chunk(piece.index, delta) for delta in deltas]
         if chunks and untold:
             chunks[0]["choices"][0]["logprobs"] = chat_logprobs(self.tokens, untold)

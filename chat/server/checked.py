@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from functools import cache
@@ -12,9 +13,13 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from chat.server.bodies import has_more_values
 from chat.server.errors import ApiError, clip
+from chat.tools.calls import check_json
 
 MOST_VALUES = 32_768
 """Objects, arrays and keys of one body: Python makes something of each while everybody waits."""
+
+_MAY_BE_INFINITE = re.compile(rb"[0-9][eE]\+?[0-9]{2}|[0-9]{300}")
+"""Finds what may be a number that is read as infinite, such as 1e999."""
 
 Neutral = dict[str, tuple[object, ...]]
 ModelT = TypeVar("ModelT", bound="Checked")
@@ -32,6 +37,8 @@ def read_request(model: type[ModelT], body: bytes) -> ModelT:
         raise ApiError(400, message, code="invalid_json")
     try:
         value = from_json(body, allow_inf_nan=False)
+        if _MAY_BE_INFINITE.search(body):
+            check_json(value)
     except ValueError as error:
         raise ApiError(400, f"The body is no valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(value, dict):
@@ -87,6 +94,8 @@ class Checked(BaseModel):
             raise PydanticCustomError("unknown", "is unknown", {"name": unknown})
         for name, harmless in neutral.items():
             given = value.get(name)
+            if isinstance(given, dict):  # some clients write out what they leave open
+                given = {key: inner for key, inner in given.items() if inner is not None}
             if (
                 given is not None
                 and harmless is not ANY

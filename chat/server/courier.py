@@ -1,4 +1,4 @@
-"""Carries what a step of the engine brings to the event loop: all of it in one call, however many replies it is for."""
+"""Carries what a step of the engine brings to the event loop: with one call, however many replies it is for."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections import deque
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+_LOT = 8
 
 
 class Courier(Generic[T]):
     """Puts things that another thread sends into queues of an event loop.
 
-    To wake the loop is a system call, which costs more than the rest of what a token takes on its way.
+    To wake the loop is a system call, which costs more than the rest of what a token takes on its way. What has come is
+    delivered in lots, between which the loop looks after its other connections.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -29,6 +31,9 @@ class Courier(Generic[T]):
 
     def _deliver(self) -> None:
         self._is_coming = False  # first: what is sent from now on is delivered here or by the next call
-        while self._sent:
+        for _ in range(min(_LOT, len(self._sent))):
             queue, thing = self._sent.popleft()
             queue.put_nowait(thing)
+        if self._sent and not self._is_coming:
+            self._is_coming = True
+            self._loop.call_soon(self._deliver)

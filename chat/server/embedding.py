@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
-from chat.server.checked import Checked, Neutral, read_request
+from chat.server.checked import Checked, read_request
 from chat.server.errors import ApiError, stopping
 from chat.server.lengths import check_lists
 from chat.server.limits import exchange_of
@@ -26,14 +26,20 @@ from memory import CapacityError
 from models.layers.decoder import HIDDEN_STATES
 
 Pooling = Literal["last", "mean"]
+MOST_INPUTS = 2048
+"""Inputs of one request: OpenAI's limit."""
+
+
+def _read_inputs(value: object) -> list[Prompt]:
+    """Read one input or several. Each is computed by itself, so they may be as many as clients send at once."""
+    return read_prompts(value, most=MOST_INPUTS)
 
 
 class EmbeddingsRequest(Checked):
     """Holds texts that are to be embedded. `pooling` is not OpenAI's."""
 
-    neutral: ClassVar[Neutral] = {"user": ()}
     model: str
-    input: Annotated[list[Prompt], BeforeValidator(read_prompts)]
+    input: Annotated[list[Prompt], BeforeValidator(_read_inputs)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
     pooling: Pooling | None = None
@@ -81,11 +87,11 @@ class Embedding:
         service, exchange = self._service, exchange_of(request.scope)
         asked, inputs = await service.texts.run(len(body), lambda texts: self._read(texts, body), param="input")
         pooling = self._check(asked)
-        if not service.is_open:
-            raise stopping()
         exchange.take_place()
         vectors = []
         for token_ids in inputs:
+            if not service.is_open:  # there may be many
+                raise stopping()
             async with self._turn:  # one after the other: each has the memory's rest for itself
                 vectors.append(await asyncio.to_thread(self._compute, token_ids, pooling))
         n_tokens = sum(map(len, inputs))

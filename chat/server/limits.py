@@ -16,26 +16,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chat.server.access import Access, Headers, preflight_headers
 from chat.server.access_log import REQUEST_ID, read_request_id, write_line
 from chat.server.errors import RETRY, ApiError, as_api_error, clip, stopping
+from chat.server.incoming import ClientGoneError, Incoming, Turnstile, declared_bytes
 from chat.server.keys import Use
 from chat.server.options import ServerOptions
-from chat.server.texts import LONG_BYTES
 
 PATHS_WITH_BODIES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
 _PATHS = ("/", "/health", "/metrics", "/v1/memory", "/v1/memory/events", "/v1/models", *PATHS_WITH_BODIES)
 _FAMILIES = ("/v1/models", "/v1/responses", "/v1/conversations", "/v1/sessions")
 """Paths that others continue, with ids in them; what is counted is counted under these."""
 _FAMILIES_WITH_BODIES = tuple(f"{family}/" for family in _FAMILIES[1:])
+_AT_ONCE = ("/health", "/metrics")
+"""Paths whose answers wait for nothing: no task of their own, which would wait for its turn among all replies."""
 _DRAIN_SECONDS = 2.0
-_PATIENCE_SECONDS = 5.0
-"""Time that a body may take before its rate is checked."""
-_LARGE_BYTES_PER_SECOND = 8_000_000
-"""Most bytes of all large bodies together while a reply is in progress: its steps wait for the loop that reads them."""
 CLIENT_GONE = 499
 """The status that is counted for a client that disconnected before its response; it is never sent."""
-
-
-class ClientGoneError(Exception):
-    """Says that the client has closed the connection."""
 
 
 class Counting(Protocol):
@@ -129,7 +123,7 @@ class Guard:
         self._service = service
         self._places = Places(service.options.max_requests)
         self._access = Access(service.options)
-        self._turnstile = _Turnstile(self._places)
+        self._turnstile = Turnstile(self._places)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -141,7 +135,7 @@ class Guard:
         exchange = Exchange(scope["path"], self._places, **more)
         headers = dict(scope["headers"])
         exchange.request_id = read_request_id(headers)
-        incoming = _Incoming(receive, self._turnstile)
+        incoming = Incoming(receive, self._turnstile)
         try:
             await self._answer(exchange, headers, scope, incoming, self._watch(exchange, headers, incoming, send))
         except (ClientGoneError, asyncio.CancelledError) as error:
@@ -176,9 +170,7 @@ class Guard:
         name = path if path in _PATHS else family
         self._service.metrics.requests.labels(name, str(exchange.status or CLIENT_GONE)).inc()
 
-    async def _answer(
-        self, exchange: Exchange, headers: Headers, scope: Scope, incoming: _Incoming, send: Send
-    ) -> None:
+    async def _answer(self, exchange: Exchange, headers: Headers, scope: Scope, incoming: Incoming, send: Send) -> None:
         try:
             try:
                 exchange.use = self._access.check(scope["method"], scope["path"], headers)
@@ -200,7 +192,7 @@ class Guard:
 
     # Bodies
 
-    async def _take_body(self, headers: Headers, scope: Scope, incoming: _Incoming) -> bytes:
+    async def _take_body(self, headers: Headers, scope: Scope, incoming: Incoming) -> bytes:
         """Read the body; at paths that take none, skip it.
 
         Raises:
@@ -223,16 +215,16 @@ class Guard:
             raise ApiError(415, message, code="unsupported_media_type")
         if not self._service.is_open:
             raise stopping()
-        if _declared_bytes(headers) > self._service.options.max_body_bytes:
+        if declared_bytes(headers) > self._service.options.max_body_bytes:
             raise self._too_large()
         self._places.check()
 
-    async def _read_body(self, incoming: _Incoming) -> bytes:
+    async def _read_body(self, incoming: Incoming) -> bytes:
         """Read a body that is neither too large nor too slow. Raises ApiError 408 or 413."""
         options = self._service.options
         try:
             body = await incoming.read(options)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             rate = f"{options.body_bytes_per_second:,} bytes a second"
             message = f"The body took longer than {options.body_seconds:g} s, or came slower than {rate}."
             raise ApiError(408, message, code="request_timeout") from None
@@ -245,10 +237,13 @@ class Guard:
         message = f"The body has more than {most:,} bytes, which this server's --max-body allows."
         return ApiError(413, message, code="request_too_large")
 
-    async def _drain(self, headers: Headers, incoming: _Incoming) -> None:
+    async def _drain(self, headers: Headers, incoming: Incoming) -> None:
         """Read a little of a body that is refused: a client that is still sending would not see the response."""
+        if b"transfer-encoding" not in headers and declared_bytes(headers) == 0:
+            incoming.has_ended = True  # nothing is awaited, so that short requests are answered at once
+            return
         most = 16 * self._service.options.max_body_bytes
-        if _declared_bytes(headers) > most or b"100-continue" in headers.get(b"expect", b"").lower():
+        if declared_bytes(headers) > most or b"100-continue" in headers.get(b"expect", b"").lower():
             return
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(incoming.skip(most), _DRAIN_SECONDS)
@@ -265,6 +260,9 @@ class Guard:
             await asyncio.Event().wait()  # never ends: a disconnect is noticed below
             raise AssertionError("this event is never set")
 
+        if exchange.path in _AT_ONCE:
+            await self._app(scope, replay, send)
+            return
         task = asyncio.ensure_future(_as_coroutine(self._app(scope, replay, send)))
         gone = asyncio.ensure_future(_until_gone(receive))
         try:
@@ -280,7 +278,7 @@ class Guard:
             raise ClientGoneError
         task.result()
 
-    def _watch(self, exchange: Exchange, headers: Headers, incoming: _Incoming, send: Send) -> Send:
+    def _watch(self, exchange: Exchange, headers: Headers, incoming: Incoming, send: Send) -> Send:
         """Return a `send` that notes what is sent; a client that takes nothing for too long counts as disconnected."""
         loop, seconds = asyncio.get_running_loop(), self._service.options.stall_seconds
         extra = [*self._access.headers_for(headers), (REQUEST_ID, exchange.request_id.encode())]
@@ -311,81 +309,6 @@ class Guard:
         return watched
 
 
-class _Turnstile:
-    """Lets one piece of a large body pass at a time, and no faster than other clients can be answered meanwhile."""
-
-    def __init__(self, places: Places) -> None:
-        self._places = places
-        self._lock = asyncio.Lock()
-
-    async def wait(self, n_bytes: int) -> None:
-        """Wait for the turn of a body whose newest piece had so many bytes."""
-        async with self._lock:
-            await asyncio.sleep(n_bytes / _LARGE_BYTES_PER_SECOND if self._places.n_taken else 0)
-
-
-class _Incoming:
-    """Reads a body as it comes in.
-
-    Args:
-        turnstile: of all large bodies.
-    Attributes:
-        has_ended: nothing of it is on its way any more.
-    """
-
-    def __init__(self, receive: Receive, turnstile: _Turnstile) -> None:
-        self.receive = receive
-        self._turnstile = turnstile
-        self._n_bytes = 0
-        self._n_newest = 0
-        self.has_ended = False
-
-    async def read(self, options: ServerOptions) -> bytes | None:
-        """Read all of the body; None as soon as it has too many bytes.
-
-        Raises:
-            asyncio.TimeoutError: it is late as a whole, or for what has come so far. ClientGoneError.
-        """
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        body = bytearray()
-        reading = asyncio.ensure_future(self._collect(body, options.max_body_bytes))
-        try:
-            while not reading.done():
-                seconds = min(options.body_seconds, _PATIENCE_SECONDS + len(body) / options.body_bytes_per_second)
-                seconds_left = started + seconds - loop.time()
-                if seconds_left <= 0:
-                    raise asyncio.TimeoutError
-                await asyncio.wait({reading}, timeout=seconds_left)
-            return bytes(body) if reading.result() else None
-        finally:
-            reading.cancel()
-
-    async def _collect(self, body: bytearray, most: int) -> bool:
-        """True if the whole body is there; False if it has more bytes than `most`."""
-        while not self.has_ended and len(body) <= most:
-            body += await self._next()
-        return len(body) <= most
-
-    async def skip(self, most: int) -> None:
-        """Discard what comes, until it ends or `most` bytes have passed. Raises ClientGoneError."""
-        n_skipped = 0
-        while not self.has_ended and n_skipped <= most:
-            n_skipped += len(await self._next())
-
-    async def _next(self) -> bytes:
-        if self._n_bytes > LONG_BYTES:
-            await self._turnstile.wait(self._n_newest)
-        message = await self.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        self.has_ended = not message.get("more_body", False)
-        piece = bytes(message.get("body", b""))
-        self._n_newest = len(piece)
-        self._n_bytes += self._n_newest
-        return piece
-
-
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -393,8 +316,3 @@ async def _until_gone(receive: Receive) -> None:
 
 async def _as_coroutine(awaitable: Awaitable[None]) -> None:
     await awaitable
-
-
-def _declared_bytes(headers: Headers) -> int:
-    declared = headers.get(b"content-length", b"0")
-    return int(declared) if declared.isdigit() else 0

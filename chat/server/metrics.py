@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from chat.engine.engine import Engine, Generation
 from chat.server.metric_names import PREFIX, VllmNames
+from chat.server.process_metrics import ProcessMetrics
 
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN_TOKENS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
@@ -55,7 +56,7 @@ class Metrics:
         self.registry.register(of_engine)
         ours = [metric for metric in vars(self).values() if isinstance(metric, Counter | Histogram)]
         self.registry.register(VllmNames([*ours, of_engine], model))
-        ProcessCollector(registry=self.registry)  # resident memory among others: what the budget does not count
+        self.process = ProcessMetrics(self.registry)  # resident memory among others: what the budget does not count
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"{PREFIX}_{name}", what, labels, registry=self.registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ class Ask:
         output, priority, deadline_s: as `Engine.submit` takes them.
         reports_prefill: pieces come while the prompt is computed, too.
         prediction: token ids that the reply is expected to be, mostly.
+        count_thoughts: counts those of the token ids of a reply that are thoughts; None: the model has none.
     """
 
     token_ids: list[int]
@@ -37,6 +39,7 @@ class Ask:
     deadline_s: float | None = None
     reports_prefill: bool = False
     prediction: tuple[int, ...] = ()
+    count_thoughts: Callable[[Sequence[int]], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,16 @@ class Replies:
         except BaseException:
             self.cancel()
             raise
+
+    def _n_thoughts(self) -> int:
+        if not all(generation.is_finished for generation in self.generations.values()):
+            return 0
+        return sum(
+            ask.count_thoughts(self.generations[self._first(i) + choice].token_ids)
+            for i, ask in enumerate(self.asks)
+            if ask.count_thoughts is not None
+            for choice in range(len(ask.samplings))
+        )
 
     def _first(self, prompt: int) -> int:
         """Return the index of a prompt's first choice."""
@@ -166,8 +179,12 @@ class Replies:
             self._engine.cancel(generation)
 
     def usage(self) -> dict[str, Any]:
-        """Count the tokens of prompts, each once however many choices it has, and of replies, and say why."""
+        """Count the tokens of prompts, each once however many choices it has, and of replies, and say why.
+
+        Thoughts are counted when all replies have ended.
+        """
         firsts = [self.generations[self._first(i)] for i in range(len(self.asks))]
         usage = usage_of(firsts, self.generations.values())
+        usage["completion_tokens_details"]["reasoning_tokens"] = self._n_thoughts()
         usage["hybrid_memory"] |= self._more_usage
         return usage

@@ -15,11 +15,12 @@ from pydantic_core import PydanticCustomError
 
 from chat.decoding.logprobs import MOST_LOGPROBS
 from chat.server.checked import ANY, MOST_VALUES, Checked, Neutral, read_request
-from chat.server.errors import ApiError, clip
+from chat.server.errors import ApiError
 from chat.server.options import MOST_CHOICES
 from chat.server.sampled import SamplingFields
 from chat.server.structured import StructuredFields
-from chat.server.tool_fields import ToolFields, read_calls
+from chat.server.template_fields import TemplateFields
+from chat.server.tool_fields import read_calls
 
 __all__ = [
     "MOST_MESSAGES",
@@ -34,9 +35,6 @@ __all__ = [
 ]
 
 MOST_MESSAGES = 4096
-
-_OF_TEMPLATES = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "conversation"}
-"""What templates and `apply_chat_template` know that are no options."""
 
 Prompt = str | list[int]
 
@@ -58,14 +56,12 @@ def _read_part(part: object) -> str:
     return str(part["text"])
 
 
-def read_prompts(value: object) -> list[Prompt]:
-    """Read one prompt or several, each a text or token ids."""
+def read_prompts(value: object, *, most: int = MOST_CHOICES) -> list[Prompt]:
+    """Read one prompt or several, each a text or token ids. Raises ValueError for more than `most`."""
     if isinstance(value, str) or _are_ids(value):
         return [value]  # type: ignore[list-item]
-    if isinstance(value, list) and len(value) > MOST_CHOICES and not isinstance(value[0], int):
-        raise ValueError(
-            f"more than {MOST_CHOICES} prompts ask for more than {MOST_CHOICES} replies; send several requests"
-        )
+    if isinstance(value, list) and len(value) > most and not isinstance(value[0], int):
+        raise ValueError(f"it has {len(value):,} texts; {most:,} are possible: send several requests")
     if isinstance(value, list) and value and all(isinstance(v, str) or _are_ids(v) for v in value):
         return value
     raise ValueError("it must be a string, a list of token ids, or a list of either")
@@ -76,7 +72,7 @@ def _are_ids(value: object) -> bool:
 
 
 class StreamOptions(Checked):
-    # Obfuscation hides the lengths of pieces from observers of an encrypted connection; this server does not encrypt.
+    # Obfuscation hides the lengths of pieces from observers of an encrypted connection. There is none here.
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False, True)}
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -158,7 +154,7 @@ def _check_n_messages(value: object) -> object:
     return value
 
 
-class ChatRequest(CommonRequest, ToolFields):
+class ChatRequest(CommonRequest, TemplateFields):
     """Holds a request to POST /v1/chat/completions."""
 
     neutral: ClassVar[Neutral] = {
@@ -184,8 +180,7 @@ class ChatRequest(CommonRequest, ToolFields):
     prediction: Prediction | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    reasoning_effort: str | None = None
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
     def check_logprobs(self) -> ChatRequest:
@@ -196,23 +191,6 @@ class ChatRequest(CommonRequest, ToolFields):
     @property
     def n_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
-
-    def with_template(self, texts: Any, template: str) -> Any:
-        """Return a tokenizer that renders its chat template with the tools and options of this request.
-
-        Raises ApiError 400 for an option that the template does not know.
-        """
-        options = dict(self.chat_template_kwargs)
-        if self.reasoning_effort is not None:
-            options["reasoning_effort"] = self.reasoning_effort
-        for name, value in options.items():
-            if name in _OF_TEMPLATES or (value not in (False, None) and name not in template):
-                param = "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{clip(name)}"
-                message = f"Unsupported parameter: '{param}': this model's chat template has no such option."
-                raise ApiError(400, message, param=param, code="unsupported_parameter")
-        if self.offered_tools:
-            options["tools"] = [tool.definition for tool in self.offered_tools]
-        return texts.with_options(options)
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -236,6 +214,9 @@ class CompletionRequest(CommonRequest):
 
     @model_validator(mode="after")
     def check_n_choices(self) -> CompletionRequest:
+        if self.max_tokens == 0 and self.logprobs is not None:
+            message = "'logprobs' are those of the reply, not of the prompt; leave it out with 'max_tokens': 0."
+            raise ApiError(400, message, param="logprobs", code="unsupported_value")
         if len(self.prompt) * self.n > MOST_CHOICES:
             message = (
                 f"{len(self.prompt)} prompts with n={self.n} ask for more than {MOST_CHOICES} replies; send several "

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -69,7 +70,7 @@ class Service:
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
         self._courier = Courier[Piece](asyncio.get_running_loop())
-        tasks = [asyncio.create_task(self._keep_serving())]
+        tasks = [asyncio.create_task(work) for work in (self._keep_serving(), self.metrics.process.keep_reading())]
         if self.options.save_seconds is not None:
             tasks.append(asyncio.create_task(self._keep_saving(self.options.save_seconds)))
         self.is_open = True
@@ -147,9 +148,9 @@ class Service:
             predicted = asked.prediction.content
             ids = await self.texts.run(len(body), lambda texts: texts.encode(predicted, add_special_tokens=False))
             ask = replace(ask, prediction=tuple(ids))
-        return await self._reply(
-            exchange_of(request.scope), asked, [ask], ChatFormat(self.model_id, self.tokens, new_reader)
-        )
+        ask = self.with_thoughts(ask, new_reader)
+        style = ChatFormat(self.model_id, self.tokens, new_reader, has_reasoning=asked.include_reasoning)
+        return await self._reply(exchange_of(request.scope), asked, [ask], style)
 
     async def complete(self, request: Request) -> Response:
         body = await request.body()
@@ -190,7 +191,7 @@ class Service:
         try:
             messages = [message.as_template_knows() for message in asked.messages]
             if not self.options.parse_special:
-                check_plain(texts, messages, asked.offered_tools)
+                check_plain(texts, messages, asked.told_tools)
             texts = asked.with_template(texts, self.shaping.habits.template)
             token_ids = encode_chat(texts, messages, parse_special=self.options.parse_special)
         except FormatError as error:
@@ -236,6 +237,12 @@ class Service:
             reports_prefill=asked.stream and asked.return_progress,
         )  # fmt: skip
 
+    def with_thoughts(self, ask: Ask, new_reader: NewReader) -> Ask:
+        """Return what is asked, with what counts the thoughts in its replies."""
+        if not self.shaping.habits.thinks:
+            return ask
+        return replace(ask, count_thoughts=partial(new_reader().count_thoughts, self.tokens.of))
+
     def _reply_tokens(self, n_prompt: int, wanted: int | None, *, param: str) -> int:
         limit, is_cut = self.context_tokens, param != "prompt"
         return check_length(n_prompt, wanted, self.options.default_tokens, limit, param=param, is_cut=is_cut)
@@ -280,25 +287,26 @@ class Service:
         style: ChatFormat | CompletionFormat,
         asked: ChatRequest | CompletionRequest,
     ) -> AsyncGenerator[str, None]:
+        """Give what each step brought, at once: with each send this thread gives the interpreter's lock away."""
         null_usage: dict[str, Any] = {"usage": None} if asked.includes_usage else {}
         seen: set[int] = set()
         try:
             while piece is not None:
+                usage = {"usage": replies.usage()} if asked.includes_continuous_usage else null_usage
                 if piece.progress is not None:
-                    yield as_event(style.progress(piece.index, piece.progress) | null_usage)
+                    yield as_event(style.progress(piece.index, piece.progress) | usage)
                     piece = await replies.next()
                     continue
+                events = ""
                 if piece.index not in seen:
                     seen.add(piece.index)
                     opening = style.opening(piece.index)
                     if opening is not None:
-                        yield as_event(opening | null_usage)
-                usage = {"usage": replies.usage()} if asked.includes_continuous_usage else null_usage
-                for chunk in style.pieces(piece):
-                    yield as_event(chunk | usage)
+                        events = as_event(opening | usage)
+                events += "".join(as_event(chunk | usage) for chunk in style.pieces(piece))
+                if events:
+                    yield events
                 piece = await replies.next()
-            if asked.includes_usage:
-                yield as_event(style.usage(replies.usage()))
-            yield DONE
+            yield (as_event(style.usage(replies.usage())) if asked.includes_usage else "") + DONE
         except Exception as error:  # the status has been sent already
             yield as_event(as_api_error(error).body)

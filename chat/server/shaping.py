@@ -13,7 +13,7 @@ from chat.prompts import Message, Tokenizer
 from chat.server.errors import ApiError
 from chat.server.tool_fields import ToolFields
 from chat.special_tokens import special_tokens_of
-from chat.tools.calls import CallFormat, Tool
+from chat.tools.calls import CallFormat
 from chat.tools.families import BARE, THINK_BEGIN, find_habits
 from chat.tools.grammars import Required, Shape, make_grammar
 from chat.tools.reading import ReplyReader
@@ -70,22 +70,25 @@ class Shaping:
         return Output(grammar=output.grammar, logprobs=logprobs)
 
 
-def check_plain(texts: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+def check_plain(
+    texts: Tokenizer, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, param: str = "messages"
+) -> None:
     """Refuse names of special tokens outside of contents, where they could not be told from the template's own.
 
-    Raises ApiError 400.
+    Args:
+        tools: as templates know them.
+        param: what gave the messages.
+    Raises:
+        ApiError: 400.
     """
     calls = [
         {name: message.get(name) for name in ("name", "tool_calls", "tool_call_id", "reasoning_content")}
         for message in messages
     ]
-    for param, role, value in (
-        ("tools", "user", [tool.definition for tool in tools]),
-        ("messages", "assistant", calls),
-    ):
+    for name, role, value in (("tools", "user", tools), (param, "assistant", calls)):
         if special_tokens_of(texts, role).are_in(json.dumps(value, ensure_ascii=False)):
-            message = f"Invalid '{param}': a special token is written in it; leave it out, or write it in a content."
-            raise ApiError(400, message, param=param, code="invalid_value")
+            message = f"Invalid '{name}': a special token is written in it; leave it out, or write it in a content."
+            raise ApiError(400, message, param=name, code="invalid_value")
 
 
 class _NoText:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from chat.server.checked import Checked, Neutral
 from chat.server.errors import ApiError
+from chat.tools.calls import parse_json
 from chat.tools.grammars import Shape
 
 _KINDS = "text, json_object, json_schema, regex, grammar"
@@ -42,7 +42,7 @@ def _read_schema(value: object) -> Any:
     """Read a schema, which some clients send as text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError as error:
             raise ValueError(f"the schema is no valid JSON: {error}") from None
     if not isinstance(value, dict | bool):

@@ -13,16 +13,18 @@ from chat.server.checked import Checked, Neutral, read_request
 from chat.server.errors import ApiError
 from chat.server.lengths import check_lists
 from chat.server.schema import Message
+from chat.server.shaping import Shaping
+from chat.server.template_fields import TemplateFields
 from chat.server.texts import Texts
 from memory import FormatError
 
 Ids = Annotated[list[int], Field(max_length=1 << 20)]
 
 
-class TokenizeRequest(Checked):
+class TokenizeRequest(TemplateFields):
     """Holds what is to be tokenised: vLLM's `prompt` or `messages`, or llama.cpp's `content`, which has its options."""
 
-    neutral: ClassVar[Neutral] = {"continue_final_message": (False,), "chat_template": (), "tools": ([],)}
+    neutral: ClassVar[Neutral] = {"continue_final_message": (False,), "chat_template": ()}
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -53,6 +55,7 @@ class Served(Protocol):
     """Declares what the endpoints read of the service."""
 
     texts: Texts
+    shaping: Shaping
     context_tokens: int
     model_id: str
 
@@ -92,6 +95,7 @@ class Tokenizing:
                 message = "'add_generation_prompt': false is not supported here; leave it out."
                 raise ApiError(400, message, param="add_generation_prompt", code="unsupported_parameter")
             try:
+                texts = asked.with_template(texts, self._service.shaping.habits.template)
                 return encode_chat(texts, [message.as_template_knows() for message in asked.messages])
             except FormatError as error:
                 raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Annotated, Any, Literal
 
@@ -10,7 +9,7 @@ from pydantic import BeforeValidator
 
 from chat.server.checked import Checked
 from chat.server.errors import ApiError
-from chat.tools.calls import ANY_OBJECT, Tool
+from chat.tools.calls import ANY_OBJECT, Tool, parse_json
 
 MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -31,7 +30,8 @@ def _read_tool(value: object) -> Tool:
     if not isinstance(value, dict) or value.get("type") != "function":
         raise ValueError("only tools of the type 'function' are supported")
     function = value.get("function", value)
-    if not isinstance(function, dict) or not _NAME.fullmatch(str(function.get("name"))):
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError("a function has a name of letters, digits, _ and -")
     if unknown := sorted(function.keys() - {"type", "name", "description", "parameters", "strict"}):
         raise ValueError(f"{unknown[0][:40]!r} is no field of a function")
@@ -40,8 +40,8 @@ def _read_tool(value: object) -> Tool:
         raise ValueError("a function's 'parameters' are a JSON Schema, and its 'description' is a string")
     parameters = dict(parameters) if parameters else dict(ANY_OBJECT)
     parameters.setdefault("type", "object")
-    told = {"name": function["name"], "description": function.get("description") or "", "parameters": parameters}
-    return Tool(function["name"], parameters, {"type": "function", "function": told})
+    told = {"name": name, "description": function.get("description") or "", "parameters": parameters}
+    return Tool(name, parameters, {"type": "function", "function": told})
 
 
 def read_tool_choice(value: object) -> object:
@@ -101,8 +101,8 @@ def _read_call(value: object) -> dict[str, Any]:
         raise ValueError("a call is {'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': ...}}")
     arguments = function.get("arguments") or "{}"
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:  # of a reply that was cut
+        arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:  # of a reply that was cut, or nothing that a template could write
         arguments = {"arguments": arguments}
     if not isinstance(arguments, dict):
         raise ValueError("a call's 'arguments' are an object, written as JSON")

@@ -13,6 +13,8 @@ from memory import FormatError, MemorySpec, MismatchError
 FILE = "sessions.sqlite"
 PREFIXES = "prefixes"
 """The folder beside the database with the checkpoints of a server's last save."""
+_UNKNOWN = str(None)
+"""Weights in a signature, of a model that says nothing of them."""
 VERSION = 1
 """Of the tables; a database with a higher one was written by a later release."""
 
@@ -85,11 +87,17 @@ def _prepare(connection: sqlite3.Connection, place: str, model: str) -> None:
         connection.execute(f"PRAGMA user_version = {VERSION}")
     connection.execute("COMMIT")
     (known,) = connection.execute("SELECT value FROM meta WHERE name = 'model'").fetchone()
-    if known != model:
+    if not is_same_model(known, model):
         raise MismatchError(f"{place} is of another model or tokenizer ({known}, not {model}); name another folder")
 
 
+def is_same_model(signature: str, other: str) -> bool:
+    """True if two signatures are of one model and tokenizer. Where the weights are known, a model may be renamed."""
+    known = signature.rsplit(" ", 2)[1:]
+    return signature == other or (len(known) == 2 and known[0] != _UNKNOWN and known == other.rsplit(" ", 2)[1:])
+
+
 def model_signature(spec: MemorySpec, tokenizer: Tokenizer) -> str:
-    """Return what tells a model and its tokenizer from others."""
+    """Return what tells a model and its tokenizer from others: its name, its weights and its vocabulary."""
     vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode(errors="surrogatepass"))
     return f"{spec.model} {str(spec.weights)[:16]} {vocabulary.hexdigest()[:16]}"

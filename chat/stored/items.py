@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
 from chat.stored.nodes import Item, Node, Role, new_id
+from chat.tools.calls import parse_json
 
 _MOST_TITLE = 60
 
@@ -78,7 +78,7 @@ def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
 def _arguments_of(item: Item) -> dict[str, Any]:
     """Return the arguments of a call as an object, which templates write as JSON."""
     try:
-        arguments = json.loads(item["arguments"])
-    except ValueError:  # of a reply that was cut
+        arguments = parse_json(item["arguments"])
+    except ValueError:  # of a reply that was cut, or nothing that a template could write
         arguments = None
     return arguments if isinstance(arguments, dict) else {"arguments": item["arguments"]}

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -21,6 +22,26 @@ Item = dict[str, Any]
 def new_id(kind: str) -> str:
     """Return an id that cannot be guessed, such as "resp_" and 32 hexadecimal digits."""
     return f"{kind}_{uuid4().hex}"
+
+
+class Ids:
+    """Draws the ids of a reply: new ones, or those of a seed, which are the same whenever the reply is made again.
+
+    Args:
+        seed: that nobody can guess.
+    """
+
+    def __init__(self, seed: str | None = None) -> None:
+        self._seed = seed
+        self._n_drawn = Counter[str]()
+
+    def __call__(self, kind: str) -> str:
+        """Return the next id of a kind, such as "resp"."""
+        if self._seed is None:
+            return new_id(kind)
+        self._n_drawn[kind] += 1
+        name = f"{self._seed}/{kind}/{self._n_drawn[kind]}"
+        return f"{kind}_{sha256(name.encode()).hexdigest()[:32]}"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,11 @@ _NODE = (
 )  # fmt: skip
 INSERT_SESSION = f"INSERT INTO sessions ({', '.join(_SESSION)}) VALUES ({', '.join(f':{name}' for name in _SESSION)})"
 INSERT_NODE = f"INSERT INTO nodes ({', '.join(_NODE)}) VALUES ({', '.join(f':{name}' for name in _NODE)})"
+_MADE = ("items", "status", "about", "base", "n_kept", "n_prompt", "n_tokens", "own_tokens", "n_bytes")
+COMPLETE_NODE = (
+    f"UPDATE nodes SET {', '.join(f'{name} = :{name}' for name in _MADE)} WHERE id = :id AND n_tokens < :n_tokens"
+)
+"""Puts a reply in the place of its beginning, which was stored when its client went away."""
 
 
 def session_as_row(session: StoredSession) -> dict[str, Any]:

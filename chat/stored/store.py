@@ -17,7 +17,16 @@ from typing import Any
 from chat.stored.database import open_database
 from chat.stored.items import text_of
 from chat.stored.nodes import Item, Node, StoredSession, join_tokens
-from chat.stored.rows import INSERT_NODE, INSERT_SESSION, as_json, node_as_row, read_node, read_session, session_as_row
+from chat.stored.rows import (
+    COMPLETE_NODE,
+    INSERT_NODE,
+    INSERT_SESSION,
+    as_json,
+    node_as_row,
+    read_node,
+    read_session,
+    session_as_row,
+)
 from memory.blocks.arrays import Int64s
 
 _UP = """
@@ -117,8 +126,13 @@ class SessionStore:
         return _counted(row)
 
     def add_session(self, session: StoredSession, nodes: list[Node]) -> None:
-        """Add a session with its first nodes, each behind its parent."""
+        """Add a session with its first nodes, each behind its parent.
+
+        If another server that answered the same request has stored its reply, the last node, only that is completed.
+        """
         with self._changing() as database:
+            if nodes and self._complete(nodes[-1]):
+                return
             database.execute(INSERT_SESSION, session_as_row(session))
             database.executemany(INSERT_NODE, map(node_as_row, nodes))
 
@@ -167,8 +181,13 @@ class SessionStore:
         return join_tokens([read_node(row) for row in self._rows(_UP.format(link="base"), reply_id)])
 
     def add_nodes(self, session_id: str, nodes: list[Node], head: str) -> bool:
-        """Add nodes behind those of a session, each behind its parent; False if session or parent is gone by now."""
+        """Add nodes behind those of a session, each behind its parent; False if session or parent is gone by now.
+
+        If another server that answered the same request has stored its reply, the last node, only that is completed.
+        """
         with self._changing() as database:
+            if self._complete(nodes[-1]):
+                return True
             parent = nodes[0].parent
             is_there = bool(self._rows("SELECT 1 FROM sessions WHERE id = ?", session_id))
             if not is_there or (parent and not self._rows("SELECT 1 FROM nodes WHERE id = ?", parent)):
@@ -176,6 +195,13 @@ class SessionStore:
             database.executemany(INSERT_NODE, map(node_as_row, nodes))
             database.execute("UPDATE sessions SET head = ?, used_at = ? WHERE id = ?", [head, self.now(), session_id])
         return True
+
+    def _complete(self, reply: Node) -> bool:
+        """Store a reply in the place of its beginning; False if there is none of it."""
+        is_there = bool(self._rows("SELECT 1 FROM nodes WHERE id = ? AND session = ?", reply.id, reply.session))
+        if is_there:
+            self._database.execute(COMPLETE_NODE, node_as_row(reply))
+        return is_there
 
     def pin(self, node_id: str, until: float | None) -> None:
         """Note until when a node is pinned, in unix seconds; None: it is not."""

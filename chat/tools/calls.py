@@ -3,11 +3,54 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_MOST_DEPTH = 200
+"""Objects and arrays inside of each other: as many as bodies of requests may have."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON that a client or a model has written. Raises ValueError, also for what `check_json` refuses."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    check_json(value)
+    return value
+
+
+def check_json(value: object) -> None:
+    """Raise ValueError for what was read as JSON and cannot be written again.
+
+    That is a number out of range (1e999), half of a surrogate pair, and what is nested too deeply.
+    """
+    level = [value]
+    for _ in range(_MOST_DEPTH):
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            raise ValueError("it has a number that is out of range")
+        if any(isinstance(each, str) and not _is_unicode(each) for each in level):
+            raise ValueError("it has half of a surrogate pair")
+        level = [inner for each in level for inner in _inside(each)]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return chain(value, value.values())
+    return value if isinstance(value, list) else ()
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or not _SURROGATE.search(text)
 
 
 @dataclass(frozen=True)

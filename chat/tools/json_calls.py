@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chat.decoding.grammar import json_rule
-from chat.tools.calls import Block, CallPart, Marks, Tool, call_of, either, repeated
+from chat.tools.calls import Block, CallPart, Marks, Tool, call_of, either, parse_json, repeated
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
@@ -75,7 +75,7 @@ class JsonBlock:
                 if head is None:
                     return parts
                 self._text = self._text.lstrip("[, \n\t\r")[head.end() :]
-                parts.append(CallPart(self._index, str(json.loads(head[1]))))
+                parts.append(CallPart(self._index, _name_in(head[1])))
                 self._nesting, self._has_calls = _Nesting(), True
             n = self._nesting.count_inside(self._text)
             if n:
@@ -94,13 +94,21 @@ class JsonBlock:
         if self._has_calls:
             return []
         try:
-            value = json.loads(self._text)
+            value = parse_json(self._text)
         except ValueError:
             return None
         calls = [call_of(item) for item in (value if isinstance(value, list) else [value])]
         if not calls or None in calls:
             return None
         return [CallPart(i, *call) for i, call in enumerate(calls) if call is not None]
+
+
+def _name_in(quoted: str) -> str:
+    """Return the name in a JSON string; if a model has escaped what cannot be, as it stands there."""
+    try:
+        return str(parse_json(quoted))
+    except ValueError:
+        return quoted[1:-1]
 
 
 class _Nesting:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chat.decoding.grammar import json_rule
-from chat.tools.calls import Block, CallPart, Marks, Tool, call_of, either, repeated
+from chat.tools.calls import Block, CallPart, Marks, Tool, call_of, either, parse_json, repeated
 
 _AS_IN_JSON = {"true": True, "false": False, "null": None}
 
@@ -72,7 +72,7 @@ class PythonBlock:
 def _calls_of(text: str) -> list[tuple[str, str]]:
     """Return names and arguments, as JSON. LFM2 may also be told to write calls as JSON. Raises ValueError."""
     if text.startswith(("{", "[{")):
-        value = json.loads(text)
+        value = parse_json(text)
         found = [call_of(item) for item in (value if isinstance(value, list) else [value])]
         if None in found:
             raise ValueError("no call")

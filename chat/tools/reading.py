@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from chat.tools.calls import Block, CallFormat, CallPart, Tool
@@ -62,6 +62,24 @@ class ReplyReader:
         if self._block is not None:
             parts += self._close_block()
         return parts
+
+    def count_thoughts(self, bytes_of: Callable[[int], bytes], token_ids: Sequence[int]) -> int:
+        """Count the tokens of a reply up to the end of its thoughts, marks included. Nothing of it was fed yet.
+
+        Args:
+            bytes_of: returns the bytes that a token stands for.
+        """
+        begin, end, text = THINK_BEGIN.encode(), THINK_END.encode(), b""
+        is_thinking, may_think = self._is_thinking, self._may_think
+        for n, piece in enumerate(map(bytes_of, token_ids), 1):
+            text += piece
+            if may_think and not begin.startswith(text.lstrip()):
+                is_thinking, may_think = text.lstrip().startswith(begin), False
+            if not (is_thinking or may_think):
+                return 0
+            if is_thinking and end in text[-len(piece) - len(end) :]:
+                return n
+        return len(token_ids) if is_thinking else 0
 
     def _read(self, *, is_end: bool) -> list[Part]:
         parts = list[Part]()

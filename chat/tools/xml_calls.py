@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chat.decoding.grammar import json_rule
-from chat.tools.calls import Block, CallPart, Marks, Tool, either, repeated
+from chat.tools.calls import Block, CallPart, Marks, Tool, either, parse_json, repeated
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(
@@ -97,7 +97,7 @@ def _value(text: str, schema: object) -> Any:
     if kind == "string" and isinstance(schema, dict) and _is_text(schema):
         return text
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         return text
     return text if kind == "string" and not isinstance(value, str) else value

@@ -18,23 +18,31 @@ from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
 from chat.server import ServerOptions, Service, bind, make_app
 from chat.server.listening import Server, url_of
+from chat.stored import SessionStore
 from memory import HybridMemory, Step
 from memory.prefix.cache import PrefixCache
 
 MODEL = "embedded"
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
+"""A test gives up after waiting so long for what must happen: even a slow machine is faster."""
 
 
 class Gated:
-    """A model whose steps wait until they may, and fail when they are told to."""
+    """Wraps a model: its steps wait until they may, and fail when they are told to.
+
+    Attributes:
+        n_begun: steps that have come to the gate: all that the ones before them brought is counted by then.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model, self.memory_spec, self.config = model, model.memory_spec, model.config
         self.may_step = threading.Semaphore(0)
         self.is_open = True
+        self.n_begun = 0
         self.error: Exception | None = None
 
     def __call__(self, step: Step) -> Tensor:
+        self.n_begun += 1
         if not self.is_open:
             assert self.may_step.acquire(timeout=PATIENCE_SECONDS), "the test forgot the gate"
         if self.error is not None:
@@ -80,6 +88,7 @@ class Running:
     engine: Engine
     prefixes: PrefixCache
     server: Server
+    sessions: SessionStore
     url: str
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -174,7 +183,8 @@ def running(
         headers = {} if service.options.api_key is None else {"Authorization": f"Bearer {service.options.api_key}"}
         try:
             wait_until(lambda: service.is_open)
-            yield Running(service, service.engine, prefixes, server, url_of(listener), headers)
+            sessions = app.state.sessions.store
+            yield Running(service, service.engine, prefixes, server, sessions, url_of(listener), headers)
         finally:
             server.should_exit = True
             thread.join(PATIENCE_SECONDS)

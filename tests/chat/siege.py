@@ -77,5 +77,6 @@ async def besiege(port: int, n_heads: int, n_trickling: int, n_large: int) -> No
 
 
 if __name__ == "__main__":
-    os.nice(19)  # they would have a machine of their own
+    if "SIEGE_SECONDS" in os.environ:  # where others' waits are measured: they would have a machine of their own
+        os.nice(19)
     asyncio.run(besiege(*map(int, sys.argv[1:])))

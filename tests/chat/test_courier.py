@@ -16,6 +16,9 @@ class Loop:
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
 
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self.calls.append(call)
+
     def call_soon_threadsafe(self, call: Callable[[], None]) -> None:
         self.calls.append(call)
 
@@ -31,6 +34,19 @@ def test_what_is_sent_together_is_one_call() -> None:
     courier.send(queues[0], 6)
     loop.calls.pop()()
     assert queues[0].get_nowait() == 6
+
+
+def test_much_is_delivered_in_lots() -> None:
+    loop: Any = Loop()
+    courier, queue = Courier[int](loop), asyncio.Queue[int]()
+    for n in range(100):
+        courier.send(queue, n)
+    n_calls = 0
+    while loop.calls:
+        assert len(loop.calls) == 1
+        loop.calls.pop()()
+        n_calls += 1
+    assert n_calls > 4 and [queue.get_nowait() for _ in range(100)] == list(range(100))
 
 
 def test_nothing_that_another_thread_sends_is_lost() -> None:

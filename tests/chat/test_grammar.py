@@ -6,9 +6,13 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from chat.decoding.grammar import GrammarError, Grammars
+from chat.decoding.sampler import Sampler
+from chat.decoding.sampling import Sampling
 from chat.prompts import Tokenizer
+from memory import BatchError
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,16 @@ def test_a_property_that_is_called_format_is_no_format(grammars: Grammars, token
 def test_what_cannot_be_enforced_is_named(grammars: Grammars, keyword: dict[str, Any]) -> None:
     with pytest.raises(GrammarError, match=f'cannot be enforced: .*"{[*keyword][-1]}"'):
         grammars.json_schema(keyword)
+
+
+def test_a_grammar_that_leads_nowhere_is_its_clients_error(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    with pytest.raises(GrammarError, match=r"nothing can follow, not even the end$"):
+        grammars.json_schema({"$ref": "#"})
+    matcher = grammars.json_schema({"type": "array", "items": {"$ref": "#/items"}, "minItems": 1}).matcher()
+    sampler = Sampler(Sampling(), matcher=matcher)
+    sampler.add(tokenizer.encode("[")[0])
+    with pytest.raises(BatchError, match="nothing can follow"):
+        sampler.choose(torch.zeros(len(tokenizer)))
 
 
 def test_a_matcher_goes_on_for_itself(grammars: Grammars, tokenizer: Tokenizer) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 from chat.prompts import Tokenizer
 from models import LanguageModel
+from tests.chat.engines import scheduler_of
 from tests.chat.servers import MODEL, Gated, Running, running, wait_until
 
 BASE: dict[str, Any] = {"model": MODEL, "temperature": 0, "stream": True}
 
 
 def leave_in_the_middle(server: Running, gate: Gated, body: dict[str, Any]) -> None:
-    """Close the connection when the first text has come."""
+    """Close the connection when the first text has come, and wait until the server has noticed."""
     connection = server.connect()
     connection.request("POST", "/v1/responses", json_body(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
@@ -22,7 +23,7 @@ def leave_in_the_middle(server: Running, gate: Gated, body: dict[str, Any]) -> N
         pass
     response.close()
     connection.close()
-    gate.may_step.release(1)  # the server notices in the next step
+    wait_until(lambda: all(job.is_cancelled for job in list(scheduler_of(server.engine).jobs.values())))
 
 
 def json_body(body: dict[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -16,6 +17,13 @@ from models import LanguageModel
 from tests.chat.servers import MODEL, Running, running
 
 BASE: dict[str, Any] = {"model": MODEL, "temperature": 0}
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+OPEN_TEMPLATE = (
+    "{{ bos_token }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if reasoning_effort == 'low' %}brief{% endif %}{% endif %}"
+)
+"""Writes tools and calls as they are, and knows an option."""
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +137,9 @@ def test_nobody_finds_what_others_have_stored(client: openai.OpenAI, name: str) 
         ({"stop": [""]}, "stop"),
         ({"wings": 2}, "wings"),
         ({"input": [{"type": "input_image", "image_url": "x"}]}, "input"),
+        ({"input": [{"type": {}}]}, "input"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": None}, "input"),
         ({"input": [{"type": "item_reference", "id": "msg_0", "role": "user"}]}, "input"),
@@ -139,6 +150,57 @@ def test_what_it_cannot_do_it_refuses_by_name(client: openai.OpenAI, options: di
     with pytest.raises(openai.BadRequestError) as caught:
         client.post("/responses", body=BASE | {"input": "Hello"} | options, cast_to=object)
     assert caught.value.param == param
+
+
+def test_texts_that_are_too_deep_or_too_large_end_nothing(client: openai.OpenAI, server: Running) -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"a":' + "[" * 3000}
+    told: Any = [call, {"type": "function_call_output", "call_id": "a", "output": "b"}]
+    assert client.responses.create(input=told, **BASE).status == "completed"
+    asked = (
+        '{"model": "embedded", "input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"a": 1e999}}]}'
+    )
+    assert server.call("POST", "/v1/responses", asked.encode()).error["code"] == "invalid_json"
+    schema = server.chat(guided_json='{"a":' + "[" * 3000 + "]" * 3000 + "}")
+    assert (schema.status, schema.error["param"]) == (400, "guided_json")
+
+
+def test_what_is_left_open_may_be_written_out(client: openai.OpenAI) -> None:
+    reply = client.responses.create(input="Hello", reasoning={"effort": None, "summary": None}, **BASE)
+    assert reply.status == "completed"
+
+
+def test_the_chat_template_gets_its_options_and_no_special_tokens(
+    embedded: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = OPEN_TEMPLATE
+    with running(embedded, own, ServerOptions(default_tokens=4)) as server:
+
+        def ask(**options: Any) -> Any:
+            return server.call("POST", "/v1/responses", BASE | {"input": "My cat"} | options)
+
+        plain, brief = ask().json, ask(reasoning={"effort": "low"}).json
+        assert brief["usage"]["input_tokens"] == plain["usage"]["input_tokens"] + len(tokenizer.encode("brief"))
+        assert {"reasoning_tokens", "accepted_prediction_tokens"} <= brief["usage"]["output_tokens_details"].keys()
+        assert brief["reasoning"]["effort"] == "low" and "told_options" not in brief
+        again = ask(previous_response_id=brief["id"], chat_template_kwargs={"reasoning_effort": "low"}).json
+        assert again["hybrid_memory"]["history"].startswith("continues from")
+        other = ask(previous_response_id=brief["id"]).json["hybrid_memory"]["history"]
+        assert other == "encoded as a whole: the options of the chat template are other ones"
+        session = brief["hybrid_memory"]["session"]
+        beside = server.call("POST", f"/v1/sessions/{session}/regenerate", {"node": brief["id"]}).json
+        assert beside["usage"]["input_tokens"] == brief["usage"]["input_tokens"]
+        counted = {"messages": [{"role": "user", "content": "My cat"}], "reasoning_effort": "low", "tools": [TOOL]}
+        n_told = server.call("POST", "/tokenize", counted).json["count"]
+        assert n_told == ask(reasoning={"effort": "low"}, tools=[TOOL]).json["usage"]["input_tokens"]
+        call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"a": "<|end|>"}'}
+        for wrong, param in (
+            ({"tools": [TOOL | {"description": "<|end|>"}]}, "tools"),
+            ({"input": [{"role": "user", "content": "a"}, call]}, "input"),
+            ({"chat_template_kwargs": {"wings": 2}}, "chat_template_kwargs.wings"),
+        ):
+            answer = ask(**wrong)  # type: ignore[arg-type]
+            assert (answer.status, answer.error["param"]) == (400, param)
 
 
 def test_an_input_may_refer_to_stored_items(client: openai.OpenAI, server: Running) -> None:

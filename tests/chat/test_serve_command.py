@@ -52,6 +52,13 @@ def test_what_is_sent_waits_for_no_acknowledgement() -> None:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+@pytest.mark.parametrize("option", ["--prefixes", "--sessions", "--swap-dir"])
+def test_a_file_is_no_folder(option: str, tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.touch()
+    assert_one_line_error([option, str(place)], "is a file; give the path of a folder")
+
+
 def test_what_cannot_be_listened_on_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         assert_one_line_error(["--port", str(other.getsockname()[1])], "port", "choose another")
@@ -114,7 +121,7 @@ def test_from_start_to_signal(tmp_path: Path) -> None:
     ]
     environment = os.environ | {"HYBRID_MEMORY_API_KEY": "secret", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        killer = threading.Timer(120, process.kill)
+        killer = threading.Timer(600, process.kill)
         killer.start()
         try:
             assert process.stderr is not None

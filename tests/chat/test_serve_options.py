@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from chat.cli import app as commands
+from chat.commands.fleet import FLEET
 from chat.commands.option_table import Chosen, Option, command_of
 from chat.commands.serve_options import SERVE
 from chat.engine.engine import Engine
@@ -25,12 +27,16 @@ def run(arguments: list[str], **environment: str) -> tuple[Any, dict[str, Any]]:
     """What the table's command gets for these arguments, without serving."""
     got: dict[str, Any] = {}
     app = typer.Typer()
-    app.command()(command_of(SERVE, lambda chosen: got.update(chosen), name="serve"))
+    app.command()(command_of(SERVE + FLEET, lambda chosen: got.update(chosen), name="serve"))
     return CliRunner().invoke(app, arguments, env=environment), got
 
 
-def sample(row: Option, n: int) -> tuple[list[str], str, object]:
+def sample(row: Option, n: int, folder: Path) -> tuple[list[str], str, object]:
     """A value that is not the default: as arguments, in the environment, in the file."""
+    if row.kind == "tables":
+        path = folder / f"{row.name}-{n}.toml"
+        path.write_text(f'[[{row.name}]]\nname = "a{n}"\nlimit = {n}\n')
+        return [row.flag, str(path)], str(path), str(path)
     if row.choices:
         other = [choice for choice in row.choices if choice != row.default]
         return [row.flag, other[n % len(other)]], other[n % len(other)], other[n % len(other)]
@@ -39,35 +45,57 @@ def sample(row: Option, n: int) -> tuple[list[str], str, object]:
     if row.kind == "texts":
         return [row.flag, "a", row.flag, f"b{n}"], f"a b{n}", ["a", f"b{n}"]
     if row.kind in ("whole", "number"):
-        return [row.flag, str(100 + n)], str(100 + n), 100 + n
+        n += 100 + math.ceil(row.least or 0)
+        return [row.flag, str(n)], str(n), n
     return [row.flag, f"{100 + n}"], f"{100 + n}", f"{100 + n}"
 
 
-CLICKED = [row for row in SERVE if row.kind != "tables"]
-
-
-@pytest.mark.parametrize("row", CLICKED, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SERVE + FLEET, ids=lambda row: row.name)
 def test_all_three_sources_say_the_same_and_the_nearer_one_counts(row: Option, tmp_path: Path) -> None:
     path = tmp_path / "server.toml"
     values = []
     for n in range(3):
-        arguments, text, value = sample(row, n)
+        arguments, text, value = sample(row, n, tmp_path)
         path.write_text(f"{row.name} = {json.dumps(value)}\n")
         by_arguments = run(arguments)[1][row.name]
         assert by_arguments == run([], **{row.variable: text})[1][row.name]
         assert by_arguments == run(["--config", str(path)])[1][row.name]
         assert by_arguments != run([])[1][row.name]
         values.append(by_arguments)
-    arguments, text, value = sample(row, 1)
+    arguments, text, value = sample(row, 1, tmp_path)
     path.write_text(f"{row.name} = {json.dumps(value)}\n")
     if row.kind == "flag":  # two values only
         back = row.flag if row.default else row.flag.replace("--", "--no-")
         assert run(["--config", str(path)], **{row.variable: str(row.default)})[1][row.name] is row.default
         assert run(["--config", str(path), back], **{row.variable: text})[1][row.name] is row.default
         return
-    assert run(["--config", str(path)], **{row.variable: sample(row, 0)[1]})[1][row.name] == values[0]
-    everything = run(["--config", str(path), *sample(row, 2)[0]], **{row.variable: sample(row, 0)[1]})
+    nearer = sample(row, 0, tmp_path)[1]
+    assert run(["--config", str(path)], **{row.variable: nearer})[1][row.name] == values[0]
+    everything = run(["--config", str(path), *sample(row, 2, tmp_path)[0]], **{row.variable: nearer})
     assert everything[1][row.name] == values[2]
+
+
+def test_tables_stand_in_the_file_or_in_one_of_their_own(tmp_path: Path) -> None:
+    tables, config = tmp_path / "keys.toml", tmp_path / "server.toml"
+    tables.write_text('[[keys]]\nname = "ada"\nkey = "a"\n')
+    config.write_text('port = 1\n[[keys]]\nname = "bob"\nkey = "b"\n')
+    assert [key["name"] for key in run(["--config", str(config)])[1]["keys"]] == ["bob"]
+    assert [key["name"] for key in run(["--config", str(config), "--keys", str(tables)])[1]["keys"]] == ["ada"]
+
+
+@pytest.mark.parametrize("text", ["", "port = 1", "keys = 1", 'keys = "keys.toml"', "[[keys]]\n[other]", None])
+def test_a_file_of_tables_holds_nothing_else(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    if text is not None:
+        path.write_text(text)
+    (tmp_path / "server.toml").write_text(f"keys = {json.dumps(str(path))}")
+    for result, got in (
+        run(["--keys", str(path)]),
+        run([], HYBRID_MEMORY_KEYS=str(path)),
+        run(["--config", str(tmp_path / "server.toml")]),
+    ):
+        said = "".join(result.stderr.replace("│", " ").split())
+        assert (result.exit_code, got) == (2, {}) and "keys.toml" in said and "[[keys]]" in said
 
 
 def test_every_row_is_an_argument_of_what_it_names() -> None:

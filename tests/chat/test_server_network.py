@@ -4,25 +4,28 @@ strangers.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import select
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
 from chat.prompts import Tokenizer
-from chat.server import ServerOptions, limits
+from chat.server import ServerOptions, incoming, limits
 from chat.server.access import Access
 from chat.server.connections import MOST_CHUNKS, Seldom
 from chat.server.errors import ApiError
 from memory import SpecError
 from models import LanguageModel
-from tests.chat.servers import MODEL, Answer, Gated, Running, running, wait_until
+from tests.chat.servers import MODEL, PATIENCE_SECONDS, Answer, Gated, Running, running, wait_until
+from tests.operation.simulated_time import SimulatedLoop, simulate
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = json.dumps({"model": MODEL, "prompt": "My", "max_tokens": 1}).encode()
@@ -35,8 +38,11 @@ def shared(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Running]:
 
 
 def connect(server: Running, sent: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30, source_address=(source, 0))
-    connection.sendall(sent)
+    """Connect, and send these bytes unless the server refuses them first."""
+    place = ("127.0.0.1", server.port)
+    connection = socket.create_connection(place, timeout=PATIENCE_SECONDS, source_address=(source, 0))
+    with suppress(BrokenPipeError, ConnectionResetError):
+        connection.sendall(sent)
     return connection
 
 
@@ -247,27 +253,48 @@ def test_a_head_has_its_time(embedded: LanguageModel, tokenizer: Tokenizer) -> N
     with running(embedded, tokenizer, ServerOptions(head_seconds=0.1)) as server:
         for begun in (b"", b"G", HEALTH[:-2]):
             assert send(server, begun).status == 408
-        with connect(server, HEALTH) as connection:
-            assert connection.recv(12) == b"HTTP/1.1 200"
-            connection.sendall(b"GET")
-            assert b"request_timeout" in read_all(connection)
         with connect(server) as connection:
             with suppress(OSError):
                 while not select.select([connection], [], [], 0.01)[0]:
                     connection.sendall(b"x")
         wait_until(lambda: len(server.server.connections) == 0)
+    with running(embedded, tokenizer, ServerOptions(head_seconds=PATIENCE_SECONDS)) as server:
+        with connect(server, HEALTH) as connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            server.server.connections.options = replace(server.service.options, head_seconds=0.1)
+            connection.sendall(b"GET")
+            assert b"request_timeout" in read_all(connection)
 
 
 def test_a_body_must_keep_coming(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(incoming, "_PATIENCE_SECONDS", 0.1)
     with running(embedded, tokenizer, ServerOptions(body_bytes_per_second=1000)) as server:
         assert send(server, post("Content-Length: 1000", body=b"{")).status == 408
-        with connect(server, post("Content-Length: 150", "Connection: close", body=b"")) as connection:
-            for _ in range(3):  # fast enough: it has 0.1 s for each hundred bytes
-                connection.sendall(b" " * 50)
-            assert b"invalid_json" in read_all(connection)
+
+
+@pytest.mark.parametrize(("pause", "is_late"), [(0.06, False), (0.08, True)])
+def test_a_body_that_keeps_coming_has_longer(pause: float, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is simulated: beside its first 0.1 s, a body has 0.1 s for each hundred bytes."""
+    monkeypatch.setattr(incoming, "_PATIENCE_SECONDS", 0.1)
+    pieces = [b" " * 50] * 3
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(pause)
+        return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
+
+    async def read(loop: SimulatedLoop) -> None:
+        body = incoming.Incoming(receive, incoming.Turnstile(limits.Places(1)))
+        if is_late:
+            with pytest.raises(TimeoutError):
+                await body.read(ServerOptions(body_bytes_per_second=1000))
+            assert loop.time() == pytest.approx(0.15)
+        else:
+            assert await body.read(ServerOptions(body_bytes_per_second=1000)) == b" " * 150
+            assert loop.time() == pytest.approx(0.18)
+
+    simulate(read)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/nowhere"])
@@ -296,10 +323,8 @@ def test_a_body_without_the_key_is_not_waited_for(
 
 
 def test_half_open_connections_give_way(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    with (
-        running(embedded, tokenizer, ServerOptions(max_connections=6, max_peer_connections=4)) as server,
-        ExitStack() as held,
-    ):
+    options = ServerOptions(max_connections=6, max_peer_connections=4, head_seconds=PATIENCE_SECONDS)
+    with running(embedded, tokenizer, options) as server, ExitStack() as held:
         oldest, *_ = [held.enter_context(connect(server, b"GET /", f"127.0.0.{i % 5 + 2}")) for i in range(20)]
         assert b"too_many_connections" in read_all(oldest)
         wait_until(lambda: len(server.server.server_state.connections) <= 6)
@@ -332,6 +357,7 @@ def test_connections_that_are_being_answered_do_not_give_way(embedded: LanguageM
 def test_half_sent_requests_do_not_hold_up_the_end(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
     with running(embedded, tokenizer) as server:
         held = [connect(server, sent) for sent in (b"GET", post("Content-Length: 100", body=b"{"))]
+        wait_until(lambda: any(one.cycle for one in list(server.server.server_state.connections)))  # it has a head
         wait_until(lambda: len(server.server.connections) == 2)
         server.server.should_exit = True
         assert [b"server_unavailable" in read_all(connection) for connection in held] == [False, True]
@@ -394,7 +420,7 @@ def test_rebinding_and_drive_by_requests_are_refused(shared: Running) -> None:
 def test_pages_that_are_allowed_may_ask_and_read(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
     page, names = (
         "https://good.example",
-        {"access-control-allow-origin", "access-control-allow-methods", "access-control-allow-headers"},
+        {f"access-control-{name}" for name in ("allow-origin", "allow-methods", "allow-headers", "expose-headers")},
     )
     options = ServerOptions(api_key="secret", allowed_origins=(page,), allowed_hosts=("model.example",))
     with running(embedded, tokenizer, options) as server:

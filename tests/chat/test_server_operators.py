@@ -200,6 +200,7 @@ def test_embeddings(server: Running) -> None:
     for change, param in (({"pooling": None}, "pooling"), ({"dimensions": 7}, "dimensions"), ({"input": ""}, "input")):
         body = {"model": MODEL, "input": "a", "pooling": "last", **change}
         assert server.call("POST", "/v1/embeddings", body).error["param"] == param
+    assert len(embed(["a"] * 20, user="ada")) == 20
     server.settle()
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.chat.servers import MODEL, Running
+from chat.prompts import Tokenizer
+from models import LanguageModel
+from tests.chat.servers import MODEL, Gated, Running, running
 
 NOTED = "Okay, noted."
 
@@ -55,9 +57,14 @@ def test_bias_penalties_and_ends_have_their_effect(plain_server: Running, tokeni
     assert varied["message"]["content"].count("Okay") < 6
 
 
-def test_a_deadline_cuts_a_reply(plain_server: Running) -> None:
-    found = plain_server.choice(ignore_eos=True, max_tokens=3000, deadline_seconds=0.3)
-    assert found["finish_reason"] == "length" and found["message"]["content"].startswith(NOTED)
+def test_a_deadline_cuts_a_reply(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
+    """The clock says that a step takes 0.01 s."""
+    model = Gated(embedded)
+    with running(model, tokenizer, clock=lambda: model.n_begun / 100) as server:
+        found = server.chat(ignore_eos=True, max_tokens=3000, deadline_seconds=0.3).json
+    (choice,) = found["choices"]
+    assert choice["finish_reason"] == "length" and choice["message"]["content"].startswith(NOTED)
+    assert found["usage"]["completion_tokens"] == 30
 
 
 def test_a_reply_outside_of_the_models_world_ends(plain_server: Running) -> None:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from chat.prompts import Tokenizer
-from chat.server import ServerOptions, checked, limits
+from chat.server import ServerOptions, checked, incoming, limits
 from chat.server.bodies import count_longest_list
 from chat.server.errors import ApiError
 from chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest, CompletionRequest, read_request
 from chat.server.texts import LONG_BYTES, Texts, find_longest_token
 from models import LanguageModel
-from tests.chat.servers import MODEL, Running, running, wait_until
+from tests.chat.servers import MODEL, PATIENCE_SECONDS, Running, running, wait_until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
 LONG = "x" * LONG_BYTES
@@ -48,7 +48,7 @@ class Watched:
     def encode(self, text: str, **options: Any) -> list[int]:
         self.encoded.append(text)
         if text.startswith("x"):
-            assert self.may_go.wait(30), "the test forgot the gate"
+            assert self.may_go.wait(PATIENCE_SECONDS), "the test forgot the gate"
             return [1]
         return list(self._tokenizer.encode(text, **options))
 
@@ -96,7 +96,7 @@ def test_no_text_of_the_longest_tokens_is_refused_by_its_bytes(tokenizer: Tokeni
 def test_short_texts_do_not_wait_for_long_ones(embedded: LanguageModel, watched: Watched) -> None:
     with running(embedded, watched, ServerOptions(max_requests=4)) as server, ThreadPoolExecutor(4) as clients:
         long = [clients.submit(complete, server, f"{LONG}{i}") for i in range(3)]
-        refused = next(as_completed(long, timeout=60))
+        refused = next(as_completed(long, timeout=PATIENCE_SECONDS))
         assert refused.result() == 429  # half of the places are for the others
         wait_until(lambda: any(text.startswith("x") for text in watched.encoded))
         assert [complete(server, "My") for _ in range(3)] == [200] * 3
@@ -105,15 +105,18 @@ def test_short_texts_do_not_wait_for_long_ones(embedded: LanguageModel, watched:
         assert complete(server, LONG) == 200
 
 
-def test_a_turn_comes_by_waiting_and_by_bytes(watched: Watched) -> None:
-    texts = Texts(watched, 512, max_long=9)
+def test_a_turn_comes_by_waiting_and_by_bytes(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is the test's own: who asks together does so at one time, however busy the machine is."""
+    texts, now = Texts(watched, 512, max_long=9), [0.0]
     done: list[str] = []
 
     async def use() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+
         def ask(name: str, n_bytes: int) -> asyncio.Task[None]:
             return asyncio.create_task(texts.run(n_bytes, lambda tokenizer: done.append(name)))
 
-        first = asyncio.create_task(texts.run(1, lambda tokenizer: watched.may_go.wait(30)))
+        first = asyncio.create_task(texts.run(1, lambda tokenizer: watched.may_go.wait(PATIENCE_SECONDS)))
         await asyncio.sleep(0)
         tasks = {
             name: ask(name, n_bytes)
@@ -121,7 +124,7 @@ def test_a_turn_comes_by_waiting_and_by_bytes(watched: Watched) -> None:
         }
         await asyncio.sleep(0)
         tasks["gone"].cancel()
-        await asyncio.sleep(0.35)
+        now[0] += 0.35
         tasks["late"] = ask("late", 10)
         await asyncio.sleep(0)
         watched.may_go.set()
@@ -145,7 +148,7 @@ def test_a_client_that_goes_hands_its_turn_over(watched: Watched) -> None:
         for _ in range(n_loops):
             await asyncio.sleep(0)
         second.cancel()
-        return await asyncio.wait_for(third, 10)
+        return await asyncio.wait_for(third, PATIENCE_SECONDS)
 
     for n_loops in range(6):
         assert asyncio.run(use(n_loops)) == "third"
@@ -247,10 +250,10 @@ def test_large_bodies_come_in_slowly_while_somebody_is_answered(monkeypatch: pyt
         slept.append(seconds)
 
     async def take_turns(places: limits.Places) -> None:
-        turnstile = limits._Turnstile(places)
+        turnstile = incoming.Turnstile(places)
         await asyncio.gather(*(turnstile.wait(n_bytes) for n_bytes in (10, 5)))
 
-    monkeypatch.setattr(limits, "_LARGE_BYTES_PER_SECOND", 100)
+    monkeypatch.setattr(incoming, "_LARGE_BYTES_PER_SECOND", 100)
     monkeypatch.setattr(asyncio, "sleep", sleep)
     asyncio.run(take_turns(limits.Places(1)))
     asyncio.run(take_turns(limits.Places(1, n_taken=1)))

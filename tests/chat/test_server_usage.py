@@ -50,6 +50,14 @@ def test_choices_of_one_prompt_count_it_once(server: Running) -> None:
     assert usage["completion_tokens"] <= 12 and usage["hybrid_memory"]["from"] == "nothing"
 
 
+def test_each_chunk_may_count_what_there_is_so_far(server: Running) -> None:
+    server.forget()
+    told = {"include_usage": True, "continuous_usage_stats": True}
+    *events, _ = server.chat(LONG, stream=True, return_progress=True, stream_options=told).events
+    counts = [json.loads(event)["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and 0 == counts[0] < counts[-1]
+
+
 def test_progress_of_a_long_prompt(server: Running) -> None:
     def stream(**options: Any) -> list[dict[str, Any]]:
         events = server.chat(LONG, stream=True, stream_options={"include_usage": True}, **options).events
@@ -88,5 +96,6 @@ def test_a_prediction_is_accepted_where_it_is_right(server: Running) -> None:
 
     right = details([{"type": "text", "text": "Okay, noted."}])
     assert right["accepted_prediction_tokens"] >= 2
-    assert details("Nothing of it.") == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    none = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0, "reasoning_tokens": 0}
+    assert details("Nothing of it.") == none
     assert server.chat(prediction={"type": "content"}).error["param"] == "prediction.content"

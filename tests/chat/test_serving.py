@@ -16,6 +16,7 @@ from chat.prompts import Tokenizer, encode_prompt, find_stop_ids
 from memory import BatchError, HybridMemory, StepError
 from models import LanguageModel
 from tests.chat.engines import Scripted, decode_alone, draw_prompt, make_engine
+from tests.chat.servers import PATIENCE_SECONDS
 from tests.toy import VOCAB, Toy
 
 TEXTS = ["My cat is called Zoe.", "What is my dog called?", "I read a book today.", "My lucky number is 23."]
@@ -34,7 +35,7 @@ def served(engine: Engine, use: Callable[[], Awaitable[None]]) -> None:
     async def both() -> None:
         server = asyncio.create_task(engine.serve())
         try:
-            await asyncio.wait_for(use(), 60)
+            await asyncio.wait_for(use(), PATIENCE_SECONDS)
         finally:
             server.cancel()
             with suppress(asyncio.CancelledError):
@@ -45,7 +46,7 @@ def served(engine: Engine, use: Callable[[], Awaitable[None]]) -> None:
 
 
 async def until(is_true: Callable[[], bool]) -> None:
-    latest = time.monotonic() + 30
+    latest = time.monotonic() + PATIENCE_SECONDS
     while not is_true():
         assert time.monotonic() < latest, "it never came true"
         await asyncio.sleep(0.001)
@@ -125,7 +126,7 @@ def test_a_model_that_breaks_ends_every_stream_with_its_error() -> None:
         scripted.fails = True
         for waits in (task, server):
             with pytest.raises(RuntimeError, match="the model broke"):
-                await asyncio.wait_for(waits, 30)
+                await asyncio.wait_for(waits, PATIENCE_SECONDS)
         assert generation.finish_reason == "error" and str(generation.error) == "the model broke"
 
     asyncio.run(both())
@@ -175,7 +176,9 @@ def test_threads_may_submit_and_cancel_while_another_steps() -> None:
 
     def use(seed: int) -> None:
         generator = random.Random(seed)
-        for _ in range(25):
+        longest = engine.submit([seed], max_tokens=10**6)  # nothing but a cancellation ends it
+        wanted.append((longest, [seed], Sampling()))
+        for _ in range(24):
             prompt, sampling = (
                 draw_prompt(generator, generator.randint(1, 30), VOCAB),
                 Sampling(1.0, seed=generator.randrange(99)),
@@ -185,6 +188,7 @@ def test_threads_may_submit_and_cancel_while_another_steps() -> None:
             if generator.random() < 0.4:
                 engine.cancel(generator.choice(wanted)[0])
             is_done.wait(generator.random() * 0.004)
+        engine.cancel(longest)
 
     threads = [threading.Thread(target=use, args=(seed,)) for seed in range(3)]
     for thread in threads:

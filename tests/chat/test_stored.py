@@ -10,10 +10,27 @@ import pytest
 
 from chat.stored import Node, SessionStore, StoredSession
 from chat.stored.ancestors import Ancestors
+from chat.stored.database import is_same_model
 from chat.stored.items import make_nodes, text_item
 from chat.stored.nodes import new_id
 
 DAY = 86400.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("Jamba a float32:1 v", "Jamba my b float32:1 v", True),
+        ("Jamba a float32:1 v", "Jamba a float32:2 v", False),
+        ("Jamba a float32:1 v", "Jamba a float32:1 w", False),
+        ("Jamba a None v", "Jamba b None v", False),
+        ("Jamba a None v", "Jamba a None v", True),
+        ("model", "model", True),
+        ("model", "another", False),
+    ],
+)
+def test_a_model_may_be_renamed_where_its_weights_are_known(one: str, other: str, is_same: bool) -> None:
+    assert is_same_model(one, other) == is_same_model(other, one) == is_same
 
 
 class Clock:
@@ -61,9 +78,9 @@ def test_token_ids_are_joined_from_those_of_the_replies_before(store: SessionSto
 
 def test_a_call_changes_all_or_nothing(store: SessionStore, clock: Clock) -> None:
     session, nodes = fill(store, b"a", "hello", clock)
-    twice = [*make_nodes(session.id, nodes[3].id, [text_item("user", "x")]), nodes[3]]
+    first, last = (make_nodes(session.id, nodes[3].id, [text_item("user", "x")])[0] for _ in range(2))
     with pytest.raises(Exception, match="UNIQUE"):
-        store.add_nodes(session.id, twice, nodes[3].id)
+        store.add_nodes(session.id, [first, nodes[3], last], last.id)
     assert [node.id for node in store.tree(session.id)] == [node.id for node in nodes]
     store.delete_branch(nodes[1])
     assert not store.add_nodes(session.id, make_nodes(session.id, nodes[1].id, [text_item("user", "x")]), "turn_0")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,11 @@ import torch
 from chat.decoding.grammar import Grammars
 from chat.decoding.sampler import Sampler
 from chat.decoding.sampling import Sampling
+from chat.decoding.token_bytes import TokenBytes
 from chat.prompts import Tokenizer
-from chat.tools.calls import CallFormat, Tool
+from chat.server.chat_format import ChatFormat
+from chat.server.replies import Piece
+from chat.tools.calls import CallFormat, Tool, parse_json
 from chat.tools.families import BARE, HERMES, JAMBA, LFM, NEMOTRON, QWEN, Habits, find_habits
 from chat.tools.grammars import Required, make_grammar
 from chat.tools.reading import ReplyReader
@@ -86,10 +91,47 @@ def test_what_is_no_call_stays_text(calls: CallFormat, written: str) -> None:
         assert (content, found) == (text, [])
 
 
+@pytest.mark.parametrize(
+    "text", ["[" * 5000, '{"a":' * 300 + "1" + "}" * 300, '{"a": 1e999}', "[NaN]", "1" * 5000, '{"\\ud800": 1}']
+)
+def test_json_that_could_not_be_written_again_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_json(text)
+
+
+def test_json_that_can_be_written_again_is_read() -> None:
+    text = '{"a": [1, 2.5, 1e300, null, "\\ud83c\\udf38 é"], "b": ' + "[" * 190 + "]" * 190 + "}"
+    assert parse_json(text) == json.loads(text)
+
+
+def test_a_name_with_an_escape_that_there_is_not_is_read_as_it_stands() -> None:
+    reader = ReplyReader(habits(HERMES), TOOLS, HERMES)
+    parts = reader.feed('<tool_call>\n{"name": "get\\qweather", "arguments": {}}\n</tool_call>')
+    assert [part.call.name for part in parts if part.call and part.call.name] == ["get\\qweather"]
+
+
 def test_arguments_are_told_while_they_are_written() -> None:
     reader = ReplyReader(habits(HERMES), TOOLS, HERMES)
     parts = reader.feed('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa')
     assert [part.call.name or part.call.arguments for part in parts if part.call] == ["get_weather", '{"city": "Pa']
+
+
+@pytest.mark.parametrize(
+    ("pieces", "is_thinking", "n"),
+    [
+        (["<think>", "Hm", "</think>", "Yes"], False, 3),
+        (["\n", "<th", "ink>", "Hm</th", "ink>Yes", "."], False, 5),
+        (["Hm", "</think>", "Yes"], True, 2),
+        (["Hm", "Hm"], True, 2),
+        (["<think>", "Hm"], False, 2),
+        (["<thin", "g", "<think>", "</think>"], False, 0),
+        (["Yes", "."], False, 0),
+        ([], True, 0),
+    ],
+)
+def test_tokens_of_thoughts_are_counted(pieces: list[str], is_thinking: bool, n: int) -> None:
+    reader = ReplyReader(habits(None, thinks=True), is_thinking=is_thinking)
+    assert reader.count_thoughts(lambda i: pieces[i].encode(), range(len(pieces))) == n
 
 
 def test_thoughts_are_split_off() -> None:
@@ -100,6 +142,19 @@ def test_thoughts_are_split_off() -> None:
             assert (content, thoughts.strip()) == ("Yes.", "Hm.")
     content, thoughts, _ = read(ReplyReader(habits(None, thinks=True)), list("No <think>ing"))
     assert (content, thoughts) == ("No <think>ing", "")
+
+
+@pytest.mark.parametrize("has_reasoning", [True, False])
+def test_thoughts_are_left_out_if_a_request_says_so(tokenizer: Tokenizer, has_reasoning: bool) -> None:
+    generation: Any = SimpleNamespace(text="<think>\nHm.</think>\n\nYes.", finish_reason="stop", logprobs=[])
+    new_reader = partial(ReplyReader, habits(None, thinks=True))
+    style = ChatFormat("m", TokenBytes(tokenizer), new_reader, has_reasoning=has_reasoning)
+    message = style.whole([generation], {})["choices"][0]["message"]
+    assert (message["content"], "reasoning" in message) == ("Yes.", has_reasoning)
+    chunks = style.pieces(Piece(0, generation.text, generation, is_last=True, heard_at=0.0))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [delta.get("content") for delta in deltas if "reasoning" not in delta] == ["Yes.", None]
+    assert any("reasoning" in delta for delta in deltas) == has_reasoning
 
 
 @pytest.mark.parametrize("calls", [HERMES, JAMBA, NEMOTRON, QWEN, LFM, BARE], ids=[*NAMES, "bare"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -14,14 +14,42 @@ from chat.server.schema import MOST_VALUES, Checked, Neutral
 from chat.server.sessions.desk import Desk
 from chat.server.sessions.input import read_items
 from chat.server.sessions.schema import Metadata, OwnedRequest, Title
+from chat.server.tool_fields import Tools
 from chat.stored.ancestors import Ancestors
 from chat.stored.copying import copy_path
+from chat.stored.database import is_same_model
 from chat.stored.items import make_title, role_of
 from chat.stored.nodes import Item, Node, StoredSession, new_id
 from chat.stored.rows import without_tokens
 
 FORMAT, VERSION = "hybrid-memory.session", 1
 _MOST_NODES = 4096
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _About(BaseModel):
+    """Holds what is read again of what an archived reply says of itself; the rest is only shown."""
+
+    model_config = ConfigDict(strict=True)
+    instructions: str | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_output_tokens: int | None = Field(None, ge=1)
+    tools: Tools = ()
+    told_tools: list[dict[str, Any]] = Field(default_factory=list)
+    told_options: dict[str, Any] = Field(default_factory=dict)
+    previous_response_id: str | None = None
+    incomplete_details: dict[str, Any] | None = None
+
+
+def _check_about(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what a request for such a reply could not have said: a reply beside it takes it over."""
+    try:
+        _About.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"its {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return value
 
 
 class ArchivedNode(Checked):
@@ -33,12 +61,12 @@ class ArchivedNode(Checked):
     items: Annotated[list[Item], BeforeValidator(read_items)]
     status: Literal["completed", "incomplete", "deleted"] = "completed"
     created_at: float = Field(0.0, ge=0, le=1e11)
-    about: dict[str, Any] = Field(default_factory=dict)
+    about: Annotated[dict[str, Any], AfterValidator(_check_about)] = Field(default_factory=dict)
     base: str | None = None
     n_kept: int = Field(0, ge=0)
     n_prompt: int = Field(0, ge=0)
     n_tokens: int = Field(0, ge=0, le=2**31)
-    tokens: list[int] | None = None
+    tokens: list[TokenId] | None = None
 
 
 class Archive(OwnedRequest):
@@ -73,7 +101,7 @@ class Archives:
         """Store a document as a new session of whoever sends it, with new ids."""
         asked, owner = await self._desk.read(request, Archive)
         read = [self._read(node) for node in asked.nodes]
-        if asked.model != self._desk.store.model:  # token ids of another model mean nothing here
+        if not is_same_model(asked.model, self._desk.store.model):  # token ids of another model mean nothing here
             read = [without_tokens(node) for node in read]
         session_id = new_id("sess")
         _check(read, asked.head, self._desk.service.engine.memory.spec.vocab_size)
@@ -127,7 +155,7 @@ def _find_fault(node: Node, above: Ancestors, lengths: dict[str, int], vocab_siz
     if node.own_tokens is None:
         is_bare = node.base is None and not (node.n_kept or node.n_prompt)
         return "" if is_bare else "it has no tokens, and says where they begin"
-    if len(node.own_tokens) and not (0 <= node.own_tokens.min() and node.own_tokens.max() < vocab_size):
+    if len(node.own_tokens) and node.own_tokens.max() >= vocab_size:
         return f"its token ids are not 0 ... {vocab_size - 1}"
     n_base = 0 if node.base is None else lengths.get(node.base, -1)
     if node.role != "assistant" or (node.base is not None and not above.has(node.base, over=node.parent)):

@@ -139,6 +139,8 @@ class Changes:
         given = {} if model is None else {name: model.about.get(name) for name in _KEPT}
         if model is not None and model.about.get("tools"):
             given["tools"] = read_tools(model.about["tools"])
+        if model is not None and not {"reasoning", "reasoning_effort"} & asked.model_fields_set:
+            given["chat_template_kwargs"] = model.about.get("told_options", {})
         return asked.model_copy(update={name: v for name, v in given.items() if name not in asked.model_fields_set})
 
     async def _add(self, session: StoredSession, node: Node) -> Response:

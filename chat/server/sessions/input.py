@@ -55,7 +55,7 @@ def _read_item(item: object) -> Item:
         "message": _read_message, "function_call": _read_call, "function_call_output": _read_output,
         "reasoning": _read_reasoning,
     }  # fmt: skip
-    if kind not in readers:
+    if not isinstance(kind, str) or kind not in readers:
         raise ValueError(f"items of the type {str(kind)[:40]!r} are not supported; those of {', '.join(readers)} are")
     return {"id": _read_id(item), "type": kind, **readers[kind](item)}
 

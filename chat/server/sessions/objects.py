@@ -10,21 +10,21 @@ from typing import Any
 
 from chat.server.errors import ApiError
 from chat.server.sessions.schema import SampledRequest
-from chat.stored.nodes import Item, Node, new_id
+from chat.stored.nodes import Item, Node
 from chat.tools.calls import Tool
 
 Response = dict[str, Any]
 
 
-def new_response(asked: SampledRequest, *, model: str, store: bool) -> Response:
+def new_response(asked: SampledRequest, response_id: str, *, model: str, store: bool) -> Response:
     """Return a response that is in progress."""
     return {
-        "id": new_id("resp"), "object": "response", "created_at": int(time.time()),
+        "id": response_id, "object": "response", "created_at": int(time.time()),
         "status": "in_progress", "background": False, "completed_at": None, "error": None, "incomplete_details": None,
         "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "model": model,
         "output": [], "parallel_tool_calls": asked.parallel_tool_calls, "previous_response_id": None,
         "conversation": None, "prompt_cache_key": asked.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None}, "safety_identifier": asked.safety_identifier,
+        "reasoning": {"effort": asked.effort, "summary": None}, "safety_identifier": asked.safety_identifier,
         "service_tier": "default", "store": store, "temperature": asked.temperature, "text": {"format": asked.text.raw},
         "tool_choice": _choice_of(asked), "tools": [_as_tool(tool) for tool in asked.tools], "top_logprobs": 0,
         "top_p": asked.top_p, "truncation": "disabled", "usage": None, "user": asked.user, "metadata": asked.metadata,
@@ -45,13 +45,12 @@ def _choice_of(asked: SampledRequest) -> Any:
 def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
     """Return the usage of a completion in the words of Responses."""
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
-    reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     more = {"hybrid_memory": usage["hybrid_memory"]} if "hybrid_memory" in usage else {}
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": usage["prompt_tokens"] - cached},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "output_tokens_details": {"reasoning_tokens": 0, **usage.get("completion_tokens_details", {})},
         "total_tokens": usage["total_tokens"],
         **more,
     }
@@ -84,7 +83,7 @@ def about_of(response: Response) -> dict[str, Any]:
 
 def stored_response(node: Node) -> Response:
     """Return the response of a stored reply."""
-    about = {name: value for name, value in node.about.items() if name != "told_tools"}
+    about = {name: value for name, value in node.about.items() if name not in ("told_tools", "told_options")}
     return {**about, "id": node.id, "object": "response", "status": node.status, "output": node.items}
 
 

@@ -42,6 +42,7 @@ class Pins:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._pins: dict[str, Pin] = {}
+        self._turn = asyncio.Lock()  # what is pinned here and what the store says of it change together
 
     async def pin(self, request: Request, session_id: str, node_id: str) -> Response:
         """Compute what is missing of a node's tokens, and keep it."""
@@ -55,8 +56,9 @@ class Pins:
         seconds = asked.seconds_to_live
         pin = Pin(owner, tokens, self._desk.store.now() + (FOREVER if seconds is None else seconds))
         await self._compute(request, pin)
-        n_bytes = await asyncio.to_thread(self._keep, node.id, pin)
-        await self._desk.ask(self._desk.store.pin, node.id, pin.until)
+        async with self._turn:
+            n_bytes = await asyncio.to_thread(self._keep, node.id, pin)
+            await self._desk.ask(self._desk.store.pin, node.id, pin.until)
         expires_at = None if pin.until == FOREVER else int(pin.until)
         about = {"id": node.id, "object": "session.node", "pinned": True, "expires_at": expires_at, "bytes": n_bytes}
         return JSONResponse(about)
@@ -131,12 +133,13 @@ class Pins:
 
     async def expire(self) -> None:
         """Unpin what has lived long enough, and what was deleted."""
-        pinned: list[tuple[bytes, Node]] = await self._desk.ask(self._desk.store.pinned)
-        now, known = self._desk.store.now(), {node.id for _, node in pinned}
-        late = [node.id for _, node in pinned if node.pinned_until is not None and node.pinned_until <= now]
-        for node_id in late:
-            await self._desk.ask(self._desk.store.pin, node_id, None)
-        await self.forget([*late, *(node_id for node_id in self._pins if node_id not in known)])
+        async with self._turn:
+            pinned: list[tuple[bytes, Node]] = await self._desk.ask(self._desk.store.pinned)
+            now, known = self._desk.store.now(), {node.id for _, node in pinned}
+            late = [node.id for _, node in pinned if node.pinned_until is not None and node.pinned_until <= now]
+            for node_id in late:
+                await self._desk.ask(self._desk.store.pin, node_id, None)
+            await self.forget([*late, *(node_id for node_id in self._pins if node_id not in known)])
 
 
 def _bytes_of(prefixes: PrefixCache, pin: Pin) -> int:

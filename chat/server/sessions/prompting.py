@@ -10,6 +10,7 @@ import numpy as np
 
 from chat.prompts import Tokenizer, encode_chat, encode_rest, render
 from chat.server.errors import ApiError
+from chat.server.shaping import check_plain
 from chat.stored.continuing import Prompt, behind_reply, rest_behind, with_placeholders
 from chat.stored.items import as_messages, text_of
 from chat.stored.nodes import Node
@@ -27,7 +28,8 @@ class History:
     Attributes:
         path: the nodes from the first message on, new ones included.
         tools: as templates know them.
-        base: the last reply on it whose token ids are known, and that had the same instructions and tools.
+        options: of the chat template.
+        base: the last reply on it whose token ids are known, and that had the same instructions, tools and options.
         tokens: those of `base`.
         why_no_base: in words, where there is none.
     """
@@ -35,14 +37,16 @@ class History:
     path: list[Node]
     instructions: str | None
     tools: list[dict[str, Any]] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
     base: Node | None = None
     tokens: Int64s | None = None
     why_no_base: str = NO_HISTORY
 
 
 def find_base(
-    path: list[Node], instructions: str | None, tools: list[dict[str, Any]] | None = None
-) -> tuple[Node | None, str]:
+    path: list[Node], instructions: str | None, tools: list[dict[str, Any]] | None = None,
+    options: dict[str, Any] | None = None,
+) -> tuple[Node | None, str]:  # fmt: skip
     """Return the last reply of a path that a prompt can continue from, or why there is none."""
     replies = [node for node in path if node.role == "assistant"]
     if not replies:
@@ -54,12 +58,19 @@ def find_base(
     if not alike:
         return None, "the instructions are other ones"
     alike = [node for node in alike if node.about.get("told_tools", []) == (tools or [])]
-    return (alike[-1], "") if alike else (None, "the tools are other ones")
+    if not alike:
+        return None, "the tools are other ones"
+    alike = [node for node in alike if node.about.get("told_options", {}) == (options or {})]
+    return (alike[-1], "") if alike else (None, "the options of the chat template are other ones")
 
 
 def make_prompt(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, parse_special: bool) -> Prompt:
-    """Return the prompt behind a history. Raises ApiError 400: the chat template refuses the messages."""
-    texts = texts.with_options({"tools": history.tools}) if history.tools else texts
+    """Return the prompt behind a history.
+
+    Raises ApiError 400: the chat template refuses the messages, or special tokens stand where they may not.
+    """
+    if history.tools or history.options:
+        texts = texts.with_options(history.options | ({"tools": history.tools} if history.tools else {}))
     try:
         return _continue(texts, history, stop_ids, parse_special=parse_special)
     except FormatError as error:
@@ -84,12 +95,17 @@ def count_texts(texts: Tokenizer, nodes: list[Node]) -> list[Node]:
 
 
 def _continue(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, parse_special: bool) -> Prompt:
+    def check(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if not parse_special:
+            check_plain(texts, messages, history.tools, param="input")
+        return messages
+
     opening = [{"role": "system", "content": history.instructions}] if history.instructions is not None else []
     why = history.why_no_base
     if history.base is not None and history.tokens is not None:
         at = next(i for i, node in enumerate(history.path) if node.id == history.base.id)
         before = [*opening, *with_placeholders(_messages_of, history.path[:at])]
-        after = _messages_of(*history.path[at + 1 :])
+        after = check(_messages_of(*history.path[at + 1 :]))
         rendered = partial(_render, texts)
         try:
             text, messages, start = rest_behind(rendered, before, after)
@@ -98,7 +114,8 @@ def _continue(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, 
             return Prompt(token_ids, history.base.id, n_kept, f"continues from the token ids of {history.base.id}")
         except FormatError as error:
             why = str(error)
-    token_ids = encode_chat(texts, [*opening, *_messages_of(*history.path)], parse_special=parse_special)
+    messages = [*opening, *check(_messages_of(*history.path))]
+    token_ids = encode_chat(texts, messages, parse_special=parse_special)
     if history.base is None or history.tokens is None:
         return Prompt(token_ids, None, 0, f"encoded as a whole: {why}")
     n_common = common_prefix(history.tokens, np.array(token_ids, np.int64))

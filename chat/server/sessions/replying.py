@@ -30,7 +30,7 @@ from chat.server.sessions.writing import Writing
 from chat.server.shaping import NewReader
 from chat.stored.continuing import Prompt, tokens_of_text
 from chat.stored.items import make_nodes, make_title
-from chat.stored.nodes import Item, Node, StoredSession, new_id
+from chat.stored.nodes import Ids, Item, Node, StoredSession
 from chat.stored.rows import without_tokens
 
 _PAUSE_SECONDS = 0.01
@@ -69,22 +69,27 @@ class Made:
 
 
 class Replying:
-    """Makes one response, from its prompt to its place in the store."""
+    """Makes one response, from its prompt to its place in the store.
 
-    def __init__(self, desk: Desk, asked: SampledRequest, place: Place) -> None:
-        session = place.session
+    Args:
+        new_id: draws its ids.
+    """
+
+    def __init__(self, desk: Desk, asked: SampledRequest, place: Place, new_id: Ids | None = None) -> None:
+        session, new_id = place.session, new_id or Ids()
         self._is_new = session is None and place.is_stored
         if session is None:
             title = place.title or make_title(place.items)
             session = StoredSession(new_id("sess"), place.owner, title, is_implicit=True)
         instructions = asked.instructions if asked.instructions is not None else session.instructions
         self._desk, self._asked, self._place, self._session = desk, asked, place, session
-        about = new_response(asked, model=desk.service.model_id, store=place.is_stored)
+        about = new_response(asked, new_id("resp"), model=desk.service.model_id, store=place.is_stored)
         self._response: Response = about | (place.names or {}) | {"instructions": instructions}
         self._inputs = make_nodes(session.id, place.path[-1].id if place.path else None, place.items)
         self._events = Events()
-        self._writing = Writing(self._events)
+        self._writing = Writing(self._events, new_id)
         self._has_ended = False
+        self._told: dict[str, Any] = {}
 
     async def answer(self, request: Request) -> HttpResponse:
         """Generate and answer, whole or as a stream. Raises ApiError."""
@@ -97,7 +102,7 @@ class Replying:
             asked, token_ids, n_reply, self._place.owner, output=output,
             reports_prefill=asked.stream and asked.return_progress,
         )  # fmt: skip
-        sampling = ask.samplings[0]
+        ask, sampling = service.with_thoughts(ask, new_reader), ask.samplings[0]
         self._response |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         speaking = Speaking(
             self._writing, new_reader(), service.engine.tokenizer, opening, asked.stop_ids(service.asking.end_ids),
@@ -122,9 +127,11 @@ class Replying:
         """Return the prompt, the form of the reply, and what makes its reader. Raises ApiError."""
         desk, service, path = self._desk, self._desk.service, [*self._place.path, *self._inputs]
         instructions, asked = self._response["instructions"], self._asked
-        base, why = find_base(path, instructions, asked.told_tools)
+        options = asked.told_options(service.shaping.habits.template)
+        base, why = find_base(path, instructions, asked.told_tools, options)
         tokens = await desk.ask(desk.store.tokens, base.id) if base is not None else None
-        history = History(path, instructions, asked.told_tools, base, tokens, why)
+        history = History(path, instructions, asked.told_tools, options, base, tokens, why)
+        self._told = {"told_tools": asked.told_tools, "told_options": options}
         n_before = sum(node.n_tokens for node in self._place.path)
         make = partial(
             make_prompt, history=history, stop_ids=service.engine.stop_ids,
@@ -206,7 +213,7 @@ class Replying:
 
     async def _store(self, response: Response, generation: Generation, made: Made) -> None:
         desk, store, nodes = self._desk, self._desk.store, [*self._inputs]
-        about = about_of(response) | ({"told_tools": self._asked.told_tools} if self._asked.told_tools else {})
+        about = about_of(response) | {name: told for name, told in self._told.items() if told}
         prompt, said = made.prompt, await self._said(generation, made)
         own = [*prompt.token_ids[prompt.n_kept :], *(said or ())]
         reply = Node(

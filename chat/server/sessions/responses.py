@@ -9,8 +9,15 @@ from chat.server.errors import ApiError
 from chat.server.sessions.desk import Desk
 from chat.server.sessions.lists import page_of
 from chat.server.sessions.objects import stored_response
+from chat.server.sessions.replaying import response_again
 from chat.server.sessions.replying import Place, Replying
 from chat.server.sessions.schema import ResponseRequest
+from chat.stored.nodes import Ids, Node
+
+REPLY_SEED = "hybrid_memory.reply_seed"
+"""The name in the scope of a request of what its ids are drawn of, 32 hexadecimal digits: whoever answers it again, in
+this process or another one, makes the same response, and it is stored once.
+"""
 
 
 class Responses:
@@ -21,8 +28,15 @@ class Responses:
 
     async def create(self, request: Request) -> Response:
         asked, owner = await self._desk.read(request, ResponseRequest)
+        seed = request.scope.get(REPLY_SEED)
+        if seed is not None:
+            made = await self._desk.ask(self._desk.store.node, owner, Ids(seed)("resp"))
+            if made is not None and _is_whole(made):
+                return response_again(made, seed, stream=asked.stream)
+            if asked.seed is None:
+                asked = asked.model_copy(update={"seed": int(seed[:15], 16)})
         place = await self._place(owner, asked)
-        return await Replying(self._desk, asked, place).answer(request)
+        return await Replying(self._desk, asked, place, Ids(seed)).answer(request)
 
     async def _place(self, owner: bytes, asked: ResponseRequest) -> Place:
         """Return where a new response belongs. Raises ApiError 404."""
@@ -64,3 +78,8 @@ class Responses:
         reply = await self._desk.reply(self._desk.owner_of(request), response_id)
         path = await self._desk.ask(self._desk.store.path, reply.parent)
         return JSONResponse(page_of(request, [item for node in path for item in node.items]))
+
+
+def _is_whole(node: Node) -> bool:
+    """True for a reply that another replica has made before it was lost, and has not stopped in the middle."""
+    return node.status != "deleted" and (node.about.get("incomplete_details") or {}).get("reason") != "cancelled"

@@ -11,7 +11,7 @@ from chat.server.errors import ApiError
 from chat.server.schema import Checked, CommonRequest, Neutral
 from chat.server.sessions.input import read_input, read_items
 from chat.server.structured import read_format
-from chat.server.tool_fields import ToolFields
+from chat.server.template_fields import TemplateFields
 from chat.stored.nodes import Item
 from chat.tools.grammars import Shape
 
@@ -62,7 +62,14 @@ def _read_text(value: object) -> object:
     return TextForm(cast("Shape | None", read_format(given)), given)
 
 
-class SampledRequest(CommonRequest, ToolFields):
+class Reasoning(Checked):
+    """Holds the `reasoning` of a response. There are no summaries of thoughts, and "auto" may mean none."""
+
+    neutral: ClassVar[Neutral] = {"summary": ("auto",), "generate_summary": ("auto",)}
+    effort: str | None = None
+
+
+class SampledRequest(CommonRequest, TemplateFields):
     """Holds what requests for a stored reply have in common, in the words of Responses."""
 
     neutral: ClassVar[Neutral] = {
@@ -72,16 +79,17 @@ class SampledRequest(CommonRequest, ToolFields):
         "n": (1,),
         "prompt": (),
         "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
-        "reasoning": ({},),
         "service_tier": ("auto", "default"),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
+    effort_param: ClassVar[str] = "reasoning.effort"
     instructions: str | None = None
     text: Annotated[TextForm, BeforeValidator(_read_text)] = Field(default_factory=TextForm)
     max_output_tokens: int | None = Field(None, ge=1)
     metadata: Metadata = Field(default_factory=dict)
     safety_identifier: str | None = None
+    reasoning: Reasoning = Field(default_factory=Reasoning)
 
     @model_validator(mode="after")
     def check_forms(self) -> SampledRequest:
@@ -96,9 +104,8 @@ class SampledRequest(CommonRequest, ToolFields):
         return self.text.shape or self.shape
 
     @property
-    def told_tools(self) -> list[dict[str, Any]]:
-        """Return the tools that the model is told of, as templates know them."""
-        return [tool.definition for tool in self.offered_tools]
+    def effort(self) -> str | None:
+        return self.reasoning_effort if self.reasoning.effort is None else self.reasoning.effort
 
 
 class ResponseRequest(SampledRequest):

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from chat.server.chat_format import new_call_id
 from chat.server.sessions.objects import Events
-from chat.stored.nodes import Item, new_id
+from chat.stored.nodes import Item
 from chat.tools.calls import CallPart
 from chat.tools.reading import Part
+
+_CALL_ID_LENGTH = len("call_") + 24
 
 
 class Writing:
     """Makes the output of one response from the parts of its reply.
 
+    Args:
+        new_id: draws the ids of items.
     Attributes:
         items: the output so far; the last item may be open.
     """
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: Events, new_id: Callable[[str], str]) -> None:
         self.items: list[Item] = []
         self._events = events
+        self._new_id = new_id
         self._is_open = False
         self._n_calls = 0
 
@@ -45,10 +50,10 @@ class Writing:
             return []
         if kind == "message":
             part: Item = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            written = self._open({"id": new_id("msg"), "type": kind, "role": "assistant"}, content=[])
+            written = self._open({"id": self._new_id("msg"), "type": kind, "role": "assistant"}, content=[])
         else:
             part = {"type": "reasoning_text", "text": ""}
-            written = self._open({"id": new_id("rs"), "type": kind, "summary": []}, content=[])
+            written = self._open({"id": self._new_id("rs"), "type": kind, "summary": []}, content=[])
         self.items[-1]["content"].append(part)
         return [*written, self._write("content_part.added", content_index=0, part=dict(part))]
 
@@ -56,7 +61,8 @@ class Writing:
         written = list[str]()
         if call.index >= self._n_calls:
             self._n_calls = call.index + 1
-            about = {"id": new_id("fc"), "type": "function_call", "call_id": new_call_id(), "name": call.name}
+            call_id = self._new_id("call")[:_CALL_ID_LENGTH]
+            about = {"id": self._new_id("fc"), "type": "function_call", "call_id": call_id, "name": call.name}
             written = self._open(about, arguments="")
         self.items[-1]["arguments"] += call.arguments
         if call.arguments:

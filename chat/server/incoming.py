@@ -1,0 +1,108 @@
+"""Reads bodies as they come in: neither too large, too slow, nor too many at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from starlette.types import Receive
+
+from chat.server.access import Headers
+from chat.server.options import ServerOptions
+from chat.server.texts import LONG_BYTES
+
+_PATIENCE_SECONDS = 5.0
+"""Time that a body may take before its rate is checked."""
+_LARGE_BYTES_PER_SECOND = 8_000_000
+"""Most bytes of all large bodies together while a reply is in progress: its steps wait for the loop that reads them."""
+
+
+class ClientGoneError(Exception):
+    """Says that the client has closed the connection."""
+
+
+class Answering(Protocol):
+    """Declares how many requests are being answered."""
+
+    @property
+    def n_taken(self) -> int: ...
+
+
+class Turnstile:
+    """Lets one piece of a large body pass at a time, and no faster than other clients can be answered meanwhile."""
+
+    def __init__(self, places: Answering) -> None:
+        self._places = places
+        self._lock = asyncio.Lock()
+
+    async def wait(self, n_bytes: int) -> None:
+        """Wait for the turn of a body whose newest piece had so many bytes."""
+        async with self._lock:
+            await asyncio.sleep(n_bytes / _LARGE_BYTES_PER_SECOND if self._places.n_taken else 0)
+
+
+class Incoming:
+    """Reads a body as it comes in.
+
+    Args:
+        turnstile: of all large bodies.
+    Attributes:
+        has_ended: nothing of it is on its way any more.
+    """
+
+    def __init__(self, receive: Receive, turnstile: Turnstile) -> None:
+        self.receive = receive
+        self._turnstile = turnstile
+        self._n_bytes = 0
+        self._n_newest = 0
+        self.has_ended = False
+
+    async def read(self, options: ServerOptions) -> bytes | None:
+        """Read all of the body; None as soon as it has too many bytes.
+
+        Raises:
+            asyncio.TimeoutError: it is late as a whole, or for what has come so far. ClientGoneError.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        body = bytearray()
+        reading = asyncio.ensure_future(self._collect(body, options.max_body_bytes))
+        try:
+            while not reading.done():
+                seconds = min(options.body_seconds, _PATIENCE_SECONDS + len(body) / options.body_bytes_per_second)
+                seconds_left = started + seconds - loop.time()
+                if seconds_left <= 0:
+                    raise TimeoutError
+                await asyncio.wait({reading}, timeout=seconds_left)
+            return bytes(body) if reading.result() else None
+        finally:
+            reading.cancel()
+
+    async def _collect(self, body: bytearray, most: int) -> bool:
+        """True if the whole body is there; False if it has more bytes than `most`."""
+        while not self.has_ended and len(body) <= most:
+            body += await self._next()
+        return len(body) <= most
+
+    async def skip(self, most: int) -> None:
+        """Discard what comes, until it ends or `most` bytes have passed. Raises ClientGoneError."""
+        n_skipped = 0
+        while not self.has_ended and n_skipped <= most:
+            n_skipped += len(await self._next())
+
+    async def _next(self) -> bytes:
+        if self._n_bytes > LONG_BYTES:
+            await self._turnstile.wait(self._n_newest)
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        self.has_ended = not message.get("more_body", False)
+        piece = bytes(message.get("body", b""))
+        self._n_newest = len(piece)
+        self._n_bytes += self._n_newest
+        return piece
+
+
+def declared_bytes(headers: Headers) -> int:
+    declared = headers.get(b"content-length", b"0")
+    return int(declared) if declared.isdigit() else 0

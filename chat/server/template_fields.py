@@ -1,0 +1,51 @@
+"""Reads what a request tells the chat template: its tools, and options such as `enable_thinking`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from chat.server.errors import ApiError, clip
+from chat.server.tool_fields import ToolFields
+
+_NO_OPTIONS = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "conversation"}
+"""What templates and `apply_chat_template` know that are no options."""
+
+
+class TemplateFields(ToolFields):
+    """Holds the tools and the template options of a request."""
+
+    effort_param: ClassVar[str] = "reasoning_effort"
+    """What names the effort in a request."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort
+
+    @property
+    def told_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the model is told of, as templates know them."""
+        return [tool.definition for tool in self.offered_tools]
+
+    def told_options(self, template: str) -> dict[str, Any]:
+        """Return the options of the template. Raises ApiError 400 for one that it does not know."""
+        options = dict(self.chat_template_kwargs)
+        if self.effort is not None:
+            options["reasoning_effort"] = self.effort
+        for name, value in options.items():
+            if name in _NO_OPTIONS or (value not in (False, None) and name not in template):
+                param = self.effort_param if name == "reasoning_effort" else f"chat_template_kwargs.{clip(name)}"
+                message = f"Unsupported parameter: '{param}': this model's chat template has no such option."
+                raise ApiError(400, message, param=param, code="unsupported_parameter")
+        return options
+
+    def with_template(self, texts: Any, template: str) -> Any:
+        """Return a tokenizer that renders its chat template with the tools and options of this request.
+
+        Raises ApiError 400 for an option that the template does not know.
+        """
+        options, tools = self.told_options(template), self.told_tools
+        return texts.with_options(options | {"tools": tools} if tools else options)
