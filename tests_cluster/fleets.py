@@ -7,6 +7,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -17,6 +18,8 @@ from chat.commands.serve_options import SERVE
 from cluster.serving.fleet_options import FleetOptions
 
 RESUMES = {"session", "prefix"}
+PATIENCE_SECONDS = 240.0
+"""A test gives up after waiting so long for what must happen."""
 
 
 def fleet_options(**given: Any) -> FleetOptions:
@@ -36,7 +39,7 @@ def client_of(url: str, key: str = "a key") -> OpenAI:
 
 def get(url: str) -> str:
     """Return the body of a page."""
-    with urllib.request.urlopen(url, timeout=30) as response:
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as response:
         return str(response.read().decode())
 
 
@@ -49,8 +52,8 @@ def say(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    until = time.monotonic() + seconds
+def wait_for(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < until, "it did not happen in time"
         time.sleep(0.05)
@@ -74,5 +77,9 @@ def ask(url: str, messages: list[dict[str, Any]], **headers: str) -> tuple[str, 
 
 def replica_processes() -> list[psutil.Process]:
     """Return the processes of this test run's replicas."""
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if "ServeReplica:hybrid-memory:replica" in " ".join(process.cmdline())]
+    found = list[psutil.Process]()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if "ServeReplica:hybrid-memory:replica" in " ".join(process.cmdline()):
+                found.append(process)
+    return found

@@ -13,7 +13,7 @@ from chat.commands.fleet import FLEET
 from chat.commands.option_table import Chosen
 from chat.commands.serve_options import SERVE
 from cluster.commands.serve import shared_sessions
-from tests_cluster.fleets import replicas_of
+from tests_cluster.fleets import PATIENCE_SECONDS, replicas_of
 
 JSON = {"Content-Type": "application/json", "Authorization": "Bearer a key"}
 PINNED = "x-hybrid-memory-replica"
@@ -22,7 +22,8 @@ PINNED = "x-hybrid-memory-replica"
 def ask(url: str, body: Any = None, **headers: str) -> tuple[Any, str]:
     """Return what is answered, and the name of the replica that answers."""
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data, JSON | headers), timeout=30) as response:
+    request = urllib.request.Request(url, data, JSON | headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
         found = re.search(r"replica=(\S+)", response.headers["x-hybrid-memory-route"])
         assert found is not None
         read = response.readline() if "event" in response.headers["content-type"] else response.read()

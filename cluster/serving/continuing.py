@@ -8,26 +8,25 @@ that much away from what the second replica says. Texts are compared on the way.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import Message
 
-from chat.server.formats import DONE, as_event
+from chat.server.formats import as_event
+from cluster.serving.continuing_responses import ResponsesSoFar
+from cluster.serving.parts import AnotherReplyError, Name, PartSoFar
 
-STREAMS = ("/v1/chat/completions", "/v1/completions")
-"""Paths whose streams can go on. A stored response cannot: the lost replica may have stored it."""
+RESPONSES = "/v1/responses"
+STREAMS = ("/v1/chat/completions", "/v1/completions", RESPONSES)
+"""Paths whose streams can go on."""
 END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
 _HEAD = ("id", "created")
 """Fields that are drawn anew by each replica; the client knows those of the first one."""
 _TEXTS = ("content", "reasoning_content", "reasoning", "text")
-_DATA = b"data: "
-Name = tuple[Any, ...]
-
-
-class AnotherReplyError(Exception):
-    """Says that a replica makes another reply than the one whose beginning the client has."""
+_EVENT = re.compile(rb"(event: [a-z._]+\n|)data: (.*)\n\n")
+_END_OF_EVENT = re.compile(rb"(?<=\n\n)")
 
 
 class ResponseSoFar:
@@ -47,7 +46,7 @@ class ResponseSoFar:
         self._may_go_on = path in STREAMS
         self._is_stream = False
         self._held: list[Message] = []
-        self._reply = ReplySoFar()
+        self._reply = ResponsesSoFar() if path == RESPONSES else ReplySoFar()
 
     @property
     def can_go_on(self) -> bool:
@@ -84,17 +83,27 @@ class ResponseSoFar:
         self._held.append(message)
 
     def _rest_of(self, message: Message) -> Message | None:
+        """Return what of a message has not been sent; a stream's message may hold several events."""
         body = message.get("body", b"")
-        if not (self._is_stream and self._may_go_on and body.startswith(_DATA)):
+        if not (self._is_stream and self._may_go_on):
             return message
-        if body == DONE.encode():
+        rest = b"".join(map(self._rest_of_event, _END_OF_EVENT.split(body)))
+        return None if body and not rest else {**message, "body": rest}
+
+    def _rest_of_event(self, line: bytes) -> bytes:
+        found = _EVENT.fullmatch(line)
+        if found is None:
+            return line
+        name, data = found[1], found[2]
+        if data == b"[DONE]":
             self.is_complete = True
-            return message
-        event = json.loads(body[len(_DATA) :])
+            return line
+        event = json.loads(data)
         rest = self._reply.rest_of(event)
+        self.is_complete |= self._reply.is_end(event)
         if rest is None or rest is event:
-            return message if rest is event else None
-        return {**message, "body": as_event(rest).encode()}
+            return line if rest is event else b""
+        return name + as_event(rest).encode()
 
 
 class ReplySoFar:
@@ -103,7 +112,7 @@ class ReplySoFar:
     def __init__(self) -> None:
         self._is_first = True
         self._head: dict[str, Any] = {}
-        self._parts: dict[Name, _Part] = {}
+        self._parts: dict[Name, PartSoFar] = {}
         self._seen: set[Name] = set()
 
     def begin_again(self) -> None:
@@ -111,6 +120,10 @@ class ReplySoFar:
         self._is_first = False
         for part in self._parts.values():
             part.at = 0
+
+    def is_end(self, event: dict[str, Any]) -> bool:
+        """True for the last event of a stream: never, since another line ends it."""
+        return False
 
     def rest_of(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """Return what of an event has not been sent; None for nothing. Raises AnotherReplyError."""
@@ -128,7 +141,7 @@ class ReplySoFar:
         """Take away from a choice what has been sent; True if anything is left of it."""
         index, is_new = choice["index"], False
         for name, holder, key in _parts_of(choice):
-            holder[key] = self._parts.setdefault((index, *name), _Part()).rest_of(holder[key])
+            holder[key] = self._parts.setdefault((index, *name), PartSoFar()).rest_of(holder[key])
             is_new |= bool(holder[key])
         if "role" in choice.get("delta", {}):
             is_new |= self._is_unseen(index, "opening")
@@ -142,33 +155,6 @@ class ReplySoFar:
         is_unseen = name not in self._seen
         self._seen.add(name)
         return is_unseen
-
-
-@dataclass
-class _Part:
-    """Holds what has been sent of a part of a reply: a text, or entries of a list, which are only counted.
-
-    Attributes:
-        at: how much of it the stream of now has brought: characters or entries.
-    """
-
-    pieces: list[str] = field(default_factory=list)
-    n_told: int = 0
-    at: int = 0
-
-    def rest_of(self, piece: Any) -> Any:
-        """Return what of a piece has not been sent, and note it. Raises AnotherReplyError."""
-        n_common = min(len(piece), self.n_told - self.at)
-        rest = piece[n_common:]
-        if isinstance(piece, str):  # numbers of lists may differ in their last digits
-            if n_common:
-                self.pieces = ["".join(self.pieces)]
-                if self.pieces[0][self.at : self.at + n_common] != piece[:n_common]:
-                    raise AnotherReplyError(f"it differs behind {self.at} characters")
-            self.pieces.append(rest)
-        self.at += len(piece)
-        self.n_told += len(rest)
-        return rest
 
 
 def _parts_of(choice: dict[str, Any]) -> Iterator[tuple[Name, dict[str, Any], str]]:

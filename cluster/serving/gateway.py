@@ -7,9 +7,12 @@ replica is lost, another one answers, and a stream goes on where the client is (
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
+from uuid import uuid4
 
 from prometheus_client import CollectorRegistry, Counter
 from starlette.responses import Response
@@ -21,9 +24,10 @@ from chat.server.keys import Use
 from chat.server.limits import Guard, exchange_of
 from chat.server.options import ServerOptions
 from cluster.routing.prompts import TokenPrompt
-from cluster.serving.continuing import END, AnotherReplyError, ResponseSoFar
+from cluster.serving.continuing import END, RESPONSES, ResponseSoFar
 from cluster.serving.metrics import join_metrics
-from cluster.serving.once import KEY_HEADER, Once, Shelf
+from cluster.serving.once import KEY_HEADER, Once, Shelf, name_of
+from cluster.serving.parts import AnotherReplyError
 from cluster.serving.reading import PromptReader
 from cluster.serving.request import CHARGE, ForwardedRequest
 from cluster.serving.stored import check_stored
@@ -106,6 +110,8 @@ class Gateway:
             exchange.take_place()
         relay = _Relay(send)
         key = request.header(KEY_HEADER) if request.method == "POST" else None
+        if request.path == RESPONSES:
+            request = replace(request, reply_seed=_seed_of(request, key))
         answer = partial(self._answer, request, exchange.use)
         try:
             async for messages in answer() if key is None else self._once.play(request, key, answer):
@@ -152,6 +158,13 @@ def _charged(messages: list[Message], use: Use | None) -> list[Message]:
         if message["type"] == CHARGE and use is not None:
             use.charge(message["n_tokens"])
     return [message for message in messages if message["type"] != CHARGE]
+
+
+def _seed_of(request: ForwardedRequest, key: str | None) -> str:
+    """Return what a response's ids are drawn of: equal for a request that its client sends again by its key."""
+    if key is None:
+        return uuid4().hex
+    return hashlib.sha256(name_of(request, key).encode() + request.body).hexdigest()[:32]
 
 
 def lost() -> ApiError:

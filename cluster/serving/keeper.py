@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -15,14 +15,18 @@ from cluster.routing.prompts import TokenPrompt
 from cluster.serving.mover import Mover
 from cluster.store.health import StoreHealth
 from cluster.store.leases import Lease, Leases
+from cluster.store.patience import ASK_SECONDS, Patience
 
 log = logging.getLogger("hybrid_memory.cluster")
 T = TypeVar("T")
 
 WAIT_SECONDS = 2.0
-"""For which a request waits for its session's lease. Then it goes on beside the holder, and the session stands where
-the holder leaves it: what two replicas compute from equal tokens is equal.
+"""For which a request waits for its session's lease. Then it goes on beside the holder, as a branch: its end is stored
+under its own tokens, and the session stands where the holder leaves it. A request brings its whole history, so its
+reply does not depend on who holds the session; to refuse it would help nobody.
 """
+FETCH_SECONDS = 30.0
+"""For which a request waits for a sequence of the store. Computing it is quicker, if that takes longer."""
 SHARE_SECONDS = 10.0
 SWEEP_SECONDS = 300.0
 _POLL_SECONDS = 0.05
@@ -45,11 +49,13 @@ class Visit:
     Attributes:
         has_lease: its session is leased by this replica.
         fetched_tokens: that came from the store.
+        held_by: the replica beside which the request goes on, since that holds the session.
     """
 
     prompt: TokenPrompt
     has_lease: bool = False
     fetched_tokens: int = 0
+    held_by: str | None = None
 
 
 class Keeper:
@@ -64,7 +70,8 @@ class Keeper:
         self._mover = mover
         self._leases = leases
         self._held: dict[str, Held] = {}
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="store")
+        self._asking = Patience(4, health.note)
+        self._moving = Patience(2)  # whole sequences, which take as long as they take
         self._writing: set[asyncio.Task[None]] = set()
         self._periodic: list[asyncio.Task[None]] = []
 
@@ -72,8 +79,8 @@ class Keeper:
         """Begin to renew leases, to share prefixes, and to remove what is old."""
         periods: list[tuple[float, Callable[[], Any]]] = [
             (self._leases.seconds / 3, self._renew),
-            (SHARE_SECONDS, partial(self._run, self._mover.share)),
-            (SWEEP_SECONDS, partial(self._run, self._sweep)),
+            (SHARE_SECONDS, partial(self._move, self._mover.share)),
+            (SWEEP_SECONDS, partial(self._move, self._sweep)),
         ]
         self._periodic = [asyncio.create_task(self._repeat(*period)) for period in periods]
 
@@ -84,7 +91,8 @@ class Keeper:
         await asyncio.gather(*self._periodic, *self._writing, return_exceptions=True)
         for held in self._held.values():
             await self._attempt(self._ask, self._leases.release, held.lease)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._asking.close()
+        self._moving.close()
 
     async def before(self, prompt: TokenPrompt, alive: Collection[str] | None) -> Visit:
         """Lease the session of a prompt, and fetch what it can continue from. Where the store fails, go on without.
@@ -95,12 +103,12 @@ class Keeper:
         if not prompt.n_tokens:
             return Visit(prompt)
         held = await self._lease(prompt.session, alive) if prompt.session is not None else None
-        stand = None if held is None else held.lease.stand
+        stand, held_by = None if held is None else held.lease.stand, None
         if held is None and prompt.session is not None:
             other = await self._attempt(self._ask, self._leases.look, prompt.session)
-            stand = None if other is None else other.stand
-        fetched = await self._attempt(self._mover.fetch, prompt, stand)
-        return Visit(prompt, held is not None, fetched or 0)
+            stand, held_by = (None, None) if other is None else (other.stand, other.holder)
+        fetched = await self._attempt(self._mover.fetch, prompt, stand, seconds=FETCH_SECONDS)
+        return Visit(prompt, held is not None, fetched or 0, held_by)
 
     def after(self, visit: Visit) -> None:
         """Store where a request has ended, and release its lease when that is done. It does not wait."""
@@ -111,9 +119,11 @@ class Keeper:
     async def _store(self, visit: Visit) -> None:
         stand = None
         if visit.prompt.n_tokens and len(self._writing) <= _MOST_UNWRITTEN:
-            packed = await self._run(self._mover.pack, visit.prompt)
-            if packed is not None and await self._attempt(_as_done, packed[1]):
-                stand = packed[0]
+            packed = await self._move(self._mover.pack, visit.prompt)
+            with suppress(OSError):
+                if packed is not None:
+                    await self._move(packed[1])
+                    stand = packed[0]
         elif visit.prompt.n_tokens:
             self.health.count("dropped")
         if visit.has_lease and visit.prompt.session is not None:
@@ -139,7 +149,7 @@ class Keeper:
                 held.n_users += 1
                 return held
             try:
-                lease = await self._run(self._ask, self._leases.take, session, alive)
+                lease = await self._asking.run(self._ask, self._leases.take, session, alive)
             except OSError:
                 return None
             if lease is not None:
@@ -172,17 +182,17 @@ class Keeper:
 
     # Threads
 
-    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *arguments))
+    async def _move(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await self._moving.run(work, *arguments, seconds=None)
 
     def _ask(self, work: Callable[..., T], *arguments: Any) -> T:
         with self.health.asking():
             return work(*arguments)
 
-    async def _attempt(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """Do the work in a thread; None if the store fails."""
+    async def _attempt(self, work: Callable[..., T], *arguments: Any, seconds: float = ASK_SECONDS) -> T | None:
+        """Do the work in a thread; None if the store fails, or does not answer in time."""
         try:
-            return await self._run(work, *arguments)
+            return await self._asking.run(work, *arguments, seconds=seconds)
         except OSError:
             return None
 
@@ -193,8 +203,3 @@ class Keeper:
                 await work()
             except OSError as error:
                 log.warning("the store failed: %s", error)
-
-
-def _as_done(work: Callable[[], None]) -> bool:
-    work()
-    return True

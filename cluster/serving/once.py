@@ -20,6 +20,7 @@ from starlette.types import Message
 
 from chat.server.errors import ApiError, log
 from cluster.serving.request import ForwardedRequest
+from cluster.store.patience import Patience
 
 KEY_HEADER = "idempotency-key"
 MOST_KEPT = 1024
@@ -80,12 +81,13 @@ class Once:
         self._shelf = shelf
         self._recordings: OrderedDict[str, Recording] = OrderedDict()
         self._running: set[asyncio.Task[None]] = set()
+        self._patience = Patience(8)
 
     async def play(
         self, request: ForwardedRequest, key: str, answer: Callable[[], AsyncIterator[list[Message]]]
     ) -> AsyncIterator[list[Message]]:
         """Yield the response of a key: that of the first time, or `answer`'s. Raises ApiError 422 for another body."""
-        name = hashlib.sha256(repr((request.header("authorization"), request.path, key)).encode()).hexdigest()
+        name = name_of(request, key)
         digest = hashlib.sha256(request.body).hexdigest()
         recording = self._recordings.get(name)
         if recording is None and (stored := await self._stored(name)) is not None:
@@ -124,7 +126,7 @@ class Once:
         if self._shelf is None:
             return None
         try:
-            content = await asyncio.to_thread(self._shelf.read, _path(name))
+            content = await self._patience.run(self._shelf.read, _path(name))
             return None if content is None else _read(content)
         except (OSError, ValueError, KeyError, TypeError) as error:  # down, or damaged: it is answered anew
             log.warning("a stored reply could not be read: %s", error)
@@ -134,9 +136,14 @@ class Once:
         if self._shelf is None:
             return
         try:
-            await asyncio.to_thread(self._shelf.create, _path(name), _write(recording))
+            await self._patience.run(self._shelf.create, _path(name), _write(recording))
         except OSError as error:
             log.warning("a reply could not be stored: %s", error)
+
+
+def name_of(request: ForwardedRequest, key: str) -> str:
+    """Return the name of a client's key, 64 hexadecimal digits, which is of this client and this path alone."""
+    return hashlib.sha256(repr((request.header("authorization"), request.path, key)).encode()).hexdigest()
 
 
 def _path(name: str) -> str:

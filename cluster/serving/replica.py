@@ -25,6 +25,7 @@ from cluster.serving.keeper import Keeper
 from cluster.serving.metrics import StoreCollector
 from cluster.serving.mover import Mover
 from cluster.serving.request import CHARGE, ForwardedRequest
+from cluster.serving.scaling import REPORTED
 from cluster.store.health import StoreHealth
 from cluster.store.leases import Leases
 from cluster.store.place import Place
@@ -99,6 +100,7 @@ class ReplicaServer:
             if self.keeper is not None:
                 visit = await self.keeper.before(prompt, alive)
                 why = why | {"fetched_tokens": visit.fetched_tokens}
+                why |= {} if visit.held_by is None else {"held_by": visit.held_by.rpartition("/")[2]}
             scope: Scope = {**request.scope(), "hybrid_memory.usage": {"route": why}, "hybrid_memory.notes": notes}
             async for messages in messages_of(self.app, scope, request.body):
                 yield [with_headers(message, {ROUTE_HEADER: as_header(why)}) for message in messages]
@@ -149,12 +151,12 @@ class ReplicaServer:
             raise RuntimeError("the server answers no more; see its log")
 
     def scaling_stats(self) -> dict[str, float]:
-        """Return the tokens of prompts in flight, and the share of the budget that requests hold for good."""
+        """Return the tokens of prompts in flight, and the bytes of the budget that are free or would be made free."""
         memory, prefixes = self.engine.memory, self.engine.prefixes
         with self.engine.lock:
             free_bytes = memory.free_bytes + (0 if prefixes is None else prefixes.stats().private_bytes)
-        held_share = max(0.0, 1 - free_bytes / memory.budget_bytes)
-        return {"tokens_in_flight": float(self._n_tokens), "held_share": held_share}
+        numbers = (self._n_tokens, min(free_bytes, memory.budget_bytes), memory.budget_bytes)
+        return dict(zip(REPORTED, map(float, numbers), strict=True))
 
     async def stats(self) -> dict[str, Any]:
         """Return what routers and the autoscaler want to know, as plain values."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
+from chat.server.sessions.responses import REPLY_SEED
+
 CHARGE = "hybrid_memory.charge"
 """The type of a message, beside those of ASGI, by which a replica says the tokens that a key is to be charged for."""
 
@@ -16,6 +18,7 @@ class ForwardedRequest:
 
     Attributes:
         client: host and port of the client, or what the server before this one said.
+        reply_seed: of a response that may be stored: replicas that answer it draw equal ids of that.
     """
 
     method: str
@@ -24,10 +27,12 @@ class ForwardedRequest:
     headers: tuple[tuple[bytes, bytes], ...]
     client: tuple[str, int] | None
     body: bytes
+    reply_seed: str | None = None
 
     def scope(self) -> Scope:
         """Return the request as an ASGI app gets it."""
-        return {
+        more = {} if self.reply_seed is None else {REPLY_SEED: self.reply_seed}
+        return more | {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
             "method": self.method, "path": self.path, "raw_path": self.path.encode(), "query_string": self.query,
             "root_path": "", "headers": list(self.headers), "client": self.client, "server": None, "state": {},

@@ -36,11 +36,15 @@ class StoreHealth:
         try:
             yield
         except OSError as error:
-            self.error = f"{type(error).__name__}: {error}"[:500]
-            self._asks_again_at = self.clock() + self.pause_seconds
-            self.count("failures")
+            self.note(error)
             raise
         self.error = None
+
+    def note(self, error: OSError) -> None:
+        """Note that a call has failed."""
+        self.error = f"{type(error).__name__}: {error}"[:500]
+        self._asks_again_at = self.clock() + self.pause_seconds
+        self.count("failures")
 
     def count(self, name: str, n: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + n

@@ -42,7 +42,8 @@ class Lease:
     Attributes:
         number: of the file; one that is higher supersedes it.
         holder: of the lease.
-        until: when it ends unless it is renewed, in unix seconds; 0: it has been released.
+        until: when it ends unless it is renewed, in unix seconds by the holder's clock; 0: it has been released.
+        seconds: for which it was taken.
         stand: None before the first turn was stored.
     """
 
@@ -51,6 +52,7 @@ class Lease:
     holder: str
     until: float
     stand: Stand | None = None
+    seconds: float = 0.0
 
 
 class Leases:
@@ -81,10 +83,11 @@ class Leases:
             alive: all replicas of this fleet that live: a lease that another one of it holds has ended.
         """
         last, now = self.look(session), self._clock()
-        if last is not None and last.until > now and not self._has_ended(last.holder, alive):
+        if last is not None and self._is_running(last, now) and not self._has_ended(last.holder, alive):
             return None
         number = 1 if last is None else last.number + 1
-        lease = Lease(session, number, self.holder, now + self.seconds, None if last is None else last.stand)
+        stand = None if last is None else last.stand
+        lease = Lease(session, number, self.holder, now + self.seconds, stand, self.seconds)
         if not self._shelf.create(_name(session, number), _content(lease)):
             return None
         numbers = self._numbers(session)
@@ -109,6 +112,14 @@ class Leases:
         self._shelf.write(_name(lease.session, lease.number), _content(lease))
         return lease
 
+    def _is_running(self, lease: Lease, now: float) -> bool:
+        """True if a lease has not ended by its time.
+
+        One that seems to have been taken later than now by more than its own time and a reader's is of a clock that is
+        wrong. It would hold until that hour, so it does not count: the worst is that two replicas compute the same.
+        """
+        return now < lease.until <= now + 2 * lease.seconds + self.seconds
+
     def _has_ended(self, holder: str, alive: Collection[str] | None) -> bool:
         """True if a holder is this one, from before it began anew, or of this fleet and no longer in it."""
         fleet, _, name = holder.rpartition("/")
@@ -131,7 +142,8 @@ def _name(session: str, number: int) -> str:
 
 def _content(lease: Lease) -> bytes:
     stand = None if lease.stand is None else asdict(lease.stand)
-    return json.dumps({"holder": lease.holder, "until": lease.until, "stand": stand}).encode()
+    about = {"holder": lease.holder, "until": lease.until, "seconds": lease.seconds, "stand": stand}
+    return json.dumps(about).encode()
 
 
 def _lease_in(content: bytes, session: str, number: int) -> Lease | None:
@@ -140,6 +152,8 @@ def _lease_in(content: bytes, session: str, number: int) -> Lease | None:
         stand = (
             None if value["stand"] is None else Stand(str(value["stand"]["digest"]), int(value["stand"]["n_tokens"]))
         )
-        return Lease(session, number, str(value["holder"]), float(value["until"]), stand)
+        return Lease(
+            session, number, str(value["holder"]), float(value["until"]), stand, float(value.get("seconds", 0.0))
+        )
     except (ValueError, KeyError, TypeError):  # damaged: as if it had been released without a turn
         return Lease(session, number, "", 0.0)

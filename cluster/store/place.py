@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +13,8 @@ from uuid import uuid4
 
 from memory.storage.files import as_os_errors, check_url, local_place, make_folder
 from memory.storage.local_files import written_whole
+
+log = logging.getLogger("hybrid_memory.cluster")
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,9 @@ class Place:
     """Holds files by names such as "sessions/3f/1.json". All calls block, and raise OSError where the place fails.
 
     Args:
-        url: of a folder; it is made where there is none.
+        url: of a folder; it is made where there is none, unless it is of a store that does not answer now.
     Raises:
-        SpecError: a URL that fsspec cannot open. OSError: the folder cannot be made.
+        SpecError: a URL that fsspec cannot open, or a file. OSError: there is no such place, or no right to use it.
     """
 
     def __init__(self, url: str) -> None:
@@ -38,7 +41,12 @@ class Place:
         self.url = check_url("--store", url).rstrip("/")
         self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
         self._is_local = local_place(self.url) is not None
-        make_folder(self.url)
+        try:
+            make_folder(self.url)
+        except OSError as error:
+            if self._is_local or isinstance(error, PermissionError | FileNotFoundError):
+                raise
+            log.warning("the store does not answer: %s", error)  # a replica that starts meanwhile serves as others do
 
     def path(self, name: str) -> str:
         """Return the path or URL of a file, for functions that open it themselves."""

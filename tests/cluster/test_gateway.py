@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from starlette.types import Message
@@ -80,8 +82,8 @@ def play(
 
 
 def events_of(messages: list[Message]) -> list[dict[str, Any]]:
-    bodies = [message.get("body", b"") for message in messages[1:]]
-    return [json.loads(body[6:]) for body in bodies if body.startswith(b"data: {")]
+    events = b"".join(message.get("body", b"") for message in messages[1:]).split(b"\n\n")  # a message may hold several
+    return [json.loads(event[6:]) for event in events if event.startswith(b"data: {")]
 
 
 def told(events: list[dict[str, Any]]) -> dict[Any, Any]:
@@ -110,7 +112,7 @@ def test_a_stream_goes_on_where_its_replicas_were_lost(embedded: LanguageModel, 
     (right, broken), _ = play(embedded, [1 << 30, 7, 11], [request, request])
     assert told(events_of(broken)) == told(events_of(right)) and len(told(events_of(right))) > 2
     assert {event["id"] for event in events_of(broken)} == {events_of(broken)[0]["id"]}
-    assert broken[-1] == right[-1] and broken[-2]["body"] == b"data: [DONE]\n\n" == right[-2]["body"]
+    assert broken[-1] == right[-1] and all(sent[-2]["body"].endswith(b"data: [DONE]\n\n") for sent in (broken, right))
     assert "usage" not in events_of(right)[-1] or events_of(broken)[-1]["usage"]["completion_tokens"] > 3
 
 
@@ -136,6 +138,38 @@ def test_of_calls_and_thoughts_each_part_goes_on() -> None:
     assert rest == [
         {"reasoning_content": " see"}, {"tool_calls": [call(0, ": 1}")]}, {"tool_calls": [call(1, "{}", name="find")]}
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [5, 9, -1])
+def test_a_response_goes_on_under_its_id_and_is_stored_once(embedded: LanguageModel, cut: int) -> None:
+    """Even if its first replica was lost when all was stored, but for the last event."""
+    body = {"input": CHAT["messages"][0]["content"], "stream": True, "temperature": 1.0, "max_output_tokens": 16}
+    whole = request_of("/v1/responses", body, idempotency_key="a")
+    ((right,), replicas) = play(embedded, [], [whole])
+    cut = cut if cut > 0 else len(right) - 2
+    shown = replace(request_of("/v1/responses/" + sent(right)[0]["response"]["id"], {}), method="GET", body=b"")
+    ((broken, again, stored), replicas) = play(embedded, [cut], [whole, whole, shown])
+    events, rights = sent(broken), sent(right)
+    assert len(replicas.bodies) == 3 and sent(again) == events
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert (
+        response_of(events)
+        == response_of(rights)
+        == json.loads(stored[-1]["body"]) | {"usage": ANY, "created_at": ANY, "completed_at": ANY}
+    )
+    texts = ["".join(event["delta"] for event in some if "delta" in event) for some in (events, rights)]
+    assert texts[0] == texts[1] == response_of(events)["output"][0]["content"][0]["text"]
+
+
+def sent(messages: list[Message]) -> list[dict[str, Any]]:
+    """Return the events of a stream of /v1/responses."""
+    bodies = [message.get("body", b"").partition(b"data: ")[2] for message in messages[1:]]
+    return [json.loads(body) for body in bodies if body]
+
+
+def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the response of a stream that is complete, but for what is counted and measured anew."""
+    return events[-1]["response"] | {"usage": ANY, "created_at": ANY, "completed_at": ANY}
 
 
 def test_a_drawn_reply_gets_a_seed_so_that_it_can_go_on(embedded: LanguageModel) -> None:

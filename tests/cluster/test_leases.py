@@ -106,6 +106,22 @@ def test_a_file_that_was_removed_meanwhile_gives_no_lease(shelf: Shelf, clock: C
     assert a.take("s") is None and a.look("s").holder == "f/c"
 
 
+@pytest.mark.parametrize(("seconds_ahead", "holds"), [(-20, True), (29, True), (-31, False), (3600, False)])
+def test_a_holder_whose_clock_is_wrong_holds_no_longer_than_a_lease_lasts(
+    shelf: Shelf, clock: Clock, seconds_ahead: int, holds: bool
+) -> None:
+    other = Clock()
+    other.now = clock.now + seconds_ahead
+    lease = taken(Leases(shelf, "f/a", 30, other))
+    b = Leases(shelf, "g/b", 30, clock)
+    assert (b.take("s") is None) == holds
+    if not holds:
+        a = Leases(shelf, "f/a", 30, other)
+        assert a.renew(lease) is None and not a.release(lease, Stand("ab", 7)), "what it does then does not count"
+    clock.now += 61
+    assert b.take("s") is not None
+
+
 def test_a_damaged_file_counts_as_released(shelf: Shelf, clock: Clock) -> None:
     a = Leases(shelf, "f/a", 30, clock)
     taken(a)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +66,19 @@ def test_what_is_old_goes_and_then_the_oldest_until_the_rest_fits(tmp_path: Path
     assert store.sweep() == 200
     assert [store.has(bytes([i]) * 16, 10) for i in range(4)] == [False, False, True, True]
     assert set(store.hot()) == {bytes([2]) * 16, bytes([3]) * 16}
+
+
+def test_a_replica_starts_while_its_store_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(error: OSError) -> Callable[[str], None]:
+        def fail(path: str) -> None:
+            raise error
+
+        return fail
+
+    for error, is_down in ((OSError(16, "503"), True), (PermissionError("no"), False)):
+        monkeypatch.setattr("cluster.store.place.make_folder", failing(error))
+        with nullcontext() if is_down else pytest.raises(PermissionError):
+            assert Place("memory://nothing").names("sessions") == []
 
 
 @pytest.mark.parametrize("scheme", ["folder", "memory"])

@@ -13,18 +13,21 @@ from memory import SpecError
 
 
 @pytest.mark.parametrize(
-    ("n", "tokens", "held", "wanted"),
+    ("n", "tokens", "free", "wanted"),
     [
         (2, [], [], 1),
-        (2, [TARGET_TOKENS, TARGET_TOKENS], [0.1, 0.1], 2),
-        (2, [2 * TARGET_TOKENS, TARGET_TOKENS + 1], [0.1, 0.1], 4),
-        (4, [0, 0, 0, 0], [1.0, 1.0, 1.0, 1.0], 5),
+        (2, [TARGET_TOKENS, TARGET_TOKENS], [900, 900], 2),
+        (2, [2 * TARGET_TOKENS, TARGET_TOKENS + 1], [900, 900], 4),
+        (4, [0, 0, 0, 0], [0, 0, 0, 0], 5),
+        (4, [0, 0, 0, 0], [0, 400, 400, 0], 4),
+        (4, [0, 0], [0, 200], 5),
+        (5, [0, 0, 0, 0, 0], [1000] * 5, 1),
     ],
 )
-def test_tokens_in_flight_and_held_bytes_say_how_many(
-    n: int, tokens: list[float], held: list[float], wanted: int
+def test_tokens_in_flight_and_free_bytes_say_how_many(
+    n: int, tokens: list[float], free: list[float], wanted: int
 ) -> None:
-    assert wanted_replicas(n, tokens, held) == wanted
+    assert wanted_replicas(n, tokens, free, [1000] * len(free)) == wanted
 
 
 def test_replicas_go_one_by_one_after_a_while() -> None:
