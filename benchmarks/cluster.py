@@ -9,30 +9,43 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
 import psutil
-import torch
 
 from benchmarks.fleet_users import Outcome, play, write_scripts
 from benchmarks.harness import Report
-from benchmarks.workloads import VOCAB, both_models
+from benchmarks.moving import move
 from chat.commands.fleet import FLEET
 from chat.commands.serve_options import SERVE
 from cluster.commands.serve import fleet
 from cluster.serving.fleet_options import FleetOptions
-from memory import HybridMemory
 
+PARTS = ("move", "routers", "failures")
 _AT_ONCE = 12
 
 
-def cluster(*, quick: bool) -> Report:
-    """Measure reuse and time to the first token by router, failures in mid-run, and a session's move."""
+def cluster(*, quick: bool, parts: Collection[str] = PARTS, kept: Path | None = None) -> Report:
+    """Measure reuse and time to the first token by router, failures in mid-run, and a session's move.
+
+    Args:
+        kept: a folder whose file has the tables of parts that were measured before.
+    """
     report = Report("cluster")
-    _move(report, n_rounds=5 if quick else 15)
     n_users, n_turns = (12, 6) if quick else (60, 8)
+    if "move" in parts:
+        move(report, n_rounds=5 if quick else 61)
+    if "routers" in parts:
+        _compare_routers(report, n_users, n_turns)
+    if "failures" in parts:
+        _fail(report, 2 * n_users, n_turns)
+    report.keep_tables(kept)
+    return report
+
+
+def _compare_routers(report: Report, n_users: int, n_turns: int) -> None:
     scripts, ideal = write_scripts(n_users, n_turns)
     for router in ("round-robin", "consistent-hash", "resumable"):
         outcome = Outcome()
@@ -41,13 +54,10 @@ def cluster(*, quick: bool) -> Report:
         share = outcome.reused_tokens / outcome.prompt_tokens
         seconds = [1000 * second for second in outcome.first_seconds]
         report.add(f"{n_users} users x {n_turns} turns, 2 replicas, no store", {
-            "router": router, "reused": share, "of one memory's": share / ideal, "wrong": outcome.wrong,
-            "failed": outcome.failed, "first token p50, ms": statistics.median(seconds),
+            "router": router, "reused": share, "one memory reuses": ideal, "share of that": share / ideal,
+            "wrong": outcome.wrong, "failed": outcome.failed, "first token p50, ms": statistics.median(seconds),
             "p99, ms": float(np.percentile(seconds, 99)),
         })  # fmt: skip
-    report.notes.append(f"One memory for all users reuses {ideal:.1%} of the tokens of prompts.")
-    _fail(report, n_users, n_turns)
-    return report
 
 
 def _options(**given: object) -> FleetOptions:
@@ -137,43 +147,3 @@ def _refuse(store: Path, seconds: float) -> None:
     time.sleep(seconds)
     store.unlink()
     away.rename(store)
-
-
-def _move(report: Report, *, n_rounds: int) -> None:
-    """Move a session of 4,096 tokens of the 120M Jamba from one memory to another, beside writing its bytes."""
-    with both_models("jamba") as (model, _), tempfile.TemporaryDirectory() as folder:
-        here, there = (HybridMemory(model.memory_spec, "1GiB") for _ in range(2))
-        tokens = np.random.default_rng(0).integers(0, VOCAB, 4096)
-        sequence = here.open()
-        here.run(model, {sequence: tokens}, max_tokens=512)
-
-        path, plain = Path(folder) / "session.safetensors", Path(folder) / "plain"
-
-        def move() -> None:
-            here.archive.pack(sequence)(str(path))
-            there.close(there.archive.open(there.archive.read(path)))
-
-        move()
-        content = path.read_bytes()
-
-        def write_and_read() -> None:
-            with plain.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            plain.read_bytes()
-
-        samples = {"move": list[float](), "bytes": list[float]()}
-        for _ in range(n_rounds + 1):
-            for name, run, file in (("move", move, path), ("bytes", write_and_read, plain)):
-                file.unlink(missing_ok=True)  # a store never writes a file anew
-                started = time.perf_counter()
-                run()
-                samples[name].append(time.perf_counter() - started)
-        move_ms, bytes_ms = (1000 * statistics.median(seconds[1:]) for seconds in samples.values())
-        moved = there.archive.open(there.archive.read(path))
-        is_equal = bool(torch.equal(there.run(model, {moved: [5]}), here.run(model, {sequence: [5]})))
-        report.add("a session of 4,096 tokens moves (120M Jamba)", {
-            "MiB": len(content) / 2**20, "move, ms": move_ms, "its bytes written and read, ms": bytes_ms,
-            "ratio": move_ms / bytes_ms, "same logits, bit for bit": str(is_equal),
-        })  # fmt: skip

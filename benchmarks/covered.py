@@ -1,8 +1,8 @@
 """Measures which lines and branches of `memory/` the default tests run on the CPU, room by room.
 
 Bodies of kernels are compiled, by numba or by Triton, so no Python runs in them: they are left out, and their own tests
-compare each with plain torch. `memory/kernels/cuda` is counted apart: what of it a machine without a GPU can run, the
-tests run by Triton's interpreter.
+compare each with plain torch. pyproject.toml, `[tool.coverage.report]`, lists what is left out, with reasons.
+`memory/kernels/cuda` is counted apart: what of it a machine without a GPU can run, Triton's interpreter runs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def report(measured: dict[str, Any]) -> Report:
         all_of_them = n["num_statements"] + n["num_branches"]
         row = {"room": room, "lines": n["num_statements"], "branches": n["num_branches"]}
         not_run = {"lines not run": n["missing_lines"], "branches not taken": n["missing_branches"]}
-        found.add("coverage of memory/", row | not_run | {"%": 100 * covered / max(1, all_of_them)})
+        shares = {"% of branches": 100 * n["covered_branches"] / max(1, n["num_branches"])}
+        found.add("coverage of memory/", row | not_run | shares | {"% of both": 100 * covered / max(1, all_of_them)})
     worst = sorted(missing.items(), key=lambda item: -item[1])[:12]
     found.notes = ["Most is missing in " + ", ".join(f"{name} ({n})" for name, n in worst if n) + "."]
     return found

@@ -94,6 +94,15 @@ class Report:
             own += [row for row in rows if tuple(row[name] for name in names) not in new]
             own.sort(key=lambda row: tuple(row[name] for name in names))
 
+    def keep_tables(self, folder: Path | None) -> None:
+        """Add the tables of the folder's file that were not measured now, if they are of this machine and versions."""
+        path = None if folder is None else folder / f"{self.name}.json"
+        if path is None or not path.exists():
+            return
+        known = json.loads(path.read_text())
+        if known["machine"] == machine():
+            self.tables |= {title: rows for title, rows in known["tables"].items() if title not in self.tables}
+
     def show(self) -> None:
         console = Console()
         for title, rows in self.tables.items():

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from benchmarks.metrics_probe import probing
+
 _END = b"data: [DONE]\n\n"
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
-_LENGTH = re.compile(rb"content-length: (\d+)")
 _PATIENCE_SECONDS = 120.0
-_PROBE_SECONDS = 0.2
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Load:
         n_tokens: of all replies, as the server's `usage` says.
         first_token_seconds: of each request, from its first byte sent to the first event of its reply; without the
             first ones of all clients, which come at the same moment.
-        metrics_seconds: of `GET /metrics` meanwhile, five times a second.
+        metrics_seconds: of `GET /metrics` meanwhile, some eight times a second, by another process.
     """
 
     seconds: float = 0.0
@@ -95,7 +95,10 @@ class _Client(asyncio.Protocol):
 
 def ask(url: str, bodies: Sequence[dict[str, object]], n_at_once: int) -> Load:
     """Send chat completions, `n_at_once` at a time. Raises RuntimeError for one that is not answered."""
-    return asyncio.run(_ask(url, bodies, n_at_once))
+    with probing(url) as metrics_seconds:
+        load = asyncio.run(_ask(url, bodies, n_at_once))
+    load.metrics_seconds = metrics_seconds
+    return load
 
 
 async def _ask(url: str, bodies: Sequence[dict[str, object]], n_at_once: int) -> Load:
@@ -106,30 +109,13 @@ async def _ask(url: str, bodies: Sequence[dict[str, object]], n_at_once: int) ->
         await asyncio.get_running_loop().create_connection(lambda: _Client(requests, load), host, port)
         for _ in range(min(n_at_once, len(bodies)))
     ]
-    probing = asyncio.create_task(_probe(host, port, load))
     try:
         await asyncio.wait_for(asyncio.gather(*(client.done for _, client in connections)), _PATIENCE_SECONDS)
     finally:
-        probing.cancel()
         for transport, _ in connections:
             transport.close()
     load.seconds = time.perf_counter() - started
     return load
-
-
-async def _probe(host: str | None, port: int | None, load: Load) -> None:
-    """Read /metrics until this is cancelled."""
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        while True:
-            await asyncio.sleep(_PROBE_SECONDS)
-            started = time.perf_counter()
-            writer.write(f"GET /metrics HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            await reader.readexactly(int(_LENGTH.findall(head)[0]))
-            load.metrics_seconds.append(time.perf_counter() - started)
-    finally:
-        writer.close()
 
 
 def _as_http(host: str, body: dict[str, object]) -> bytes:

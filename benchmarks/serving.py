@@ -35,7 +35,8 @@ _OPTIONS = ("--max-requests", "256")
 _NOTES = [
     f"The embedded model, servers with their defaults; prompts of {_N_PROMPT} random tokens, greedy replies of up to "
     f"{_N_REPLY}. Throughput: tokens of replies a second, medians of the rounds' ratios. First token: p99 of all "
-    "requests of all rounds, and medians of the rounds' ratios. before again: another server of the earlier tree.",
+    "requests of all rounds, and medians of the rounds' ratios. before again: another server of the earlier tree. "
+    "/metrics: read by a process that does nothing else.",
 ]
 
 

@@ -7,6 +7,7 @@ one run, but for the time at which it ends.
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ from benchmarks.harness import Report
 from memory import CapacityError, HybridMemory, Sequence
 from memory.prefix import PrefixCache
 from memory.testing import HybridAdapter, InjectedError, subjects
-from memory.testing.histories import Parts, head, length_of
+from memory.testing.histories import Fed, Parts, head, joined, length_of
 
 KINDS: dict[str, Callable[..., HybridAdapter]] = {
     "hybrid": subjects.hybrid,
@@ -137,7 +138,7 @@ class Round:
             ended = time.thread_time()
         self._tally.seconds.append(time.thread_time() - ended + began - started)
         for sequence, tokens in requests.items():
-            self.live[sequence] = (*self.live[sequence], tokens)
+            self.live[sequence] = (*self.live[sequence], Fed(tokens))
             self._tally.n_tokens += len(tokens)
 
     def _fail(self) -> None:
@@ -209,8 +210,7 @@ class Round:
     def _reuse(self) -> None:
         if self._cache is not None and self.live and len(self.live) < _MOST_SEQUENCES:
             parts = self._random.choice(list(self.live.values()))
-            tokens = [token for part in parts for token in part]
-            if tokens:
+            if tokens := joined(parts):
                 sequence, _ = self._cache.open([*tokens, 0])
                 self.live[sequence] = head(parts, sequence.length)
 
@@ -235,14 +235,19 @@ class Round:
         except CapacityError:
             self._give_way()
             return
-        self.live[sequence] = (*self.live[sequence], token)
+        self.live[sequence] = (*self.live[sequence], Fed(token))
         alone = KINDS[self._kind](budget="4MiB")
-        other = alone.open()
+        other, agreement = alone.open(), alone.agreement
         for part in self.live[sequence]:
-            with alone.memory.step({other: list(part)}) as step:
+            # Where cuts matter, every step must be as long as it was.
+            behind = part.taken_back if agreement.cuts_matter else ()
+            with alone.memory.step({other: [*part.tokens, *behind]}) as step:
                 expected = alone.model(step)
+                step.accept({other: len(part.tokens)})
         self._tally.n_replayed += 1
-        most = self._adapter.agreement.rounding * max(1.0, float(expected.std()))
+        # Steps of equal lengths give equal bits; prefixes, which others may have fed in other steps, are not reused.
+        has_same_bits = agreement.same_bits and agreement.cuts_matter
+        most = 0.0 if has_same_bits else agreement.rounding * max(1.0, float(expected.std()))
         if sequence.tokens.tolist() != other.tokens.tolist() or not torch.allclose(found, expected, rtol=0, atol=most):
             worst = float((found - expected).abs().max())
             self._tally.mismatches.append(f"{self._kind}: {length_of(self.live[sequence])} tokens, off by {worst:.2g}")
@@ -261,19 +266,34 @@ class Round:
 def measure(*, quick: bool, minutes: float = 30.0, seed: int = 0) -> Report:
     """Run rounds until so many minutes of the processor's time are over, each kind once at least.
 
-    The processor's time, so that a run on a busy machine is no shorter.
+    The processor's time, so that a run on a busy machine is no shorter. SIGTERM or Ctrl-C ends it early: what was done
+    by then is reported.
     """
     tally, started = Tally(), time.process_time()
     seconds = 60.0 * minutes * (not quick)
     memory_at = [0.0, 0.0]
     n_rounds = 0
-    while (elapsed := time.process_time() - started) < seconds or n_rounds < len(KINDS):
-        kind = list(KINDS)[n_rounds % len(KINDS)]
-        with tempfile.TemporaryDirectory() as folder:
-            Round(kind, seed * 1_000_003 + n_rounds, tally, Path(folder)).run()
-        memory_at[elapsed > seconds / 10] = _resident_mib()
-        n_rounds += 1
+    with _ended_by_signals():
+        while (elapsed := time.process_time() - started) < seconds or n_rounds < len(KINDS):
+            kind = list(KINDS)[n_rounds % len(KINDS)]
+            with tempfile.TemporaryDirectory() as folder:
+                Round(kind, seed * 1_000_003 + n_rounds, tally, Path(folder)).run()
+            memory_at[elapsed > seconds / 10] = _resident_mib()
+            n_rounds += 1
     return _report(tally, n_rounds, time.process_time() - started, memory_at)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Leave the block at SIGTERM and SIGINT, also where a shell in the background has the latter ignored."""
+    former = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        return
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def _resident_mib() -> float:

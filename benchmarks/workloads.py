@@ -118,7 +118,7 @@ class Ours:
     def decode(self) -> None:
         with self.memory.step(zip(self.sequences, self.next, strict=True)) as step:
             logits = self.model(step)
-        self.next = logits.argmax(-1).tolist()
+        self.next = logits.max(-1).indices.tolist()  # several times as fast as argmax
 
 
 class Transformers:
@@ -150,7 +150,7 @@ class Transformers:
             options["position_ids"] = positions[None].expand(len(tokens), -1)
         logits = self.model(tokens, **options).logits[:, -1]
         self._length += tokens.shape[1]
-        self._next = logits.argmax(-1)[:, None]
+        self._next = logits.max(-1).indices[:, None]
 
 
 @dataclass

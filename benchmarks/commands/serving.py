@@ -74,11 +74,19 @@ def drafts(
 
 
 @app.command()
-def cluster(quick: Quick = False, out: Out = None) -> None:
+def cluster(
+    part: Annotated[
+        list[str] | None, typer.Option("--part", help="move, routers or failures; may be repeated; all unless given.")
+    ] = None,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
     """Measure two replicas on a local Ray: reuse by router, what failures cost, and what moving a session takes."""
     from benchmarks import cluster as clusters  # needs Ray
 
-    run(clusters.cluster, ("tests/cluster/test_routing.py", "tests/cluster/test_leases.py"), quick, out, None)
+    parts = known(part, clusters.PARTS, n_quick=None)
+    tests = ("tests/cluster/test_routing.py", "tests/cluster/test_leases.py")
+    run(clusters.cluster, tests, quick, out, None, parts=parts, kept=out)
 
 
 @app.command()

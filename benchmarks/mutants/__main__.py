@@ -1,4 +1,4 @@
-"""Runs `python -m benchmarks.mutants [--sample N] [--seed S] [--file PATH]`.
+"""Runs `python -m benchmarks.mutants [--file PATH] [--sample N] [--seed S] [--out FOLDER]`.
 
 It is no command of `python -m benchmarks`, since that imports the library, and the forks must import each mutant of it.
 """
@@ -10,19 +10,23 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.mutants.killing import FILES, kill
+from benchmarks.mutants.killing import FILES, Choice, kill
 
 
 def main(
-    sample: Annotated[int, typer.Option(min=1, help="Mutants, drawn by the seed.")] = 200,
-    seed: Annotated[int, typer.Option(help="Another one draws others.")] = 0,
     file: Annotated[list[str] | None, typer.Option(help="Of this one alone; may be repeated.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for mutants.json, from which a run goes on.")] = None,
+    sample: Annotated[int | None, typer.Option(min=1, help="So many of each file; all unless given.")] = None,
+    seed: Annotated[int, typer.Option(help="Another one draws others.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Of the processor, for the tests of one mutant.")] = 20.0,
+    jobs: Annotated[int, typer.Option(min=1, help="Tried at a time.")] = 2,
+    wide: Annotated[bool, typer.Option(help="Ask tests of all kinds of memories too, which take minutes.")] = False,
+    again: Annotated[bool, typer.Option(help="Try those again that survived, for new tests.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report; a run that was ended goes on there.")] = None,
 ) -> None:
     """Put small faults into the core, one at a time, and count those that its tests find; below 85 % ends with 1."""
     if unknown := [path for path in file or () if path not in FILES]:
         raise typer.BadParameter(f"{unknown} are none of {', '.join(FILES)}", param_hint="--file")
-    if not kill(sample, seed, file, out):
+    if not kill(Choice(tuple(file or FILES), sample, seed, seconds, jobs, wide, again), out):
         raise typer.Exit(1)
 
 

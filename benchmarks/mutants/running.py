@@ -1,61 +1,56 @@
-"""Runs the tests of a file against each mutant of it, in forks of a process that has imported all but the library.
+"""Runs tasks in forks, and tests in a session of pytest that has collected them already.
 
-So a mutant costs what its tests cost, and no start of torch. A fork that fails, does not end in time or cannot import
-the mutant has killed it.
+So a mutant costs what its tests cost: no start of torch, no import, no collection.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.abc
-import importlib.machinery
 import os
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-from benchmarks.mutants.operators import Mutant, mutated
 
 ROOT = Path(__file__).parent.parent.parent
 _AHEAD = ("torch", "numba", "numpy", "einops", "fsspec", "pytest", "hypothesis", "hypothesis.stateful", "rich")
-_QUIETLY = ("--assert=plain", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+OPTIONS = (
+    "-q", "-s", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--assert=plain",
+    "-W", "ignore::pytest.PytestAssertRewriteWarning",
+)  # fmt: skip
 """pytest would load what it rewrites from its file, the library too where it counts as a plugin, and no mutant then."""
-_POLL_SECONDS = 0.1
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, tree: ast.Module, path: str) -> None:
-        self._code = compile(tree, path, "exec")
-
-    def exec_module(self, module: ModuleType) -> None:
-        exec(self._code, vars(module))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module, whose code is another one."""
-
-    def __init__(self, name: str, path: Path, tree: ast.Module) -> None:
-        self._name, self._path, self._tree = name, path, tree
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        spec = importlib.machinery.ModuleSpec(fullname, _Loader(self._tree, str(self._path)), origin=str(self._path))
-        spec.has_location = True
-        return spec
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class Run:
-    """Says how the tests ended: 0 if all have passed; and the processor's seconds that they took."""
+    """Says how a task ended: 0 if all tests have passed; and the processor's seconds that it took."""
 
     status: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """Names what runs in a fork, and the most seconds of the processor that it may take; `run` returns a status."""
+
+    name: str
+    run: Callable[[], int]
+    most_seconds: float
+
+
+class Collected:
+    """A plugin of pytest: once the tests are collected, `then` runs instead of them."""
+
+    def __init__(self, then: Callable[[Any], None]) -> None:
+        self._then = then
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        self._then(session)
+        return True
 
 
 def import_ahead() -> None:
@@ -65,37 +60,48 @@ def import_ahead() -> None:
         __import__(name)
 
 
-def run_tests(tests: Seq[str], mutant: Mutant | None, most_seconds: float) -> Run:
-    """Run tests in a fork, until the first one fails, within so many seconds of the processor."""
-    child = os.fork()
-    if not child:
-        _run_in_child(tests, mutant, most_seconds)
-    n_polls = 0  # a process that was stopped for a while must not count the time
-    while not (ended := os.wait4(child, os.WNOHANG))[0]:
+def run_items(session: Any, items: Seq[Any]) -> int:
+    """Run collected tests in this order until one fails; return 1 if one has."""
+    for i, item in enumerate(items):
+        following = items[i + 1] if i + 1 < len(items) else None
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.testsfailed:
+            return 1
+    return 0
+
+
+def in_forks(tasks: Iterator[Task], n_jobs: int) -> Iterator[tuple[str, Run]]:
+    """Run each task in a fork of its own, some at a time; generate their names and how they ended, as they end."""
+    running: dict[int, tuple[Task, int]] = {}
+    while True:
+        while len(running) < n_jobs and (task := next(tasks, None)) is not None:
+            running[_fork(task)] = task, 0
+        if not running:
+            return
+        for child, (task, n_polls) in [*running.items()]:
+            ended, status, used = os.wait4(child, os.WNOHANG)
+            if ended:
+                del running[child]
+                yield task.name, Run(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime)
+            else:  # polls that have run are counted, for a process that was stopped must not count the time
+                running[child] = task, n_polls + 1
+                if n_polls * _POLL_SECONDS > 20 * task.most_seconds + 60:  # it waits, and computes nothing
+                    os.kill(child, 9)
         time.sleep(_POLL_SECONDS)
-        n_polls += 1
-        if n_polls * _POLL_SECONDS > 10 * most_seconds:  # it waits, and computes nothing
-            os.kill(child, 9)
-    _, status, used = ended
-    return Run(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime)
 
 
-def _run_in_child(tests: Seq[str], mutant: Mutant | None, most_seconds: float) -> None:
+def _fork(task: Task) -> int:
+    child = os.fork()
+    if child:
+        return child
     status = 70
     try:
-        seconds = int(most_seconds) + 1
+        seconds = int(task.most_seconds) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
-        if mutant is not None:
-            path = ROOT / mutant.path
-            name = mutant.path.removesuffix(".py").replace("/", ".")
-            sys.meta_path.insert(0, _Finder(name, path, mutated(path.read_text(), mutant.number)))
-        import pytest
-
-        options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-seed=0", *_QUIETLY]
-        status = int(pytest.main([*options, *tests]))
+        status = task.run()
     finally:
         os._exit(status)

@@ -63,4 +63,4 @@ def test_all_contestants_decode() -> None:
     contestants = make_contestants(make_config(256, 2, [1]), 2, 8, torch.device("cpu"))
     medians = measure(contestants, 3, 1)
     assert set(medians) == {"ours", "ours, recorded", "transformers"}
-    assert all(0 < seconds < 60 for seconds in medians.values())
+    assert all(seconds > 0 for seconds in medians.values())
