@@ -5,6 +5,8 @@ name.
 from __future__ import annotations
 
 import re
+import tomllib
+from importlib.metadata import metadata
 from pathlib import Path
 
 import grimp
@@ -41,6 +43,16 @@ def test_the_contract_has_eleven_layers_and_counts_imports_for_types() -> None:
     contract = text[text.index('containers = ["memory"]') :]
     layers = re.findall(r'^    "(.+)",$', contract[: contract.index("]\n", contract.index("layers = "))], re.MULTILINE)
     assert len(layers) == 11 and "exclude_type_checking_imports = false" in text
+
+
+def test_the_lowest_python_is_said_alike() -> None:
+    """Also beside what transformers, which is always installed, asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lowest = project["project"]["requires-python"].removeprefix(">=")
+    assert project["tool"]["mypy"]["python_version"] == lowest
+    assert project["tool"]["ruff"]["target-version"] == f"py{lowest.replace('.', '')}"
+    assert f"Python {lowest} or newer" in (ROOT / "README.md").read_text()
+    assert metadata("transformers")["Requires-Python"].startswith(f">={lowest}")
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

@@ -18,7 +18,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 _MOST_LINES = 15
-_CELL_SECONDS = 300
+_CELL_SECONDS = 600
 """The first step of a fresh set-up compiles kernels, which takes a slow machine minutes."""
 
 
@@ -55,7 +55,7 @@ def test_runs(path: Path, kernel: KernelManager, tmp_path: Path) -> None:
     """In an empty folder, and as if it were the kernel's first."""
     notebook = nbformat.read(path, as_version=4)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(_FRESH.format(folder=str(tmp_path))))
-    client = NotebookClient(notebook, km=kernel, timeout=_CELL_SECONDS, startup_timeout=120)
+    client = NotebookClient(notebook, km=kernel, timeout=_CELL_SECONDS, startup_timeout=_CELL_SECONDS)
     try:
         client.execute()
     finally:

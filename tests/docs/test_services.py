@@ -59,7 +59,7 @@ def test_the_command_of_the_unit_starts_and_answers(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from chat.cli import main; main()", *words]
     environment = os.environ | {"HYBRID_MEMORY_API_KEY": "secret", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        killer = threading.Timer(120, process.kill)
+        killer = threading.Timer(600, process.kill)
         killer.start()
         try:
             assert process.stderr is not None
