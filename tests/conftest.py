@@ -5,12 +5,16 @@ Memory under test is poisoned: fresh and freed blocks are NaN, so whatever nobod
 from __future__ import annotations
 
 import os
+import random
+import secrets
 
 import pytest
 import xdist
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("ci", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "ci", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
+)
 settings.register_profile("long", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
@@ -37,7 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws are the same in every run, also those of requests that name no seed."""
     import torch
 
     torch.manual_seed(0)
+    drawn = random.Random(0)
+    monkeypatch.setattr(secrets, "randbits", drawn.getrandbits)
+    monkeypatch.setattr(secrets, "randbelow", drawn.randrange)

@@ -173,8 +173,8 @@ def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_a_drawn_reply_gets_a_seed_so_that_it_can_go_on(embedded: LanguageModel) -> None:
-    request = request_of("/v1/chat/completions", {**CHAT, "seed": None, "temperature": 1.5, "stream": True})
-    (broken,), replicas = play(embedded, [9], [request])
+    drawn = {**CHAT, "seed": None, "temperature": 1.5, "stream": True, "ignore_eos": True}  # of any length without it
+    (broken,), replicas = play(embedded, [9], [request_of("/v1/chat/completions", drawn)])
     first, second = replicas.bodies
     assert first == second and isinstance(json.loads(first)["seed"], int)
     (right,), _ = play(embedded, [], [request_of("/v1/chat/completions", json.loads(first))])
