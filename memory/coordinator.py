@@ -74,7 +74,7 @@ class Coordinator(Lifetime):
     ) -> None:
         super().__init__()
         self.lock = RLock()
-        self.spec = spec
+        self.spec = self.checked_spec = spec
         self.layers = layers
         self.places = places
         self.store = store

@@ -32,9 +32,14 @@ _FEW_TOKENS = 16
 
 
 class StepOwner(Protocol):
-    """Declares what a step reads and calls of its memory: a part of `memory.coordinator.Coordinator`."""
+    """Declares what a step reads and calls of its memory: a part of `memory.coordinator.Coordinator`.
+
+    Attributes:
+        checked_spec: of the model that was run last, which fits; it is not compared again at each step.
+    """
 
     spec: MemorySpec
+    checked_spec: MemorySpec
     layers: LayerMemories
     places: Places
 
@@ -165,6 +170,8 @@ class Step:
     def check_model(self, spec: MemorySpec) -> None:
         """Raise StepError unless this step is open and its memory was made for a model of this spec."""
         self._entered()
+        if spec is self._owner.checked_spec:
+            return
         own = self._owner.spec
         if not own.same_memories(spec):
             raise StepError(
@@ -176,6 +183,7 @@ class Step:
                 "make the memory with the model's dtype and device (leave dtype= and device= of HybridMemory out), or "
                 "load the model with those of the memory"
             )
+        self._owner.checked_spec = spec
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float | None = None,

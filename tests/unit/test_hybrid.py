@@ -27,6 +27,7 @@ from memory import (
     StateTensor,
     StepError,
 )
+from memory.quantization import Quantized
 from memory.recurrences import Fold, SSDShape, mamba1_spec, rg_lru_spec, short_conv_spec
 from tests.inside import books, layer_memories
 from tests.toy import VOCAB, Toy
@@ -196,6 +197,17 @@ def test_another_models_memory(toy: Toy) -> None:
             toy(step)
         memory.check()
         assert sequence.length == 0
+
+
+def test_that_one_model_fits_lets_no_other_in(toy: Toy) -> None:
+    memory = HybridMemory(toy.memory_spec.with_storage(Quantized(8, group=8)), "1MiB", page_tokens=8)
+    sequence, other = memory.open(), Toy(recurrent=False)
+    for _ in range(2):
+        with memory.step({sequence: [1]}) as step:
+            toy(step)
+        with pytest.raises(StepError, match="not for"), memory.step({sequence: [1]}) as step:
+            other(step)
+    assert sequence.length == 2
 
 
 def test_layers_and_steps_that_disagree(hybrid: HybridMemory) -> None:
