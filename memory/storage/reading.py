@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from memory.storage.files import BLOCKS, DTYPES, FORMAT, as_os_errors, local_pla
 
 _BEGINNING_BYTES = 1 << 16
 """What is read first: the headers of most files are shorter."""
+_reading = Lock()
 _CONTRADICTIONS = (ValueError, KeyError, TypeError, RuntimeError, OverflowError)
 
 
@@ -141,9 +143,20 @@ def _fill(descriptor: int, data: NDArray[np.uint8], begin: int) -> None:
     """Fill an array with the bytes of a file from `begin` on. Raises OSError."""
     at = 0
     while at < len(data):
-        if not (n := os.preadv(descriptor, [data[at:].data], begin + at)):
+        if not (n := _read_at(descriptor, data[at:].data, begin + at)):
             raise OSError(f"it was cut to {begin + at:,} bytes while it was read")
         at += n
+
+
+def _read_at(descriptor: int, part: memoryview, begin: int) -> int:
+    """Read into a part of what a file holds from `begin` on; return how many bytes were read."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [part], begin)
+    with _reading:  # Windows has no such call: threads take turns at the one position of the file
+        os.lseek(descriptor, begin, os.SEEK_SET)
+        found = os.read(descriptor, len(part))
+        part[: len(found)] = found
+    return len(found)
 
 
 def _header_bytes(data: NDArray[np.uint8]) -> int:
