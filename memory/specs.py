@@ -364,3 +364,16 @@ class MemorySpec:
             return self.vocab_size == other.vocab_size
         plain = (spec.with_state_dtype(torch.float32).with_policy(None).with_storage(None) for spec in (self, other))
         return next(plain).layers == next(plain).layers
+
+    def check_model(self, other: MemorySpec) -> None:
+        """Raise StepError unless a model of another spec can run on a memory of this one."""
+        if not self.same_memories(other):
+            raise StepError(
+                f"this memory was made for {self.model}, not for {other.model}; make one from model.memory_spec"
+            )
+        if (self.dtype, self.device.type) != (other.dtype, other.device.type):
+            raise StepError(
+                f"this memory holds {self.dtype} on {self.device}, {other.model} runs in {other.dtype} on "
+                f"{other.device}; make the memory with the model's dtype and device (leave dtype= and device= of "
+                "HybridMemory out), or load the model with those of the memory"
+            )

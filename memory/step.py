@@ -170,20 +170,9 @@ class Step:
     def check_model(self, spec: MemorySpec) -> None:
         """Raise StepError unless this step is open and its memory was made for a model of this spec."""
         self._entered()
-        if spec is self._owner.checked_spec:
-            return
-        own = self._owner.spec
-        if not own.same_memories(spec):
-            raise StepError(
-                f"this memory was made for {own.model}, not for {spec.model}; make one from model.memory_spec"
-            )
-        if (own.dtype, own.device.type) != (spec.dtype, spec.device.type):
-            raise StepError(
-                f"this memory holds {own.dtype} on {own.device}, {spec.model} runs in {spec.dtype} on {spec.device}; "
-                "make the memory with the model's dtype and device (leave dtype= and device= of HybridMemory out), or "
-                "load the model with those of the memory"
-            )
-        self._owner.checked_spec = spec
+        if spec is not self._owner.checked_spec:
+            self._owner.spec.check_model(spec)
+            self._owner.checked_spec = spec
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float | None = None,
