@@ -284,6 +284,7 @@ class Coordinator(Lifetime):
             layers.truncate(sequence.slot, reached)
             ledger.truncate(sequence.slot, reached)
 
+    @locked
     def can_rollback(self, sequence: Sequence, to: int | Sequence) -> bool:
         """See `HybridMemory.can_rollback`."""
         self.ledger.check_usable(sequence)
@@ -295,6 +296,7 @@ class Coordinator(Lifetime):
             return False
         return True
 
+    @locked
     def resume_point(self, sequence: Sequence, to: int) -> int:
         """See `HybridMemory.resume_point`."""
         self.ledger.check_usable(sequence)

@@ -239,23 +239,16 @@ class PrefixCache:
             raise SpecError(f"priority={priority!r}; give a number above 0: 2 for twice the worth of others")
         seconds = self.seconds_to_live if read_seconds(seconds_to_live) is None else seconds_to_live
         kept = self._kept
-        held_bytes = self.memory.counters.held_bytes(sequence)
         tokens = sequence.tokens if sequence.is_whole else EMPTY
         if not len(tokens):
             return
         with uninterrupted():
             kept.expire()
-            node = kept.tree.node_at(tokens, owner)
-            if node.mark is not None and node.mark.is_swapped:
-                priority = priority or kept.priority(node.mark)
-                kept.close(node.mark)  # the same was computed again, and is in the budget
-            if node.mark is None:
-                kept.add(node, checkpoint := self.memory.checkpoint(sequence), held_bytes)
+            node, checkpoint, is_new = kept.keep(sequence, tokens, owner)
+            if is_new or seconds_to_live is not None:
                 kept.let_live(checkpoint, math.inf if seconds is None else seconds)
-            elif seconds_to_live is not None:
-                kept.let_live(node.mark, seconds_to_live)
-            if priority is not None and node.mark is not None:
-                kept.prefer(node.mark, priority)
+            if priority is not None:
+                kept.prefer(checkpoint, priority)
             kept.touch(node)
             kept.bound_books()
 

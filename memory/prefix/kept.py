@@ -61,12 +61,31 @@ class Kept:
 
     # Adding and using
 
-    def add(self, node: Node, checkpoint: Sequence, held_bytes: int) -> None:
-        """Put a checkpoint that holds so many bytes at a node without one."""
+    def keep(self, sequence: Sequence, tokens: Int64s, owner: Hashable) -> tuple[Node, Sequence, bool]:
+        """Return the node of a sequence's tokens, its checkpoint, and whether that was made now.
+
+        Raises as `HybridMemory.checkpoint`, with nothing changed.
+        """
+        held_bytes = self.memory.counters.held_bytes(sequence)
+        node = self.tree.node_at(tokens, owner)
+        if node.mark is not None and not node.mark.is_swapped:
+            return node, node.mark, False
+        try:
+            checkpoint = self.memory.checkpoint(sequence)
+        except BaseException:
+            self.tree.prune(node)
+            raise
+        priority = None
+        if node.mark is not None:  # the same was computed again, and is in the budget
+            priority = self.priority(node.mark)
+            self.close(node.mark)
         node.mark = checkpoint
         self.nodes[checkpoint] = node
         self._ranking.add(checkpoint, node.depth - marked_above(node), held_bytes)
         self._count_saved_below(node, node.depth)
+        if priority is not None:
+            self.prefer(checkpoint, priority)
+        return node, checkpoint, True
 
     def add_outside(self, tokens: Int64s, owner: Hashable, checkpoint: Sequence) -> bool:
         """Add a checkpoint that is outside of the budget; False if these tokens have one already."""

@@ -284,7 +284,7 @@ class Ledger:
     def checkpoints(self, sequence: Sequence) -> list[Sequence]:
         """Return the open checkpoints of the sequence's family that are not swapped out, oldest first."""
         return [
-            handle for handle in self.handles.values()
+            handle for handle in [*self.handles.values()]  # other threads may open some meanwhile
             if handle.is_checkpoint and handle.lineage == sequence.lineage and not self.is_away[handle.slot]
         ]  # fmt: skip
 

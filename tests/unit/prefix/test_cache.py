@@ -19,6 +19,7 @@ from memory import (
     HybridMemory,
     MemorySpec,
     Sequence,
+    SequenceError,
     SpecError,
 )
 from memory.prefix.cache import PrefixCache
@@ -266,6 +267,20 @@ def test_a_sequence_whose_middle_was_dropped_is_not_remembered(tmp_path: Path) -
     memory.drop(sequence, 4, 5, approximate=True)
     cache.insert(sequence)
     assert cache.stats().n_checkpoints == 0
+
+
+def test_a_sequence_that_is_swapped_out_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    toy = make_subject("toy", tmp_path)
+    with toy.memory(WINDOW) as memory:
+        cache, sequence = PrefixCache(memory), memory.open()
+        toy.feed(memory, sequence, [[1, 2, 3]])
+        memory.swap_out(sequence)
+        with pytest.raises(SequenceError, match="swapped out"):
+            cache.insert(sequence, "me")
+        assert not cache.stats().book_bytes and not cache.find([1, 2, 3, 4], "me").by_attention
+        memory.swap_in(sequence)
+        cache.insert(sequence, "me")
+        assert cache.find([1, 2, 3, 4], "me").reused == 3
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:

@@ -98,24 +98,33 @@ def test_threads_share_a_memory() -> None:
     assert memory.usage().used_bytes == 0
 
 
-def test_a_call_waits_for_that_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread commits, and another forks meanwhile: it does so when the commit is over."""
-    memory, is_forked, append = make(), Event(), Ledger.append
+CALLS: dict[str, Callable[[HybridMemory, Sequence], object]] = {
+    "fork": lambda memory, sequence: memory.fork(sequence),
+    "can_rollback": lambda memory, sequence: memory.can_rollback(sequence, 0),
+    "resume_point": lambda memory, sequence: memory.resume_point(sequence, 0),
+    "usage": lambda memory, _: memory.usage(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_waits_for_that_of_another_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One thread commits, and another calls meanwhile: that is answered when the commit is over."""
+    memory, is_answered, append = make(), Event(), Ledger.append
     sequence, other = memory.open(), memory.open()
 
-    def fork() -> None:
-        memory.fork(other)
-        is_forked.set()
+    def call() -> None:
+        CALLS[name](memory, other)
+        is_answered.set()
 
     def slow(self: Ledger, *arguments: Any) -> None:
-        pool.submit(fork)
-        assert not is_forked.wait(0.2)
+        pool.submit(call)
+        assert not is_answered.wait(0.1)
         append(self, *arguments)
 
     monkeypatch.setattr(Ledger, "append", slow)
     with ThreadPoolExecutor(1) as pool, memory.step({sequence: [1, 2]}) as step:
         MODEL(step)
-    assert is_forked.is_set()
+    assert is_answered.is_set()
     memory.check()
 
 
