@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
@@ -17,8 +19,10 @@ from chat.commands.serve_options import SERVE
 from chat.commands.start import name_of
 from chat.server import bind
 from cluster.serving.fleet_options import FleetOptions
+from cluster.store.place import Place
 from memory import SpecError
 
+log = logging.getLogger("hybrid_memory.cluster")
 OF_ONE_SERVER = ("max_connections", "max_peer_connections", "prefixes", "save_every")
 """Options that Ray's proxy, or the store, has instead."""
 OBJECT_STORE_BYTES = 200 << 20
@@ -31,11 +35,22 @@ def check_options(chosen: Chosen) -> None:
             raise SpecError(f"{row.flag} is of one server; leave it out with --replicas (prefixes are kept by --store)")
     if (chosen["max_replicas"] or chosen["replicas"]) < chosen["replicas"]:
         raise SpecError(f"--max-replicas={chosen['max_replicas']} is less than --replicas={chosen['replicas']}")
+    _ = FleetOptions.of(chosen).quota  # raises SpecError
+
+
+def _check_store(url: str) -> None:
+    """Raise SpecError for a store that no replica could use. One that does not answer now may do so later."""
+    try:
+        Place(url)
+    except OSError as error:
+        raise SpecError(f"--store={url!r} cannot be used: {error}; give a folder, or a URL that fsspec opens") from None
 
 
 def run_local(chosen: Chosen) -> None:
     """Serve until a signal says to stop. Raises SpecError."""
     check_options(chosen)
+    if chosen["store"] is not None:
+        _check_store(chosen["store"])
     with bind(chosen["host"], chosen["port"], has_key=bool(chosen["api_key"] or chosen["keys"])) as listener:
         host, port = listener.getsockname()[:2]
     with shared_sessions(chosen) as options, fleet(options, host, port):
@@ -73,7 +88,26 @@ def fleet(options: FleetOptions, host: str, port: int) -> Iterator[None]:
         try:
             yield
         finally:
+            _finish_replies(options["grace"])
             serve.shutdown()
+
+
+def _finish_replies(grace_seconds: float) -> None:
+    """Let replies in progress end, as long as `--grace` says. New requests are refused meanwhile."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    until = time.monotonic() + grace_seconds
+    while True:
+        try:
+            serve.delete("hybrid-memory")  # replicas and gateways end when they answer nothing more
+            return
+        except TimeoutError:  # Ray itself waits a minute
+            if time.monotonic() > until:
+                return
+        except RayError as error:  # its controller has ended before
+            log.warning("replies were not waited for: %s", error)
+            return
 
 
 @contextmanager

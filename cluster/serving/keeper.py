@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,15 +104,23 @@ class Keeper:
             return Visit(prompt)
         held = await self._lease(prompt.session, alive) if prompt.session is not None else None
         stand, held_by = None if held is None else held.lease.stand, None
-        if held is None and prompt.session is not None:
-            other = await self._attempt(self._ask, self._leases.look, prompt.session)
-            stand, held_by = (None, None) if other is None else (other.stand, other.holder)
-        fetched = await self._attempt(self._mover.fetch, prompt, stand, seconds=FETCH_SECONDS)
+        try:
+            if held is None and prompt.session is not None:
+                other = await self._attempt(self._ask, self._leases.look, prompt.session)
+                stand, held_by = (None, None) if other is None else (other.stand, other.holder)
+            fetched = await self._attempt(self._mover.fetch, prompt, stand, seconds=FETCH_SECONDS)
+        except BaseException:  # its client has gone, for instance: nobody calls `after`
+            if held is not None:
+                self._in_background(self._leave(held))
+            raise
         return Visit(prompt, held is not None, fetched or 0, held_by)
 
     def after(self, visit: Visit) -> None:
         """Store where a request has ended, and release its lease when that is done. It does not wait."""
-        task = asyncio.create_task(self._store(visit))
+        self._in_background(self._store(visit))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
 
@@ -129,11 +137,11 @@ class Keeper:
         if visit.has_lease and visit.prompt.session is not None:
             held = self._held[visit.prompt.session]
             held.lease = replace(held.lease, stand=stand or held.lease.stand)
-            held.n_users -= 1
-            await self._release(held)
+            await self._leave(held)
 
-    async def _release(self, held: Held) -> None:
-        """Release a lease that nobody uses; one that is wanted again meanwhile is renewed."""
+    async def _leave(self, held: Held) -> None:
+        """Release a lease that nobody else uses; one that is wanted again meanwhile is renewed."""
+        held.n_users -= 1
         if held.n_users:
             return
         await self._attempt(self._ask, self._leases.release, held.lease)
@@ -201,5 +209,5 @@ class Keeper:
             await asyncio.sleep(seconds)
             try:
                 await work()
-            except OSError as error:
-                log.warning("the store failed: %s", error)
+            except Exception as error:  # whatever it was, the next time may do better
+                log.warning("the store failed: %r", error)

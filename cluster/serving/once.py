@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +26,8 @@ from cluster.store.patience import Patience
 KEY_HEADER = "idempotency-key"
 MOST_KEPT = 1024
 """Replies that a gateway remembers itself."""
+_OF_THE_MOMENT = (408, 409, 425, 429)
+"""Statuses of refusals that another try may not meet; those of 500 and more are others."""
 
 
 class Shelf(Protocol):
@@ -89,12 +92,13 @@ class Once:
         """Yield the response of a key: that of the first time, or `answer`'s. Raises ApiError 422 for another body."""
         name = name_of(request, key)
         digest = hashlib.sha256(request.body).hexdigest()
-        recording = self._recordings.get(name)
-        if recording is None and (stored := await self._stored(name)) is not None:
-            recording = self._recordings.setdefault(name, stored)
+        if name not in self._recordings and (stored := await self._stored(name)) is not None:
+            self._recordings.setdefault(name, stored)
+        recording = self._recordings.get(name)  # after all waiting: the same key may have come meanwhile
         if recording is None or recording.error is not None:
             recording = self._recordings[name] = Recording(digest)
-            task = asyncio.create_task(self._record(name, recording, answer))
+            # In a context of its own: Ray ends all calls that are made in that of a request whose client has gone.
+            task = asyncio.create_task(self._record(name, recording, answer), context=Context())
             self._running.add(task)
             task.add_done_callback(self._running.discard)
         if recording.body_digest != digest:
@@ -113,14 +117,18 @@ class Once:
             recording.is_done = True
         except Exception as error:
             recording.error = error
-        recording.tell()
-        self._recordings.move_to_end(name)
-        while len(self._recordings) > MOST_KEPT:
-            self._recordings.popitem(last=False)
-        if recording.is_done and _status_of(recording) < 500:
+        except BaseException:  # it was cancelled: nobody may wait for the rest
+            recording.error = ApiError(503, "The reply of this key was cancelled; send it again.", code="cancelled")
+            raise
+        finally:
+            recording.tell()
+            if not recording.is_done or _may_be_tried_again(_status_of(recording)):
+                self._recordings.pop(name, None)
+        if name in self._recordings:
+            self._recordings.move_to_end(name)
+            while len(self._recordings) > MOST_KEPT:
+                self._recordings.popitem(last=False)
             await self._store(name, recording)
-        else:
-            self._recordings.pop(name, None)  # what has failed may be tried again
 
     async def _stored(self, name: str) -> Recording | None:
         if self._shelf is None:
@@ -152,6 +160,10 @@ def _path(name: str) -> str:
 
 def _status_of(recording: Recording) -> int:
     return int(recording.messages[0]["status"]) if recording.messages else 500
+
+
+def _may_be_tried_again(status: int) -> bool:
+    return status >= 500 or status in _OF_THE_MOMENT
 
 
 def _write(recording: Recording) -> bytes:

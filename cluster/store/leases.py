@@ -149,9 +149,9 @@ def _content(lease: Lease) -> bytes:
 def _lease_in(content: bytes, session: str, number: int) -> Lease | None:
     try:
         value = json.loads(content)
-        stand = (
-            None if value["stand"] is None else Stand(str(value["stand"]["digest"]), int(value["stand"]["n_tokens"]))
-        )
+        stand = None
+        if (found := value["stand"]) is not None:
+            stand = Stand(bytes.fromhex(found["digest"]).hex(), int(found["n_tokens"]))
         return Lease(
             session, number, str(value["holder"]), float(value["until"]), stand, float(value.get("seconds", 0.0))
         )

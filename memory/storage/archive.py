@@ -260,7 +260,9 @@ class _Gathering:
         self.saved = SavedFamily("", {}, [], [], {})
         for kind, name, sequence in chosen:
             slot, tokens = sequence.slot, ledger.tokens(sequence.slot)
-            buffer = buffers.setdefault(tokens.ctypes.data, len(buffers))  # those of one buffer begin at one address
+            # Those of one buffer begin at one address; all that are empty do, so each family has one for them.
+            address = tokens.ctypes.data if len(tokens) else -1 - sequence.lineage
+            buffer = buffers.setdefault(address, len(buffers))
             drops = tuple((position, ranks[number]) for position, number in ledger.drops(slot))
             member = Member(
                 kind, name, families.setdefault(sequence.lineage, len(families)), buffer, len(tokens),

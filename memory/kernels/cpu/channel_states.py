@@ -103,18 +103,24 @@ def _wkv4(  # type: ignore[no-untyped-def]
         top = np.empty(last - first, np.float32)
         below = np.empty(last - first, np.float32)
         exponent = np.empty(last - first, np.float32)
-        if top_sources[i] < 0:
-            top[:], below[:], exponent[:] = initial[0], initial[1], initial[2]
-        else:
-            copy_(top, top_flat[top_sources[i] + first : top_sources[i] + last])
-            copy_(below, below_flat[below_sources[i] + first : below_sources[i] + last])
-            copy_(exponent, exponent_flat[exponent_sources[i] + first : exponent_sources[i] + last])
+        _start_(top, top_flat, top_sources[i], first, initial[0])
+        _start_(below, below_flat, below_sources[i], first, initial[1])
+        _start_(exponent, exponent_flat, exponent_sources[i], first, initial[2])
         for t in range(cu_rows[i], cu_rows[i + 1]):
             k, v, y = k_TE[t, first:last], v_TE[t, first:last], y_TE[t, first:last]
             _average_(top, below, exponent, k, v, decay_E[first:last], first_E[first:last], y)
         copy_(top_flat[top_targets[i] + first : top_targets[i] + last], top)
         copy_(below_flat[below_targets[i] + first : below_targets[i] + last], below)
         copy_(exponent_flat[exponent_targets[i] + first : exponent_targets[i] + last], exponent)
+
+
+@njit(error_model="numpy")
+def _start_(own, flat, source, first, initial):  # type: ignore[no-untyped-def]
+    """Start with the channels from `first` on of a state; each has its own source: some are copies in float32."""
+    if source < 0:
+        own[:] = initial
+    else:
+        copy_(own, flat[source + first : source + first + len(own)])
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")

@@ -25,6 +25,7 @@ from memory.recurrences import (
     short_conv_spec,
 )
 from tests.tolerances import assert_kernel_close
+from tests.toy import FamilyToy
 from tests.unit.kernels.test_kernels import CHANNELS, LENGTHS, Slots
 
 N = sum(LENGTHS)
@@ -322,3 +323,20 @@ def test_sizes_of_nothing_are_refused() -> None:
 def test_an_exponent_is_never_rounded() -> None:
     spec = MemorySpec(((rwkv4_spec(5),),), 9).with_state_dtype(torch.bfloat16)
     assert [s.dtype for s in spec.layers[0][0].states] == [torch.bfloat16, torch.bfloat16, torch.float32]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_of_16_bits_begin_and_go_on_as_in_plain_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some states of a family keep their dtype, so that one kernel gets copies of some and others in place."""
+    toy = FamilyToy(FAMILIES[family])
+
+    def run(kernels: str) -> torch.Tensor:
+        monkeypatch.setenv("HYBRID_MEMORY_KERNELS", kernels)
+        memory = HybridMemory(toy.memory_spec, "1MiB", rollback_window=2, state_dtype="bfloat16", poison=True)
+        a, b = memory.open(), memory.open()
+        steps = {a: [1, 2, 3]}, {a: [4], b: [6, 1]}, {a: [1], b: [1]}
+        return torch.cat([memory.run(toy, requests) for requests in steps])  # type: ignore[misc]
+
+    found, expected = run("cpu"), run("reference")
+    assert expected.std() > 0.3 and found.isfinite().all()
+    assert_kernel_close(found, expected, torch.bfloat16)

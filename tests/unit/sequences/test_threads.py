@@ -7,9 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from threading import Event
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -141,6 +143,42 @@ def test_a_sequence_in_another_threads_step_is_refused() -> None:
     ThreadPoolExecutor(1).submit(memory.close).result()
     with pytest.raises(SequenceError, match="closed"):
         memory.open()
+
+
+def test_a_step_that_begins_while_another_is_checked_is_seen() -> None:
+    """The other thread enters its step at the n-th line of the check, for each n."""
+    for n in count(1):
+        memory, n_lines = make(), 0
+        sequence, steps = memory.open(), ExitStack()
+        first = memory.step({sequence: [5]})
+        memory.step({memory.open(): [1]})  # so that the check is not answered by what was found before
+
+        def trace(frame: FrameType, event: str, _: object, n: int = n) -> Any:
+            nonlocal n_lines
+            if frame.f_code is not Ledger.check_all_usable.__code__:
+                return None
+            n_lines += event == "line"
+            if n_lines == n and event == "line":
+                steps.enter_context(first)  # noqa: B023
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            later = memory.step({sequence: [4]})
+        except SequenceError:
+            later = None
+        finally:
+            sys.settrace(before)
+        if n_lines < n:  # there is no such line
+            return
+        with steps:
+            if later is not None:
+                with pytest.raises(SequenceError, match="open step"), later:
+                    raise AssertionError("both steps are open")
+            MODEL(first)
+        assert sequence.tokens.tolist() == [5]
+        memory.check()
 
 
 def load_and_go_on(path: str) -> list[float]:

@@ -60,6 +60,18 @@ def rewrite(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, st
 # What comes back
 
 
+def test_empty_sequences_of_several_families_stay_of_several(tmp_path: Path) -> None:
+    memory = make()
+    first, second = memory.open(), memory.open()
+    for sequence in (first, second):
+        memory.checkpoint(sequence)
+    memory.save(first, tmp_path / "empty", checkpoints=True, forks={"second": second})
+    family = memory.load(tmp_path / "empty", family=True)
+    for sequence in (*family.checkpoints, *family.forks.values(), family.sequence):
+        memory.close(sequence)
+        memory.check()
+
+
 class History:
     """A memory in which sequences of one family and strangers were fed, forked, rolled back, swapped and closed."""
 
