@@ -23,7 +23,7 @@ PROMPT = TokenPrompt(np.arange(20, dtype="<i4").tobytes(), b"me", "ab" * 16)
 
 
 class Mover:
-    """Fetches nothing, and stores the end of each prompt under the name that it was given."""
+    """Fetches nothing, and stores the end of each prompt under the digest that it was given as its name."""
 
     def __init__(self, name: str, fetch: Callable[[], int] = lambda: 0) -> None:
         self.name, self._fetch = name, fetch
@@ -47,7 +47,7 @@ def test_of_two_replicas_one_advances_a_session_and_the_other_answers_beside_it(
     place = Place(str(tmp_path))
 
     async def run() -> tuple[Visit, Visit]:
-        a, b = keeper_of(place, "a"), keeper_of(place, "b")
+        a, b = keeper_of(place, "aa"), keeper_of(place, "bb")
         holds = await a.before(PROMPT, None)
         beside = await b.before(PROMPT, None)
         b.after(beside)
@@ -57,9 +57,34 @@ def test_of_two_replicas_one_advances_a_session_and_the_other_answers_beside_it(
         return holds, beside
 
     holds, beside = asyncio.run(run())
-    assert (holds.has_lease, holds.held_by, beside.has_lease, beside.held_by) == (True, None, False, "f/a")
+    assert (holds.has_lease, holds.held_by, beside.has_lease, beside.held_by) == (True, None, False, "f/aa")
     lease = Leases(place, "f/c", 30.0, time.time).take(PROMPT.session or "")
-    assert lease is not None and lease.stand == Stand("a", 20), "the session stands where its holder has left it"
+    assert lease is not None and lease.stand == Stand("aa", 20), "the session stands where its holder has left it"
+
+
+def test_a_request_that_ends_while_its_sequence_is_fetched_holds_no_lease(tmp_path: Path) -> None:
+    """Its client has gone, or what the store holds makes no sense."""
+    place, is_fetching, may_return = Place(str(tmp_path)), Event(), Event()
+
+    def hang() -> int:
+        is_fetching.set()
+        may_return.wait(PATIENCE_SECONDS)
+        raise ValueError("nonsense")
+
+    async def run() -> None:
+        keeper = keeper_of(place, "a", hang)
+        visit = asyncio.create_task(keeper.before(PROMPT, None))
+        await asyncio.to_thread(is_fetching.wait, PATIENCE_SECONDS)
+        visit.cancel()
+        await asyncio.gather(visit, return_exceptions=True)
+        may_return.set()
+        with pytest.raises(ValueError, match="nonsense"):
+            await keeper.before(PROMPT, None)
+        while Leases(place, "f/b", 30.0, time.time).take(PROMPT.session or "") is None:
+            await asyncio.sleep(0.01)
+        await keeper.stop()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_SECONDS))
 
 
 def test_nobody_waits_for_a_store_that_hangs_until_it_answers_again(
