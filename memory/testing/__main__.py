@@ -17,6 +17,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         factories = _factories(asked.subjects)
         chosen = [name for name in PROMISES if not asked.only or any(part in name for part in asked.only)]
+        if asked.examples < 1:
+            raise ValueError(f"--examples {asked.examples} checks nothing; give 1 or more")
         if not chosen:
             raise ValueError(f"--only {asked.only} names none of the promises: {', '.join(PROMISES)}")
     except ValueError as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Literal
 
-from memory.testing.adapter import Factory
+from memory.testing.adapter import Adapter, Factory
 from memory.testing.histories import History, describe, smaller
 from memory.testing.promises import PROMISES, Draw, Promise, Setting
 from memory.testing.trial import BrokenPromiseError, Oracle, Tally, Trial
@@ -37,12 +39,21 @@ class Result:
 
 
 def load_factory(name: str) -> Factory:
-    """Return the factory that "module:factory" names. Raises ValueError: there is none."""
+    """Return the factory that "module:factory" names, also of a file in the current folder.
+
+    Raises ValueError: there is none.
+    """
     module, _, attribute = name.partition(":")
+    if not {"", str(Path.cwd())} & {*sys.path}:  # pytest, unlike python -m, does not look there
+        sys.path.insert(0, str(Path.cwd()))
     try:
+        if not attribute:
+            raise ValueError("it has no colon")
         found: Factory = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{name!r} names no adapter ({error}); give module:factory, such as my_tests:make") from error
+    if not callable(found) or not isinstance(found(), Adapter):
+        raise ValueError(f"{name!r} is no function that returns a memory.testing.Adapter; give one")
     return found
 
 

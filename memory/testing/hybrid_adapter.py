@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memory.errors import HybridMemoryError, IntegrityError
+from memory.errors import HybridMemoryError, IntegrityError, StepError
 from memory.eviction import EvictionPolicy
 from memory.hybrid import HybridMemory
 from memory.interface import Encoded, Sequence
@@ -112,10 +112,12 @@ def forgets(spec: MemorySpec) -> bool:
 
 
 def _ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call the memory; its own errors are refusals."""
+    """Call the memory; its own errors are refusals, but for those that are no answers to a call: faults of its books,
+    and of the model or a recurrence in a step.
+    """
     try:
         return call(*arguments, **options)
-    except IntegrityError:  # that is no answer to a call, but a fault
+    except (IntegrityError, StepError):
         raise
     except HybridMemoryError as error:
         raise RefusedError(f"{type(error).__name__}: {error}") from error

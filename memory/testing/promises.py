@@ -41,8 +41,8 @@ class Promise:
 
     Attributes:
         group: the invariant of the design that it belongs to.
-        needs: the operation without which it says nothing, by its class's name; or "Fault", of a layer,
-            or "Answer", to the question whether it can.
+        needs: the operation without which it says nothing, by its class's name; or "Fault", of a layer, "Answer", to
+            the question whether it can, or "Return", a rollback of what was loaded.
         make: draws a history.
     """
 
@@ -156,7 +156,7 @@ def _saved(d: Draw) -> list[Operation]:
     return [*found, *d.ones("a", 2), *d.ones("b", 2)]
 
 
-@_promise("a saved sequence can go back", "exactness", "Reload")
+@_promise("a saved sequence can go back", "exactness", "Return")
 def _saved_back(d: Draw) -> list[Operation]:
     found = [*d.prompt(), *d.ones("a", 3), Reload("a", anew=d.random.random() < 0.5)]
     return [*found, Rollback("a", d.random.randint(1, 3)), *d.ones("a", 3)]

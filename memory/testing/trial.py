@@ -35,13 +35,14 @@ class BrokenPromiseError(Exception):
 
     Attributes:
         at: index of the operation in its history.
-        kind: what smaller histories must show as well, not to be of another fault: the first words of the message.
+        kind: what smaller histories must show as well, not to be of another fault: the first words of the message that
+            hold no number.
     """
 
     def __init__(self, why: str, at: int) -> None:
         super().__init__(why)
         self.at = at
-        self.kind = why.split()[:3]
+        self.kind = [word for word in why.split() if not any(map(str.isdigit, word))][:3]
 
 
 class Oracle:
@@ -112,6 +113,7 @@ class Trial:
         self._handles: dict[str, Handle] = {}
         self._parts: dict[str, Parts] = {}
         self._rows: list[_Row] = []
+        self._loaded: set[Handle] = set()
         self._at = 0
         self._unused = self._usage()
 
@@ -212,6 +214,7 @@ class Trial:
             raise
         if said is False:
             raise self._broken(f"it said that it cannot go back to {to}, and did")
+        self._tally.done["Return"] += self._handles[name] in self._loaded
         self._parts[name] = head(self._parts[name], to)
 
     def _reorder(self, operation: Reorder) -> bool:
@@ -238,6 +241,7 @@ class Trial:
             old.close(self._handles[name])
         self._adapter = new
         self._handles |= copies
+        self._loaded = {*copies.values()}
 
     def _close_all(self) -> None:
         for name in list(self._handles):
@@ -276,19 +280,36 @@ class Trial:
             key: tuple[object, ...] = steps if in_steps else joined(steps)
             expected = next((logits for text, logits in known if text[: len(key)] == key), None)
             if expected is None:
-                expected = self._oracle.logits(steps)
+                expected = self._recompute(row, steps)
                 known.append((key, expected))
             end, is_alike = length_of(row.parts), in_steps and steps == row.parts
-            self._agree(row, expected[end - len(row.logits) : end], float(np.ptp(expected)), is_alike)
+            finite = expected[np.isfinite(expected)]
+            spread = float(np.ptp(finite)) if finite.size else 0.0
+            if not spread and length_of(row.parts) > 1:
+                raise BrokenPromiseError("all outputs of a text are one number, so that they show nothing", row.at)
+            self._agree(row, expected[end - len(row.logits) : end], spread, is_alike)
+
+    def _recompute(self, row: _Row, steps: Parts) -> Logits:
+        """Return the outputs of a text that is fed alone: in these steps or, where they are refused, as it was fed."""
+        try:
+            try:
+                return self._oracle.logits(steps)
+            except RefusedError:
+                return self._oracle.logits(tuple(Fed(part.tokens) for part in row.parts))
+        except Exception as error:
+            raise BrokenPromiseError(f"its text, fed alone, raised {type(error).__name__}: {error}", row.at) from error
 
     def _agree(self, row: _Row, expected: Logits, spread: float, is_alike: bool) -> None:
         """Compare outputs; `is_alike`: the recomputed steps are as long as those that were fed."""
         self._tally.compared += len(row.logits)
         if row.logits.shape != expected.shape:
             raise BrokenPromiseError(f"outputs are of shape {row.logits.shape}, not {expected.shape}", row.at)
-        if not np.isfinite(row.logits).all():
+        if np.isnan(expected).any():
+            raise BrokenPromiseError("outputs of a text that is fed alone are no numbers", row.at)
+        if not np.array_equal(np.isfinite(row.logits), np.isfinite(expected)):
             raise BrokenPromiseError("outputs are not finite: memory was read that nobody wrote", row.at)
-        worst = float(np.abs(row.logits - expected).max())
+        differs = row.logits != expected  # what is infinite, as of tokens that are masked, is equal or differs in sign
+        worst = float(np.abs(row.logits[differs] - expected[differs]).max(initial=0.0))
         agreement = self._adapter.agreement
         allowed = 0.0 if agreement.same_bits and is_alike else agreement.rounding * spread
         if worst > allowed:

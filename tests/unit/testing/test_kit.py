@@ -169,6 +169,21 @@ class CannotCount(Sound):
         raise ZeroDivisionError("no length today")
 
 
+class IsNoneFromTheStart(Sound):
+    """Returns numbers that are none for each text that is long, also one that is fed alone."""
+
+    def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
+        rows = super().step(requests, fail_after=fail_after)
+        return [row * np.nan if self.length(s) > 30 else row for s, row in zip(requests, rows, strict=True)]
+
+
+class SaysOneNumber(Sound):
+    """Returns the same for all tokens."""
+
+    def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
+        return [np.zeros_like(row) for row in super().step(requests, fail_after=fail_after)]
+
+
 FAULTS: dict[Callable[[], HybridAdapter], str] = {
     TrimsAttentionOnly: "tokens taken back leave no trace",
     AdvancesOnFailure: "a step that fails in any layer changes nothing",
@@ -185,6 +200,8 @@ FAULTS: dict[Callable[[], HybridAdapter], str] = {
     SaysNothing: "a batch of any lengths is as each sequence alone",
     SaysTooMuch: "a batch of any lengths is as each sequence alone",
     CannotCount: "a fork goes its own way",
+    IsNoneFromTheStart: "a part of a chunk taken back leaves no trace",
+    SaysOneNumber: "a text in parts is as the whole text",
 }
 
 
@@ -208,6 +225,57 @@ def test_what_a_memory_has_not_is_refused_and_not_passed() -> None:
     (result,) = check(WithoutForks, ["a fork goes its own way"], n_examples=2)
     assert (result.verdict, result.why) == ("refused", "no forks here")
     assert "refused: a fork goes its own way: no forks here" in table("mine", [result])
+
+
+def test_what_was_loaded_and_cannot_go_back_has_not_shown_that_it_can() -> None:
+    class StaysWhereItWasSaved(Sound):
+        def load(self, path: Path) -> Any:
+            self.saved = super().load(path)
+            return self.saved
+
+        def rollback(self, sequence: Any, to: int) -> None:
+            if sequence is self.saved:
+                raise RefusedError("not behind its file")
+            super().rollback(sequence, to)
+
+        def can(self, call: str, *arguments: Any) -> bool | None:
+            return None
+
+    (result,) = check(StaysWhereItWasSaved, ["a saved sequence can go back"], n_examples=3)
+    assert (result.verdict, result.why) == ("refused", "not behind its file")
+
+
+def test_texts_are_recomputed_in_steps_that_a_memory_takes() -> None:
+    class TakesTwenty(Sound):
+        def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
+            if max(map(len, requests.values())) > 20:
+                raise RefusedError("at most 20 tokens of a sequence in a step")
+            return super().step(requests, fail_after=fail_after)
+
+    (result,) = check(TakesTwenty, ["a text in parts is as the whole text"], n_examples=8)
+    assert result.verdict == "passed" and result.n_compared > 100
+
+
+def test_tokens_that_are_masked_in_all_texts_are_no_fault() -> None:
+    class Masks(Sound):
+        def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
+            rows = [row.copy() for row in super().step(requests, fail_after=fail_after)]
+            for row in rows:
+                row[:, 0] = -np.inf
+            return rows
+
+    (result,) = check(Masks, ["a fork goes its own way"], n_examples=2)
+    assert result.verdict == "passed"
+
+
+def test_a_recurrence_that_raises_is_a_fault_and_no_refusal() -> None:
+    class Broken(Sound):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = lambda step: Toy()(step)  # of another spec
+
+    (result,) = check(Broken, ["a fork goes its own way"], n_examples=1)
+    assert result.verdict == "failed" and "StepError" in result.why
 
 
 def test_a_step_that_is_taken_back_in_part_is_recomputed_by_a_step_of_its_length() -> None:
@@ -251,14 +319,19 @@ def test_the_command_says_what_failed_and_how_to_see_it_again(capsys: pytest.Cap
     assert re.search("anything, in any order +passed", capsys.readouterr().out)
     assert main([f"{__name__}:MixesRows", *once, "1"]) == 1  # no longer than needed
     assert "failed: anything, in any order (--seed" in capsys.readouterr().out
-    assert main(["memory.testing.subjects:nothing"]) == main(["--only", "no such promise"]) == 2
+    for wrong in ("memory.testing.subjects:nothing", "memory", "os:getcwd", "--only=no such", "--examples=0"):
+        assert main([wrong]) == 2
     assert "names no adapter" in capsys.readouterr().err
 
 
 def test_pytest_takes_a_subject_of_the_command_line(tmp_path: Path) -> None:
-    """Anywhere, as from an installed wheel, where the option comes from the entry point of the same name."""
-    subject = ["--subject", "memory.testing.subjects:attention", "--subject-examples", "1", "-k", "reorder"]
-    call = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "hybrid_memory_pytest", "--pyargs", "memory.testing"]
+    """Anywhere, as from an installed wheel, where the option comes from the entry point of the same name; the script
+    `pytest` does not look for modules in the current folder by itself.
+    """
+    (tmp_path / "mine.py").write_text("from memory.testing.subjects import attention as make")
+    subject = ["--subject", "mine:make", "--subject-examples", "1", "-k", "reorder"]
+    script = "import sys; sys.path[0] = ''; del sys.path[0]; import pytest; sys.exit(pytest.main())"
+    call = [sys.executable, "-c", script, "-q", "-n", "0", "-p", "hybrid_memory_pytest", "--pyargs", "memory.testing"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     found = subprocess.run(
         [*call, *subject], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
