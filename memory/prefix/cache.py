@@ -239,12 +239,13 @@ class PrefixCache:
             raise SpecError(f"priority={priority!r}; give a number above 0: 2 for twice the worth of others")
         seconds = self.seconds_to_live if read_seconds(seconds_to_live) is None else seconds_to_live
         kept = self._kept
+        held_bytes = self.memory.counters.held_bytes(sequence)
         tokens = sequence.tokens if sequence.is_whole else EMPTY
         if not len(tokens):
             return
         with uninterrupted():
             kept.expire()
-            node, checkpoint, is_new = kept.keep(sequence, tokens, owner)
+            node, checkpoint, is_new = kept.keep(sequence, tokens, owner, held_bytes)
             if is_new or seconds_to_live is not None:
                 kept.let_live(checkpoint, math.inf if seconds is None else seconds)
             if priority is not None:

@@ -61,12 +61,11 @@ class Kept:
 
     # Adding and using
 
-    def keep(self, sequence: Sequence, tokens: Int64s, owner: Hashable) -> tuple[Node, Sequence, bool]:
+    def keep(self, sequence: Sequence, tokens: Int64s, owner: Hashable, held_bytes: int) -> tuple[Node, Sequence, bool]:
         """Return the node of a sequence's tokens, its checkpoint, and whether that was made now.
 
         Raises as `HybridMemory.checkpoint`, with nothing changed.
         """
-        held_bytes = self.memory.counters.held_bytes(sequence)
         node = self.tree.node_at(tokens, owner)
         if node.mark is not None and not node.mark.is_swapped:
             return node, node.mark, False

@@ -43,8 +43,7 @@ class Ledger:
         self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # slot -> (first changed position, drop), ...
         self.n_drops = 0
         self._swapped: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
-        self._n_changes = 0  # grows after each change that makes a sequence unusable
-        self._found_usable: tuple[int, list[Sequence], Int64s] = 0, [], EMPTY  # by `check_all_usable`, after so many
+        self._found_usable: list[tuple[list[Sequence], Int64s]] = []  # by `check_all_usable`; after a change a new list
 
     def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
         """Open an empty sequence in a free slot; it shares `lineage` with all that was forked from the same one."""
@@ -73,7 +72,7 @@ class Ledger:
     def close(self, sequence: Sequence) -> None:
         sequence.closed = True
         del self.handles[sequence.slot]
-        self._n_changes += 1
+        self._found_usable = []
         self._leave_buffer(sequence)
         self.lengths[sequence.slot] = self.peaks[sequence.slot] = 0
         self.bring_back(sequence.slot)
@@ -173,7 +172,7 @@ class Ledger:
     def occupy(self, slots: Int64s) -> None:
         """Note that these slots are in an open step, until `vacate`."""
         self.is_busy[slots] = True
-        self._n_changes += 1
+        self._found_usable = []
 
     def vacate(self, slots: Int64s) -> None:
         self.is_busy[slots] = False
@@ -234,7 +233,7 @@ class Ledger:
         """Note that a slot is swapped out, with this horizon and these bytes, until `bring_back`."""
         self._swapped[slot] = horizon, n_bytes
         self.is_away[slot] = True
-        self._n_changes += 1
+        self._found_usable = []
 
     def bring_back(self, slot: int) -> None:
         self._swapped.pop(slot, None)
@@ -348,16 +347,17 @@ class Ledger:
         """Raise SequenceError unless all can be advanced, as `check_usable` does; return their slots (S,).
         Called when a step is made and again when it is entered; most often nothing has changed in between.
         """
-        found, n_changes = self._found_usable, self._n_changes  # first: other threads may change both meanwhile
-        if found[:2] == (n_changes, sequences):
-            return found[2]
+        found = self._found_usable  # first: what another thread changes from here on puts a new one in its place
+        for known, slots in found:
+            if known == sequences:
+                return slots
         numbers = [s.slot for s in sequences]
         slots = np.array(numbers, np.int64)
         are_open = list(map(self.handles.get, numbers)) == sequences
         if not are_open or (self.is_busy[slots] | self.is_away[slots] | self._is_checkpoint[slots]).any():
             for sequence in sequences:
                 self.check_usable(sequence)
-        self._found_usable = n_changes, sequences.copy(), slots
+        found[:] = [(sequences.copy(), slots)]
         return slots
 
     def check(self) -> None:
