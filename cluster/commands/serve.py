@@ -25,6 +25,7 @@ from memory import SpecError
 log = logging.getLogger("hybrid_memory.cluster")
 OF_ONE_SERVER = ("max_connections", "max_peer_connections", "prefixes", "save_every")
 """Options that Ray's proxy, or the store, has instead."""
+APPLICATION = "hybrid-memory"
 OBJECT_STORE_BYTES = 200 << 20
 
 
@@ -84,7 +85,7 @@ def fleet(options: FleetOptions, host: str, port: int) -> Iterator[None]:
         from cluster.serving.application import make_application
 
         serve.start(http_options={"host": host, "port": port})
-        serve.run(make_application(options.with_sessions(folder)), name="hybrid-memory", route_prefix="/")
+        serve.run(make_application(options.with_sessions(folder)), name=APPLICATION, route_prefix="/")
         try:
             yield
         finally:
@@ -93,14 +94,14 @@ def fleet(options: FleetOptions, host: str, port: int) -> Iterator[None]:
 
 
 def _finish_replies(grace_seconds: float) -> None:
-    """Let replies in progress end, as long as `--grace` says. New requests are refused meanwhile."""
+    """Let replies in progress end, as long as `--grace` says. New requests get 404 from Ray's proxy meanwhile."""
     from ray import serve
     from ray.exceptions import RayError
 
     until = time.monotonic() + grace_seconds
     while True:
         try:
-            serve.delete("hybrid-memory")  # replicas and gateways end when they answer nothing more
+            serve.delete(APPLICATION)  # replicas and gateways end when they answer nothing more
             return
         except TimeoutError:  # Ray itself waits a minute
             if time.monotonic() > until:

@@ -122,13 +122,13 @@ class Once:
             raise
         finally:
             recording.tell()
-            if not recording.is_done or _may_be_tried_again(_status_of(recording)):
-                self._recordings.pop(name, None)
-        if name in self._recordings:
-            self._recordings.move_to_end(name)
-            while len(self._recordings) > MOST_KEPT:
-                self._recordings.popitem(last=False)
-            await self._store(name, recording)
+            self._recordings.pop(name, None)
+        if not recording.is_done or _may_be_tried_again(_status_of(recording)):
+            return
+        self._recordings[name] = recording  # the last one: of too many the oldest goes
+        while len(self._recordings) > MOST_KEPT:
+            self._recordings.popitem(last=False)
+        await self._store(name, recording)
 
     async def _stored(self, name: str) -> Recording | None:
         if self._shelf is None:

@@ -67,7 +67,7 @@ class Forest:
         return [p for p in self.marks if len(p) > len(prompt) and p[: len(prompt)] == prompt]
 
     def related(self, own: Prompt) -> tuple[list[Mark], set[Mark]]:
-        """The nearest mark above in the budget, and those that part from `own` below it, none behind another one."""
+        """Return the nearest checkpoint above in the budget, and the next ones below that part from `own`."""
         inside = [p for p, mark in self.marks.items() if not mark.is_swapped and p != own]
         above = max((p for p in inside if own[: len(p)] == p), key=len, default=())
         around = [p for p in inside if common(p, own) > len(above) and own[: len(p)] != p]
