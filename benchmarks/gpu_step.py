@@ -49,6 +49,7 @@ def make_config(n_hidden: int, n_layers: int, attention_at: list[int]) -> BambaC
         vocab_size=32_000, hidden_size=n_hidden, num_hidden_layers=n_layers, attn_layer_indices=attention_at,
         num_attention_heads=n_hidden // 64, num_key_value_heads=n_hidden // 256, intermediate_size=4 * n_hidden,
         mamba_n_heads=n_hidden // 32, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128, mamba_expand=2,
+        mamba_chunk_size=8,  # what transformers' prompts need grows with it: 128 GiB for 256
         tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
 

@@ -103,7 +103,15 @@ def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
     conv = CausalConv(uniform(-1, 1, 4, 6), uniform(-1, 1, 6))
     decays = -torch.arange(1.0, 4.0)[:, None].expand(3, 6).contiguous()
     before_softplus = dt_E + torch.log(-torch.expm1(-dt_E))
-    layer = Mamba1(
-        conv, lambda x: F.linear(x, x_proj), lambda dt: F.linear(dt, dt_proj), before_softplus, decays, torch.ones(6)
-    )
+    layer = Mamba1(conv, _Product(x_proj), _Product(dt_proj), before_softplus, decays, torch.ones(6))
     return mamba1_spec(6, 3, 4), layer
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Multiplies rows by a matrix that is found among the fields, so that the example can be moved to a device."""
+
+    weight: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.weight)

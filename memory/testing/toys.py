@@ -67,7 +67,7 @@ class FamilyToy:
         self._row_shape = spec.row_shape
         n_row = math.prod(spec.row_shape)
         self._embedding, self._rows = (torch.randn(n, N_MODEL, generator=generator).to(device) for n in (VOCAB, n_row))
-        self._out_seed = generator.initial_seed()
+        self._out_seed, self._outs = generator.initial_seed(), dict[int, Tensor]()
         # Two layers, so that rows of the second depend on what the first remembers.
         self.memory_spec = MemorySpec(((spec,), (spec,)), VOCAB, model=family.name, device=device)
 
@@ -81,8 +81,11 @@ class FamilyToy:
         return project(step.select(x), self._embedding)
 
     def _out(self, n_outputs: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self._out_seed + n_outputs)
-        return torch.randn(N_MODEL, n_outputs, generator=generator).to(self._embedding.device)
+        if n_outputs not in self._outs:  # copied to the device once: later steps can be captured
+            generator = torch.Generator().manual_seed(self._out_seed + n_outputs)
+            weights = torch.randn(N_MODEL, n_outputs, generator=generator)
+            self._outs[n_outputs] = weights.to(self._embedding.device)
+        return self._outs[n_outputs]
 
 
 class Toy:

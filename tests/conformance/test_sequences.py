@@ -112,7 +112,7 @@ def test_beam_search_equals_scoring_every_beam_afresh(subject: Subject) -> None:
     with memory.step({beams[0]: subject.tokens(12)}) as step:
         logits = subject.model(step)
     beams += [memory.fork(beams[0]) for _ in range(3)]
-    scores = torch.full((4,), -torch.inf)
+    scores = torch.full((4,), -torch.inf, device=logits.device)
     scores[0] = 0.0
     logits = logits.expand(4, -1)
     for _ in range(10):

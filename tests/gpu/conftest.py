@@ -48,12 +48,18 @@ IN_BFLOAT16 = (
     "model:bamba",
     "model:bamba defer",
     "model:deepseek-v3",
-    "model:qwen3-next-two-of-four-experts",
+    "model:qwen3-next-no-experts",
 )
-"""Nothing lossy: two roundings may choose other rows."""
+"""Nothing lossy, for two roundings may choose other rows; nor few of several experts, for they may choose others."""
 
 CHOICES = [(name, torch.float32) for name in (SUBJECTS if os.environ.get("CONFORMANCE") == "full" else FEW)]
 CHOICES += [(name, torch.bfloat16) for name in IN_BFLOAT16]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sums_in_float32() -> None:
+    """Products of few bfloat16 rows are divided along the sum: cuBLAS may round its parts to bfloat16 otherwise."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 @pytest.fixture(scope="session", params=CHOICES, ids=lambda choice: f"{choice[0]}-{choice[1]}".replace("torch.", ""))

@@ -50,7 +50,7 @@ class OnDevice:
             and not isinstance(x, type)
             and any(isinstance(getattr(x, f.name), Tensor | tuple) for f in fields(x))
         ):
-            return replace(x, **{f.name: self._move(getattr(x, f.name), moved) for f in fields(x)})
+            return replace(x, **{f.name: self._move(getattr(x, f.name), moved) for f in fields(x) if f.init})
         if isinstance(x, tuple):
             parts = [self._move(y, moved) for y in x]
             return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)

@@ -59,7 +59,7 @@ def selective_scan_fn(  # type: ignore[no-untyped-def]
     assert z is None and delta_bias is None and not delta_softplus and return_last_state
     assert all(t.dtype == torch.float32 and t.is_contiguous() for t in (u, delta, A, B, C, D))
     assert A.shape == (u.shape[1], B.shape[1]) and B.shape == C.shape == (1, A.shape[1], u.shape[2])
-    h, outputs = torch.zeros(1, *A.shape), list[Tensor]()
+    h, outputs = torch.zeros(1, *A.shape, device=A.device), list[Tensor]()
     for t in range(u.shape[2]):
         step = delta[:, :, t, None]
         h = torch.exp(step * A) * h + step * B[:, None, :, t] * u[:, :, t, None]

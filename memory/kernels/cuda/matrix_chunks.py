@@ -163,8 +163,9 @@ def _invert(  # type: ignore[no-untyped-def]
 @triton.jit
 def _advance(  # type: ignore[no-untyped-def]
     s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
-    strength_stride, skip, y, inverse, rows, end, h, r, n, n_heads, n_rows, n_columns, ERASES: tl.constexpr,
-    HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    strength_stride, skip, y, inverse, rows, end, h, r, n, writes, n_heads, n_rows, n_columns, ERASES: tl.constexpr,
+    HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Advance a state by a chunk of `rows` before `end`; returns it, U (CHUNK, ROWS) and the keys."""
     i = tl.arange(0, CHUNK)
@@ -181,6 +182,8 @@ def _advance(  # type: ignore[no-untyped-def]
         u *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
     if ERASES:
         u = tl.dot(tl.load(inverse + i[:, None] * CHUNK + i[None, :]), u, input_precision=PRECISION)
+    if HAS_TAIL:  # what is added is what the ring holds, rounded to its dtype
+        u = u.to(writes.dtype.element_ty).to(tl.float32)
     seen = i[:, None] >= i[None, :]
     left = tl.exp(tl.where(seen, fade[:, None] - fade[None, :], 0.0).to(tl.float32))
     weights = tl.where(seen, tl.dot(query, tl.trans(key), input_precision=PRECISION) * left, 0.0)
@@ -233,8 +236,8 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     for chunk in range(tl.cdiv(split, CHUNK)):
         s, u, key = _advance(
             s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride,
-            strength, strength_stride, skip, y, inverse, start + chunk * CHUNK + i, start + split, h, r, n, n_heads,
-            n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, PRECISION,
+            strength, strength_stride, skip, y, inverse, start + chunk * CHUNK + i, start + split, h, r, n, writes,
+            n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, HAS_TAIL, PRECISION,
         )  # fmt: skip
         inverse += n_heads * CHUNK * CHUNK
     tl.debug_barrier()  # every element of a state that is written in place has been read
@@ -246,7 +249,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
             s, u, key = _advance(
                 s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay,
                 decay_stride, strength, strength_stride, skip, y, inverse, start + begin + i, start + n_new, h, r, n,
-                n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, PRECISION,
+                writes, n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, HAS_TAIL, PRECISION,
             )  # fmt: skip
             inverse += n_heads * CHUNK * CHUNK
             slots, is_new = (first + count + begin + i) % ring_rows, (begin + i) < n_new

@@ -83,9 +83,11 @@ def _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN: tl.con
     if BY_COLUMN:
         mask = (rows < end)[:, None] & (n < n_columns)[None, :]
         fade = tl.load(log_decay + (rows * decay_stride)[:, None] + h * n_columns + n[None, :], mask=mask, other=0.0)
+        sums = tl.cumsum(summable(fade), axis=0)
     else:
-        fade = tl.load(log_decay + rows * decay_stride + h, mask=rows < end, other=0.0)[:, None]
-    sums = tl.cumsum(summable(fade), axis=0)
+        of_row = tl.load(log_decay + rows * decay_stride + h, mask=rows < end, other=0.0)
+        # Triton 3.6 compiles no scan of a single column.
+        fade, sums = of_row[:, None], tl.cumsum(summable(of_row), axis=0)[:, None]
     return fade, sums, sums if AFTER_DECAY else sums - summable(fade)
 
 
@@ -153,9 +155,10 @@ def _weigh(  # type: ignore[no-untyped-def]
 @triton.jit
 def _advance(  # type: ignore[no-untyped-def]
     s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
-    strength_stride, skip, b, b_stride, y, weights, rows, end, h, r, n, n_heads, n_rows, n_columns,
-    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr,
-    HAS_B: tl.constexpr, AFTER_DECAY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    strength_stride, skip, b, b_stride, y, weights, rows, end, h, r, n, writes, others, finds, n_heads, n_rows,
+    n_columns, ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr,
+    HAS_B: tl.constexpr, AFTER_DECAY: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Advance a state by a chunk of `rows` before `end`; returns it, and each token's key, u, log decays, b and f."""
     i = tl.arange(0, CHUNK)
@@ -178,6 +181,11 @@ def _advance(  # type: ignore[no-untyped-def]
             other = load_matrix(b, b_stride, h, rows, end, n, n_columns)
         else:
             u -= beta * found
+    if HAS_TAIL:  # what is added is what rings hold, rounded to their dtypes
+        u = u.to(writes.dtype.element_ty).to(tl.float32)
+        if HAS_B:
+            found = found.to(finds.dtype.element_ty).to(tl.float32)
+            other = other.to(others.dtype.element_ty).to(tl.float32)
     out = tl.dot(query * tl.exp(sums.to(tl.float32)), tl.trans(s), input_precision=PRECISION)
     out += tl.dot(tl.load(at), u, input_precision=PRECISION)
     total = tl.sum(tl.where(i[:, None] == CHUNK - 1, sums, 0.0), axis=0)[None, :]
@@ -224,7 +232,8 @@ def _scan_columns(  # type: ignore[no-untyped-def]
         s, _, _, _, _, _ = _advance(
             s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride,
             strength, strength_stride, skip, b, b_stride, y, weights, start + begin + i, start + split, h, r, n,
-            n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, BY_COLUMN, HAS_B, AFTER_DECAY, CHUNK, PRECISION,
+            writes, others, finds, n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, BY_COLUMN, HAS_B,
+            AFTER_DECAY, CHUNK, HAS_TAIL, PRECISION,
         )  # fmt: skip
         weights += n_heads * MATRICES * CHUNK * CHUNK
     tl.debug_barrier()  # every element of a state that is written in place has been read
@@ -234,8 +243,8 @@ def _scan_columns(  # type: ignore[no-untyped-def]
             s, key, u, fade, other, found = _advance(
                 s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay,
                 decay_stride, strength, strength_stride, skip, b, b_stride, y, weights, start + begin + i,
-                start + n_new, h, r, n, n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, BY_COLUMN, HAS_B,
-                AFTER_DECAY, CHUNK, PRECISION,
+                start + n_new, h, r, n, writes, others, finds, n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH,
+                HAS_SKIP, BY_COLUMN, HAS_B, AFTER_DECAY, CHUNK, HAS_TAIL, PRECISION,
             )  # fmt: skip
             weights += n_heads * MATRICES * CHUNK * CHUNK
             slots, is_new = (first + count + begin + i) % ring_rows, begin + i < n_new
