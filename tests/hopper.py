@@ -25,6 +25,7 @@ class Compiled:
     """What became of a kernel: shared memory of a block, and what its threads keep in memory for want of registers."""
 
     name: str
+    n_warps: int
     shared_bytes: int
     spilled_bytes: int
 
@@ -57,7 +58,7 @@ class Recorder:
         source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        self.compiled.append(Compiled(kernel.__name__, found.metadata.shared, _spilled(found.asm["cubin"])))
+        self.compiled.append(Compiled(kernel.__name__, num_warps, found.metadata.shared, _spilled(found.asm["cubin"])))
 
 
 def _spilled(cubin: bytes) -> int:

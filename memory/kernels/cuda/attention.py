@@ -58,6 +58,7 @@ def paged_attention(
     for n_queries, begin, end in tiles.launches:
         block_m = max(16, next_power_of_2(n_queries * shape.heads))
         block_n, num_warps, num_stages = _choose(device, block_m, head_dim, itemsize, bits)
+        parts = head_parts(head_dim)
         launch(
             _attend, (end - begin, n_kv_heads * shape.parts), q_THD, out_THD, partial, totals, keys, values, pages,
             tasks, begin, q_THD if sinks_H is None else sinks_H, q_THD if bias_HL is None else bias_HL, blocks,
@@ -69,7 +70,8 @@ def paged_attention(
             IS_SHARED=keys.data_ptr() == values.data_ptr(), HAS_SOFTCAP=scoring.softcap is not None,
             HAS_SINKS=sinks_H is not None, HAS_BIAS=bias_HL is not None, HAS_WINDOW=scoring.window is not None,
             BLOCK_M=block_m, BLOCK_N=block_n, TASK=TASK, ALIGN=aligned_elements(head_dim, itemsize),
-            **head_parts(head_dim), **folded_rows.constants(folded), num_warps=num_warps, num_stages=num_stages,
+            **parts, **folded_rows.constants(folded), num_warps=min(num_warps, _most_warps(block_m, parts["D1"])),
+            num_stages=num_stages,
         )  # fmt: skip
     launch(
         _merge, (len(tiles.merges), n_heads), partial, totals, merges, q_THD if sinks_H is None else sinks_H, out_THD,
@@ -127,6 +129,13 @@ def _choose(block_m: int, head_dim: int, itemsize: int, bits: int) -> Attend:
     wanted = 3 if block_m >= 64 else 4  # with a small tile, one stage is used for offsets of pages
     num_stages = 1 if bits != NOT_FOLDED else max(1, min(wanted, (160 << 10) // tile_bytes))
     return Attend(block_n, 8 if block_m * head_dim > 64 * 128 else 4, num_stages)
+
+
+def _most_warps(block_m: int, n_last_channels: int) -> int:
+    """Return the most warps that may share a tile. Eight with 64 queries halve products of 16 channels, and Triton 3.6
+    computes those wrongly or reads from a wrong place on Hopper.
+    """
+    return 4 if n_last_channels == 16 and block_m < 128 else 16
 
 
 @triton.jit(do_not_specialize=["first_task", "pages_head", "blocks_head"])  # they change from step to step

@@ -100,6 +100,12 @@ def test_latent_attention(recorder: Recorder) -> None:
     attend(BF16, (128, 1, 576), 1, PLAIN)
 
 
+def test_eight_warps_share_no_products_of_16_channels(recorder: Recorder) -> None:
+    """A head of 144 is 128 and 16 channels. With 64 queries and 8 warps an H100 gave wrong numbers, by Triton 3.6."""
+    attend(F32, (20, 1, 144), 5, PLAIN)
+    assert [kernel.n_warps for kernel in recorder.compiled if kernel.name == "_attend"] == [4]
+
+
 @pytest.mark.parametrize("storage", [Quantized(4), Float8()], ids=str)
 def test_attention_over_folded_rows(recorder: Recorder, storage: Storage) -> None:
     attend(BF16, (32, 8, 128), 1, PLAIN, storage)
@@ -214,7 +220,16 @@ def test_prompts_that_fade_by_column(recorder: Recorder) -> None:
     row, strength = zeros(4096, 32, 128, dtype=BF16), zeros(4096, 32, dtype=F32)
     erase, state = Erase(row, None, after_decay=True), slots([4096], (32, 128, 128), rings[:3])
     cuda.matrix_scan(row, row, row, row.float(), erase, state, strength_TH=strength)
-    assert all(kernel.spilled_bytes <= 64 for kernel in recorder.compiled), recorder.compiled
+    assert all(kernel.spilled_bytes <= 72 for kernel in recorder.compiled), recorder.compiled
+
+
+def test_prompts_that_fade_by_head_with_a_vector_to_erase(recorder: Recorder) -> None:
+    """No model has such yet. Triton 3.6 could not compile it."""
+    from memory.kernels import cuda
+
+    row, decay = zeros(40, 2, 16, dtype=BF16), zeros(40, 2, dtype=F32)
+    rings = (BF16, BF16, F32, BF16, BF16)
+    cuda.matrix_scan(row, row, row, decay, Erase(row, row, after_decay=False), slots([40], (2, 16, 16), rings))
 
 
 def test_other_recurrences(recorder: Recorder) -> None:
