@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import launch, next_power_of_2
+from memory.kernels.cuda.launch import aligned_elements, launch, next_power_of_2
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.matrix_inputs import Inputs, rows_a_program
 from memory.kernels.cuda.rings import rings_of
@@ -45,7 +45,10 @@ def read_states(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
     launch(
         _read_states, (ceil_div(n_rows, rows), n_heads, n_runs), *inputs.pointers, y_THV, cu_rows, state.flat,
         state.sources, state.targets, float(state.initial), *rings_of(state.tail), n_heads, n_rows, n_columns,
-        **inputs.flags, ROWS=rows, COLUMNS=next_power_of_2(n_columns), BLOCK=block, num_warps=num_warps,
+        **inputs.flags, ROWS=rows, COLUMNS=next_power_of_2(n_columns), BLOCK=block,
+        ALIGN=aligned_elements(n_rows * n_columns, state.flat.element_size()),
+        ALIGN_KEY=aligned_elements(n_columns, state.tail.flats[0].element_size()),
+        ALIGN_WRITE=aligned_elements(n_rows, state.tail.flats[1].element_size()), num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -55,20 +58,25 @@ def _read_states(  # type: ignore[no-untyped-def]
     strength_stride, skip, y, cu_rows, flat, sources, targets, initial, keys, key_sources, key_targets, writes,
     write_sources, write_targets, decays, decay_sources, decay_targets, ring_rows, firsts, counts, folds, n_heads,
     n_rows, n_columns, ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KEY: tl.constexpr,
+    ALIGN_WRITE: tl.constexpr,
 ):  # fmt: skip
     h, run = tl.program_id(1), tl.program_id(2)
     r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_row, is_column = r < n_rows, n < n_columns
     group, n_keys = h // k_heads, n_heads // k_heads * n_columns
     at = (h * n_rows + r)[:, None] * n_columns + n[None, :]
-    source, start, count = tl.load(sources + run), tl.load(cu_rows + run), tl.load(counts + run).to(tl.int32)
+    # Said to be aligned, several elements are loaded at once.
+    source = tl.multiple_of(tl.load(sources + run), ALIGN)
+    start, count = tl.load(cu_rows + run), tl.load(counts + run).to(tl.int32)
     first, n_new = tl.load(firsts + run).to(tl.int32), (tl.load(cu_rows + run + 1) - start).to(tl.int32)
     is_held = (r < bound(source, n_rows))[:, None] & is_column[None, :]
     s = tl.load(flat + source + at, mask=is_held, other=initial).to(tl.float32)
     # Offsets of this head's part of slot 0, in the blocks that are read and in those that are written.
-    old_key, new_key = tl.load(key_sources + run) + group * n_columns, tl.load(key_targets + run) + group * n_columns
-    old_write, new_write = tl.load(write_sources + run) + h * n_rows, tl.load(write_targets + run) + h * n_rows
+    old_key = tl.multiple_of(tl.load(key_sources + run), ALIGN_KEY) + group * n_columns
+    new_key = tl.multiple_of(tl.load(key_targets + run), ALIGN_KEY) + group * n_columns
+    old_write = tl.multiple_of(tl.load(write_sources + run), ALIGN_WRITE) + h * n_rows
+    new_write = tl.multiple_of(tl.load(write_targets + run), ALIGN_WRITE) + h * n_rows
     old_decay, new_decay = tl.load(decay_sources + run) + h, tl.load(decay_targets + run) + h
     key_rows, decay_rows = k + start * k_stride + group * n_columns, log_decay + start * decay_stride + h
     for t in range(n_new):
@@ -108,7 +116,7 @@ def _read_states(  # type: ignore[no-untyped-def]
         new_write, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
     )  # fmt: skip
     is_held = (r < bound(target, n_rows))[:, None] & is_column[None, :]
-    tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=is_held)
+    tl.store(flat + tl.multiple_of(target, ALIGN) + at, s.to(flat.dtype.element_ty), mask=is_held)
 
 
 @triton.jit
