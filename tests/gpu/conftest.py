@@ -48,9 +48,10 @@ IN_BFLOAT16 = (
     "model:bamba",
     "model:bamba defer",
     "model:deepseek-v3",
-    "model:qwen3-next-no-experts",
 )
-"""Nothing lossy, for two roundings may choose other rows; nor few of several experts, for they may choose others."""
+"""Nothing lossy: two roundings may choose other rows. Nor Qwen3-Next, whose random weights enlarge a rounding of 16
+bits beyond the table, on a CPU as well.
+"""
 
 CHOICES = [(name, torch.float32) for name in (SUBJECTS if os.environ.get("CONFORMANCE") == "full" else FEW)]
 CHOICES += [(name, torch.bfloat16) for name in IN_BFLOAT16]
