@@ -57,7 +57,10 @@ def paged_attention(
     pages = batch.pages
     for n_queries, begin, end in tiles.launches:
         block_m = max(16, next_power_of_2(n_queries * shape.heads))
-        block_n, num_warps, num_stages = _choose(device, block_m, head_dim, itemsize, bits)
+        sizes = block_m, head_dim, itemsize, bits
+        # Choices are measured without a bias, which takes more shared memory.
+        choice = _choose(device, *sizes) if bias_HL is None else _choose.default(*sizes)
+        block_n, num_warps, num_stages = choice
         parts = head_parts(head_dim)
         launch(
             _attend, (end - begin, n_kv_heads * shape.parts), q_THD, out_THD, partial, totals, keys, values, pages,

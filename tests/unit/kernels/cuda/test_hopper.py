@@ -210,6 +210,18 @@ def test_the_largest_tiles_that_tuning_tries_fit(recorder: Recorder, kernel: str
             cuda.matrix_scan(q, q, v, zeros(100, 80, dtype=F32), None, slots([100], (80, 64, 128)))
 
 
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+def test_what_the_package_brings_fits_with_all_that_scores_may_have(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, has_bias: bool
+) -> None:
+    """Tile sizes were measured without windows, caps, sinks and biases; latent attention's are the largest."""
+    from memory.kernels.cuda import choices
+
+    monkeypatch.setattr(choices, "measured", lambda device: choices.read(choices.shipped_file("sm90"), "sm90"))
+    everything = with_all(128)
+    attend(BF16, (128, 1, 576), 1, everything if has_bias else everything._replace(bias_HL=None))
+
+
 def test_prompts_that_fade_by_column(recorder: Recorder) -> None:
     """RWKV-7's, and Kimi's delta rule."""
     from memory.kernels import cuda
