@@ -58,26 +58,22 @@ def _read_states(  # type: ignore[no-untyped-def]
     strength_stride, skip, y, cu_rows, flat, sources, targets, initial, keys, key_sources, key_targets, writes,
     write_sources, write_targets, decays, decay_sources, decay_targets, ring_rows, firsts, counts, folds, n_heads,
     n_rows, n_columns, ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KEY: tl.constexpr,
-    ALIGN_WRITE: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KEY: tl.constexpr, ALIGN_WRITE: tl.constexpr,
 ):  # fmt: skip
     h, run = tl.program_id(1), tl.program_id(2)
     r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_row, is_column = r < n_rows, n < n_columns
     group, n_keys = h // k_heads, n_heads // k_heads * n_columns
     at = (h * n_rows + r)[:, None] * n_columns + n[None, :]
-    # Said to be aligned, several elements are loaded at once.
     source = tl.multiple_of(tl.load(sources + run), ALIGN)
     start, count = tl.load(cu_rows + run), tl.load(counts + run).to(tl.int32)
     first, n_new = tl.load(firsts + run).to(tl.int32), (tl.load(cu_rows + run + 1) - start).to(tl.int32)
     is_held = (r < bound(source, n_rows))[:, None] & is_column[None, :]
     s = tl.load(flat + source + at, mask=is_held, other=initial).to(tl.float32)
     # Offsets of this head's part of slot 0, in the blocks that are read and in those that are written.
-    old_key = tl.multiple_of(tl.load(key_sources + run), ALIGN_KEY) + group * n_columns
-    new_key = tl.multiple_of(tl.load(key_targets + run), ALIGN_KEY) + group * n_columns
-    old_write = tl.multiple_of(tl.load(write_sources + run), ALIGN_WRITE) + h * n_rows
-    new_write = tl.multiple_of(tl.load(write_targets + run), ALIGN_WRITE) + h * n_rows
-    old_decay, new_decay = tl.load(decay_sources + run) + h, tl.load(decay_targets + run) + h
+    old_key, new_key = _aligned(key_sources, key_targets, run, group * n_columns, ALIGN_KEY)
+    old_write, new_write = _aligned(write_sources, write_targets, run, h * n_rows, ALIGN_WRITE)
+    old_decay, new_decay = _aligned(decay_sources, decay_targets, run, h, 1)
     key_rows, decay_rows = k + start * k_stride + group * n_columns, log_decay + start * decay_stride + h
     for t in range(n_new):
         row, end, slot = start + t, count + t, (first + count + t) % ring_rows
@@ -117,6 +113,15 @@ def _read_states(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     is_held = (r < bound(target, n_rows))[:, None] & is_column[None, :]
     tl.store(flat + tl.multiple_of(target, ALIGN) + at, s.to(flat.dtype.element_ty), mask=is_held)
+
+
+@triton.jit
+def _aligned(sources, targets, run, part, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the offsets of a part of the blocks that are read and written. Several elements are loaded at once where
+    the compiler knows that offsets are multiples.
+    """
+    old, new = tl.load(sources + run), tl.load(targets + run)
+    return tl.multiple_of(old, ALIGN) + part, tl.multiple_of(new, ALIGN) + part
 
 
 @triton.jit
