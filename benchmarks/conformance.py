@@ -16,9 +16,13 @@ from memory.testing import PROMISES, Adapter, HybridAdapter, Result, check
 from memory.testing.subjects import attention, hybrid
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "peers-conformance.md"
-PEERS = {"transformers": "benchmarks.peers.transformers_cache", "llama_cpp": "benchmarks.peers.llamacpp_context"}
+PEERS = {
+    "transformers": "benchmarks.peers.transformers_cache",
+    "llama_cpp": "benchmarks.peers.llamacpp_context",
+    "mlx_lm": "benchmarks.peers.mlx_lm_cache",
+}
 """Package -> the module with its subjects."""
-_PACKAGES = {"transformers": "transformers", "llama_cpp": "llama-cpp-python"}
+_PACKAGES = {"transformers": "transformers", "llama_cpp": "llama-cpp-python", "mlx_lm": "mlx-lm"}
 _MARKS = {"passed": "passed", "failed": "**failed**", "refused": "refused"}
 
 
@@ -102,5 +106,7 @@ copies the cache; "past recorded" calls `activate_past_recording` first, "forks 
 (`batch_repeat_interleave`) and selects one (`batch_select_indices`). In llama.cpp sequences share a context,
 `llama_memory_seq_rm` goes back, `llama_memory_seq_cp` forks; "back by a partial copy" goes back by copying the part
 that stays. Where `crop` is wrong, `is_croppable`
-says False; no call asks it. mlx-lm was not run: it needs a Mac, or its CUDA build.
+says False; no call asks it. In mlx-lm, on its CPU build, each sequence has a list of caches, `trim_prompt_cache` goes
+back, a fork copies the list; "in batches" merges the lists of a step, pads the tokens on the right and extracts the
+lists again, as `BatchGenerator` does with prompts.
 """

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import conformance, covered, failures, soak
+from benchmarks import conformance, covered, failures, operation, soak
 from benchmarks.commands.options import Out, Quick, Threads, app, run
 from tests.failure.survive import EVERYTHING
+from tests.operation.runs import SIMULATIONS
 
 
 @app.command(name="soak")
@@ -55,3 +56,22 @@ def coverage_(
     found.show()
     if out is not None:
         found.write(out)
+
+
+@app.command(name="operation")
+def operation_(
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many.")] = 1000,
+    first: Annotated[int, typer.Option("--first", min=0, help="The lowest one.")] = 3,
+    of: Annotated[list[str] | None, typer.Option("--of", help="engine or server; both unless given.")] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes.")] = 2,
+    out: Out = None,
+) -> None:
+    """Run seeds of the engine and the server in simulated time: nobody waits for ever, or gets a wrong answer."""
+    if unknown := [name for name in of or () if name not in SIMULATIONS]:
+        raise typer.BadParameter(f"{unknown} are none of {', '.join(SIMULATIONS)}", param_hint="--of")
+    found, is_whole = operation.operation(of or SIMULATIONS, first, seeds, jobs)
+    found.show()
+    if out is not None:
+        found.write(out)
+    if not is_whole:
+        raise typer.Exit(1)

@@ -21,6 +21,12 @@ KNOWN = {
     ("llama_cpp", "jamba", "tokens taken back leave no trace"): "refused",
     ("llama_cpp", "jamba, back by a partial copy", "tokens taken back leave no trace"): "failed",
     ("llama_cpp", "jamba", "a fork goes its own way"): "passed",
+    ("mlx_lm", "jamba", "tokens taken back leave no trace"): "refused",
+    ("mlx_lm", "llama", "tokens taken back leave no trace"): "passed",
+    ("mlx_lm", "jamba", "a batch of any lengths is as each sequence alone"): "passed",
+    ("mlx_lm", "jamba, in batches", "a batch of any lengths is as each sequence alone"): "failed",  # padding is read
+    ("mlx_lm", "nemotron-h, in batches", "a batch of any lengths is as each sequence alone"): "failed",  # likewise
+    ("mlx_lm", "mamba2, in batches", "a batch of any lengths is as each sequence alone"): "passed",
 }
 """A fault that is gone is good news, and this table is to be changed."""
 
