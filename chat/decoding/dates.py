@@ -11,7 +11,7 @@ DATE = f"({_YEAR}-{_DAYS}|([0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
 """A day of the Gregorian calendar, from the year 1 to 9999."""
 _TIME = r"[0-2][0-9]:[0-5][0-9]:[0-5][0-9]"
 _PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}[Tt]{_TIME}", "time": f"^{_TIME}"}
-_DATA = {"const", "enum", "default", "examples"}
+DATA = {"const", "enum", "default", "examples"}
 """Keywords whose values are no schemas."""
 
 
@@ -21,7 +21,7 @@ def with_exact_dates(schema: Any) -> Any:
         return [with_exact_dates(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    exact = {name: part if name in _DATA else with_exact_dates(part) for name, part in schema.items()}
+    exact = {name: part if name in DATA else with_exact_dates(part) for name, part in schema.items()}
     kind = schema.get("format")
     if isinstance(kind, str) and kind in _PATTERNS and "pattern" not in schema:
         exact["pattern"] = _PATTERNS[kind]

@@ -37,5 +37,5 @@ def read_defaults(tokenizer: Any, temperature: float = 1.0) -> Sampling:
         if found.get("top_k") == 0:  # transformers: all
             del found["top_k"]
         return Sampling(**({"temperature": temperature} | found))
-    except (OSError, ValueError, AttributeError, BatchError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, BatchError) as error:
         raise FormatError(f"{path} cannot be read: {error}") from None

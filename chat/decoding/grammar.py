@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from chat.decoding.dates import with_exact_dates
+from chat.decoding.schema_numbers import LEAST, find_in_grammar
 from memory import BatchError, SpecError, StepError
 
 WHITESPACE = r"(\n {0,16}| )?"
@@ -82,6 +83,12 @@ class Grammars:
                 text = str(import_module("llguidance.gbnf_to_lark").gbnf_to_lark(text))
             except Exception as error:  # its parser raises what comes
                 raise GrammarError(f"this GBNF grammar cannot be read: {error}") from None
+        try:
+            number = find_in_grammar(text)
+        except RecursionError:
+            raise GrammarError("a schema in this grammar is nested too deeply") from None
+        if number is not None:
+            raise GrammarError(f"the number {number} is too small to be enforced; give one of at least {LEAST}")
         return self._read(_library().LLMatcher.grammar_from_lark(text))
 
     def _read(self, source: str) -> Grammar:
@@ -227,10 +234,13 @@ def fill_masks(matchers: Sequence[Matcher], threads: Any = None) -> None:
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """Return JSON by a schema as a part of a rule in Lark."""
+    """Return JSON by a schema as a part of a rule in Lark. Raises GrammarError for one that is nested too deeply."""
     own = schema.get("x-guidance")
     options = {"whitespace_pattern": WHITESPACE} | (own if isinstance(own, dict) else {})
-    return "%json " + json.dumps(with_exact_dates(schema) | {"x-guidance": options})
+    try:
+        return "%json " + json.dumps(with_exact_dates(schema) | {"x-guidance": options})
+    except RecursionError:
+        raise GrammarError("the schema is nested too deeply; give its inner parts names, in $defs") from None
 
 
 def _library() -> Any:

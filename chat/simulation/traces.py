@@ -129,7 +129,7 @@ _ALWAYS = {"at", "user", "action"}
 def _read_event(line: str) -> Event:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _FieldError("(all)", line[:40], f"it is no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise _FieldError("(all)", fields, "give a JSON object")

@@ -67,7 +67,7 @@ def open_database(folder: str | None, model: str) -> sqlite3.Connection:
             for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
                 connection.execute(f"PRAGMA {setting}")
             _prepare(connection, place, model)
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
             message = f"{place} is no database of sessions that can be used ({error}); name another folder"
             raise FormatError(message) from None
         opened.pop_all()
@@ -86,7 +86,10 @@ def _prepare(connection: sqlite3.Connection, place: str, model: str) -> None:
         connection.execute("INSERT INTO meta VALUES ('model', ?)", (model,))
         connection.execute(f"PRAGMA user_version = {VERSION}")
     connection.execute("COMMIT")
-    (known,) = connection.execute("SELECT value FROM meta WHERE name = 'model'").fetchone()
+    row = connection.execute("SELECT value FROM meta WHERE name = 'model'").fetchone()
+    known = row[0] if row is not None else None
+    if not isinstance(known, str):
+        raise FormatError(f"{place} is damaged: it does not say of which model it is; restore a copy of it")
     if not is_same_model(known, model):
         raise MismatchError(f"{place} is of another model or tokenizer ({known}, not {model}); name another folder")
 

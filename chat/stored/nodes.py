@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from memory import FormatError
 from memory.blocks.arrays import EMPTY, Int64s
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -109,10 +110,14 @@ class Node:
 
 
 def join_tokens(replies: list[Node]) -> Int64s:
-    """Return the token ids of the last of these replies, each of which is the base of the next one."""
+    """Return the token ids of the last of these replies, each of which is the base of the next one.
+
+    Raises FormatError if one of them has none, or the first one goes on from another.
+    """
     tokens = EMPTY
-    for reply in replies:
-        assert reply.own_tokens is not None, "a base has token ids"
+    for number, reply in enumerate(replies):
+        if reply.own_tokens is None or (number == 0 and reply.base is not None):
+            raise FormatError(f"the token ids of the reply {reply.id!r:.80} are not all stored")
         tokens = np.concatenate([tokens[: reply.n_kept], reply.own_tokens])
     return tokens
 
@@ -122,12 +127,15 @@ def each_tokens(nodes: Iterable[Node]) -> Iterator[tuple[Node, Int64s]]:
 
     Args:
         nodes: each behind its parent. No more token ids are held than later ones begin with.
+    Raises FormatError if a reply begins with the token ids of one that has none.
     """
     nodes = list(nodes)
     needed, held = Counter(node.base for node in nodes if node.base is not None), dict[str, Int64s]()
     for node in nodes:
         if node.own_tokens is None:
             continue
+        if node.base is not None and node.base not in held:
+            raise FormatError(f"the token ids of the reply {node.id!r:.80} are not all stored")
         before = held[node.base][: node.n_kept] if node.base is not None else EMPTY
         tokens = np.concatenate([before, node.own_tokens])
         if node.base is not None:

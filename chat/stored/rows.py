@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from chat.stored.nodes import Node, StoredSession
+from chat.stored.nodes import Item, Node, StoredSession
+from memory import FormatError
 from memory.blocks.arrays import Int64s
 
 _ROW_BYTES = 200
@@ -33,8 +34,14 @@ def session_as_row(session: StoredSession) -> dict[str, Any]:
 
 
 def read_session(row: sqlite3.Row) -> StoredSession:
-    values = {name: row[name] for name in _SESSION}
-    metadata, is_implicit = json.loads(row["metadata"]), bool(row["is_implicit"])
+    """Return the session of a row. Raises FormatError for a damaged one."""
+    try:
+        values = {name: row[name] for name in _SESSION}
+        metadata, is_implicit = json.loads(row["metadata"]), bool(row["is_implicit"])
+    except _DAMAGE as error:
+        raise damaged(f"a session: {error}") from None
+    if not isinstance(metadata, dict) or not all(isinstance(row[name], float) for name in ("created_at", "used_at")):
+        raise damaged(f"the session {row['id']!r:.80}")
     return StoredSession(**values | {"metadata": metadata, "is_implicit": is_implicit})
 
 
@@ -48,10 +55,40 @@ def node_as_row(node: Node) -> dict[str, Any]:
 
 
 def read_node(row: sqlite3.Row) -> Node:
-    values = {name: row[name] for name in _NODE}
-    own = row["own_tokens"]
-    tokens = None if own is None else np.frombuffer(own, "<i4").astype(np.int64)
-    return Node(**values | {"items": json.loads(row["items"]), "about": json.loads(row["about"]), "own_tokens": tokens})
+    """Return the node of a row. Raises FormatError for a damaged one."""
+    try:
+        values, own = {name: row[name] for name in _NODE}, row["own_tokens"]
+        tokens = None if own is None else np.frombuffer(own, "<i4").astype(np.int64)
+        items, about = read_items(row["items"]), json.loads(row["about"])
+    except _DAMAGE as error:
+        raise damaged(f"a message: {error}") from None
+    counts = ("n_kept", "n_prompt", "n_tokens", "n_bytes")
+    if not isinstance(about, dict) or not all(isinstance(row[name], int) and row[name] >= 0 for name in counts):
+        raise damaged(f"the message {row['id']!r:.80}")
+    return Node(**values | {"items": items, "about": about, "own_tokens": tokens})
+
+
+def read_items(text: str) -> list[Item]:
+    """Return the items of a node from their JSON. Raises FormatError."""
+    try:
+        items = json.loads(text)
+    except _DAMAGE as error:
+        raise damaged(f"the items of a message: {error}") from None
+    named = isinstance(items, list) and all(
+        isinstance(item, dict) and isinstance(item.get("id"), str) for item in items
+    )
+    if not named:
+        raise damaged("the items of a message")
+    return list(items)
+
+
+def damaged(what: str) -> FormatError:
+    """Return the error of a database in which something cannot be read."""
+    return FormatError(f"the database of sessions is damaged ({what}); restore a copy of it, or name another folder")
+
+
+_DAMAGE = (ValueError, TypeError, KeyError, IndexError, RecursionError)
+"""What reading a damaged row raises."""
 
 
 def without_tokens(node: Node) -> Node:

@@ -2,6 +2,9 @@
 
 A call changes all that it says or nothing, and what it has changed is on the disk when it returns. One thread at a time
 may call. A store in another place, for servers that share one, needs these methods and no others.
+
+Damage that a call meets raises FormatError; what the disk refuses is SQLite's OperationalError. Links lead from later
+rows to earlier ones, so that a damaged one leads nowhere, and never round in a circle.
 """
 
 from __future__ import annotations
@@ -22,23 +25,27 @@ from chat.stored.rows import (
     INSERT_NODE,
     INSERT_SESSION,
     as_json,
+    damaged,
     node_as_row,
+    read_items,
     read_node,
     read_session,
     session_as_row,
 )
+from memory import FormatError
 from memory.blocks.arrays import Int64s
 
 _UP = """
-WITH RECURSIVE up (id, next, depth) AS (
-    SELECT id, {link}, 0 FROM nodes WHERE id = ?
-    UNION ALL SELECT nodes.id, nodes.{link}, up.depth + 1 FROM nodes JOIN up ON nodes.id = up.next
+WITH RECURSIVE up (id, next, number) AS (
+    SELECT id, {link}, number FROM nodes WHERE id = ?
+    UNION ALL SELECT nodes.id, nodes.{link}, nodes.number FROM nodes JOIN up ON nodes.id = up.next
+    WHERE nodes.number < up.number
 )
-SELECT nodes.* FROM up JOIN nodes ON nodes.id = up.id ORDER BY up.depth DESC
+SELECT nodes.* FROM up JOIN nodes ON nodes.id = up.id ORDER BY up.number
 """
 _DOWN = """
 WITH RECURSIVE down (id) AS (
-    SELECT ? UNION ALL SELECT nodes.id FROM nodes JOIN down ON nodes.parent = down.id
+    SELECT ? UNION SELECT nodes.id FROM nodes JOIN down ON nodes.parent = down.id
 )
 """
 _ESCAPE = "ESCAPE '\\'"
@@ -79,7 +86,7 @@ class SessionStore:
         self.model = model
         self.now = now
         self._database = open_database(folder, model)
-        self._database.create_function("visible", 1, lambda items: text_of(json.loads(items)), deterministic=True)
+        self._database.create_function("visible", 1, _visible, deterministic=True)
 
     def close(self) -> None:
         """Close the database; what was stored in a folder stays there."""
@@ -88,16 +95,19 @@ class SessionStore:
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
         """Commit what the block changes, or, if it raises, nothing."""
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._database
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._database.execute("COMMIT")
+        with _finding_damage():
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._database
+                self._database.execute("COMMIT")
+            except BaseException:
+                if self._database.in_transaction:  # of some errors, such as a full disk, SQLite has rolled back itself
+                    self._database.execute("ROLLBACK")
+                raise
 
     def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        return self._database.execute(query, values).fetchall()
+        with _finding_damage():
+            return self._database.execute(query, values).fetchall()
 
     # Sessions
 
@@ -161,7 +171,7 @@ class SessionStore:
         """Return an item of this owner; None if there is none. Cost: a look at the texts of all of them."""
         query = "SELECT items FROM nodes JOIN sessions ON sessions.id = session WHERE owner = ? AND instr(items, ?)"
         for row in self._rows(query, owner, json.dumps(item_id)):
-            for item in json.loads(row["items"]):
+            for item in read_items(row["items"]):
                 if item["id"] == item_id:
                     return dict(item)
         return None
@@ -246,9 +256,7 @@ class SessionStore:
                 database.execute("UPDATE nodes SET status = 'deleted', about = '{}' WHERE id = ?", [reply.id])
             return []
         first = reply
-        while first.parent is not None:
-            (row,) = self._rows("SELECT * FROM nodes WHERE id = ?", first.parent)
-            above = read_node(row)
+        for above in reversed(self.path(reply.id)[:-1]):
             n_children = len(self._rows("SELECT 1 FROM nodes WHERE parent = ?", above.id))
             if n_children > 1 or (above.is_reply and above.status != "deleted"):
                 break
@@ -281,6 +289,27 @@ class SessionStore:
     def n_bytes(self) -> int:
         """Return the bytes of all texts and token ids. Cost: a look at an index of all nodes."""
         return int(self._rows("SELECT COALESCE(SUM(n_bytes), 0) FROM nodes")[0][0])
+
+
+@contextmanager
+def _finding_damage() -> Iterator[None]:
+    """Raise FormatError for what SQLite says of a file that is damaged, but leave what it says of the disk as it is."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if "decode" in str(error) or "user-defined" in str(error):  # a text that is none, read or given to `visible`
+            raise damaged(str(error)) from None
+        raise
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        raise damaged(str(error)) from None
+
+
+def _visible(items: str) -> str:
+    """Return what a search looks through: of a damaged message nothing."""
+    try:
+        return text_of(read_items(items))
+    except (FormatError, KeyError, TypeError, AttributeError):
+        return ""
 
 
 def _counted(row: sqlite3.Row) -> Counted:

@@ -21,6 +21,7 @@ from starlette.types import Message
 
 from chat.server.errors import ApiError, log
 from cluster.serving.request import ForwardedRequest
+from cluster.store.leases import DAMAGE
 from cluster.store.patience import Patience
 
 KEY_HEADER = "idempotency-key"
@@ -136,7 +137,7 @@ class Once:
         try:
             content = await self._patience.run(self._shelf.read, _path(name))
             return None if content is None else _read(content)
-        except (OSError, ValueError, KeyError, TypeError) as error:  # down, or damaged: it is answered anew
+        except (OSError, *DAMAGE) as error:  # down, or damaged: it is answered anew
             log.warning("a stored reply could not be read: %s", error)
             return None
 

@@ -155,5 +155,9 @@ def _lease_in(content: bytes, session: str, number: int) -> Lease | None:
         return Lease(
             session, number, str(value["holder"]), float(value["until"]), stand, float(value.get("seconds", 0.0))
         )
-    except (ValueError, KeyError, TypeError):  # damaged: as if it had been released without a turn
+    except DAMAGE:  # as if it had been released without a turn
         return Lease(session, number, "", 0.0)
+
+
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading JSON of another shape raises."""

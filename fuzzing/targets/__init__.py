@@ -32,9 +32,13 @@ TARGETS: dict[str, tuple[str, str]] = {
     "gguf": ("checkpoints", "GgufModel"),
     "tokenizer": ("checkpoints", "TokenizerFile"),
     "template": ("texts", "ChatTemplate"),
-    "body": ("texts", "RequestBody"),
+    "body": ("requests", "RequestBody"),
+    "form": ("requests", "ReplyForm"),
     "head": ("texts", "RequestHead"),
     "holes": ("texts", "HoledText"),
+    "database": ("stored", "SessionDatabase"),
+    "shared": ("stored", "SharedFiles"),
+    "options": ("stored", "OptionFiles"),
     "calls": ("calls", "PublicCalls"),
 }
 """Name -> module and class."""

@@ -1,18 +1,15 @@
-"""Feeds texts from elsewhere: chat templates, requests and their heads, texts with holes."""
+"""Feeds texts from elsewhere: chat templates, heads of requests, texts with holes."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from chat.prompts import encode_chat, encode_turn, load_tokenizer
-from chat.server.bodies import count_longest_list
 from chat.server.heads import check_head, find_head_end
-from chat.server.schema import ChatRequest, CompletionRequest, read_request
 from chat.session.template_syntax import parse
-from fuzzing.mutation import damage_bytes, damage_json
+from fuzzing.mutation import damage_bytes
 
 _MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 
@@ -45,35 +42,6 @@ class ChatTemplate:
         self._tokenizer.chat_template = data.decode(errors="replace")
         encode_chat(self._tokenizer, _MESSAGES)
         encode_turn(self._tokenizer, _MESSAGES[:2], "c")
-
-
-class RequestBody:
-    """Reads damaged bodies of requests."""
-
-    _seeds = (
-        {"model": "m", "messages": _MESSAGES, "temperature": 0.5, "stop": ["x"], "stream": True, "n": 2,
-         "stream_options": {"include_usage": True}, "seed": 3, "max_tokens": 9, "top_p": 0.9, "top_k": 5},
-        {"model": "m", "messages": [{"role": "system", "content": [{"type": "text", "text": "a"}]}], "user": "u"},
-        {"model": "m", "prompt": ["a", [1, 2, 3]], "max_tokens": 3, "echo": True, "n": 1},
-        {"model": "m", "prompt": [1, 2, 3], "stop": "x", "logprobs": None},
-    )  # fmt: skip
-
-    def __init__(self, folder: Path) -> None:
-        pass
-
-    def draw(self, random: Random) -> bytes:
-        seed = random.choice(self._seeds)
-        if random.random() < 0.2:
-            return damage_bytes(json.dumps(seed).encode(), random)
-        return json.dumps(damage_json(seed, random)).encode()
-
-    def read(self, data: bytes) -> None:
-        count_longest_list(data, 100)
-        is_completion = b'"prompt"' in data
-        asked = read_request(CompletionRequest if is_completion else ChatRequest, data)
-        for choice in range(asked.n):
-            asked.sampling(choice)
-        json.dumps(asked.model_dump())
 
 
 class RequestHead:

@@ -60,6 +60,35 @@ def test_what_cannot_be_enforced_is_named(grammars: Grammars, keyword: dict[str,
         grammars.json_schema(keyword)
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"const": -(2**63)}, {"enum": ["a", {"minimum": [1 - 2**63]}]}, {"type": "integer", "maximum": -1e300},
+        {"properties": {"maximum": {"allOf": [{"exclusiveMaximum": -(2**63)}]}}},
+        'start: "a" %json {"const": 1} | %json\n {"enum": [-9223372036854775808]}',
+        'start: %json // "x"\n {"const": -9223372036854775808}',
+    ],
+)  # fmt: skip
+def test_numbers_that_would_end_the_process_are_refused(grammars: Grammars, grammar: Any) -> None:
+    with pytest.raises(GrammarError, match=r"the number -.* is too small to be enforced; give one of at least -46"):
+        (grammars.lark if isinstance(grammar, str) else grammars.json_schema)(grammar)
+
+
+def test_large_numbers_are_enforced(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    low = {"type": "integer", "minimum": -(2**62), "maximum": 2**53, "default": -(2**63)}
+    for schema in (low, {"const": -(2**62)}):
+        assert grammars.json_schema(schema).matcher().count_allowed(tokenizer.encode(str(-(2**62)))) > 0
+    assert grammars.choice(["%json -1", "b"]).matcher().count_allowed(tokenizer.encode("%json"))
+
+
+def test_a_schema_of_any_depth_is_enforced_or_refused(grammars: Grammars) -> None:
+    schema: Any = {"type": "null"}
+    for _ in range(900):
+        schema = {"anyOf": [schema]}
+    with pytest.raises(GrammarError, match="nested too deeply"):
+        grammars.json_schema(schema)
+
+
 def test_a_grammar_that_leads_nowhere_is_its_clients_error(grammars: Grammars, tokenizer: Tokenizer) -> None:
     with pytest.raises(GrammarError, match=r"nothing can follow, not even the end$"):
         grammars.json_schema({"$ref": "#"})

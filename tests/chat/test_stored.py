@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +13,10 @@ import pytest
 
 from chat.stored import Node, SessionStore, StoredSession
 from chat.stored.ancestors import Ancestors
-from chat.stored.database import is_same_model
+from chat.stored.database import FILE, is_same_model
 from chat.stored.items import make_nodes, text_item
 from chat.stored.nodes import new_id
+from memory import FormatError
 
 DAY = 86400.0
 
@@ -85,6 +89,41 @@ def test_a_call_changes_all_or_nothing(store: SessionStore, clock: Clock) -> Non
     store.delete_branch(nodes[1])
     assert not store.add_nodes(session.id, make_nodes(session.id, nodes[1].id, [text_item("user", "x")]), "turn_0")
     assert [node.id for node in store.tree(session.id)] == [nodes[0].id]
+
+
+@pytest.mark.parametrize(
+    ("change", "asks"),
+    [
+        ("items = '{}'", "tree"), ("items = '[\"5\"]'", "item"), ("items = 'x'", "path"), ("about = '[]'", "path"),
+        ("n_kept = 'x'", "path"), ("own_tokens = x'01'", "tokens"), ("own_tokens = NULL", "tokens"),
+        ("items = CAST(x'ff' AS TEXT)", "tree"),
+    ],
+)  # fmt: skip
+def test_a_damaged_row_is_named(store: SessionStore, clock: Clock, tmp_path: Path, change: str, asks: str) -> None:
+    session, nodes = fill(store, b"a", "hello", clock)
+    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as database:
+        database.execute(f"UPDATE nodes SET {change}")
+    ask: dict[str, Callable[[], object]] = {
+        "tree": lambda: store.tree(session.id), "path": lambda: store.path(nodes[3].id),
+        "tokens": lambda: store.tokens(nodes[3].id), "item": lambda: store.item(b"a", "5"),
+    }  # fmt: skip
+    with pytest.raises(FormatError, match=r"damaged|not all stored"):
+        ask[asks]()
+    assert len(store.sessions(b"a", limit=5)) == 1
+    with suppress(FormatError):
+        store.sessions(b"a", "hello", limit=5)
+
+
+def test_links_that_lead_in_a_circle_end(store: SessionStore, clock: Clock, tmp_path: Path) -> None:
+    session, nodes = fill(store, b"a", "hello", clock)
+    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as database:
+        database.execute("UPDATE nodes SET parent = ?, base = ? WHERE number <= 2", [nodes[3].id, nodes[3].id])
+    assert [node.id for node in store.path(nodes[3].id)] == [node.id for node in nodes[1:]]
+    with pytest.raises(FormatError, match="not all stored"):
+        store.tokens(nodes[3].id)
+    assert len(store.delete_response(nodes[3])) in (0, 4)
+    store.delete_session(session.id)
+    assert store.sessions(b"a", limit=5) == []
 
 
 def test_old_sessions_go_and_then_those_used_longest_ago_but_pinned_ones_stay(

@@ -122,9 +122,13 @@ def test_a_holder_whose_clock_is_wrong_holds_no_longer_than_a_lease_lasts(
     assert b.take("s") is not None
 
 
-def test_a_damaged_file_counts_as_released(shelf: Shelf, clock: Clock) -> None:
+@pytest.mark.parametrize("content", [
+    b"{", b"[1]", b"[" * 100_000, b'{"holder": "f/a", "until": 1e9, "stand": {"digest": "ab", "n_tokens": 1e999}}',
+    b'{"holder": "f/a", "until": 1e9, "stand": {"digest": 5, "n_tokens": 1}}',
+])  # fmt: skip
+def test_a_damaged_file_counts_as_released(shelf: Shelf, clock: Clock, content: bytes) -> None:
     a = Leases(shelf, "f/a", 30, clock)
     taken(a)
     (name,) = shelf.files
-    shelf.files[name] = b"{"
+    shelf.files[name] = content
     assert taken(Leases(shelf, "f/b", 30, clock)).stand is None
