@@ -43,6 +43,10 @@ WITH RECURSIVE up (id, next, number) AS (
 )
 SELECT nodes.* FROM up JOIN nodes ON nodes.id = up.id ORDER BY up.number
 """
+_ABOVE = """
+SELECT above.* FROM nodes JOIN nodes AS above ON above.id = nodes.parent AND above.number < nodes.number
+WHERE nodes.id = ?
+"""
 _DOWN = """
 WITH RECURSIVE down (id) AS (
     SELECT ? UNION SELECT nodes.id FROM nodes JOIN down ON nodes.parent = down.id
@@ -256,7 +260,8 @@ class SessionStore:
                 database.execute("UPDATE nodes SET status = 'deleted', about = '{}' WHERE id = ?", [reply.id])
             return []
         first = reply
-        for above in reversed(self.path(reply.id)[:-1]):
+        while rows := self._rows(_ABOVE, first.id):
+            above = read_node(rows[0])
             n_children = len(self._rows("SELECT 1 FROM nodes WHERE parent = ?", above.id))
             if n_children > 1 or (above.is_reply and above.status != "deleted"):
                 break
