@@ -25,6 +25,8 @@ _APART = "kernels/cuda"
 
 def covered(tests: Iterable[str], out: Path | None) -> Report:
     """Run tests, in one process, and report what they have covered; `out` keeps what each of several calls adds."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         data = (Path(folder) if out is None else out.absolute()) / "coverage"
         environment = os.environ | {"COVERAGE_FILE": str(data)}

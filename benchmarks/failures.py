@@ -24,8 +24,10 @@ def failures(set_ups: Iterable[str], every: int, out: Path | None) -> bool:
     """
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
-    if out is not None and (out / FILE).exists():
-        results = json.loads((out / FILE).read_text())
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        if (out / FILE).exists():
+            results = json.loads((out / FILE).read_text())
     for set_up in set_ups:
         found = survey([set_up], every=every, tell=print)
         points = [[*key, n] for key, n in found.points.items()]

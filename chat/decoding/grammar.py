@@ -11,6 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from importlib import import_module
 from itertools import product
@@ -20,6 +21,7 @@ import numpy as np
 
 from chat.decoding.dates import with_exact_dates
 from chat.decoding.schema_numbers import LEAST, find_in_grammar
+from chat.decoding.trial import Trial
 from memory import BatchError, SpecError, StepError
 
 WHITESPACE = r"(\n {0,16}| )?"
@@ -45,12 +47,16 @@ class Grammars:
         tokenizer: one of transformers' fast tokenizers.
         n_vocab: tokens of the model's logits.
         stop_ids: tokens that may end a reply where the grammar allows an end.
+        is_guarded: grammars come from strangers: each is compiled in a process of its own first (`Trial`).
     """
 
-    def __init__(self, tokenizer: Any, n_vocab: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, n_vocab: int, stop_ids: Sequence[int], *, is_guarded: bool = False
+    ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
         self._n_vocab = n_vocab
         self._stop_ids = list(stop_ids)
+        self._is_guarded = is_guarded
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -96,6 +102,8 @@ class Grammars:
             if source in self._kept:
                 self._kept.move_to_end(source)
                 return self._kept[source]
+        if self._trial is not None and (why := self._trial.why_not(source)) is not None:
+            raise GrammarError(why)
         matcher = _library().LLMatcher(self._vocabulary, source, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # fails where no reply can begin, as with {"$ref": "#"}
@@ -115,6 +123,20 @@ class Grammars:
             raise SpecError("grammars need a fast tokenizer, with a tokenizer.json; this one has none")
         hf = import_module("llguidance.hf")
         return hf.from_tokenizer(self._tokenizer, n_vocab=self._n_vocab, eos_token=self._stop_ids or None)
+
+    @cached_property
+    def _trial(self) -> Trial | None:
+        if not self._is_guarded or not hasattr(self._tokenizer, "backend_tokenizer"):
+            return None
+        backend = copy(self._tokenizer.backend_tokenizer)  # as llguidance.hf does it
+        backend.no_padding()
+        backend.no_truncation()
+        return Trial(backend.to_str(), self._n_vocab, self._stop_ids)
+
+    def close(self) -> None:
+        """End the process in which grammars are tried, if there is one."""
+        if (trial := self.__dict__.get("_trial")) is not None:
+            trial.close()
 
     @cached_property
     def _signs(self) -> dict[str, int]:

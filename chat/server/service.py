@@ -83,6 +83,7 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.engine.end_all(StoppingError())
             self.texts.close()
+            self.shaping.close()
             await self._save()
 
     async def _keep_serving(self) -> None:

@@ -28,7 +28,11 @@ class Shaping:
 
     def __init__(self, tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> None:
         self.habits = find_habits(tokenizer)
-        self._grammars = Grammars(tokenizer, n_vocab, end_ids)
+        self._grammars = Grammars(tokenizer, n_vocab, end_ids, is_guarded=True)
+
+    def close(self) -> None:
+        """End what tries the grammars of clients."""
+        self._grammars.close()
 
     def shape(
         self, texts: Tokenizer, token_ids: Sequence[int], shape: Shape | None, asked: ToolFields,

@@ -101,6 +101,7 @@ _SCHEMA = {
         "name": {"type": "string", "minLength": 1, "maxLength": 20, "pattern": "^[a-z]+(-[a-z]+)*$"},
         "when": {"type": "string", "format": "date-time"},
         "size": {"type": "integer", "minimum": -3, "exclusiveMaximum": 40, "multipleOf": 2},
+        "text": {"allOf": [{"type": "string", "pattern": "a.*b"}, {"pattern": "b.*c"}]},
         "part": {"type": "number", "minimum": 0.5},
         "kind": {"enum": ["a", "b", 1, None]},
         "list": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
@@ -124,7 +125,7 @@ class ReplyForm:
     def __init__(self, folder: Path) -> None:
         tokenizer = load_tokenizer("embedded")
         self._n_vocab = len(tokenizer.get_vocab())
-        self._grammars = Grammars(tokenizer, self._n_vocab, [0])
+        self._grammars = Grammars(tokenizer, self._n_vocab, [0], is_guarded=True)
 
     def draw(self, random: Random) -> bytes:
         kind = random.random()

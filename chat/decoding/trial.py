@@ -1,0 +1,110 @@
+"""Compiles grammars of strangers in a process of its own first, which a hostile one may keep busy or end.
+
+llguidance limits much, and not all: a schema of some bytes can keep it busy for hours (`"multipleOf": 9999991`), or
+overflow its stack. Neither can be stopped in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+SECONDS = 5.0
+"""In which a grammar must have been compiled; most take milliseconds, the largest ones a second."""
+_START_SECONDS = 120.0
+_MOST_BYTES = 4 << 30
+"""Address space of the process, with the vocabulary."""
+_MOST_KEPT = 256
+_WORKER = Path(__file__).with_name("trial_worker.py")
+
+
+class Trial:
+    """Tries grammars for one vocabulary, one at a time. May be used from any thread.
+
+    The process is started by the first grammar and ends with this one. Where none can be started, as in some sandboxes,
+    a warning is logged once and nothing is tried.
+
+    Args:
+        vocabulary: the tokenizer as JSON.
+        seconds: for one grammar.
+    """
+
+    def __init__(self, vocabulary: str, n_vocab: int, stop_ids: list[int], seconds: float = SECONDS) -> None:
+        about = {"tokenizer": vocabulary, "n_vocab": n_vocab, "stop_ids": stop_ids}
+        self._first = about | {"seconds": seconds, "most_bytes": _MOST_BYTES}
+        self._seconds = seconds
+        self._process: subprocess.Popen[str] | None = None
+        self._refused: OrderedDict[str, str] = OrderedDict()
+        self._is_possible = True
+        self._lock = threading.Lock()
+
+    def why_not(self, source: str) -> str | None:
+        """Return why a grammar must not be compiled here; None: it may. Cost: what compiling it costs, up to `seconds`.
+
+        Args:
+            source: as llguidance takes it.
+        """
+        with self._lock:
+            if source in self._refused:
+                self._refused.move_to_end(source)
+                return self._refused[source]
+            if not self._is_possible or not self._start():
+                return None
+            if self._ask(source, self._seconds) == "compiled":
+                return None
+            why = f"it cannot be compiled within {self._seconds:g} seconds; ask for a simpler form"
+            self._refused[source] = why
+            while len(self._refused) > _MOST_KEPT:
+                self._refused.popitem(last=False)
+            return why
+
+    def close(self) -> None:
+        """End the process, and with it what it tries. A later grammar would start another one."""
+        if (process := self._process) is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _start(self) -> bool:
+        if self._process is not None and self._process.poll() is None:
+            return True
+        self._end()
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        try:
+            self._process = subprocess.Popen([sys.executable, "-P", str(_WORKER)], **pipes, text=True, encoding="utf-8")
+        except OSError as error:
+            log.warning("grammars of clients are not tried in a process of their own: it cannot be started: %s", error)
+        if self._process is None or self._ask(self._first, _START_SECONDS) != "ready":
+            self._is_possible = False
+            self._end()
+            log.warning("grammars of clients are compiled without a trial: a hostile one can keep a thread busy")
+        return self._is_possible
+
+    def _ask(self, question: object, seconds: float) -> str:
+        """Return the answer of the process; nothing if it ends first, and after these seconds it is killed."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+        except (OSError, ValueError):  # it has ended
+            return ""
+        finally:
+            timer.cancel()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None

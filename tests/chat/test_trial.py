@@ -1,0 +1,52 @@
+"""Grammars that keep busy, or end, the process in which they are tried."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from time import monotonic
+
+import pytest
+
+from chat.decoding import grammar as grammar_module
+from chat.decoding.grammar import GrammarError, Grammars
+from chat.decoding.trial import Trial
+from chat.prompts import Tokenizer
+
+ENDLESS = {"type": "integer", "multipleOf": 9999991}
+DEADLY = 'start: %json {"const": -9223372036854775808}'
+
+
+@pytest.fixture
+def grammars(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Grammars:
+    monkeypatch.setattr(grammar_module, "Trial", partial(Trial, seconds=2.0))
+    return Grammars(tokenizer, len(tokenizer), [0], is_guarded=True)
+
+
+def test_a_grammar_that_keeps_busy_or_kills_is_refused_and_the_next_one_read(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars.json_schema({"type": "integer"})
+    monkeypatch.setattr(grammar_module, "find_in_grammar", lambda text: None)  # as if nobody knew this one
+    for ask in (partial(grammars.lark, DEADLY), partial(grammars.json_schema, ENDLESS)):
+        with pytest.raises(GrammarError, match="cannot be compiled within 2 seconds; ask for a simpler form"):
+            ask()
+    began = monotonic()
+    with pytest.raises(GrammarError, match="cannot be compiled"):
+        grammars.json_schema(ENDLESS)
+    assert monotonic() - began < 1, "it is known by now"
+    grammars.json_schema({"type": "boolean"})
+    grammars.close()
+    grammars.close()
+
+
+def test_without_a_process_grammars_are_compiled_all_the_same(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with caplog.at_level(logging.WARNING):
+        for kind in ("integer", "boolean"):
+            grammars.json_schema({"type": kind})
+    assert sum("without a trial" in record.message for record in caplog.records) == 1
+    grammars.close()
