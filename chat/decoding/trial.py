@@ -11,6 +11,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,13 @@ class Trial:
             if source in self._refused:
                 self._refused.move_to_end(source)
                 return self._refused[source]
-            if not self._is_possible or not self._start():
-                return None
-            if self._ask(source, self._seconds) == "compiled":
-                return None
+            for _ in range(2):  # a process that somebody else has ended says nothing of the grammar
+                began = time.monotonic()
+                if not self._is_possible or not self._start() or self._ask(source, self._seconds) == "compiled":
+                    return None
+                self._end()
+                if time.monotonic() - began >= self._seconds:
+                    break
             why = f"it cannot be compiled within {self._seconds:g} seconds; ask for a simpler form"
             self._refused[source] = why
             while len(self._refused) > _MOST_KEPT:

@@ -29,15 +29,28 @@ def test_a_grammar_that_keeps_busy_or_kills_is_refused_and_the_next_one_read(
 ) -> None:
     grammars.json_schema({"type": "integer"})
     monkeypatch.setattr(grammar_module, "find_in_grammar", lambda text: None)  # as if nobody knew this one
-    for ask in (partial(grammars.lark, DEADLY), partial(grammars.json_schema, ENDLESS)):
+    for number, ask in enumerate((partial(grammars.lark, DEADLY), partial(grammars.json_schema, ENDLESS))):
         with pytest.raises(GrammarError, match="cannot be compiled within 2 seconds; ask for a simpler form"):
             ask()
+        grammars.json_schema({"type": "integer", "minimum": number})
     began = monotonic()
     with pytest.raises(GrammarError, match="cannot be compiled"):
         grammars.json_schema(ENDLESS)
     assert monotonic() - began < 1, "it is known by now"
     grammars.json_schema({"type": "boolean"})
     grammars.close()
+    grammars.close()
+
+
+def test_a_process_that_somebody_has_ended_is_started_again(grammars: Grammars) -> None:
+    grammars.json_schema({"type": "integer"})
+    trial = grammars._trial
+    assert trial is not None and trial._process is not None
+    trial._process.kill()
+    grammars.json_schema({"type": "boolean"})
+    trial._process.kill()
+    trial._process.wait()
+    grammars.json_schema({"type": "null"})
     grammars.close()
 
 
