@@ -45,6 +45,7 @@ class Trial:
         self._process: subprocess.Popen[str] | None = None
         self._refused: OrderedDict[str, str] = OrderedDict()
         self._is_possible = True
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def why_not(self, source: str) -> str | None:
@@ -57,12 +58,12 @@ class Trial:
             if source in self._refused:
                 self._refused.move_to_end(source)
                 return self._refused[source]
-            for _ in range(2):  # a process that somebody else has ended says nothing of the grammar
+            for _ in range(0 if self._is_closed else 2):  # a process that somebody has ended says nothing of a grammar
                 began = time.monotonic()
                 if not self._is_possible or not self._start() or self._ask(source, self._seconds) == "compiled":
                     return None
                 self._end()
-                if time.monotonic() - began >= self._seconds:
+                if self._is_closed or time.monotonic() - began >= self._seconds:
                     break
             why = f"it cannot be compiled within {self._seconds:g} seconds; ask for a simpler form"
             self._refused[source] = why
@@ -71,7 +72,8 @@ class Trial:
             return why
 
     def close(self) -> None:
-        """End the process, and with it what it tries. A later grammar would start another one."""
+        """End the process, and with it what it tries. Grammars that are new are refused from now on."""
+        self._is_closed = True
         if (process := self._process) is not None:
             process.kill()
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from functools import partial
+from threading import Timer
 from time import monotonic
 
 import pytest
@@ -38,7 +39,12 @@ def test_a_grammar_that_keeps_busy_or_kills_is_refused_and_the_next_one_read(
         grammars.json_schema(ENDLESS)
     assert monotonic() - began < 1, "it is known by now"
     grammars.json_schema({"type": "boolean"})
-    grammars.close()
+    closing = Timer(0.3, grammars.close)
+    closing.start()
+    with pytest.raises(GrammarError, match="cannot be compiled"):
+        grammars.json_schema(ENDLESS | {"minimum": 1})
+    assert monotonic() - began < 2, "it is not waited for"
+    closing.join()
     grammars.close()
 
 
