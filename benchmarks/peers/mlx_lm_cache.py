@@ -132,25 +132,16 @@ def _failing(layers: list[Any], after: int | None) -> Iterator[None]:
     if after is None or after >= len(layers):
         yield
         return
-    layer = layers[after]
-    layers[after] = _FailingLayer(layer)
+    layer, whole = layers[after], type(layers[after])
+
+    def fail(*_: object, **__: object) -> Any:
+        raise InjectedError
+
+    layer.__class__ = type(whole.__name__, (whole,), {"__call__": fail})  # some models give copies of their lists
     try:
         yield
     finally:
-        layers[after] = layer
-
-
-class _FailingLayer:
-    """Says what a layer says of itself, and cannot be run."""
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __call__(self, *_: object, **__: object) -> Any:
-        raise InjectedError
+        layer.__class__ = whole
 
 
 SUBJECTS = {name: partial(PromptCacheAdapter, name) for name in ("llama", "jamba", "nemotron-h", "qwen3-next")} | {
