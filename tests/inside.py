@@ -43,6 +43,13 @@ def host_bytes(memory: HybridMemory) -> Tensor:
     return pages._host_store._bytes
 
 
+def host_arena(memory: HybridMemory) -> Arena:
+    """Return what gives out the bytes of offloaded pages, of a memory that has `host_pages`."""
+    pages: Any = memory._coordinator.host_pages
+    arena: Arena = pages._host_store.arena
+    return arena
+
+
 def ledger_of(memory: HybridMemory) -> Ledger:
     """Return the record of positions, tokens and drops."""
     return memory._coordinator.ledger

@@ -32,7 +32,7 @@ from memory.kernels import Scoring
 from memory.prefix.cache import PrefixCache
 from memory.sequences.batch import TokenLists, pack
 from memory.specs import AttentionSpec
-from tests.inside import arena_bytes, host_bytes, layer_memories
+from tests.inside import arena_bytes, host_arena, host_bytes, layer_memories
 from tests.subjects import Subject, make_subject
 from tests.toy import Toy
 from tests.unit.sequences.test_drop import Table
@@ -390,6 +390,11 @@ def test_check_notices_what_is_in_two_places() -> None:
             memory.check()
         for kind in chosen:
             kind.moved(sequence.slot, is_far=True)
+    lost = host_arena(memory).allocate(64, from_top=False)
+    with pytest.raises(IntegrityError):
+        memory.check()
+    assert lost is not None
+    host_arena(memory).free(lost, 64)
     memory.check()
 
 

@@ -564,6 +564,20 @@ def test_the_folder_of_swapped_files_may_be_a_store() -> None:
     assert not store.ls("/swapped/here", detail=False)
 
 
+def test_a_sequence_that_is_back_goes_on_as_one_that_was_never_away(tmp_path: Path) -> None:
+    memory = make(swap_dir=tmp_path)
+    sequence, twin = memory.open(), memory.open()
+    for owner in (sequence, twin):
+        feed(memory, owner, [1] * 30)
+    memory.swap_out(sequence)
+    memory.swap_in(sequence)
+    for owner in (sequence, twin):
+        feed(memory, owner, [2] * 20)
+    assert sequence.horizon == twin.horizon > 10
+    mine, others = memory.usage().by_sequence.values()
+    assert (mine.total_bytes, mine.swapped_bytes) == (others.total_bytes, 0)
+
+
 def test_a_damaged_swap_file_is_named_and_nothing_else_is_lost(tmp_path: Path) -> None:
     memory = make(host_budget=1, swap_dir=tmp_path)
     sequence, other = opened(memory), opened(memory)
