@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ class Trial:
             self._process = subprocess.Popen([sys.executable, "-P", str(_WORKER)], **pipes, text=True, encoding="utf-8")
         except OSError as error:
             log.warning("grammars of clients are not tried in a process of their own: it cannot be started: %s", error)
+        else:
+            self._finalizer = weakref.finalize(self, _stop, self._process)
         if self._process is None or self._ask(self._first, _START_SECONDS) != "ready":
             self._is_possible = False
             self._end()
@@ -111,6 +114,10 @@ class Trial:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+            self._finalizer()
             self._process = None
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from functools import partial
 from threading import Timer
 from time import monotonic
+from typing import Any
 
 import pytest
 
@@ -42,22 +44,31 @@ def test_a_grammar_that_keeps_busy_or_kills_is_refused_and_the_next_one_read(
     closing = Timer(0.3, grammars.close)
     closing.start()
     with pytest.raises(GrammarError, match="cannot be compiled"):
-        grammars.json_schema(ENDLESS | {"minimum": 1})
+        grammars.json_schema({"type": "integer", "multipleOf": 9999973})
     assert monotonic() - began < 2, "it is not waited for"
     closing.join()
     grammars.close()
 
 
-def test_a_process_that_somebody_has_ended_is_started_again(grammars: Grammars) -> None:
-    grammars.json_schema({"type": "integer"})
-    trial = grammars._trial
-    assert trial is not None and trial._process is not None
-    trial._process.kill()
-    grammars.json_schema({"type": "boolean"})
-    trial._process.kill()
-    trial._process.wait()
-    grammars.json_schema({"type": "null"})
+def test_a_process_that_somebody_has_ended_is_started_again(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[subprocess.Popen[str]]()
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        started.append(whole(*arguments, **options))
+        return started[-1]
+
+    whole = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    for number in range(3):
+        grammars.json_schema({"type": "integer", "minimum": number})
+        started[-1].kill()
+        if number:
+            started[-1].wait()
+    assert len(started) == 3
     grammars.close()
+    assert all(process.poll() is not None for process in started)
 
 
 def test_without_a_process_grammars_are_compiled_all_the_same(
