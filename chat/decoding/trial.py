@@ -1,6 +1,6 @@
 """Compiles grammars of strangers in a process of its own first, which a hostile one may keep busy or end.
 
-llguidance limits much, and not all: a schema of some bytes can keep it busy for hours (`"multipleOf": 9999991`), or
+llguidance limits much, and not all: a small schema can keep it busy for minutes, as 200 patterns in an `allOf` do, or
 overflow its stack. Neither can be stopped in a thread.
 """
 
