@@ -1,4 +1,4 @@
-"""Adapters of mlx-lm's prompt caches: one list of caches a sequence, with the calls of its `BatchGenerator`."""
+"""Puts mlx-lm's prompt caches to the conformance kit's test, alone and merged as its `BatchGenerator` does."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _unwritten(config: Any) -> dict[str, Any]:
 
 
 class _Row:
-    """A sequence: its caches, one a layer, and how many tokens were fed."""
+    """Holds the caches of a sequence, one a layer, and the number of tokens that were fed."""
 
     def __init__(self, caches: list[Any], n_tokens: int = 0) -> None:
         self.caches, self.n_tokens = caches, n_tokens

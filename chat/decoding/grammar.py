@@ -50,9 +50,7 @@ class Grammars:
         is_guarded: grammars come from strangers: each is compiled in a process of its own first (`Trial`).
     """
 
-    def __init__(
-        self, tokenizer: Any, n_vocab: int, stop_ids: Sequence[int], *, is_guarded: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, tokenizer: Any, n_vocab: int, stop_ids: Sequence[int], *, is_guarded: bool = False) -> None:
         self._tokenizer = tokenizer
         self._n_vocab = n_vocab
         self._stop_ids = list(stop_ids)
@@ -89,19 +87,14 @@ class Grammars:
                 text = str(import_module("llguidance.gbnf_to_lark").gbnf_to_lark(text))
             except Exception as error:  # its parser raises what comes
                 raise GrammarError(f"this GBNF grammar cannot be read: {error}") from None
-        try:
-            number = find_in_grammar(text)
-        except RecursionError:
-            raise GrammarError("a schema in this grammar is nested too deeply") from None
-        if number is not None:
-            raise GrammarError(f"the number {number} is too small to be enforced; give one of at least {LEAST}")
-        return self._read(_library().LLMatcher.grammar_from_lark(text))
+        return self._read(_library().LLMatcher.grammar_from_lark(text), lark=text)
 
-    def _read(self, source: str) -> Grammar:
+    def _read(self, source: str, lark: str = "") -> Grammar:
         with self._lock:
             if source in self._kept:
                 self._kept.move_to_end(source)
                 return self._kept[source]
+        _check_numbers(lark)
         if self._trial is not None and (why := self._trial.why_not(source)) is not None:
             raise GrammarError(why)
         matcher = _library().LLMatcher(self._vocabulary, source, log_level=0)
@@ -263,6 +256,15 @@ def json_rule(schema: dict[str, Any]) -> str:
         return "%json " + json.dumps(with_exact_dates(schema) | {"x-guidance": options})
     except RecursionError:
         raise GrammarError("the schema is nested too deeply; give its inner parts names, in $defs") from None
+
+
+def _check_numbers(lark: str) -> None:
+    try:
+        number = find_in_grammar(lark)
+    except RecursionError:
+        raise GrammarError("a schema in this grammar is nested too deeply") from None
+    if number is not None:
+        raise GrammarError(f"the number {number} is too small to be enforced; give one of at least {LEAST}")
 
 
 def _library() -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 SECONDS = 5.0
-"""In which a grammar must have been compiled; most take milliseconds, the largest ones a second."""
+"""A grammar must be compiled in so many seconds; most take milliseconds, the largest ones a second."""
 _START_SECONDS = 120.0
 _MOST_BYTES = 4 << 30
 """Address space of the process, with the vocabulary."""
@@ -98,7 +98,7 @@ class Trial:
         return self._is_possible
 
     def _ask(self, question: object, seconds: float) -> str:
-        """Return the answer of the process; nothing if it ends first, and after these seconds it is killed."""
+        """Ask the process, and return its answer, or "" if it ends first; after so many seconds it is killed."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         timer = threading.Timer(seconds, process.kill)

@@ -298,7 +298,7 @@ class SessionStore:
 
 @contextmanager
 def _finding_damage() -> Iterator[None]:
-    """Raise FormatError for what SQLite says of a file that is damaged, but leave what it says of the disk as it is."""
+    """Turn SQLite's errors about a damaged file into FormatError; errors of the disk are raised as they are."""
     try:
         yield
     except sqlite3.OperationalError as error:

@@ -120,7 +120,7 @@ _LARKS = (
 
 
 class ReplyForm:
-    """Reads damaged schemas, patterns and grammars, and chooses some tokens by them, as a reply would."""
+    """Compiles damaged schemas, patterns and grammars of replies, and chooses some tokens that they allow."""
 
     def __init__(self, folder: Path) -> None:
         tokenizer = load_tokenizer("embedded")

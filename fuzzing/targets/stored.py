@@ -1,4 +1,4 @@
-"""Feeds what servers keep and share: databases of sessions, leases, recorded replies, files of options and traces."""
+"""Reads damaged files of servers: databases of sessions, leases, recorded replies, options, traces of simulations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -138,7 +139,7 @@ class SharedFiles:
         name = name_of(self._request, "key")
         self._reply_name = f"replies/{name[:2]}/{name}.json"
         self._reply = {
-            "request": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a", "status": 200,
+            "request": sha256(self._request.body).hexdigest(), "status": 200,
             "headers": [["content-type", "application/json"]], "body": "e30=",
         }  # fmt: skip
 

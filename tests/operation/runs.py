@@ -13,7 +13,7 @@ from tests.operation.world import World
 
 
 def operate_engine(seed: int) -> Counter[str]:
-    """Return what happened, by name. Raises AssertionError where a promise is broken."""
+    """Run a seed of a simulated engine, and count each event. Raises AssertionError where a promise is broken."""
     with tempfile.TemporaryDirectory() as folder:
         world = World(seed, Path(folder))
         world.run()
@@ -21,7 +21,7 @@ def operate_engine(seed: int) -> Counter[str]:
 
 
 def operate_server(seed: int) -> Counter[str]:
-    """Return what happened, by name. Raises AssertionError where a promise is broken."""
+    """Run a seed of a simulated server, and count each event. Raises AssertionError where a promise is broken."""
     events = Counter[str]()
 
     async def serve(loop: SimulatedLoop) -> None:
