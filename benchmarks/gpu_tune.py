@@ -28,7 +28,13 @@ _TOLERANCE = 2e-2
 OPTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "attend": {"block_n": (16, 32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4, 5)},
     "split": {"rows": (128, 256, 512, 1024), "programs": (128, 256, 512)},
-    "read_states": {"rows": (8, 16, 32, 64), "num_warps": (1, 2, 4, 8), "block": (8, 16, 32)},
+    "read_states": {
+        "rows": (16, 32, 64),
+        "num_warps": (1, 2, 4),
+        "block": (16, 32),
+        "num_stages": (2, 3, 4),
+        "max_registers": (96, 128, 168, 255),
+    },
     "scan_tokens": {"rows": (8, 16, 32, 64), "num_warps": (1, 2, 4, 8)},
     "scan_chunks": {"chunk": (16, 32, 64), "rows": (16, 32, 64), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3)},
     "scan_columns": {"chunk": (16, 32), "rows": (16, 32, 64), "num_warps": (2, 4, 8)},

@@ -37,7 +37,14 @@ class Recorder:
         self.compiled: list[Compiled] = []
 
     def launch(
-        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 1, **constants: Any
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        *args: Any,
+        num_warps: int = 4,
+        num_stages: int = 1,
+        max_registers: int | None = None,
+        **constants: Any,
     ) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
@@ -56,7 +63,9 @@ class Recorder:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         signature |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
-        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        options = {
+            "num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers, "enable_fp_fusion": True,
+        }  # fmt: skip
         found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         self.compiled.append(Compiled(kernel.__name__, num_warps, found.metadata.shared, _spilled(found.asm["cubin"])))
 

@@ -225,12 +225,12 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
         old_decay = tl.load(decay_sources + run) + h
         s = fold_tail(
             s, 0, tl.minimum(fold, count), r, n, count, keys, old_key, k, k_stride, n_keys, writes, old_write,
-            old_write, decays, old_decay, log_decay, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
+            old_write, decays, old_decay, log_decay, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, CHUNK,
         )  # fmt: skip
         _store(flat, target, at, s, tl.where(fold > count, -1, target), r, n_rows, is_column)
         s = fold_tail(
             s, tl.minimum(fold, count), count, r, n, count, keys, old_key, k, k_stride, n_keys, writes, old_write,
-            old_write, decays, old_decay, log_decay, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
+            old_write, decays, old_decay, log_decay, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, CHUNK,
         )  # fmt: skip
         target = tl.where(fold > count, target, -1)
     for chunk in range(tl.cdiv(split, CHUNK)):

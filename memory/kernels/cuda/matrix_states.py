@@ -18,11 +18,11 @@ from memory.kernels import checks
 from memory.kernels.cuda.matrix_chunks import scan_chunks
 from memory.kernels.cuda.matrix_columns import scan_columns
 from memory.kernels.cuda.matrix_inputs import Inputs, part_of
-from memory.kernels.cuda.matrix_tails import read_states
+from memory.kernels.cuda.matrix_tails import FEW_TOKENS, read_states
 from memory.kernels.cuda.matrix_tokens import scan_tokens
 from memory.kernels.signature import Erase, Prepared, StateSlots
 
-_LONG_RUN = 17
+_LONG_RUN = FEW_TOKENS + 1
 """Tokens from which on a segment is divided into chunks."""
 
 
@@ -34,8 +34,8 @@ def matrix_scan(
     is_simple = log_decay.dim() == 2 and (erase is None or (erase.b is None and erase.after_decay))
     y_THV = torch.empty(v_THV.shape, dtype=torch.float32, device=v_THV.device)
     inputs = Inputs.of(q_TGN, k_TGN, v_THV, log_decay, erase, strength_TH, skip_H)
-    # `read_states` reads the updates of tokens again from their ring, so the tokens of a segment need slots of their
-    # own there; chunks keep updates elsewhere.
+    # Where tokens fold, `read_states` reads their updates again from their ring, so the tokens of a segment need slots
+    # of their own there; chunks keep updates elsewhere.
     least = min(_LONG_RUN, state.tail.ring_rows + 1) if state.tail is not None and is_simple else _LONG_RUN
     is_long = np.diff(state.cu_rows.host) >= least
     # Requests mostly come with the shortest first: neighbours for which the same kernel is chosen share a launch.

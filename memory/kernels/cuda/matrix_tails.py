@@ -1,9 +1,14 @@
 """Computes a few tokens of matrix states on the GPU from a state and a tail, without writing the state.
+A program is one segment over some rows of one head's state; its tokens go through products of matrices together.
 
-A state after L tokens is S_L = (w_1 ... w_L) S_0 + sum of (w_{j+1} ... w_L) u_j k_j^T, where u_j is what token j wrote:
-strength v, or strength (v - S a) where it erases. So y = S_L q takes one pass over S_0, which is only read, and over
-the rings of u, k and log w, which are small (ReplaySSM, Dao AI Lab 2026). Every few steps there is a target: then S_0,
-still in registers, is advanced by the oldest tokens and written there as the new body.
+Let S be the state, and U, K and G the rows that were written since, their keys, and the sums of log decays up to and
+including each token. Where token i reads q_i, of all tokens j <= i of the tail and of the segment,
+
+    y_i = exp(G_i) S q_i + sum of exp(G_i - G_j) (k_j . q_i) u_j        u = strength v, or strength (v - S a)
+
+so S is only read, and the rings of u, k and log decay are small (ReplaySSM, Dao AI Lab 2026). Where tokens erase, what
+a token finds, S a, depends on the u of those before it in the segment: they are found one by one. Every few steps there
+is a target: then S, still in registers, is advanced by the oldest tokens and written there as the new body.
 """
 
 from __future__ import annotations
@@ -16,39 +21,61 @@ from torch import Tensor
 
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import aligned_elements, launch, next_power_of_2
-from memory.kernels.cuda.math import bound
-from memory.kernels.cuda.matrix_inputs import Inputs, rows_a_program
+from memory.kernels.cuda.launch import MOST_REGISTERS, aligned_elements, dot, launch, next_power_of_2
+from memory.kernels.cuda.math import bound, summable
+from memory.kernels.cuda.matrix_inputs import Inputs
 from memory.kernels.cuda.rings import rings_of
 from memory.kernels.signature import StateSlots
 
+FEW_TOKENS = 16
+"""Most tokens of a segment: the fewest rows that a product of matrices has."""
+_WIDTH = 32
+"""Columns of a state that a product takes at once."""
+
 
 class ReadStates(NamedTuple):
-    """Holds a choice: rows of a head's state of a program, tokens of a tail that are read at once, and warps."""
+    """Holds a choice: rows of a head's state of a program, tokens of a tail that are read at once, warps, parts of a
+    state in flight, and the most registers of a thread.
+    """
 
     rows: int
     block: int
     num_warps: int
+    num_stages: int
+    max_registers: int
 
 
-@tunable("read_states", ReadStates, rows=powers_of_2(1, 128), block=powers_of_2(1, 64), num_warps=powers_of_2(1, 16))
+@tunable(
+    "read_states",
+    ReadStates,
+    rows=powers_of_2(16, 128),
+    block=powers_of_2(16, 64),
+    num_warps=powers_of_2(1, 16),
+    num_stages=range(1, 5),
+    max_registers=range(64, MOST_REGISTERS + 1),
+)
 def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ReadStates:
-    return ReadStates(rows_a_program(n_rows, n_columns), 16, 4)
+    """Choose two warps, and for rows of 16 bits half of the registers that a thread may have, so that more programs
+    run at once. Products of float32 rows need them all.
+    """
+    registers = 128 if itemsize == 2 else MOST_REGISTERS
+    return ReadStates(min(32, max(16, next_power_of_2(n_rows))), 32, 2, 3, registers)
 
 
 def read_states(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
-    """Compute `Kernels.matrix_scan` of segments of a few tokens with a tail."""
+    """Compute `Kernels.matrix_scan` of segments of at most `FEW_TOKENS` tokens with a tail."""
     assert state.tail is not None, "`matrix_scan` chooses this kernel only with a tail"
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, erases = len(state.cu_rows.host) - 1, inputs.a is not None
-    rows, block, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), erases)
+    choice = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), erases)
     launch(
-        _read_states, (ceil_div(n_rows, rows), n_heads, n_runs), *inputs.pointers, y_THV, cu_rows, state.flat,
+        _read_states, (ceil_div(n_rows, choice.rows), n_heads, n_runs), *inputs.pointers, y_THV, cu_rows, state.flat,
         state.sources, state.targets, float(state.initial), *rings_of(state.tail), n_heads, n_rows, n_columns,
-        **inputs.flags, ROWS=rows, COLUMNS=next_power_of_2(n_columns), BLOCK=block,
-        ALIGN=aligned_elements(n_rows * n_columns, state.flat.element_size()),
+        **inputs.flags, ROWS=choice.rows, WIDTH=max(16, min(_WIDTH, next_power_of_2(n_columns))), BLOCK=choice.block,
+        TOKENS=FEW_TOKENS, ALIGN=aligned_elements(n_rows * n_columns, state.flat.element_size()),
         ALIGN_KEY=aligned_elements(n_columns, state.tail.flats[0].element_size()),
-        ALIGN_WRITE=aligned_elements(n_rows, state.tail.flats[1].element_size()), num_warps=num_warps,
+        ALIGN_WRITE=aligned_elements(n_rows, state.tail.flats[1].element_size()), num_warps=choice.num_warps,
+        num_stages=choice.num_stages, max_registers=choice.max_registers,
     )  # fmt: skip
 
 
@@ -58,61 +85,61 @@ def _read_states(  # type: ignore[no-untyped-def]
     strength_stride, skip, y, cu_rows, flat, sources, targets, initial, keys, key_sources, key_targets, writes,
     write_sources, write_targets, decays, decay_sources, decay_targets, ring_rows, firsts, counts, folds, n_heads,
     n_rows, n_columns, ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KEY: tl.constexpr, ALIGN_WRITE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KEY: tl.constexpr,
+    ALIGN_WRITE: tl.constexpr,
 ):  # fmt: skip
     h, run = tl.program_id(1), tl.program_id(2)
-    r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    is_row, is_column = r < n_rows, n < n_columns
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     group, n_keys = h // k_heads, n_heads // k_heads * n_columns
-    at = (h * n_rows + r)[:, None] * n_columns + n[None, :]
-    source = tl.multiple_of(tl.load(sources + run), ALIGN)
-    start, count = tl.load(cu_rows + run), tl.load(counts + run).to(tl.int32)
-    first, n_new = tl.load(firsts + run).to(tl.int32), (tl.load(cu_rows + run + 1) - start).to(tl.int32)
-    is_held = (r < bound(source, n_rows))[:, None] & is_column[None, :]
-    s = tl.load(flat + source + at, mask=is_held, other=initial).to(tl.float32)
+    source, target, start = tl.load(sources + run), tl.load(targets + run), tl.load(cu_rows + run)
+    count, first = tl.load(counts + run).to(tl.int32), tl.load(firsts + run).to(tl.int32)
+    n_new, fold = (tl.load(cu_rows + run + 1) - start).to(tl.int32), tl.load(folds + run).to(tl.int32)
     # Offsets of this head's part of slot 0, in the blocks that are read and in those that are written.
     old_key, new_key = _aligned(key_sources, key_targets, run, group * n_columns, ALIGN_KEY)
     old_write, new_write = _aligned(write_sources, write_targets, run, h * n_rows, ALIGN_WRITE)
     old_decay, new_decay = _aligned(decay_sources, decay_targets, run, h, 1)
+    body = flat + tl.multiple_of(source, ALIGN) + h * n_rows * n_columns
+    i = tl.arange(0, TOKENS)
+    rows, is_new, slots = start + i, i < n_new, (first + count + i) % ring_rows
+    query, reading = q + h // q_heads * n_columns, a + h // a_heads * n_columns
     key_rows, decay_rows = k + start * k_stride + group * n_columns, log_decay + start * decay_stride + h
-    for t in range(n_new):
-        row, end, slot = start + t, count + t, (first + count + t) % ring_rows
-        query = tl.load(q + row * q_stride + h // q_heads * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
-        value = tl.load(v + row * v_stride + h * n_rows + r, mask=is_row, other=0.0).to(tl.float32)
-        reading = query
-        if ERASES:
-            of_token = a + row * a_stride + h // a_heads * n_columns
-            reading = tl.load(of_token + n, mask=is_column, other=0.0).to(tl.float32)
-        out, found, total = _meet_tail(
-            query, reading, end, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write,
-            decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, ERASES, ROWS,
-            BLOCK,
-        )  # fmt: skip
-        out += tl.exp(total) * tl.sum(s * query[None, :], axis=1)
-        u = value
-        if ERASES:
-            u = value - found - tl.exp(total) * tl.sum(s * reading[None, :], axis=1)
-        if HAS_STRENGTH:
-            u *= tl.load(strength + row * strength_stride + h).to(tl.float32)
-        u = u.to(writes.dtype.element_ty)
-        key = tl.load(key_rows + t * k_stride + n, mask=is_column, other=0.0).to(keys.dtype.element_ty)
-        out += u.to(tl.float32) * tl.sum(key.to(tl.float32) * query, axis=0)
-        if HAS_SKIP:
-            out += tl.load(skip + h).to(tl.float32) * value
-        tl.store(y + (row * n_heads + h) * n_rows + r, out, mask=is_row)
-        tl.store(writes + new_write + slot * n_heads * n_rows + r, u, mask=is_row)
-        if tl.program_id(0) == 0:
-            tl.store(decays + new_decay + slot * n_heads, tl.load(decay_rows + t * decay_stride).to(tl.float32))
-            if h % k_heads == 0:
-                tl.store(keys + new_key + slot * n_keys + n, key, mask=is_column)
-        tl.debug_barrier()  # the next token reads what this one has written
-    target, fold = tl.load(targets + run), tl.load(folds + run).to(tl.int32)
-    s = fold_tail(
-        s, 0, tl.where(target < 0, 0, fold), r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write,
-        new_write, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
+    value = _rows(v + h * n_rows, v_stride, rows, is_new, r, n_rows).to(tl.float32)
+    fade = tl.load(decay_rows + i * decay_stride, mask=is_new, other=0.0)
+
+    out, found, weights, erased = _meet_state(
+        query, q_stride, reading, a_stride, rows, is_new, body, bound(source, n_rows), initial, r, key_rows, k_stride,
+        i, keys.dtype.element_ty, n_columns, ERASES, ROWS, WIDTH, TOKENS,
     )  # fmt: skip
-    is_held = (r < bound(target, n_rows))[:, None] & is_column[None, :]
-    tl.store(flat + tl.multiple_of(target, ALIGN) + at, s.to(flat.dtype.element_ty), mask=is_held)
+    tail_out, tail_found, total = _meet_tail(
+        query, q_stride, reading, a_stride, rows, is_new, r, count, keys + old_key, n_keys, writes + old_write,
+        decays + old_decay, first, ring_rows, n_heads, n_rows, n_columns, ERASES, ROWS, WIDTH, BLOCK, TOKENS,
+    )  # fmt: skip
+    sums = tl.cumsum(summable(fade), axis=0)  # in float64: differences are as exact as the decays
+    so_far, seen = tl.exp(sums.to(tl.float32))[:, None], i[:, None] >= i[None, :]
+    left = tl.exp(tl.where(seen, sums[:, None] - sums[None, :], 0.0).to(tl.float32))
+    power = tl.full((TOKENS,), 1.0, tl.float32)
+    if HAS_STRENGTH:
+        power = tl.load(strength + rows * strength_stride + h, mask=is_new, other=0.0).to(tl.float32)
+    u = value
+    if ERASES:
+        u -= so_far * (tl.exp(total) * found + tail_found)
+    u = _updates(u, erased * left, power, n_new, writes.dtype.element_ty, ERASES, TOKENS)
+    out = dot(tl.where(seen, weights * left, 0.0), u, so_far * (tl.exp(total) * out + tail_out))
+    if HAS_SKIP:
+        out += tl.load(skip + h).to(tl.float32) * value
+    is_row = is_new[:, None] & (r < n_rows)[None, :]
+    tl.store(y + (rows * n_heads + h)[:, None] * n_rows + r[None, :], out, mask=is_row)
+    tl.store(writes + new_write + (slots * n_heads * n_rows)[:, None] + r[None, :], u, mask=is_row)
+    if tl.program_id(0) == 0:
+        tl.store(decays + new_decay + slots * n_heads, fade.to(tl.float32), mask=is_new)
+    n_own = tl.where((tl.program_id(0) == 0) & (h % k_heads == 0), n_columns, 0)
+    _keep_keys(key_rows, k_stride, i, is_new, keys + new_key, slots * n_keys, n_own, n_columns, WIDTH)
+    tl.debug_barrier()  # the tokens that fold may be those that were just written
+    _move_body(
+        body, source, flat + tl.multiple_of(target, ALIGN) + h * n_rows * n_columns, target, initial, fold, r, count,
+        keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write, decays, old_decay, decay_rows,
+        decay_stride, first, ring_rows, n_heads, n_rows, n_columns, WIDTH, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -125,71 +152,147 @@ def _aligned(sources, targets, run, part, ALIGN: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
-def _meet_tail(  # type: ignore[no-untyped-def]
-    query, reading, end, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write,
-    decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
-    ERASES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def _rows(x, stride, rows, is_row, n, n_columns, other=0.0):  # type: ignore[no-untyped-def]
+    """Load columns n of these rows of x: (rows, columns), `other` beyond them."""
+    at = x + (rows * stride)[:, None] + n[None, :]
+    return tl.load(at, mask=is_row[:, None] & (n < n_columns)[None, :], other=other)
+
+
+@triton.jit
+def _meet_state(  # type: ignore[no-untyped-def]
+    query, q_stride, reading, a_stride, rows, is_new, body, limit, initial, r, key_rows, k_stride, i,
+    dtype: tl.constexpr, n_columns, ERASES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return the tail's part of y for a query at position `end`, and of S a for its token's reading, (ROWS,) each.
-    Also the sum of log decays since the state.
+    """Return what queries and readings find in the state, (TOKENS, ROWS) each, and their products with the keys of the
+    new tokens, (TOKENS, TOKENS) each. Rows of the state from `limit` on are `initial`; keys are rounded to `dtype`.
     """
-    out, found, total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), 0.0
-    # From the newest token to the oldest, because the decay of each is the sum over all newer ones.
-    for block in range(tl.cdiv(end, BLOCK)):
-        p = end - (block + 1) * BLOCK + tl.arange(0, BLOCK)
-        fade = _decays(p + 1, count, end + 1, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
-        fade = tl.where(p >= 0, fade, 0.0)
-        left = tl.exp(total + tl.cumsum(fade, axis=0, reverse=True))
-        total += tl.sum(fade, axis=0)
-        key = _keys(p, n, count, end, keys, old_key, key_rows, k_stride, first, ring_rows, n_keys, n_columns)
-        u = _writes(p, r, count, end, writes, old_write, new_write, first, ring_rows, n_heads * n_rows, n_rows)
-        out += tl.sum((tl.sum(key * query[None, :], axis=1) * left)[:, None] * u, axis=0)
+    out, found = tl.zeros((TOKENS, ROWS), tl.float32), tl.zeros((TOKENS, ROWS), tl.float32)
+    weights, erased = tl.zeros((TOKENS, TOKENS), tl.float32), tl.zeros((TOKENS, TOKENS), tl.float32)
+    for column in range(0, n_columns, WIDTH):
+        n = column + tl.arange(0, WIDTH)
+        s = _rows(body, n_columns, r, r < limit, n, n_columns, initial).to(tl.float32)
+        key = _rows(key_rows, k_stride, i, is_new, n, n_columns).to(dtype)
+        x = _rows(query, q_stride, rows, is_new, n, n_columns)
+        out = dot(x, tl.trans(s), out)
+        weights = dot(x, tl.trans(key), weights)
         if ERASES:
-            found += tl.sum((tl.sum(key * reading[None, :], axis=1) * left)[:, None] * u, axis=0)
-    total += _decay(0, count, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
+            x = _rows(reading, a_stride, rows, is_new, n, n_columns)
+            found = dot(x, tl.trans(s), found)
+            erased = dot(x, tl.trans(key), erased)
+    return out, found, weights, erased
+
+
+@triton.jit
+def _meet_tail(  # type: ignore[no-untyped-def]
+    query, q_stride, reading, a_stride, rows, is_new, r, count, keys, n_keys, writes, decays, first, ring_rows, n_heads,
+    n_rows, n_columns, ERASES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Return what queries and readings find in the tail, (TOKENS, ROWS) each, and the sum of its log decays."""
+    total, out, found = 0.0, tl.zeros((TOKENS, ROWS), tl.float32), tl.zeros((TOKENS, ROWS), tl.float32)
+    # From the newest token to the oldest, because the decay of each is the sum over all newer ones.
+    for block in range(tl.cdiv(count, BLOCK)):
+        p = count - (block + 1) * BLOCK + tl.arange(0, BLOCK)
+        slots, is_old = (first + p) % ring_rows, p >= 0
+        later = decays + (first + p + 1) % ring_rows * n_heads
+        fades = tl.load(later, mask=is_old & (p + 1 < count), other=0.0)
+        u = _rows(writes, n_heads * n_rows, slots, is_old, r, n_rows)
+        left = tl.exp(total + tl.cumsum(fades, axis=0, reverse=True))[None, :]
+        total += tl.sum(fades, axis=0)
+        of_query, of_reading = tl.zeros((TOKENS, BLOCK), tl.float32), tl.zeros((TOKENS, BLOCK), tl.float32)
+        for column in range(0, n_columns, WIDTH):
+            n = column + tl.arange(0, WIDTH)
+            key = tl.trans(_rows(keys, n_keys, slots, is_old, n, n_columns))
+            of_query = dot(_rows(query, q_stride, rows, is_new, n, n_columns), key, of_query)
+            if ERASES:
+                of_reading = dot(_rows(reading, a_stride, rows, is_new, n, n_columns), key, of_reading)
+        out = dot(of_query * left, u, out)
+        if ERASES:
+            found = dot(of_reading * left, u, found)
+    total += tl.load(decays + first % ring_rows * n_heads, mask=count > 0, other=0.0)
     return out, found, total
 
 
 @triton.jit
-def fold_tail(  # type: ignore[no-untyped-def]
-    s, begin, end, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write,
-    decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
+def _updates(u, erased, power, n_new, dtype: tl.constexpr, ERASES: tl.constexpr, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return what tokens write, (TOKENS, ROWS), rounded to `dtype`: u times `power`.
+    Where they erase, less what each finds of those before it, in turn: (TOKENS, TOKENS) erased has their shares.
+    """
+    i = tl.arange(0, TOKENS)
+    u *= power[:, None]
+    if ERASES:
+        erased = tl.where(i[:, None] > i[None, :], erased, 0.0) * power[:, None]
+        for t in range(n_new):
+            of_token = tl.sum(tl.where(i[:, None] == t, erased, 0.0), axis=0)
+            rest = u - tl.sum(of_token[:, None] * u, axis=0)[None, :]
+            u = tl.where(i[:, None] == t, rest.to(dtype).to(tl.float32), u)
+    return u.to(dtype)
+
+
+@triton.jit
+def _keep_keys(rows, stride, i, is_new, ring, offsets, n_own, n_columns, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the keys of new tokens at these offsets of the ring, up to column `n_own`."""
+    for column in range(0, n_own, WIDTH):
+        n = column + tl.arange(0, WIDTH)
+        key = _rows(rows, stride, i, is_new, n, n_columns).to(ring.dtype.element_ty)
+        tl.store(ring + offsets[:, None] + n[None, :], key, mask=is_new[:, None] & (n < n_columns)[None, :])
+
+
+@triton.jit
+def _move_body(  # type: ignore[no-untyped-def]
+    body, source, new_body, target, initial, fold, r, count, keys, old_key, key_rows, k_stride, n_keys, writes,
+    old_write, new_write, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Advance a state (ROWS, COLUMNS) from position `begin` to `end`."""
-    for p in range(begin, end):
-        w = _decay(p, count, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
-        place = p + tl.zeros((1,), tl.int32)
-        key = _keys(place, n, count, end, keys, old_key, key_rows, k_stride, first, ring_rows, n_keys, n_columns)
-        u = _writes(place, r, count, end, writes, old_write, new_write, first, ring_rows, n_heads * n_rows, n_rows)
-        s = tl.exp(w) * s + tl.trans(u) * key
+    """Store the state after the oldest `fold` tokens if there is a target for it."""
+    at, is_row = r[:, None] * n_columns, (r < n_rows)[:, None]
+    for column in range(0, bound(target, n_columns), WIDTH):
+        n = column + tl.arange(0, WIDTH)
+        s = _rows(body, n_columns, r, r < bound(source, n_rows), n, n_columns, initial).to(tl.float32)
+        s = fold_tail(
+            s, 0, fold, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write, decays,
+            old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, BLOCK,
+        )  # fmt: skip
+        tl.debug_barrier()  # every element of a state that is written in place has been read
+        tl.store(new_body + at + n[None, :], s.to(body.dtype.element_ty), mask=is_row & (n < n_columns)[None, :])
+
+
+@triton.jit
+def fold_tail(  # type: ignore[no-untyped-def]
+    s, begin, end, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write, decays,
+    old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Advance rows r and columns n of a state from position `begin` to `end`, `BLOCK` tokens at once."""
+    for start in range(begin, end, BLOCK):
+        p, stop = start + tl.arange(0, BLOCK), tl.minimum(start + BLOCK, end)
+        later = _decays(p + 1, count, stop, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
+        own = _decays(p, count, start + 1, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
+        key = _keys(p, n, count, stop, keys, old_key, key_rows, k_stride, first, ring_rows, n_keys, n_columns)
+        u = _writes(p, r, count, stop, writes, old_write, new_write, first, ring_rows, n_heads * n_rows, n_rows)
+        left = tl.exp(tl.cumsum(later, axis=0, reverse=True))
+        s = dot(tl.trans(u * left[:, None]), key, s * tl.exp(tl.sum(own, axis=0) + tl.sum(later, axis=0)))
     return s
 
 
 @triton.jit
 def _decays(p, count, end, ring, old, rows, row_stride, first, ring_rows, n_heads):  # type: ignore[no-untyped-def]
     """Load log decays of positions p < end: (BLOCK,), zeros elsewhere. Those from `count` on are the segment's own."""
-    is_old, is_new = (p >= 0) & (p < count), (p >= count) & (p < end)
+    is_old, is_new = (p < count) & (p < end), (p >= count) & (p < end)
     old_fade = tl.load(ring + old + (first + p) % ring_rows * n_heads, mask=is_old, other=0.0)
     return old_fade + tl.load(rows + (p - count) * row_stride, mask=is_new, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _decay(p, count, ring, old, rows, row_stride, first, ring_rows, n_heads):  # type: ignore[no-untyped-def]
-    return tl.sum(
-        _decays(p + tl.zeros((1,), tl.int32), count, p + 1, ring, old, rows, row_stride, first, ring_rows, n_heads),
-        axis=0,
-    )
-
-
-@triton.jit
 def _keys(p, n, count, end, ring, old, rows, row_stride, first, ring_rows, ring_stride, n_columns):  # type: ignore[no-untyped-def]
     """Load keys of positions p < end: (BLOCK, COLUMNS), rounded as in a ring, zeros elsewhere."""
-    is_old, is_new = (p >= 0) & (p < count), (p >= count) & (p < end)
+    is_old, is_new = (p < count) & (p < end), (p >= count) & (p < end)
     is_column = (n < n_columns)[None, :]
     at = ring + old + ((first + p) % ring_rows * ring_stride)[:, None] + n[None, :]
-    old_keys = tl.load(at, mask=is_old[:, None] & is_column, other=0.0).to(tl.float32)
+    old_keys = tl.load(at, mask=is_old[:, None] & is_column, other=0.0)
     at = rows + ((p - count) * row_stride)[:, None] + n[None, :]
-    return old_keys + tl.load(at, mask=is_new[:, None] & is_column, other=0.0).to(ring.dtype.element_ty).to(tl.float32)
+    return tl.where(
+        is_old[:, None], old_keys, tl.load(at, mask=is_new[:, None] & is_column, other=0.0).to(ring.dtype.element_ty)
+    )
 
 
 @triton.jit

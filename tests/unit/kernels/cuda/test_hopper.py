@@ -174,7 +174,7 @@ def test_matrix_states(
     lengths: list[int],
     has_tail: bool,
 ) -> None:
-    """As Mamba-2 and Qwen3.5 have them. A decode step keeps all in registers."""
+    """As Mamba-2 and Qwen3.5 have them. Steps of a token keep all in registers, but for what folds a tail."""
     from memory.kernels import cuda
 
     (n_heads, n_groups, value_dim, key_dim), n = sizes, sum(lengths)
@@ -183,7 +183,9 @@ def test_matrix_states(
     decay = zeros(n, n_heads, dtype=F32)
     cuda.matrix_scan(q, q, v, decay, Erase(q, None, after_decay=True) if erases else None, state, strength_TH=decay)
     if max(lengths) < 16:
-        assert all(kernel.spilled_bytes == 0 for kernel in recorder.compiled), recorder.compiled
+        # What folds runs once in a tail; programs that all of its registers would keep from running count more.
+        most = 256 if has_tail else 0
+        assert all(kernel.spilled_bytes <= most for kernel in recorder.compiled), recorder.compiled
 
 
 @pytest.mark.parametrize(
