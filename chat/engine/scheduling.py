@@ -267,8 +267,11 @@ class Scheduler:
         n_common, leader = 0, None
         for other in self.running:
             if other.n_base == 0 and other.is_prefilling and other.request.owner == job.request.owner:
+                least = max(n_common, other.n_fed, LEAST_CHUNK_TOKENS - 1)  # fewer in common are of no use
+                if job.tokens[least : least + 1] != other.tokens[least : least + 1]:
+                    continue  # as for nearly all others: with many requests, to compare them all takes long
                 n = min(_n_common(job.tokens, other.tokens), len(job.tokens) - 1, other.generation.n_prompt)
-                if n > max(n_common, other.n_fed):
+                if n > least:
                     n_common, leader = n, other
         if leader is None or n_common - self._prefixes.find(job.tokens, job.request.owner).reused < LEAST_CHUNK_TOKENS:
             return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -10,6 +12,9 @@ from typing import Any, Protocol
 
 from chat.engine.requests import Generation
 from memory import StepError
+
+_NICENESS = 5
+"""Of the thread that steps and of those that compute for it: a third of the weight of others, where all want to run."""
 
 
 class Stepped(Protocol):
@@ -78,7 +83,7 @@ class Serving:
         event.set()
         self._server = asyncio.get_running_loop(), event
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="engine") as worker:
+            with ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=_give_way) as worker:
                 while True:
                     await event.wait()
                     event.clear()
@@ -104,3 +109,9 @@ class Serving:
         if server is not None:
             with suppress(RuntimeError):  # the loop was closed under `serve`: there is nothing to wake
                 server[0].call_soon_threadsafe(server[1].set)
+
+
+def _give_way() -> None:
+    """Let the threads that answer clients run before this one, where processors are short."""
+    if sys.platform == "linux":  # elsewhere it is the whole process that gets nicer
+        os.nice(_NICENESS)

@@ -1,7 +1,7 @@
 """Gives metrics the names that vLLM's dashboards read, beside our own.
 
-Nothing is counted twice: each family is read from ours when Prometheus asks, and written under its other name, with the
-label `model_name`.
+Nothing is counted or read twice: each family is read once when Prometheus asks, and written under each of its names,
+theirs with the label `model_name`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _BY_STATE = {"running": "num_requests_running", "waiting": "num_requests_waiting
 _LABELS = {"reason": "finished_reason"}
 
 
-class VllmNames(Collector):
-    """Shows families under vLLM's names.
+class BothNames(Collector):
+    """Shows families under our names and under vLLM's.
 
     Args:
         ours: whose families are shown.
@@ -55,6 +55,7 @@ class VllmNames(Collector):
     def collect(self) -> Iterator[Metric]:
         for collector in self._ours:
             for family in collector.collect():
+                yield family
                 name = family.name.removeprefix(f"{PREFIX}_")
                 for theirs in _SAME.get(name, ()):
                     yield self._renamed(family, theirs)

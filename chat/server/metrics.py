@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from chat.engine.engine import Engine, Generation
-from chat.server.metric_names import PREFIX, VllmNames
+from chat.server.exposition import exposition
+from chat.server.metric_names import PREFIX, BothNames
 from chat.server.process_metrics import ProcessMetrics
 
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -52,17 +53,15 @@ class Metrics:
         self.request_generated_tokens = self._histogram(
             "request_generated_tokens", "Tokens of a choice's reply.", _TOKEN_BUCKETS
         )
-        of_engine = _EngineCollector(engine)
-        self.registry.register(of_engine)
         ours = [metric for metric in vars(self).values() if isinstance(metric, Counter | Histogram)]
-        self.registry.register(VllmNames([*ours, of_engine], model))
+        self.registry.register(BothNames([*ours, _EngineCollector(engine)], model))
         self.process = ProcessMetrics(self.registry)  # resident memory among others: what the budget does not count
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(f"{PREFIX}_{name}", what, labels, registry=self.registry)
+        return Counter(f"{PREFIX}_{name}", what, labels, registry=None)
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"{PREFIX}_{name}", what, buckets=buckets, registry=self.registry)
+        return Histogram(f"{PREFIX}_{name}", what, buckets=buckets, registry=None)
 
     def observe_end(self, generation: Generation, seconds: float) -> None:
         """Count a choice that has ended, `seconds` after its request came."""
@@ -80,8 +79,8 @@ class Metrics:
             self.decode_seconds.observe(finished - first)
 
     def render(self) -> bytes:
-        """Return the text that Prometheus reads. It waits for no step. Cost: some milliseconds."""
-        return generate_latest(self.registry)
+        """Return the text that Prometheus reads. It waits for no step. Cost: a millisecond or two."""
+        return exposition(self.registry)
 
 
 class _EngineCollector(Collector):

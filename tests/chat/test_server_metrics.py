@@ -6,9 +6,13 @@ import json
 import re
 from pathlib import Path
 
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
+from chat.server.metrics import Metrics
+from memory import HybridMemory
 from models import LanguageModel
 from tests.chat.servers import MODEL, Running, running
 
@@ -65,3 +69,12 @@ def test_metrics_wait_for_no_step(embedded: LanguageModel, tokenizer: Tokenizer)
         server.chat()
         with server.engine.lock:  # as a step holds it
             assert server.call("GET", "/metrics").status == 200
+
+
+def test_the_text_is_what_the_library_writes(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
+    """Also with labels that must be escaped, and with numbers that change between two readings."""
+    metrics = Metrics(Engine(embedded, HybridMemory(embedded.memory_spec, "16MiB"), tokenizer), 'a "quoted" name\\')
+    for n in (0, 1, 12_345_678):
+        metrics.requests.labels("/v1/chat\n", "200").inc(n)
+        metrics.first_token_seconds.observe(0.03 * n)
+        assert metrics.render() == generate_latest(metrics.registry)
