@@ -59,9 +59,11 @@ class Outside:
             clock: now, as the rankings count.
             drop: closes a checkpoint outside, and forgets it, to make room.
         """
+        if not self.max_bytes:
+            return False  # at once: to count bytes takes longer than to close a checkpoint
         self._drop, self._clock = drop, clock
         n_bytes = self._memory.private_bytes(checkpoint)
-        if not self.max_bytes or n_bytes > self.max_bytes or not self._pays(saved, n_bytes):
+        if n_bytes > self.max_bytes or not self._pays(saved, n_bytes):
             return False
         try:
             missing_bytes = sum(self._memory.counters.swapped_bytes) + n_bytes - self.max_bytes
