@@ -114,4 +114,5 @@ class Serving:
 def _give_way() -> None:
     """Let the threads that answer clients run before this one, where processors are short."""
     if sys.platform == "linux":  # elsewhere it is the whole process that gets nicer
-        os.nice(_NICENESS)
+        with suppress(OSError):  # a sandbox may forbid it
+            os.nice(_NICENESS)
