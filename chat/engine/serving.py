@@ -14,7 +14,7 @@ from chat.engine.requests import Generation
 from memory import StepError
 
 _NICENESS = 5
-"""Of the thread that steps and of those that compute for it: a third of the weight of others, where all want to run."""
+"""Makes the thread that steps the model nicer: where all want to run, it gets a third of what an answering one gets."""
 
 
 class Stepped(Protocol):

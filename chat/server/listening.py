@@ -20,8 +20,8 @@ _EXTRA_GRACE_SECONDS = 5
 """For responses in progress when the grace period ends; then connections are cut."""
 _BACKLOG = 256
 _GARBAGE = 700, 10, 1000
-"""Of the garbage collector: young objects are searched after 700 and 7,000 new ones, in milliseconds. All objects, in
-50 ms in which nobody is answered, after seven million and no sooner.
+"""Thresholds of Python's garbage collector: it searches young objects after 700 and 7,000 new ones, in milliseconds,
+and all objects, in 50 ms in which nobody is answered, after seven million and no sooner.
 """
 
 

@@ -26,8 +26,8 @@ def dot(a, b, acc):  # type: ignore[no-untyped-def]
     Tensor cores read only 10 bits of a float32's fraction, so each float32 is given as a sum of two numbers: of this
     kind ("tf32x3"), or of bfloat16 (16 bits of the fraction) where the other factor is bfloat16, twice as fast.
 
-    All three sides of a and b are at least 16 long. The interpreter takes bfloat16 for integers, so there both are
-    converted to float32.
+    All three sides of a and b are at least 16 long. Other pairs, and float64, are rounded to float32; so are all in the
+    interpreter, which takes bfloat16 for integers.
     """
     if not _INTERPRETED and a.dtype == tl.bfloat16 and b.dtype == tl.float32:
         high = b.to(tl.bfloat16)
@@ -35,7 +35,7 @@ def dot(a, b, acc):  # type: ignore[no-untyped-def]
     elif not _INTERPRETED and a.dtype == tl.float32 and b.dtype == tl.bfloat16:
         high = a.to(tl.bfloat16)
         acc = tl.dot(high, b, tl.dot((a - high.to(tl.float32)).to(tl.bfloat16), b, acc))
-    elif not _INTERPRETED and a.dtype == b.dtype:
+    elif not _INTERPRETED and a.dtype == b.dtype and a.dtype != tl.float64:
         acc = tl.dot(a, b, acc, input_precision="tf32x3")
     else:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")

@@ -153,7 +153,7 @@ def _aligned(sources, targets, run, part, ALIGN: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def _rows(x, stride, rows, is_row, n, n_columns, other=0.0):  # type: ignore[no-untyped-def]
-    """Load columns n of these rows of x: (rows, columns), `other` beyond them."""
+    """Load part of a matrix x, these rows and its columns n: (rows, columns), `other` beyond its ends."""
     at = x + (rows * stride)[:, None] + n[None, :]
     return tl.load(at, mask=is_row[:, None] & (n < n_columns)[None, :], other=other)
 
@@ -214,7 +214,9 @@ def _meet_tail(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _updates(u, erased, power, n_new, dtype: tl.constexpr, ERASES: tl.constexpr, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _updates(  # type: ignore[no-untyped-def]
+    u, erased, power, n_new, dtype: tl.constexpr, ERASES: tl.constexpr, TOKENS: tl.constexpr
+):
     """Return what tokens write, (TOKENS, ROWS), rounded to `dtype`: u times `power`.
     Where they erase, less what each finds of those before it, in turn: (TOKENS, TOKENS) erased has their shares.
     """
@@ -230,8 +232,10 @@ def _updates(u, erased, power, n_new, dtype: tl.constexpr, ERASES: tl.constexpr,
 
 
 @triton.jit
-def _keep_keys(rows, stride, i, is_new, ring, offsets, n_own, n_columns, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the keys of new tokens at these offsets of the ring, up to column `n_own`."""
+def _keep_keys(  # type: ignore[no-untyped-def]
+    rows, stride, i, is_new, ring, offsets, n_own, n_columns, WIDTH: tl.constexpr
+):
+    """Store the keys of new tokens at their offsets in the tail's ring buffer; none if `n_own`, their columns, is 0."""
     for column in range(0, n_own, WIDTH):
         n = column + tl.arange(0, WIDTH)
         key = _rows(rows, stride, i, is_new, n, n_columns).to(ring.dtype.element_ty)
@@ -262,7 +266,7 @@ def fold_tail(  # type: ignore[no-untyped-def]
     s, begin, end, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write, decays,
     old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Advance rows r and columns n of a state from position `begin` to `end`, `BLOCK` tokens at once."""
+    """Advance a state's rows r and columns n by its tail's tokens from `begin` to `end`, `BLOCK` of them at once."""
     for start in range(begin, end, BLOCK):
         p, stop = start + tl.arange(0, BLOCK), tl.minimum(start + BLOCK, end)
         later = _decays(p + 1, count, stop, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
