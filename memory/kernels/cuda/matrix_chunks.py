@@ -1,5 +1,5 @@
 """Computes matrix states with one decay a head over many tokens on the GPU: chunks, as products of matrices.
-A program is one segment over some rows of one head's state; a chunk has 32 tokens by default.
+A program is one segment over some rows of one head's state; a chunk has 16 or 32 tokens by default.
 
 Within a chunk, with G the sum of log decays up to and including each token, S the state before it and U the rows that
 are written,
@@ -26,10 +26,10 @@ from torch import Tensor
 
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import launch, next_power_of_2
+from memory.kernels.cuda.launch import dot, launch, next_power_of_2
 from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, summable
 from memory.kernels.cuda.matrix_inputs import Inputs
-from memory.kernels.cuda.matrix_tails import fold_tail
+from memory.kernels.cuda.matrix_tails import fold_tail, load_rows
 from memory.kernels.cuda.rings import no_rings, rings_of
 from memory.kernels.signature import StateSlots
 
@@ -55,8 +55,10 @@ class ScanChunks(NamedTuple):
     num_stages=range(1, 5),
 )
 def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanChunks:
-    """Choose 32 tokens: compiled for Hopper, twice as many do not fit into registers."""
-    return ScanChunks(32, min(32, max(16, next_power_of_2(n_rows))), 4, 1)
+    """Choose 32 tokens, or 16 where rows are wider than 16 bits: products of float32 need more registers, and a H100
+    takes ten times as long where they do not fit.
+    """
+    return ScanChunks(32 if itemsize == 2 else 16, min(32, max(16, next_power_of_2(n_rows))), 4, 2)
 
 
 def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
@@ -71,7 +73,6 @@ def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
         "COLUMNS": columns,
         "CHUNK": chunk,
         "HAS_TAIL": state.tail is not None,
-        "PRECISION": precision(inputs),
     }
     inverses = y_THV
     if inputs.a is not None:
@@ -88,11 +89,6 @@ def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
         *rings, n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, num_warps=num_warps,
         num_stages=num_stages, **common,
     )  # fmt: skip
-
-
-def precision(inputs: Inputs) -> str:
-    """Return the precision of products: three in tf32 are as good as one in float32; 16-bit rows need only one."""
-    return "tf32x3" if inputs.v.dtype == torch.float32 else "tf32"
 
 
 @triton.jit
@@ -126,16 +122,10 @@ def _fades(log_decay, decay_stride, h, rows, end):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def load_matrix(x, stride, h, rows, end, n, n_columns):  # type: ignore[no-untyped-def]
-    mask = (rows < end)[:, None] & (n < n_columns)[None, :]
-    return tl.load(x + (rows * stride)[:, None] + h * n_columns + n[None, :], mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _invert(  # type: ignore[no-untyped-def]
     k, k_stride, k_heads, a, a_stride, a_heads, log_decay, decay_stride, strength, strength_stride, cu_rows, n_runs,
     targets, counts, folds, inverses, n_heads, n_columns, HAS_STRENGTH: tl.constexpr, COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr,
 ):  # fmt: skip
     """Compute (I + A)^-1 of one chunk of one head: row i is e_i - sum of A_ij times row j."""
     h, run = tl.program_id(1), run_of(tl.program_id(0), cu_rows, n_runs, CHUNK, SPARE)
@@ -143,14 +133,14 @@ def _invert(  # type: ignore[no-untyped-def]
     first, end = place_of(tl.program_id(0) - first_piece(run, cu_rows, CHUNK, SPARE), start, n_new, split, CHUNK)
     i, n = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
     rows = first + i
-    key = load_matrix(k, k_stride, h // k_heads, rows, end, n, n_columns)
-    reading = load_matrix(a, a_stride, h // a_heads, rows, end, n, n_columns)
-    if HAS_STRENGTH:
-        reading *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
+    key = load_rows(k + h // k_heads * n_columns, k_stride, rows, rows < end, n, n_columns)
+    reading = load_rows(a + h // a_heads * n_columns, a_stride, rows, rows < end, n, n_columns)
     fade = _fades(log_decay, decay_stride, h, rows, end)
     left = tl.exp(tl.where(i[:, None] < i[None, :], fade[None, :] - fade[:, None], 0.0).to(tl.float32))
     # Transposed, so that the elements of A that one row needs are along the axis of the sum.
-    transposed = tl.dot(key, tl.trans(reading), input_precision=PRECISION) * left
+    transposed = dot(key, tl.trans(reading), tl.zeros((CHUNK, CHUNK), tl.float32)) * left
+    if HAS_STRENGTH:
+        transposed *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[None, :]
     transposed = tl.where(i[:, None] < i[None, :], transposed, 0.0)
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     for row in range(1, CHUNK):
@@ -165,29 +155,28 @@ def _advance(  # type: ignore[no-untyped-def]
     s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
     strength_stride, skip, y, inverse, rows, end, h, r, n, writes, n_heads, n_rows, n_columns, ERASES: tl.constexpr,
     HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Advance a state by a chunk of `rows` before `end`; returns it, U (CHUNK, ROWS) and the keys."""
     i = tl.arange(0, CHUNK)
-    query = load_matrix(q, q_stride, h // q_heads, rows, end, n, n_columns)
-    key = load_matrix(k, k_stride, h // k_heads, rows, end, n, n_columns)
-    value = load_matrix(v, v_stride, h, rows, end, r, n_rows)
+    query = load_rows(q + h // q_heads * n_columns, q_stride, rows, rows < end, n, n_columns)
+    key = load_rows(k + h // k_heads * n_columns, k_stride, rows, rows < end, n, n_columns)
+    value = load_rows(v + h * n_rows, v_stride, rows, rows < end, r, n_rows).to(tl.float32)
     fade = _fades(log_decay, decay_stride, h, rows, end)
     so_far = tl.exp(fade.to(tl.float32))[:, None]
     u = value
     if ERASES:
-        reading = load_matrix(a, a_stride, h // a_heads, rows, end, n, n_columns)
-        u -= so_far * tl.dot(reading, tl.trans(s), input_precision=PRECISION)
+        reading = load_rows(a + h // a_heads * n_columns, a_stride, rows, rows < end, n, n_columns)
+        u -= so_far * dot(reading, tl.trans(s), tl.zeros_like(value))
     if HAS_STRENGTH:
         u *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
     if ERASES:
-        u = tl.dot(tl.load(inverse + i[:, None] * CHUNK + i[None, :]), u, input_precision=PRECISION)
+        u = dot(tl.load(inverse + i[:, None] * CHUNK + i[None, :]), u, tl.zeros_like(value))
     if HAS_TAIL:  # what is added is what the ring holds, rounded to its dtype
-        u = u.to(writes.dtype.element_ty).to(tl.float32)
+        u = u.to(writes.dtype.element_ty)
     seen = i[:, None] >= i[None, :]
     left = tl.exp(tl.where(seen, fade[:, None] - fade[None, :], 0.0).to(tl.float32))
-    weights = tl.where(seen, tl.dot(query, tl.trans(key), input_precision=PRECISION) * left, 0.0)
-    out = so_far * tl.dot(query, tl.trans(s), input_precision=PRECISION) + tl.dot(weights, u, input_precision=PRECISION)
+    weights = tl.where(seen, dot(query, tl.trans(key), tl.zeros((CHUNK, CHUNK), tl.float32)) * left, 0.0)
+    out = dot(weights, u, so_far * dot(query, tl.trans(s), tl.zeros_like(value)))
     if HAS_SKIP:
         out += tl.load(skip + h).to(tl.float32) * value
     tl.store(
@@ -195,7 +184,7 @@ def _advance(  # type: ignore[no-untyped-def]
     )
     total = tl.sum(tl.where(i == CHUNK - 1, fade, 0.0), axis=0)
     faded = u * tl.exp((total - fade).to(tl.float32))[:, None]
-    s = tl.exp(total.to(tl.float32)) * s + tl.dot(tl.trans(faded), key, input_precision=PRECISION)
+    s = dot(tl.trans(faded), key, tl.exp(total.to(tl.float32)) * s)
     return s, u, key
 
 
@@ -205,7 +194,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     strength_stride, skip, y, inverses, cu_rows, flat, sources, targets, initial, keys, key_sources, key_targets,
     writes, write_sources, write_targets, decays, decay_sources, decay_targets, ring_rows, firsts, counts, folds,
     n_heads, n_rows, n_columns, ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr,
 ):  # fmt: skip
     h, run = tl.program_id(1), tl.program_id(2)
     r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -237,7 +226,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
         s, u, key = _advance(
             s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride,
             strength, strength_stride, skip, y, inverse, start + chunk * CHUNK + i, start + split, h, r, n, writes,
-            n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, HAS_TAIL, PRECISION,
+            n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, HAS_TAIL,
         )  # fmt: skip
         inverse += n_heads * CHUNK * CHUNK
     tl.debug_barrier()  # every element of a state that is written in place has been read
@@ -249,7 +238,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
             s, u, key = _advance(
                 s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay,
                 decay_stride, strength, strength_stride, skip, y, inverse, start + begin + i, start + n_new, h, r, n,
-                writes, n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, HAS_TAIL, PRECISION,
+                writes, n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, HAS_TAIL,
             )  # fmt: skip
             inverse += n_heads * CHUNK * CHUNK
             slots, is_new = (first + count + begin + i) % ring_rows, (begin + i) < n_new

@@ -27,8 +27,9 @@ from memory.blocks.arrays import ceil_div
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import absent, launch, next_power_of_2
 from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, summable
-from memory.kernels.cuda.matrix_chunks import SPARE, load_matrix, place_of, precision, split_at, store_matrix
+from memory.kernels.cuda.matrix_chunks import SPARE, place_of, split_at, store_matrix
 from memory.kernels.cuda.matrix_inputs import Inputs
+from memory.kernels.cuda.matrix_tails import load_rows
 from memory.kernels.cuda.matrix_tokens import add_tail
 from memory.kernels.cuda.rings import no_rings, rings_of
 from memory.kernels.signature import StateSlots
@@ -71,8 +72,18 @@ def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tens
     launch(
         _scan_columns, (ceil_div(n_rows, rows), n_heads, n_runs), *inputs.pointers, b, b.stride(0), y_THV, weights,
         cu_rows, state.flat, state.sources, state.targets, float(state.initial), *rings, n_heads, n_rows, n_columns,
-        HAS_SKIP=inputs.skip is not None, PRECISION=precision(inputs), ROWS=rows, num_warps=num_warps, **common,
+        HAS_SKIP=inputs.skip is not None, PRECISION=_precision(inputs), ROWS=rows, num_warps=num_warps, **common,
     )  # fmt: skip
+
+
+def _precision(inputs: Inputs) -> str:
+    """Return the precision of products: three in tf32 are as good as one in float32; 16-bit rows need only one."""
+    return "tf32x3" if inputs.v.dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def _load(x, stride, h, rows, end, n, n_columns):  # type: ignore[no-untyped-def]
+    return load_rows(x + h * n_columns, stride, rows, rows < end, n, n_columns).to(tl.float32)
 
 
 @triton.jit
@@ -106,11 +117,11 @@ def _weigh(  # type: ignore[no-untyped-def]
     i, n = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
     rows = first + i
     _, sums, behind = _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN, AFTER_DECAY)
-    query = load_matrix(q, q_stride, h // q_heads, rows, end, n, n_columns)
+    query = _load(q, q_stride, h // q_heads, rows, end, n, n_columns)
     qk, ak = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     qb, ab = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     if ERASES:
-        reading = load_matrix(a, a_stride, h // a_heads, rows, end, n, n_columns)
+        reading = _load(a, a_stride, h // a_heads, rows, end, n, n_columns)
     for j in range(CHUNK):
         mask = n < tl.where(first + j < end, n_columns, 0)
         key = tl.load(k + (first + j) * k_stride + h // k_heads * n_columns + n, mask=mask, other=0.0).to(tl.float32)
@@ -163,9 +174,9 @@ def _advance(  # type: ignore[no-untyped-def]
     """Advance a state by a chunk of `rows` before `end`; returns it, and each token's key, u, log decays, b and f."""
     i = tl.arange(0, CHUNK)
     at = weights + i[:, None] * CHUNK + i[None, :]
-    query = load_matrix(q, q_stride, h // q_heads, rows, end, n, n_columns)
-    key = load_matrix(k, k_stride, h // k_heads, rows, end, n, n_columns)
-    value = load_matrix(v, v_stride, h, rows, end, r, n_rows)
+    query = _load(q, q_stride, h // q_heads, rows, end, n, n_columns)
+    key = _load(k, k_stride, h // k_heads, rows, end, n, n_columns)
+    value = _load(v, v_stride, h, rows, end, r, n_rows)
     fade, sums, behind = _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN, AFTER_DECAY)
     u, beta = value, 1.0
     if HAS_STRENGTH:
@@ -173,12 +184,12 @@ def _advance(  # type: ignore[no-untyped-def]
         u = value * beta
     found, other = u, key
     if ERASES:
-        reading = load_matrix(a, a_stride, h // a_heads, rows, end, n, n_columns) * tl.exp(behind.to(tl.float32))
+        reading = _load(a, a_stride, h // a_heads, rows, end, n, n_columns) * tl.exp(behind.to(tl.float32))
         found = tl.dot(reading, tl.trans(s), input_precision=PRECISION)
         found += tl.dot(tl.load(at + 2 * CHUNK * CHUNK), u, input_precision=PRECISION)
         found = tl.dot(tl.load(at + CHUNK * CHUNK), found, input_precision=PRECISION)
         if HAS_B:
-            other = load_matrix(b, b_stride, h, rows, end, n, n_columns)
+            other = _load(b, b_stride, h, rows, end, n, n_columns)
         else:
             u -= beta * found
     if HAS_TAIL:  # what is added is what rings hold, rounded to their dtypes

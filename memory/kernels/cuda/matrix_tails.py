@@ -103,7 +103,7 @@ def _read_states(  # type: ignore[no-untyped-def]
     rows, is_new, slots = start + i, i < n_new, (first + count + i) % ring_rows
     query, reading = q + h // q_heads * n_columns, a + h // a_heads * n_columns
     key_rows, decay_rows = k + start * k_stride + group * n_columns, log_decay + start * decay_stride + h
-    value = _rows(v + h * n_rows, v_stride, rows, is_new, r, n_rows).to(tl.float32)
+    value = load_rows(v + h * n_rows, v_stride, rows, is_new, r, n_rows).to(tl.float32)
     fade = tl.load(decay_rows + i * decay_stride, mask=is_new, other=0.0)
 
     out, found, weights, erased = _meet_state(
@@ -152,7 +152,7 @@ def _aligned(sources, targets, run, part, ALIGN: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
-def _rows(x, stride, rows, is_row, n, n_columns, other=0.0):  # type: ignore[no-untyped-def]
+def load_rows(x, stride, rows, is_row, n, n_columns, other=0.0):  # type: ignore[no-untyped-def]
     """Load part of a matrix x, these rows and its columns n: (rows, columns), `other` beyond its ends."""
     at = x + (rows * stride)[:, None] + n[None, :]
     return tl.load(at, mask=is_row[:, None] & (n < n_columns)[None, :], other=other)
@@ -170,13 +170,13 @@ def _meet_state(  # type: ignore[no-untyped-def]
     weights, erased = tl.zeros((TOKENS, TOKENS), tl.float32), tl.zeros((TOKENS, TOKENS), tl.float32)
     for column in range(0, n_columns, WIDTH):
         n = column + tl.arange(0, WIDTH)
-        s = _rows(body, n_columns, r, r < limit, n, n_columns, initial).to(tl.float32)
-        key = _rows(key_rows, k_stride, i, is_new, n, n_columns).to(dtype)
-        x = _rows(query, q_stride, rows, is_new, n, n_columns)
+        s = load_rows(body, n_columns, r, r < limit, n, n_columns, initial).to(tl.float32)
+        key = load_rows(key_rows, k_stride, i, is_new, n, n_columns).to(dtype)
+        x = load_rows(query, q_stride, rows, is_new, n, n_columns)
         out = dot(x, tl.trans(s), out)
         weights = dot(x, tl.trans(key), weights)
         if ERASES:
-            x = _rows(reading, a_stride, rows, is_new, n, n_columns)
+            x = load_rows(reading, a_stride, rows, is_new, n, n_columns)
             found = dot(x, tl.trans(s), found)
             erased = dot(x, tl.trans(key), erased)
     return out, found, weights, erased
@@ -196,16 +196,16 @@ def _meet_tail(  # type: ignore[no-untyped-def]
         slots, is_old = (first + p) % ring_rows, p >= 0
         later = decays + (first + p + 1) % ring_rows * n_heads
         fades = tl.load(later, mask=is_old & (p + 1 < count), other=0.0)
-        u = _rows(writes, n_heads * n_rows, slots, is_old, r, n_rows)
+        u = load_rows(writes, n_heads * n_rows, slots, is_old, r, n_rows)
         left = tl.exp(total + tl.cumsum(fades, axis=0, reverse=True))[None, :]
         total += tl.sum(fades, axis=0)
         of_query, of_reading = tl.zeros((TOKENS, BLOCK), tl.float32), tl.zeros((TOKENS, BLOCK), tl.float32)
         for column in range(0, n_columns, WIDTH):
             n = column + tl.arange(0, WIDTH)
-            key = tl.trans(_rows(keys, n_keys, slots, is_old, n, n_columns))
-            of_query = dot(_rows(query, q_stride, rows, is_new, n, n_columns), key, of_query)
+            key = tl.trans(load_rows(keys, n_keys, slots, is_old, n, n_columns))
+            of_query = dot(load_rows(query, q_stride, rows, is_new, n, n_columns), key, of_query)
             if ERASES:
-                of_reading = dot(_rows(reading, a_stride, rows, is_new, n, n_columns), key, of_reading)
+                of_reading = dot(load_rows(reading, a_stride, rows, is_new, n, n_columns), key, of_reading)
         out = dot(of_query * left, u, out)
         if ERASES:
             found = dot(of_reading * left, u, found)
@@ -238,7 +238,7 @@ def _keep_keys(  # type: ignore[no-untyped-def]
     """Store the keys of new tokens at their offsets in the tail's ring buffer; none if `n_own`, their columns, is 0."""
     for column in range(0, n_own, WIDTH):
         n = column + tl.arange(0, WIDTH)
-        key = _rows(rows, stride, i, is_new, n, n_columns).to(ring.dtype.element_ty)
+        key = load_rows(rows, stride, i, is_new, n, n_columns).to(ring.dtype.element_ty)
         tl.store(ring + offsets[:, None] + n[None, :], key, mask=is_new[:, None] & (n < n_columns)[None, :])
 
 
@@ -252,7 +252,7 @@ def _move_body(  # type: ignore[no-untyped-def]
     at, is_row = r[:, None] * n_columns, (r < n_rows)[:, None]
     for column in range(0, bound(target, n_columns), WIDTH):
         n = column + tl.arange(0, WIDTH)
-        s = _rows(body, n_columns, r, r < bound(source, n_rows), n, n_columns, initial).to(tl.float32)
+        s = load_rows(body, n_columns, r, r < bound(source, n_rows), n, n_columns, initial).to(tl.float32)
         s = fold_tail(
             s, 0, fold, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write, decays,
             old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, BLOCK,
