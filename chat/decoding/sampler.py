@@ -24,6 +24,10 @@ from chat.decoding.sampling import Sampling
 from chat.decoding.token_counts import TokenCounts
 from memory import StepError
 
+_DRAWN_AT_ONCE = 64
+"""Numbers that are computed together, because setting up a stream takes as long as hundreds of its numbers."""
+_NUMBERS_A_COUNT = 4
+"""Numbers that Philox makes of each value of its counter."""
 NOT_FINITE = "the model's logits are not finite; give it a wider dtype, such as float32 or bfloat16"
 
 
@@ -57,6 +61,7 @@ class Sampler:
         if sampling.counts_tokens:
             self.counts = TokenCounts(prompt_ids if sampling.repetition_penalty != 1 else ())
         self._key = (secrets.randbits(64) if sampling.seed is None else sampling.seed) % 2**64
+        self._uniforms: tuple[int, list[float]] = -1, []
 
     def __copy__(self) -> Sampler:
         """Return a sampler that draws as this one does, and counts for itself."""
@@ -72,8 +77,12 @@ class Sampler:
         return self.matcher is None and self.sampling.is_plain_at(self.n_chosen)
 
     def uniform(self) -> float:
-        """Return the number in [0, 1) that decides the next draw."""
-        return float(np.random.Generator(np.random.Philox(key=self._key, counter=self.n_chosen)).random())
+        """Return the number in [0, 1) that decides the next draw: number `n_chosen` of the seed's stream (Philox)."""
+        block, place = divmod(self.n_chosen, _DRAWN_AT_ONCE)
+        if self._uniforms[0] != block:
+            stream = np.random.Philox(key=self._key, counter=block * _DRAWN_AT_ONCE // _NUMBERS_A_COUNT)
+            self._uniforms = block, np.random.Generator(stream).random(_DRAWN_AT_ONCE).tolist()
+        return self._uniforms[1][place]
 
     def choose(self, logits_V: Tensor) -> int:
         """Choose the next token and count it.

@@ -88,21 +88,26 @@ class Drafting:
 
     def propose(self, plan: Plan) -> Drafts:
         """Return drafts for a step that only decodes, where they are expected to pay; often there are none."""
-        if not self._most or not (self._looks_up or any(job.request.prediction for job, _ in plan)):
+        if not self._most:
+            return {}
+        if self._rest > 0:
+            self._rest -= 1
+            return {}
+        if not (self._looks_up or any(job.request.prediction for job, _ in plan)):
             return {}
         if any(job.is_prefilling for job, _ in plan):
             return {}  # with prompts beside them: the logits of all their tokens would be computed
-        if self._adapts and not self._is_due():
+        if self._adapts and self._is_compared():
             return {}
         room = self._step_tokens // len(plan) - 1
         found = {job: guess for job, _ in plan if (guess := self._guess(job, room))}
         if not self._adapts:
             return found
-        if not found:
-            self._rest = len(plan) // 8  # looking costs too
+        if not found:  # looking costs too, and is less urgent after drafts have not paid
+            self._rest = max(len(plan) // 8, (self._next_rest - _FIRST_REST) // 16)
             return {}
         good = {job: guess for job, guess in found.items() if self._is_often_right(job)}
-        pays = self._pays(len(plan), good)
+        pays = self._pays(len(plan), good) if good else False
         if pays:
             self._next_rest = _FIRST_REST
             return good
@@ -112,12 +117,10 @@ class Drafting:
             self._rest, self._next_rest = self._next_rest, min(_LONGEST_REST, 2 * self._next_rest)
         return {job: guess[:_PROBED] for job, guess in found.items()}
 
-    def _is_due(self) -> bool:
-        if self._rest > 0:
-            self._rest -= 1
-            return False
+    def _is_compared(self) -> bool:
+        """True for a step that goes without drafts, so that what one costs stays known."""
         self._n_drafted_steps += 1
-        return self._n_drafted_steps % _COMPARED_EVERY > 0
+        return self._n_drafted_steps % _COMPARED_EVERY == 0
 
     def _guess(self, job: Job, room: int) -> list[int]:
         n_left = job.request.max_tokens - len(job.generation.token_ids) - 1

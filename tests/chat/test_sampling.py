@@ -6,6 +6,7 @@ import re
 from copy import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -84,6 +85,15 @@ def test_drawing_again_gives_the_same_token_until_one_is_added() -> None:
         assert len(set(drawn)) == 1
         sampler.add(drawn[0])
         assert other.choose(LOGITS) == drawn[0]
+
+
+def test_draws_are_the_numbers_of_one_stream_of_philox() -> None:
+    sampler = Sampler(Sampling(temperature=1.0, seed=5))
+    drawn = []
+    for _ in range(200):
+        drawn.append(sampler.uniform())
+        sampler.add(0)
+    assert drawn == np.random.Generator(np.random.Philox(key=5)).random(200).tolist()
 
 
 def test_repetition_penalty_counts_the_prompt_and_what_was_chosen_once_each() -> None:
