@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from benchmarks.metrics_probe import probing
+from benchmarks.metrics_probe import Readings, probing
 
 _END = b"data: [DONE]\n\n"
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
@@ -31,13 +31,13 @@ class Load:
         n_tokens: of all replies, as the server's `usage` says.
         first_token_seconds: of each request, from its first byte sent to the first event of its reply; without the
             first ones of all clients, which come at the same moment.
-        metrics_seconds: of `GET /metrics` meanwhile, some eight times a second, by another process.
+        metrics: `GET /metrics` meanwhile, some eight times a second, by another process.
     """
 
     seconds: float = 0.0
     n_tokens: int = 0
     first_token_seconds: list[float] = field(default_factory=list)
-    metrics_seconds: list[float] = field(default_factory=list)
+    metrics: Readings = field(default_factory=Readings)
 
     @property
     def tokens_per_second(self) -> float:
@@ -95,9 +95,9 @@ class _Client(asyncio.Protocol):
 
 def ask(url: str, bodies: Sequence[dict[str, object]], n_at_once: int) -> Load:
     """Send chat completions, `n_at_once` at a time. Raises RuntimeError for one that is not answered."""
-    with probing(url) as metrics_seconds:
+    with probing(url) as metrics:
         load = asyncio.run(_ask(url, bodies, n_at_once))
-    load.metrics_seconds = metrics_seconds
+    load.metrics = metrics
     return load
 
 

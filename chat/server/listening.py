@@ -19,9 +19,10 @@ from memory import SpecError
 _EXTRA_GRACE_SECONDS = 5
 """For responses in progress when the grace period ends; then connections are cut."""
 _BACKLOG = 256
-_GARBAGE = 700, 10, 1000
-"""Thresholds of Python's garbage collector: it searches young objects after 700 and 7,000 new ones, in milliseconds,
-and all objects, in 50 ms in which nobody is answered, after seven million and no sooner.
+_GARBAGE = 10_000, 10, 100
+"""Thresholds of Python's garbage collector, because nobody is answered while it searches: it looks at young objects
+after 10,000 and 100,000 new ones, a request of few tokens making some thousands, and at all objects, which takes 50 ms,
+after ten million and no sooner.
 """
 
 
