@@ -36,8 +36,8 @@ _NOTES = [
     f"The embedded model, servers with their defaults; prompts of {_N_PROMPT} random tokens, greedy replies of up to "
     f"{_N_REPLY}. Throughput: tokens of replies a second, medians of the rounds' ratios. First token: p99 of all "
     "requests of all rounds, and medians of the rounds' ratios. before again: another server of the earlier tree. "
-    "/metrics: read by a process that does nothing else. woken late: that process, after each of its pauses, which is "
-    "what this machine makes any process wait; a reading waits for two, and for the interpreter's lock of one.",
+    "/metrics: read by a process that does nothing else. stolen: the share of processor time that the host of this "
+    "machine gave to others.",
 ]
 
 
@@ -109,9 +109,7 @@ def _row(servers: dict[str, Served], n_at_once: int) -> dict[str, Any]:
         probes = [seconds for load in servers[name].loads for seconds in load.metrics.seconds]
         row[f"/metrics median {name}, ms"] = 1e3 * statistics.median(probes)
         row[f"/metrics p99 {name}, ms"] = 1e3 * _p99(probes)
-    row["woken late p99, ms"] = 1e3 * _p99(
-        [late for load in servers["now"].loads for late in load.metrics.late_seconds]
-    )
+    row["stolen, %"] = 100 * statistics.fmean(load.metrics.stolen for load in servers["now"].loads)
     row["p50, now"] = statistics.median(servers["now"].first_tokens) / statistics.median(before.first_tokens)
     return row
 
