@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import h11
@@ -23,6 +25,7 @@ MOST_CHUNKS = 4096
 """Chunks of one body: each costs the event loop as much as a small request."""
 MOST_READ_BYTES = 16 << 10
 """Bytes that are read from one connection before the event loop serves the others."""
+_WITH_BODY = b"POST "
 _LOG_SECONDS = 60.0
 
 
@@ -51,6 +54,42 @@ class Seldom(logging.Filter):
         return True
 
 
+class Turns:
+    """Lets one request with a body begin before the event loop looks at its connections again.
+
+    What begins goes through several callbacks, each as expensive as that of a token. Where a hundred clients send at
+    once, whoever asks for no more than `/metrics` would wait for all of them, at each of its own callbacks.
+    """
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: deque[Connection] = deque()
+
+    def take(self, connection: Connection) -> bool:
+        """True if its request may begin; else its `begin` is called later."""
+        if self._is_taken:
+            self._waiting.append(connection)
+            return False
+        self._give(connection)
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        """Forget a connection that waits: it was lost, or begins by itself."""
+        with suppress(ValueError):
+            self._waiting.remove(connection)
+
+    def _give(self, connection: Connection) -> None:
+        self._is_taken = True
+        connection.loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        self._is_taken = False
+        if self._waiting:
+            connection = self._waiting.popleft()
+            self._give(connection)
+            connection.begin()
+
+
 log = logging.getLogger("hybrid_memory.connections")
 log.addFilter(Seldom())
 
@@ -65,6 +104,7 @@ class Connections:
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
         self.options = options
         self.metrics = metrics
+        self.turns = Turns()
         self._open: dict[Connection, None] = {}
         self._by_peer: dict[str, dict[Connection, None]] = {}
 
@@ -133,11 +173,14 @@ class Connection(H11Protocol):
         self.is_refused = False
         self._connections = connections
         self._head = bytearray()
+        self._waiting: bytes | None = None  # a request that waits for its turn
         self._head_timer: asyncio.TimerHandle | None = None
 
     @property
     def awaits_client(self) -> bool:
         """True if there is no complete request to answer: it waits for the client's bytes, or to be closed."""
+        if self._waiting is not None:
+            return False
         return self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     # What asyncio calls
@@ -153,18 +196,25 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
+        self._leave_turn()
         self._stop_timers()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self.conn.their_state is h11.IDLE:
+        if self._waiting is not None:  # what came before reading was paused
+            self._waiting += data
+        elif self.conn.their_state is h11.IDLE:
             self._receive_head(data)
         elif self.conn.their_state is h11.SEND_BODY:
-            super().data_received(data)
+            self._take_in(data)
         elif data:
             self._end_after_answer()
+
+    def _take_in(self, data: bytes) -> None:
+        """Hand a whole head, or part of a body, to h11."""
+        super().data_received(data)
         if not self.transport.is_closing() and self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
             self._end_after_answer()
 
@@ -188,7 +238,25 @@ class Connection(H11Protocol):
             except ApiError as error:
                 self.refuse(error)
                 return
-            super().data_received(received)
+            if received.startswith(_WITH_BODY) and not self._connections.turns.take(self):
+                self._waiting = received
+                self.flow.pause_reading()
+                return
+            self._take_in(received)
+
+    def begin(self) -> None:
+        """Begin the request that waits for its turn."""
+        received = self._leave_turn()
+        if received is not None and not self.transport.is_closing():
+            self.flow.resume_reading()
+            self._take_in(received)
+
+    def _leave_turn(self) -> bytes | None:
+        """Return the request that waits; it does no longer."""
+        received, self._waiting = self._waiting, None
+        if received is not None:
+            self._connections.turns.leave(self)
+        return received
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self._connections.options.head_seconds, self._refuse_slow_head)
@@ -221,6 +289,7 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def shutdown(self) -> None:
+        self.begin()
         if self.cycle is not None and self.conn.their_state is h11.SEND_BODY:
             self.refuse(stopping())
         elif not self.transport.is_closing():
@@ -229,6 +298,7 @@ class Connection(H11Protocol):
     def refuse(self, error: ApiError) -> None:
         """Respond without the app, unless a response has begun, and close. A connection that is closing is cut."""
         self._stop_timers()
+        self._leave_turn()
         if self.transport.is_closing():
             self.transport.abort()
             return

@@ -145,6 +145,7 @@ class Guard:
         finally:
             for end in exchange.at_end:
                 end()
+            exchange.at_end.clear()  # they hold the exchange in turn, which is garbage otherwise
             self._count(exchange)
             self._log(exchange, scope)
 

@@ -19,10 +19,10 @@ from memory import SpecError
 _EXTRA_GRACE_SECONDS = 5
 """For responses in progress when the grace period ends; then connections are cut."""
 _BACKLOG = 256
-_GARBAGE = 10_000, 10, 100
-"""Thresholds of Python's garbage collector, because nobody is answered while it searches: it looks at young objects
-after 10,000 and 100,000 new ones, a request of few tokens making some thousands, and at all objects, which takes 50 ms,
-after ten million and no sooner.
+_GARBAGE = 700, 3, 3000
+"""Thresholds of Python's garbage collector, because nobody is answered while it searches: among a few thousand young
+objects for one to eight milliseconds, and among all objects, for 50, after six million new ones and no sooner. Requests
+leave no garbage that it would have to find.
 """
 
 

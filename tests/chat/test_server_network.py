@@ -171,6 +171,23 @@ def test_requests_one_after_another_share_a_connection(shared: Running) -> None:
     connection.close()
 
 
+def test_of_many_that_come_together_each_is_answered_and_the_lost_are_forgotten(
+    embedded: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    """Requests begin one after the other; their bodies come with the head, behind it, or never."""
+    request = post(LENGTH, "Connection: close")
+    with running(embedded, tokenizer, ServerOptions(max_requests=64)) as server, ExitStack() as stack:
+        together = [stack.enter_context(connect(server, request[:-1])) for _ in range(30)]
+        with suppress(BrokenPipeError, ConnectionResetError):
+            for connection in together:
+                connection.sendall(request[-1:] if connection in together[::3] else b"")
+        for _ in range(30):
+            connect(server, request).close()
+        others = [stack.enter_context(connect(server, request)) for _ in range(30)]
+        assert [read_all(connection)[:12] for connection in [*together[::3], *others]] == [b"HTTP/1.1 200"] * 40
+        assert server.call("GET", "/health").status == 200
+
+
 def test_a_head_may_come_in_pieces(shared: Running) -> None:
     with connect(shared) as connection:
         for byte in HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"):
