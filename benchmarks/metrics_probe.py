@@ -36,7 +36,7 @@ class Readings:
 
 @contextmanager
 def probing(url: str) -> Iterator[Readings]:
-    """Read /metrics meanwhile, in another process; afterwards all readings are there."""
+    """Read /metrics of a server in another process while the block runs; the readings are complete after it."""
     readings, before = Readings(), _jiffies()
     with subprocess.Popen([sys.executable, "-S", "-E", __file__, url], stdout=subprocess.PIPE, text=True) as process:
         try:

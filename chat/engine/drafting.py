@@ -118,7 +118,7 @@ class Drafting:
         return {job: guess[:_PROBED] for job, guess in found.items()}
 
     def _is_compared(self) -> bool:
-        """True for a step that goes without drafts, so that what one costs stays known."""
+        """True for one step in 64 that goes without drafts on purpose, so that the cost of such steps stays known."""
         self._n_drafted_steps += 1
         return self._n_drafted_steps % _COMPARED_EVERY == 0
 

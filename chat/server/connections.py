@@ -26,6 +26,7 @@ MOST_CHUNKS = 4096
 MOST_READ_BYTES = 16 << 10
 """Bytes that are read from one connection before the event loop serves the others."""
 _WITH_BODY = b"POST "
+"""The start of requests that bring work; all others are answered from what is there."""
 _LOG_SECONDS = 60.0
 
 
@@ -55,7 +56,7 @@ class Seldom(logging.Filter):
 
 
 class Turns:
-    """Lets one request with a body begin before the event loop looks at its connections again.
+    """Lets requests that bring work begin one after the other; the event loop serves other connections in between.
 
     What begins goes through several callbacks, each as expensive as that of a token. Where a hundred clients send at
     once, whoever asks for no more than `/metrics` would wait for all of them, at each of its own callbacks.
@@ -245,14 +246,14 @@ class Connection(H11Protocol):
             self._take_in(received)
 
     def begin(self) -> None:
-        """Begin the request that waits for its turn."""
+        """Hand the request that has waited for its turn to h11; do nothing if there is none."""
         received = self._leave_turn()
         if received is not None and not self.transport.is_closing():
             self.flow.resume_reading()
             self._take_in(received)
 
     def _leave_turn(self) -> bytes | None:
-        """Return the request that waits; it does no longer."""
+        """Stop waiting for a turn, and return the request that waited; None if there was none."""
         received, self._waiting = self._waiting, None
         if received is not None:
             self._connections.turns.leave(self)

@@ -55,8 +55,9 @@ class ScanChunks(NamedTuple):
     num_stages=range(1, 5),
 )
 def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanChunks:
-    """Choose 32 tokens, or 16 where rows are wider than 16 bits: products of float32 need more registers, and a H100
-    takes ten times as long where they do not fit.
+    """Choose chunks of 32 tokens, or of 16 where rows are wider than 16 bits.
+
+    Products of float32 need more registers; where they do not fit, an H100 takes ten times as long.
     """
     return ScanChunks(32 if itemsize == 2 else 16, min(32, max(16, next_power_of_2(n_rows))), 4, 2)
 

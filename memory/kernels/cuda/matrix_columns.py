@@ -83,6 +83,7 @@ def _precision(inputs: Inputs) -> str:
 
 @triton.jit
 def _load(x, stride, h, rows, end, n, n_columns):  # type: ignore[no-untyped-def]
+    """Load a head's rows before `end` of a matrix x as float32: (rows, columns)."""
     return load_rows(x + h * n_columns, stride, rows, rows < end, n, n_columns).to(tl.float32)
 
 

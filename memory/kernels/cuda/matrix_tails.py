@@ -153,7 +153,7 @@ def _aligned(sources, targets, run, part, ALIGN: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def load_rows(x, stride, rows, is_row, n, n_columns, other=0.0):  # type: ignore[no-untyped-def]
-    """Load part of a matrix x, these rows and its columns n: (rows, columns), `other` beyond its ends."""
+    """Load some rows of a matrix x, and of these the columns n: (rows, columns), `other` where x has none."""
     at = x + (rows * stride)[:, None] + n[None, :]
     return tl.load(at, mask=is_row[:, None] & (n < n_columns)[None, :], other=other)
 
