@@ -21,11 +21,14 @@ from torch import Tensor
 from memory.blocks.arrays import ceil_div
 from memory.kernels import checks
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import launch, next_power_of_2, with_contiguous_rows
+from memory.kernels.cuda.launch import launch, load_rows, next_power_of_2, with_contiguous_rows
 from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, softplus
 from memory.kernels.cuda.prompts import scan_by_library
-from memory.kernels.cuda.rings import keep_row, no_rings, ring_row, rings_of
+from memory.kernels.cuda.rings import keep_row, no_rings, rings_of
 from memory.kernels.signature import Prepared, StateSlots
+
+_BLOCK = tl.constexpr(4)
+"""Tokens of a tail that are added at once: what they bring to 16 states of 32 channels fits into a warp's registers."""
 
 
 class SelectiveScan(NamedTuple):
@@ -224,11 +227,37 @@ def _add_tail(  # type: ignore[no-untyped-def]
     keys, key_sources, ring_rows, n_channels, n_states,
 ):  # fmt: skip
     """Advance a state (STATES, CHANNELS) by the `count` tokens of its tail, and store that before token `fold`."""
-    for p in range(count):
-        is_body = (channels < n_channels)[None, :] & (states < tl.where(p == fold, limit, 0))[:, None]
+    middle = tl.maximum(tl.minimum(fold, count), 0)
+    inputs += tl.load(input_sources + run)
+    times += tl.load(time_sources + run)
+    keys += tl.load(key_sources + run)
+    h = _add_tokens(
+        h, 0, middle, first, rate, bias, channels, states, inputs, times, keys, ring_rows, n_channels, n_states
+    )
+    if middle == fold and fold < count:
+        tl.debug_barrier()  # every element of a state that is written in place has been read
+        is_body = (channels < n_channels)[None, :] & (states < limit)[:, None]
         tl.store(body, h.to(body.dtype.element_ty), mask=is_body)
-        slot = (first + p) % ring_rows
-        new = ring_row(inputs, input_sources, run, slot, channels, n_channels)
-        step = softplus(ring_row(times, time_sources, run, slot, channels, n_channels) + bias)
-        h = _after(h, new, step, ring_row(keys, key_sources, run, slot, states, n_states), rate)
+    return _add_tokens(
+        h, middle, count, first, rate, bias, channels, states, inputs, times, keys, ring_rows, n_channels, n_states
+    )
+
+
+@triton.jit
+def _add_tokens(  # type: ignore[no-untyped-def]
+    h, begin, end, first, rate, bias, channels, states, inputs, times, keys, ring_rows, n_channels, n_states
+):
+    """Advance a state by tokens `begin` to `end` of its tail, `_BLOCK` at once, so that their rows are loaded together.
+    What each adds fades by the time steps of those after it.
+    """
+    for start in range(begin, end, _BLOCK):
+        p = start + tl.arange(0, _BLOCK)
+        slots, is_token = (first + p) % ring_rows, p < end
+        new = load_rows(inputs, n_channels, slots, is_token, channels, n_channels).to(tl.float32)
+        time = load_rows(times, n_channels, slots, is_token, channels, n_channels).to(tl.float32)
+        key = load_rows(keys, n_states, slots, is_token, states, n_states).to(tl.float32)
+        step = tl.where(is_token[:, None], softplus(time + bias[None, :]), 0.0)
+        later = tl.cumsum(step, axis=0, reverse=True) - step
+        brought = tl.exp(later[:, None, :] * rate[None, :, :]) * (step * new)[:, None, :] * key[:, :, None]
+        h = tl.exp(tl.sum(step, axis=0)[None, :] * rate) * h + tl.sum(brought, axis=0)
     return h

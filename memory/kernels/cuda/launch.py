@@ -1,4 +1,4 @@
-"""Launches Triton kernels, and holds what they share: products of matrices, and sizes of tiles."""
+"""Launches Triton kernels, and holds what they share: rows of matrices, their products, and sizes of tiles."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ def dot(a, b, acc):  # type: ignore[no-untyped-def]
     else:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
     return acc
+
+
+@triton.jit
+def load_rows(x, stride, rows, is_row, n, n_columns, other=0.0):  # type: ignore[no-untyped-def]
+    """Load some rows of a matrix x, and of these the columns n: (rows, columns), `other` where x has none."""
+    at = x + (rows * stride)[:, None] + n[None, :]
+    return tl.load(at, mask=is_row[:, None] & (n < n_columns)[None, :], other=other)
 
 
 def next_power_of_2(n: int) -> int:

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import dot, launch, next_power_of_2
+from memory.kernels.cuda.launch import dot, launch, load_rows, next_power_of_2
 from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, summable
 from memory.kernels.cuda.matrix_inputs import Inputs
-from memory.kernels.cuda.matrix_tails import fold_tail, load_rows
+from memory.kernels.cuda.matrix_tails import fold_tail
 from memory.kernels.cuda.rings import no_rings, rings_of
 from memory.kernels.signature import StateSlots
 

@@ -25,11 +25,10 @@ from torch import Tensor
 
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import absent, launch, next_power_of_2
+from memory.kernels.cuda.launch import absent, dot, launch, load_rows, next_power_of_2
 from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, summable
 from memory.kernels.cuda.matrix_chunks import SPARE, place_of, split_at, store_matrix
 from memory.kernels.cuda.matrix_inputs import Inputs
-from memory.kernels.cuda.matrix_tails import load_rows
 from memory.kernels.cuda.matrix_tokens import add_tail
 from memory.kernels.cuda.rings import no_rings, rings_of
 from memory.kernels.signature import StateSlots
@@ -47,8 +46,8 @@ class ScanColumns(NamedTuple):
     "scan_columns", ScanColumns, chunk=powers_of_2(16, 64), rows=powers_of_2(16, 128), num_warps=powers_of_2(1, 16)
 )
 def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanColumns:
-    """Choose few rows: compiled for Hopper, more rows of 128 columns do not fit into registers."""
-    return ScanColumns(16, max(16, min(2048 // next_power_of_2(n_columns), 32, next_power_of_2(n_rows))), 4)
+    """Choose 32 rows: of an H100's registers 128 columns need more, and yet 16 rows take 1.3 times as long."""
+    return ScanColumns(16, min(32, max(16, next_power_of_2(n_rows))), 4)
 
 
 def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
@@ -72,13 +71,8 @@ def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tens
     launch(
         _scan_columns, (ceil_div(n_rows, rows), n_heads, n_runs), *inputs.pointers, b, b.stride(0), y_THV, weights,
         cu_rows, state.flat, state.sources, state.targets, float(state.initial), *rings, n_heads, n_rows, n_columns,
-        HAS_SKIP=inputs.skip is not None, PRECISION=_precision(inputs), ROWS=rows, num_warps=num_warps, **common,
+        HAS_SKIP=inputs.skip is not None, ROWS=rows, num_warps=num_warps, **common,
     )  # fmt: skip
-
-
-def _precision(inputs: Inputs) -> str:
-    """Return the precision of products: three in tf32 are as good as one in float32; 16-bit rows need only one."""
-    return "tf32x3" if inputs.v.dtype == torch.float32 else "tf32"
 
 
 @triton.jit
@@ -170,7 +164,6 @@ def _advance(  # type: ignore[no-untyped-def]
     strength_stride, skip, b, b_stride, y, weights, rows, end, h, r, n, writes, others, finds, n_heads, n_rows,
     n_columns, ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr,
     HAS_B: tl.constexpr, AFTER_DECAY: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Advance a state by a chunk of `rows` before `end`; returns it, and each token's key, u, log decays, b and f."""
     i = tl.arange(0, CHUNK)
@@ -186,9 +179,9 @@ def _advance(  # type: ignore[no-untyped-def]
     found, other = u, key
     if ERASES:
         reading = _load(a, a_stride, h // a_heads, rows, end, n, n_columns) * tl.exp(behind.to(tl.float32))
-        found = tl.dot(reading, tl.trans(s), input_precision=PRECISION)
-        found += tl.dot(tl.load(at + 2 * CHUNK * CHUNK), u, input_precision=PRECISION)
-        found = tl.dot(tl.load(at + CHUNK * CHUNK), found, input_precision=PRECISION)
+        found = dot(reading, tl.trans(s), tl.zeros_like(value))
+        found = dot(tl.load(at + 2 * CHUNK * CHUNK), u, found)
+        found = dot(tl.load(at + CHUNK * CHUNK), found, tl.zeros_like(value))
         if HAS_B:
             other = _load(b, b_stride, h, rows, end, n, n_columns)
         else:
@@ -198,14 +191,14 @@ def _advance(  # type: ignore[no-untyped-def]
         if HAS_B:
             found = found.to(finds.dtype.element_ty).to(tl.float32)
             other = other.to(others.dtype.element_ty).to(tl.float32)
-    out = tl.dot(query * tl.exp(sums.to(tl.float32)), tl.trans(s), input_precision=PRECISION)
-    out += tl.dot(tl.load(at), u, input_precision=PRECISION)
+    out = dot(query * tl.exp(sums.to(tl.float32)), tl.trans(s), tl.zeros_like(value))
+    out = dot(tl.load(at), u, out)
     total = tl.sum(tl.where(i[:, None] == CHUNK - 1, sums, 0.0), axis=0)[None, :]
     left = tl.exp((total - sums).to(tl.float32))
-    s = s * tl.exp(total.to(tl.float32)) + tl.dot(tl.trans(u), key * left, input_precision=PRECISION)
+    s = dot(tl.trans(u), key * left, s * tl.exp(total.to(tl.float32)))
     if HAS_B:
-        out += tl.dot(tl.load(at + 3 * CHUNK * CHUNK), found, input_precision=PRECISION)
-        s += tl.dot(tl.trans(found), other * left, input_precision=PRECISION)
+        out = dot(tl.load(at + 3 * CHUNK * CHUNK), found, out)
+        s = dot(tl.trans(found), other * left, s)
     if HAS_SKIP:
         out += tl.load(skip + h).to(tl.float32) * value
     tl.store(
@@ -222,7 +215,7 @@ def _scan_columns(  # type: ignore[no-untyped-def]
     other_targets, finds, find_sources, find_targets, ring_rows, firsts, counts, folds, n_heads, n_rows, n_columns,
     ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr,
     HAS_B: tl.constexpr, AFTER_DECAY: tl.constexpr, HAS_TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr, MATRICES: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, MATRICES: tl.constexpr,
 ):  # fmt: skip
     h, run = tl.program_id(1), tl.program_id(2)
     r, n, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
@@ -245,7 +238,7 @@ def _scan_columns(  # type: ignore[no-untyped-def]
             s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride,
             strength, strength_stride, skip, b, b_stride, y, weights, start + begin + i, start + split, h, r, n,
             writes, others, finds, n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, BY_COLUMN, HAS_B,
-            AFTER_DECAY, CHUNK, HAS_TAIL, PRECISION,
+            AFTER_DECAY, CHUNK, HAS_TAIL,
         )  # fmt: skip
         weights += n_heads * MATRICES * CHUNK * CHUNK
     tl.debug_barrier()  # every element of a state that is written in place has been read
@@ -256,7 +249,7 @@ def _scan_columns(  # type: ignore[no-untyped-def]
                 s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay,
                 decay_stride, strength, strength_stride, skip, b, b_stride, y, weights, start + begin + i,
                 start + n_new, h, r, n, writes, others, finds, n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH,
-                HAS_SKIP, BY_COLUMN, HAS_B, AFTER_DECAY, CHUNK, HAS_TAIL, PRECISION,
+                HAS_SKIP, BY_COLUMN, HAS_B, AFTER_DECAY, CHUNK, HAS_TAIL,
             )  # fmt: skip
             weights += n_heads * MATRICES * CHUNK * CHUNK
             slots, is_new = (first + count + begin + i) % ring_rows, begin + i < n_new

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import MOST_REGISTERS, aligned_elements, dot, launch, next_power_of_2
+from memory.kernels.cuda.launch import MOST_REGISTERS, aligned_elements, dot, launch, load_rows, next_power_of_2
 from memory.kernels.cuda.math import bound, summable
 from memory.kernels.cuda.matrix_inputs import Inputs
 from memory.kernels.cuda.rings import rings_of
@@ -149,13 +149,6 @@ def _aligned(sources, targets, run, part, ALIGN: tl.constexpr):  # type: ignore[
     """
     old, new = tl.load(sources + run), tl.load(targets + run)
     return tl.multiple_of(old, ALIGN) + part, tl.multiple_of(new, ALIGN) + part
-
-
-@triton.jit
-def load_rows(x, stride, rows, is_row, n, n_columns, other=0.0):  # type: ignore[no-untyped-def]
-    """Load some rows of a matrix x, and of these the columns n: (rows, columns), `other` where x has none."""
-    at = x + (rows * stride)[:, None] + n[None, :]
-    return tl.load(at, mask=is_row[:, None] & (n < n_columns)[None, :], other=other)
 
 
 @triton.jit

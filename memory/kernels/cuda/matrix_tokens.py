@@ -2,8 +2,8 @@
 A program is one segment over some rows of one head's state, in registers.
 
 So every state element is read once and written once, however many tokens a segment has. With a tail, the tail's tokens
-are first added to the registers, from rings of their updates (see `matrix_tails`). Then only the updates of new tokens
-are written and, if rows fold, a new body,
+are first added to the registers, from rings of their updates (see `matrix_tails`), as products of matrices. Then only
+the updates of new tokens are written and, if rows fold, a new body,
 
     S = S diag(w) + u k^T + f b^T       u = strength v, or strength (v - S a)       f = S a, where b is given
 """
@@ -18,11 +18,16 @@ from torch import Tensor
 
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import absent, launch, next_power_of_2
+from memory.kernels.cuda.launch import absent, dot, launch, load_rows, next_power_of_2
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.matrix_inputs import Inputs, rows_a_program
-from memory.kernels.cuda.rings import keep_row, no_rings, ring_row, rings_of
+from memory.kernels.cuda.rings import keep_row, no_rings, rings_of
 from memory.kernels.signature import StateSlots
+
+_BLOCK = tl.constexpr(16)
+"""Tokens of a tail that are added at once: the least that tensor cores take."""
+_LEAST_SIDE = 16
+"""Least rows and columns of a factor of a product of matrices."""
 
 
 class ScanTokens(NamedTuple):
@@ -43,12 +48,13 @@ def scan_tokens(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
     n_runs, b = len(state.cu_rows.host) - 1, absent(inputs.b, inputs.q)
     rings = no_rings(cu_rows, 5) if state.tail is None else rings_of(state.tail, n_absent=2 if inputs.b is None else 0)
     rows, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), inputs.a is not None)
+    least = 1 if state.tail is None else _LEAST_SIDE
     launch(
         _scan_tokens, (ceil_div(n_rows, rows), n_heads, n_runs), *inputs.pointers, b, b.stride(0), y_THV, cu_rows,
         state.flat, state.sources, state.targets, float(state.initial), *rings, n_heads, n_rows, n_columns,
         **inputs.flags, BY_COLUMN=inputs.log_decay.dim() == 3, HAS_B=inputs.b is not None,
-        AFTER_DECAY=inputs.after_decay, HAS_TAIL=state.tail is not None, ROWS=rows, COLUMNS=next_power_of_2(n_columns),
-        num_warps=num_warps,
+        AFTER_DECAY=inputs.after_decay, HAS_TAIL=state.tail is not None, ROWS=max(least, rows),
+        COLUMNS=max(least, next_power_of_2(n_columns)), num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -146,15 +152,61 @@ def add_tail(  # type: ignore[no-untyped-def]
     BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
 ):  # fmt: skip
     """Advance a state (ROWS, COLUMNS) by the `count` tokens of its tail, and store that before token `fold`."""
-    d, n_decays = _decays(n, n_columns, BY_COLUMN)
-    for p in range(count):
-        _store(body, s, r, tl.where(p == fold, limit, 0), n, n_columns)
-        slot = (first + p) % ring_rows
-        key = ring_row(keys, key_sources, run, slot * (n_heads // k_heads) + h // k_heads, n, n_columns)
-        u = ring_row(writes, write_sources, run, slot * n_heads + h, r, n_rows)
-        w = tl.exp(ring_row(decays, decay_sources, run, slot * n_heads + h, d, n_decays))
-        s = s * w[None, :] + u[:, None] * key[None, :]
+    n_groups, middle = n_heads // k_heads, tl.maximum(tl.minimum(fold, count), 0)
+    key_ring, write_ring = (
+        _ring(keys, key_sources, run, h // k_heads, n_columns),
+        _ring(writes, write_sources, run, h, n_rows),
+    )
+    other_ring, find_ring = _ring(others, other_sources, run, h, n_columns), _ring(finds, find_sources, run, h, n_rows)
+    _, n_decays = _decays(n, n_columns, BY_COLUMN)
+    decay_ring = _ring(decays, decay_sources, run, h, n_decays)
+    s = _add_tokens(
+        s, 0, middle, first, r, n, key_ring, n_groups, write_ring, decay_ring, other_ring, find_ring, ring_rows,
+        n_heads, n_rows, n_columns, BY_COLUMN, HAS_B,
+    )  # fmt: skip
+    if middle == fold and fold < count:
+        tl.debug_barrier()  # every element of a state that is written in place has been read
+        _store(body, s, r, limit, n, n_columns)
+    return _add_tokens(
+        s, middle, count, first, r, n, key_ring, n_groups, write_ring, decay_ring, other_ring, find_ring, ring_rows,
+        n_heads, n_rows, n_columns, BY_COLUMN, HAS_B,
+    )  # fmt: skip
+
+
+@triton.jit
+def _ring(ring, sources, run, h, n):  # type: ignore[no-untyped-def]
+    """Return where a segment's ring has the `n` elements of head h in its first row."""
+    return ring + tl.load(sources + run) + h * n
+
+
+@triton.jit
+def _add_tokens(  # type: ignore[no-untyped-def]
+    s, begin, end, first, r, n, keys, n_groups, writes, decays, others, finds, ring_rows, n_heads, n_rows, n_columns,
+    BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
+):  # fmt: skip
+    """Advance a state by tokens `begin` to `end` of its tail, `_BLOCK` at once.
+    What each adds fades by the decays of those after it: S exp(G_C) + u^T (exp(G_C - G) k) + f^T (exp(G_C - G) b).
+    """
+    for start in range(begin, end, _BLOCK):
+        p, stop = start + tl.arange(0, _BLOCK), tl.minimum(start + _BLOCK, end)
+        slots, is_token = (first + p) % ring_rows, p < stop
+        key = load_rows(keys, n_groups * n_columns, slots, is_token, n, n_columns)
+        u = load_rows(writes, n_heads * n_rows, slots, is_token, r, n_rows)
+        # The decays of the tokens after each, which start in the next slot.
+        after, is_after = (first + p + 1) % ring_rows, p + 1 < stop
+        if BY_COLUMN:
+            later = load_rows(decays, n_heads * n_columns, after, is_after, n, n_columns).to(tl.float32)
+            own = tl.load(decays + (first + start) % ring_rows * n_heads * n_columns + n, mask=n < n_columns, other=0.0)
+            total = (own.to(tl.float32) + tl.sum(later, axis=0))[None, :]
+            left = tl.exp(tl.cumsum(later, axis=0, reverse=True))
+        else:  # Triton 3.6 compiles no scan of a single column.
+            later = tl.load(decays + after * n_heads, mask=is_after, other=0.0).to(tl.float32)
+            own = tl.load(decays + (first + start) % ring_rows * n_heads).to(tl.float32)
+            total = own + tl.sum(later, axis=0)
+            left = tl.exp(tl.cumsum(later, axis=0, reverse=True))[:, None]
+        s = dot(tl.trans(u), key.to(tl.float32) * left, s * tl.exp(total))
         if HAS_B:
-            other = ring_row(others, other_sources, run, slot * n_heads + h, n, n_columns)
-            s += ring_row(finds, find_sources, run, slot * n_heads + h, r, n_rows)[:, None] * other[None, :]
+            other = load_rows(others, n_heads * n_columns, slots, is_token, n, n_columns)
+            found = load_rows(finds, n_heads * n_rows, slots, is_token, r, n_rows)
+            s = dot(tl.trans(found), other.to(tl.float32) * left, s)
     return s

@@ -25,14 +25,6 @@ def no_rings(instead: Tensor, n_rings: int) -> tuple[Any, ...]:
 
 
 @triton.jit
-def ring_row(ring, sources, run, row, columns, n_columns):  # type: ignore[no-untyped-def]
-    """Load row `row`, of n_columns, of the ring of a segment, as float32; zeros beyond its end."""
-    return tl.load(ring + tl.load(sources + run) + row * n_columns + columns, mask=columns < n_columns, other=0.0).to(
-        tl.float32
-    )
-
-
-@triton.jit
 def keep_row(ring, targets, run, row, x, columns, n_columns, is_kept):  # type: ignore[no-untyped-def]
     """Round x to the ring's dtype, write it there if it `is_kept`, and return it as float32."""
     rounded = x.to(ring.dtype.element_ty)
