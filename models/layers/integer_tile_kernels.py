@@ -2,7 +2,8 @@
 
 The layout is that of `quantised_kernels`. A group of 32 inputs of a block's 16 outputs is a tile: its integers become
 bfloat16, which is exact, and the sums of each group are multiplied by its scales; if all groups of a block have the
-same, their sums are formed first. A row has the same bits in any company.
+same, their sums are formed first. A row has the same bits in any company; one or two take another way
+(`integer_few_rows`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from memory.kernels.cpu.numbers import array_at, get, untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from models.layers.finishing import finish_block
+from models.layers.integer_few_rows import MOST_ROWS, as_floats, sums_of_one, sums_of_two
 from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
 from models.layers.tile_kernels import CACHED_ROW_BYTES, repeat
 
@@ -215,6 +217,18 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
     block_codes = len(codes) // n_blocks
     is_by_row = len(scales) < n_blocks * n_groups * BLOCK
     n_unpacked = _GROUPS_BY_ROW if is_by_row else _GROUPS
+    if n_rows <= MOST_ROWS and not is_by_row:
+        rows = as_floats(x)
+        for part in prange(n_parts):
+            few = np.empty(MOST_ROWS * BLOCK, np.float32)
+            for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
+                code, scale = o * block_codes, o * n_groups * BLOCK
+                if n_rows == 1:
+                    sums_of_one(codes, code, n_groups, scales, scale, rows, few)
+                else:
+                    sums_of_two(codes, code, n_groups, scales, scale, rows, few)
+                finish_block(few, 0, n_rows, bias, activation, o * BLOCK, out, o * BLOCK, n_out)
+        return
     at_once = max(ROWS, CACHED_ROW_BYTES // (4 * n_pairs) // ROWS * ROWS)
     for part in prange(n_parts):
         amx.configure(shape)

@@ -147,6 +147,10 @@ class Emitter:
             codes = b.lshr(b.bitcast(words, _WORDS), ir.Constant(_WORDS, [4 * place] * 2 * BLOCK))
             table = ir.Constant(_WORDS, _BFLOAT_OF_CODE)
             return [b.bitcast(call(self.b, "llvm.x86.avx512.permvar.hi.512", _WORDS, table, codes), PAIRS_OF_BFLOAT)]
+        if has_many_registers():
+            shifted = (b.lshr(words, _every(4 * place + 16 * k)) for k in range(2))
+            table = ir.Constant(FLOATS, [float(code - 8) for code in range(BLOCK)])
+            return [call(b, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, codes) for codes in shifted]
         codes_of_two = (b.and_(b.lshr(words, _every(4 * place + 16 * k)), _every(15)) for k in range(2))
         return [b.sitofp(b.sub(codes, _every(8)), FLOATS) for codes in codes_of_two]
 
