@@ -21,17 +21,19 @@ from models.layers.amx import I64
 from models.layers.integer_vectors import BLOCK, F32, FLOATS, GROUP, I8, I16, ZEROS, Emitter
 
 MOST_ROWS = 2
-"""Rows up to which this is faster than tiles."""
+"""The most rows of a product for which vectors were measured to be faster than tiles."""
 
-_AHEAD_BYTES = 2048
-"""How far ahead integers are asked for."""
+AHEAD_BYTES = 2048
+"""The distance at which weights are prefetched, ahead of those that are being read."""
 
 
 def _sums_of(n_rows: int) -> Any:
     @untyped_intrinsic
-    def sums_of(typing_context, codes, first_code, n_groups, scales, first_scale, rows, sums):  # type: ignore[no-untyped-def]
-        """Set sums[: 16 n_rows] to those of rows, of float32, and a block's groups, each times its scale; not checked.
-        There is at least one group.
+    def sums_of(  # type: ignore[no-untyped-def]
+        typing_context, codes, first_code, n_groups, scales, first_scale, rows, sums
+    ):
+        """Multiply rows of float32 by a block of 16 outputs, and store 16 sums a row in `sums`; not checked.
+        Each group of inputs, of which there is at least one, counts times its scale.
         """
 
         def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -49,7 +51,7 @@ def _sums_of(n_rows: int) -> Any:
             group, totals = b.phi(I64), [b.phi(FLOATS) for _ in firsts]
             own = b.gep(source, [b.mul(group, I64(n_codes))])
             for line in range(n_codes // 64):
-                amx.prefetch(b, b.gep(own, [I64(_AHEAD_BYTES + 64 * line)]))
+                amx.prefetch(b, b.gep(own, [I64(AHEAD_BYTES + 64 * line)]))
             inputs = [b.gep(first, [b.mul(group, I64(GROUP))]) for first in firsts]
             parts = [[ZEROS, ZEROS] for _ in firsts]
             for pair, weights in enumerate(emitter.weights(own)):
@@ -82,7 +84,7 @@ sums_of_one, sums_of_two = _sums_of(1), _sums_of(2)
 
 @njit(error_model="numpy")
 def as_floats(pairs):  # type: ignore[no-untyped-def]
-    """Return pairs of bfloat16 as float32, one after the other; zero for what is denormal."""
+    """Convert pairs of bfloat16 to an array of float32, in their order; denormal numbers become zero."""
     row = np.empty(2 * len(pairs), np.float32)
     bits = row.view(np.uint32)
     for i in range(len(pairs)):

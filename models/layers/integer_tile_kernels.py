@@ -19,7 +19,7 @@ from memory.kernels.cpu.numbers import array_at, get, untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from models.layers.finishing import finish_block
-from models.layers.integer_few_rows import MOST_ROWS, as_floats, sums_of_one, sums_of_two
+from models.layers.integer_few_rows import AHEAD_BYTES, MOST_ROWS, as_floats, sums_of_one, sums_of_two
 from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
 from models.layers.tile_kernels import CACHED_ROW_BYTES, repeat
 
@@ -30,9 +30,6 @@ are unpacked, and waits while their sums are formed: with few groups the two tak
 
 _GROUPS_BY_ROW = 16
 """The same for weights with one scale an output: their sums leave the registers less often."""
-
-_AHEAD_BYTES = 2048
-"""How far ahead integers are asked for."""
 
 _AT_ONCE = 4
 """Groups whose sums are formed side by side, because each waits for its tiles."""
@@ -55,7 +52,7 @@ def _unpack(typing_context, codes, first_code, n_groups, panel):  # type: ignore
         def unpack_group(group: ir.Value) -> None:
             own = b.gep(source, [b.mul(group, I64(GROUP * BLOCK * emitter.n_bits // 8))])
             for line in range(GROUP * BLOCK * emitter.n_bits // 8 // 64):
-                amx.prefetch(b, b.gep(own, [I64(_AHEAD_BYTES + 64 * line)]))
+                amx.prefetch(b, b.gep(own, [I64(AHEAD_BYTES + 64 * line)]))
             for pair, (weights,) in enumerate(emitter.weights(own)):
                 at = b.add(b.mul(group, I64(TILE_BYTES)), I64(TILE_BYTES // PAIRS * pair))
                 b.store(b.bitcast(weights, INTS), b.bitcast(b.gep(target, [at]), INTS.as_pointer()), align=4)

@@ -44,7 +44,7 @@ def dot(a, b, acc):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_rows(x, stride, rows, is_row, n, n_columns, other=0.0):  # type: ignore[no-untyped-def]
-    """Load some rows of a matrix x, and of these the columns n: (rows, columns), `other` where x has none."""
+    """Load a block (rows, columns) from the rows and columns of a matrix x in memory; `other` where x has none."""
     at = x + (rows * stride)[:, None] + n[None, :]
     return tl.load(at, mask=is_row[:, None] & (n < n_columns)[None, :], other=other)
 

@@ -27,7 +27,7 @@ from memory.kernels.signature import StateSlots
 _BLOCK = tl.constexpr(16)
 """Tokens of a tail that are added at once: the least that tensor cores take."""
 _LEAST_SIDE = 16
-"""Least rows and columns of a factor of a product of matrices."""
+"""The least rows and columns of a matrix that tensor cores multiply."""
 
 
 class ScanTokens(NamedTuple):
@@ -153,10 +153,8 @@ def add_tail(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Advance a state (ROWS, COLUMNS) by the `count` tokens of its tail, and store that before token `fold`."""
     n_groups, middle = n_heads // k_heads, tl.maximum(tl.minimum(fold, count), 0)
-    key_ring, write_ring = (
-        _ring(keys, key_sources, run, h // k_heads, n_columns),
-        _ring(writes, write_sources, run, h, n_rows),
-    )
+    key_ring = _ring(keys, key_sources, run, h // k_heads, n_columns)
+    write_ring = _ring(writes, write_sources, run, h, n_rows)
     other_ring, find_ring = _ring(others, other_sources, run, h, n_columns), _ring(finds, find_sources, run, h, n_rows)
     _, n_decays = _decays(n, n_columns, BY_COLUMN)
     decay_ring = _ring(decays, decay_sources, run, h, n_decays)
@@ -175,7 +173,7 @@ def add_tail(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _ring(ring, sources, run, h, n):  # type: ignore[no-untyped-def]
-    """Return where a segment's ring has the `n` elements of head h in its first row."""
+    """Return a pointer into the first row of a segment's ring buffer, to the n elements of head h."""
     return ring + tl.load(sources + run) + h * n
 
 
