@@ -9,6 +9,7 @@ rounding, and the two sums at last; so does this. Denormal inputs count as zero.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,20 @@ from numba import njit, types
 from memory.kernels.cpu.numbers import untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64
-from models.layers.integer_vectors import BLOCK, F32, FLOATS, GROUP, I8, I16, ZEROS, Emitter
+from models.layers.integer_vectors import (
+    BLOCK,
+    F32,
+    FLOATS,
+    GROUP,
+    I8,
+    I16,
+    INTS,
+    PAIRS,
+    ZEROS,
+    Emitter,
+    in_every_lane,
+)
+from models.layers.tile_kernels import add_while
 
 MOST_ROWS = 2
 """The most rows of a product for which vectors were measured to be faster than tiles."""
@@ -27,13 +41,96 @@ AHEAD_BYTES = 2048
 """The distance at which weights are prefetched, ahead of those that are being read."""
 
 
+_AT_ONCE = {1: 2, 2: 1}
+"""Groups whose sums are formed side by side, by rows: each product waits for the one before it in its sum."""
+
+
+class _Bytes:
+    """Emits products of weights of 8 bits as they lie: a vector holds eight outputs, for two inputs each.
+
+    To part them into a vector of first and one of second inputs would take a third more instructions.
+    """
+
+    def __init__(self, emitter: Emitter) -> None:
+        self._emitter = emitter
+
+    def weights(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
+        """Yield two vectors for each pair of inputs of the group at `codes`."""
+        for pair in range(PAIRS):
+            yield [self._emitter.consecutive(codes, (2 * pair + k) * BLOCK) for k in range(2)]
+
+    def inputs(self, x: ir.Value, pair: int) -> list[ir.Value]:
+        """Return the inputs that these are multiplied by."""
+        b = self._emitter.b
+        both = b.load(b.bitcast(b.gep(x, [I64(2 * pair)]), I64.as_pointer()), align=4)
+        return [b.bitcast(in_every_lane(b, both, BLOCK // 2), FLOATS)] * 2
+
+    def sums(self, parts: list[ir.Value]) -> list[ir.Value]:
+        """Return the sums of all outputs, those of first inputs and those of second ones."""
+        places = (ir.Constant(INTS, list(range(k, 2 * BLOCK, 2))) for k in range(2))
+        return [self._emitter.b.shuffle_vector(*parts, place) for place in places]
+
+
+class _Nibbles:
+    """Emits products of weights of 4 bits: a vector holds sixteen outputs, for one input."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self._emitter = emitter
+
+    def weights(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
+        """Yield two vectors for each pair of inputs of the group at `codes`."""
+        return self._emitter.weights(codes)
+
+    def inputs(self, x: ir.Value, pair: int) -> list[ir.Value]:
+        """Return the inputs that these are multiplied by."""
+        b = self._emitter.b
+        return [in_every_lane(b, b.load(b.gep(x, [I64(2 * pair + k)]), align=4)) for k in range(2)]
+
+    def sums(self, parts: list[ir.Value]) -> list[ir.Value]:
+        """Return the sums of all outputs, those of first inputs and those of second ones."""
+        return parts
+
+
+class _Groups:
+    """Emits sums over groups of a block for some rows, in vectors of its outputs."""
+
+    def __init__(self, emitter: Emitter, codes: ir.Value, scales: ir.Value, rows: list[ir.Value]) -> None:
+        self._emitter, self._form = emitter, (_Bytes if emitter.n_bits == 8 else _Nibbles)(emitter)
+        self._codes, self._scales, self._rows = codes, scales, rows
+
+    def add(self, first: ir.Value, n: int, totals: list[ir.Value]) -> list[ir.Value]:
+        """Return totals plus the sums of n groups, in their order."""
+        b = self._emitter.b
+        groups = [b.add(first, I64(i)) for i in range(n)]
+        sums = list(zip(*map(self._steps, groups), strict=True))[-1]
+        for group, of_rows in zip(groups, sums, strict=True):
+            scale = self._emitter.scales(b.gep(self._scales, [b.mul(group, I64(BLOCK))]))
+            totals = [self._emitter.fma(own, scale, total) for own, total in zip(of_rows, totals, strict=True)]
+        return totals
+
+    def _steps(self, group: ir.Value) -> Iterator[list[ir.Value]]:
+        """Emit the products of a group pair by pair, so that those of several groups take turns; yields sums so far."""
+        b, form = self._emitter.b, self._form
+        n_bytes = GROUP * BLOCK * self._emitter.n_bits // 8
+        codes = b.gep(self._codes, [b.mul(group, I64(n_bytes))])
+        for line in range(0, n_bytes, 64):
+            amx.prefetch(b, b.gep(codes, [I64(AHEAD_BYTES + line)]))
+        inputs = [b.gep(row, [b.mul(group, I64(GROUP))]) for row in self._rows]
+        parts = [[ZEROS, ZEROS] for _ in inputs]
+        for pair, weights in enumerate(form.weights(codes)):
+            for part, x in zip(parts, inputs, strict=True):
+                part[:] = map(self._emitter.fma, weights, form.inputs(x, pair), part)
+            yield []
+        yield [b.fadd(*form.sums(part)) for part in parts]
+
+
 def _sums_of(n_rows: int) -> Any:
     @untyped_intrinsic
     def sums_of(  # type: ignore[no-untyped-def]
         typing_context, codes, first_code, n_groups, scales, first_scale, rows, sums
     ):
         """Multiply rows of float32 by a block of 16 outputs, and store 16 sums a row in `sums`; not checked.
-        Each group of inputs, of which there is at least one, counts times its scale.
+        Each group of inputs counts times its scale.
         """
 
         def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -42,35 +139,12 @@ def _sums_of(n_rows: int) -> Any:
             def pointer(i: int, at: ir.Value, element: ir.Type) -> ir.Value:
                 return b.bitcast(amx.pointer(context, b, signature, arguments, i, at), element.as_pointer())
 
-            n_codes = GROUP * BLOCK * emitter.n_bits // 8
-            source, scale_at, before = pointer(0, arguments[1], I8), pointer(3, arguments[4], I16), b.block
-            firsts = [pointer(5, b.mul(arguments[2], I64(GROUP * row)), F32) for row in range(n_rows)]
-            loop, end = b.append_basic_block("groups"), b.append_basic_block("end")
-            b.branch(loop)
-            b.position_at_end(loop)
-            group, totals = b.phi(I64), [b.phi(FLOATS) for _ in firsts]
-            own = b.gep(source, [b.mul(group, I64(n_codes))])
-            for line in range(n_codes // 64):
-                amx.prefetch(b, b.gep(own, [I64(AHEAD_BYTES + 64 * line)]))
-            inputs = [b.gep(first, [b.mul(group, I64(GROUP))]) for first in firsts]
-            parts = [[ZEROS, ZEROS] for _ in firsts]
-            for pair, weights in enumerate(emitter.weights(own)):
-                for k, weight in enumerate(weights):
-                    for part, x in zip(parts, inputs, strict=True):
-                        one = emitter.in_every_lane(b.load(b.gep(x, [I64(2 * pair + k)]), align=4))
-                        part[k] = emitter.fma(weight, one, part[k])
-            scale = emitter.scales(b.gep(scale_at, [b.mul(group, I64(BLOCK))]))
-            found = [emitter.fma(b.fadd(*part), scale, total) for part, total in zip(parts, totals, strict=True)]
-            following = b.add(group, I64(1))
-            group.add_incoming(I64(0), before)
-            group.add_incoming(following, loop)
-            for total, value in zip(totals, found, strict=True):
-                total.add_incoming(ZEROS, before)
-                total.add_incoming(value, loop)
-            b.cbranch(b.icmp_signed("<", following, arguments[2]), loop, end)
-            b.position_at_end(end)
-            for row, value in enumerate(found):
-                b.store(value, pointer(6, I64(BLOCK * row), FLOATS), align=4)
+            inputs = [pointer(5, b.mul(arguments[2], I64(GROUP * row)), F32) for row in range(n_rows)]
+            groups = _Groups(emitter, pointer(0, arguments[1], I8), pointer(3, arguments[4], I16), inputs)
+            group, totals = add_while(b, groups.add, I64(0), arguments[2], _AT_ONCE[n_rows], [ZEROS] * n_rows)
+            _, totals = add_while(b, groups.add, group, arguments[2], 1, totals)
+            for row, total in enumerate(totals):
+                b.store(total, pointer(6, I64(BLOCK * row), FLOATS), align=4)
             return context.get_dummy_value()
 
         at = types.int64

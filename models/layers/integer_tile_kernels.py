@@ -21,7 +21,7 @@ from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from models.layers.finishing import finish_block
 from models.layers.integer_few_rows import AHEAD_BYTES, MOST_ROWS, as_floats, sums_of_one, sums_of_two
 from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
-from models.layers.tile_kernels import CACHED_ROW_BYTES, repeat
+from models.layers.tile_kernels import CACHED_ROW_BYTES, add_while, repeat
 
 _GROUPS = 4
 """Groups of a block that are unpacked at once. More would fit into the first-level cache, but memory is read while they
@@ -90,30 +90,6 @@ class _Groups:
                 totals[row] = self.emitter.fma(b.load(b.bitcast(at, FLOATS.as_pointer()), align=4), scale, totals[row])
         return totals
 
-    def add_while(
-        self, first: ir.Value, end: ir.Value, n: int, totals: list[ir.Value]
-    ) -> tuple[ir.Value, list[ir.Value]]:
-        """Add n groups at once as long as there are so many; returns the first group that is left, and the totals."""
-        b = self.b
-        check, body, after = (b.append_basic_block(name) for name in ("check", "groups", "after"))
-        before = b.block
-        b.branch(check)
-        b.position_at_end(check)
-        group = b.phi(I64)
-        group.add_incoming(first, before)
-        own = [b.phi(FLOATS) for _ in totals]
-        for phi, total in zip(own, totals, strict=True):
-            phi.add_incoming(total, before)
-        following = b.add(group, I64(n))
-        b.cbranch(b.icmp_signed("<=", following, end), body, after)
-        b.position_at_end(body)
-        for phi, total in zip(own, self.add(group, n, list(own)), strict=True):
-            phi.add_incoming(total, b.block)
-        group.add_incoming(following, b.block)
-        b.branch(check)
-        b.position_at_end(after)
-        return group, list(own)
-
 
 def _add_groups(n_rows: int) -> Any:
     @untyped_intrinsic
@@ -134,8 +110,8 @@ def _add_groups(n_rows: int) -> Any:
                 for row in range(n_rows)
             ]
             totals = [b.load(place, align=4) for place in places]
-            group, totals = groups.add_while(zero, arguments[1], _AT_ONCE, totals)
-            _, totals = groups.add_while(group, arguments[1], 1, totals)
+            group, totals = add_while(b, groups.add, zero, arguments[1], _AT_ONCE, totals)
+            _, totals = add_while(b, groups.add, group, arguments[1], 1, totals)
             for place, total in zip(places, totals, strict=True):
                 b.store(total, place, align=4)
             return context.get_dummy_value()

@@ -75,10 +75,11 @@ def call(b: ir.IRBuilder, name: str, returns: ir.Type, *values: ir.Value) -> ir.
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)  # type: ignore[no-untyped-call]
 
 
-def in_every_lane(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return a vector with x in each of its 16 lanes."""
-    nothing = ir.Constant(ir.VectorType(x.type, BLOCK), ir.Undefined)
-    return b.shuffle_vector(b.insert_element(nothing, x, I32(0)), nothing, _every(0))
+def in_every_lane(b: ir.IRBuilder, x: ir.Value, n: int = BLOCK) -> ir.Value:
+    """Return a vector with x in each of its n lanes."""
+    nothing = ir.Constant(ir.VectorType(x.type, n), ir.Undefined)
+    first = ir.Constant(ir.VectorType(I32, n), [0] * n)
+    return b.shuffle_vector(b.insert_element(nothing, x, I32(0)), nothing, first)
 
 
 class Emitter:
@@ -99,6 +100,10 @@ class Emitter:
             if self.n_bits == 4 and pair % 4 == 0:
                 words = self._load(codes, 16 * pair, INTS)
             yield self._bytes(codes, pair) if words is None else self._nibbles(words, pair % 4)
+
+    def consecutive(self, codes: ir.Value, at: int) -> ir.Value:
+        """Return 16 integers of 8 bits, from place `at`, as float32."""
+        return self.b.sitofp(self.b.sext(self._load(codes, at, _BYTES), INTS), FLOATS)
 
     def scales(self, scales: ir.Value) -> ir.Value:
         """Return the 16 scales at a place as float32."""
@@ -123,7 +128,7 @@ class Emitter:
         if self.is_paired and self._has_halves:
             return [self._by_halves(self._load(codes, at, _PAIRS_OF_BYTES))]
         if self.is_paired:
-            low, high = (b.sitofp(b.sext(self._load(codes, at + k, _BYTES), INTS), FLOATS) for k in (0, BLOCK))
+            low, high = (self.consecutive(codes, at + k) for k in (0, BLOCK))
             return [call(self.b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", PAIRS_OF_BFLOAT, high, low)]
         both = b.sext(self._load(codes, at, _SHORTS), INTS)
         first = b.ashr(b.shl(both, _every(24)), _every(24))

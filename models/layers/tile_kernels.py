@@ -139,6 +139,34 @@ def repeat(b: ir.IRBuilder, n: ir.Value, emit: Callable[[ir.Value], None]) -> No
     b.position_at_end(end)
 
 
+def add_while(
+    b: ir.IRBuilder, add: Callable[[ir.Value, int, list[ir.Value]], list[ir.Value]], first: ir.Value, end: ir.Value,
+    n: int, totals: list[ir.Value],
+) -> tuple[ir.Value, list[ir.Value]]:  # fmt: skip
+    """Emit a loop that adds n groups at once as long as so many are left before `end`.
+
+    `add` emits totals plus the sums of n groups from one on. Returns the first group that is left, and the totals.
+    """
+    check, body, after = (b.append_basic_block(name) for name in ("check", "groups", "after"))
+    before = b.block
+    b.branch(check)
+    b.position_at_end(check)
+    group = b.phi(I64)
+    group.add_incoming(first, before)
+    own = [b.phi(total.type) for total in totals]
+    for phi, total in zip(own, totals, strict=True):
+        phi.add_incoming(total, before)
+    following = b.add(group, I64(n))
+    b.cbranch(b.icmp_signed("<=", following, end), body, after)
+    b.position_at_end(body)
+    for phi, total in zip(own, add(group, n, list(own)), strict=True):
+        phi.add_incoming(total, b.block)
+    group.add_incoming(following, b.block)
+    b.branch(check)
+    b.position_at_end(after)
+    return group, list(own)
+
+
 @compiled(parallel=True, error_model="numpy")
 def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out):  # type: ignore[no-untyped-def]
     """Set out = activation(x W^T + bias), with weights in bfloat16.
