@@ -124,7 +124,7 @@ class Segments:
         begins: (n,) position of the first row.
         sources, targets: element size in bytes -> (n,) element offset of the start and end state's block.
         tail_rows: for rows that come from tails: elements a row -> (rows,) element offset; None if the rows are new.
-        new_rows: (rows,) packed index of each new row; None if they are all of them, in order.
+        new_rows: (rows,) packed index of each new row, or a slice if consecutive; None if they are all, in order.
     """
 
     cu_rows: Placed
@@ -132,7 +132,7 @@ class Segments:
     sources: dict[int, Prepared]
     targets: dict[int, Prepared]
     tail_rows: dict[int, Prepared] | None
-    new_rows: Tensor | None
+    new_rows: Tensor | slice | None
 
     @property
     def is_even(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s, ranges, starts_of
+from memory.blocks.staging import is_apart
 from memory.errors import SpecError, StepError
 from memory.interface import Packed
 from memory.kernels import Kernels, Prepared, Tail
@@ -81,7 +82,7 @@ class HeadReader:
 
     def _run(self, one_pass: Pass, packed: Packed, tails: Int64s) -> Segments:
         """Find the rows and states of a pass for the kernels."""
-        access, upload = self.access, self._table.store.upload
+        access = self.access
         counts = one_pass.end - one_pass.begin
         cu_rows = starts_of(counts)
         tail_rows = new_rows = None
@@ -89,9 +90,19 @@ class HeadReader:
             tail_rows = access.ring(np.repeat(tails[one_pass.requests], counts), ranges(one_pass.begin, one_pass.end))
         elif cu_rows[-1] < len(packed.token_ids):
             to_packed = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]  # from positions to packed indices
-            new_rows = upload(ranges(one_pass.begin + to_packed, one_pass.end + to_packed))
+            new_rows = self._places(ranges(one_pass.begin + to_packed, one_pass.end + to_packed))
         source, target = access.elements(one_pass.source), access.elements(one_pass.target)
         return Segments(self._table.store.place(cu_rows), one_pass.begin, source, target, tail_rows, new_rows)
+
+    def _places(self, new_rows: Int64s) -> Tensor | slice:
+        """Return packed indices, which ascend: as a slice if they are consecutive, for that takes no copy of the rows.
+
+        On a device they are a tensor always: a captured graph is replayed for other rows.
+        """
+        store, first, last = self._table.store, int(new_rows[0]), int(new_rows[-1])
+        if not is_apart(store.device) and last - first == len(new_rows) - 1:
+            return slice(first, last + 1)
+        return store.upload(new_rows)
 
     def run(self, reads: HeadReads, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         spec, access = self.specs[index], self.access
