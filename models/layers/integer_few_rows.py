@@ -46,7 +46,7 @@ _AT_ONCE = {1: 2, 2: 1}
 
 
 class _Bytes:
-    """Emits products of weights of 8 bits as they lie: a vector holds eight outputs, for two inputs each.
+    """Emits vectors of 8-bit weights in the order of memory: each holds eight outputs, with two inputs of each.
 
     To part them into a vector of first and one of second inputs would take a third more instructions.
     """
@@ -55,44 +55,44 @@ class _Bytes:
         self._emitter = emitter
 
     def weights(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
-        """Yield two vectors for each pair of inputs of the group at `codes`."""
+        """Yield the weights of each pair of inputs of a group as two vectors; `codes` is the group's address."""
         for pair in range(PAIRS):
             yield [self._emitter.consecutive(codes, (2 * pair + k) * BLOCK) for k in range(2)]
 
     def inputs(self, x: ir.Value, pair: int) -> list[ir.Value]:
-        """Return the inputs that these are multiplied by."""
+        """Load a pair of inputs of row `x`, as the two vectors by which the weights of this pair are multiplied."""
         b = self._emitter.b
         both = b.load(b.bitcast(b.gep(x, [I64(2 * pair)]), I64.as_pointer()), align=4)
         return [b.bitcast(in_every_lane(b, both, BLOCK // 2), FLOATS)] * 2
 
     def sums(self, parts: list[ir.Value]) -> list[ir.Value]:
-        """Return the sums of all outputs, those of first inputs and those of second ones."""
+        """Return two vectors of sixteen outputs: the sums over first inputs of pairs, and those over second ones."""
         places = (ir.Constant(INTS, list(range(k, 2 * BLOCK, 2))) for k in range(2))
         return [self._emitter.b.shuffle_vector(*parts, place) for place in places]
 
 
 class _Nibbles:
-    """Emits products of weights of 4 bits: a vector holds sixteen outputs, for one input."""
+    """Emits vectors of 4-bit weights, each of which holds sixteen outputs and one input."""
 
     def __init__(self, emitter: Emitter) -> None:
         self._emitter = emitter
 
     def weights(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
-        """Yield two vectors for each pair of inputs of the group at `codes`."""
+        """Yield the weights of each pair of inputs of a group as two vectors; `codes` is the group's address."""
         return self._emitter.weights(codes)
 
     def inputs(self, x: ir.Value, pair: int) -> list[ir.Value]:
-        """Return the inputs that these are multiplied by."""
+        """Load a pair of inputs of row `x`, as the two vectors by which the weights of this pair are multiplied."""
         b = self._emitter.b
         return [in_every_lane(b, b.load(b.gep(x, [I64(2 * pair + k)]), align=4)) for k in range(2)]
 
     def sums(self, parts: list[ir.Value]) -> list[ir.Value]:
-        """Return the sums of all outputs, those of first inputs and those of second ones."""
+        """Return two vectors of sixteen outputs: the sums over first inputs of pairs, and those over second ones."""
         return parts
 
 
 class _Groups:
-    """Emits sums over groups of a block for some rows, in vectors of its outputs."""
+    """Emits the sums of one or two rows over groups of 32 inputs, in vectors of a block's sixteen outputs."""
 
     def __init__(self, emitter: Emitter, codes: ir.Value, scales: ir.Value, rows: list[ir.Value]) -> None:
         self._emitter, self._form = emitter, (_Bytes if emitter.n_bits == 8 else _Nibbles)(emitter)

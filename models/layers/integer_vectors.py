@@ -102,7 +102,7 @@ class Emitter:
             yield self._bytes(codes, pair) if words is None else self._nibbles(words, pair % 4)
 
     def consecutive(self, codes: ir.Value, at: int) -> ir.Value:
-        """Return 16 integers of 8 bits, from place `at`, as float32."""
+        """Load 16 consecutive 8-bit integers as a vector of float32; `at` is their offset from `codes` in bytes."""
         return self.b.sitofp(self.b.sext(self._load(codes, at, _BYTES), INTS), FLOATS)
 
     def scales(self, scales: ir.Value) -> ir.Value:
