@@ -42,7 +42,7 @@ def multiplies_tiles() -> bool:
     It is not where numba is told to do without (NUMBA_CPU_FEATURES).
     """
     features = str(cpu_target.target_context.codegen().magic_tuple())
-    wanted = ("+amx-tile", "+amx-bf16", "+avx512bf16", "+avx512bw")
+    wanted = ("+amx-tile", "+amx-bf16", "+avx512bf16", "+avx512bw", "+avx512vnni")
     return all(feature in features for feature in wanted) and bool(torch.cpu._init_amx())
 
 

@@ -1,24 +1,23 @@
-"""Emits the sums of one or two rows with weights of 8 and 4 bits in vectors, to the bits that tiles (`amx`) give.
+"""Multiplies few rows by weights of 8 and 4 bits in integers, to the bits that tiles (`amx`) give.
+
+Both read the same rows, whose sums over a group of inputs are exact (`row_units`).
 
 A tile of one row takes as long as one of sixteen: its weights are written to the cache and loaded again. Here they go
-from memory through registers alone, so that a step of one sequence waits for little more than the weights' bytes.
-
-TDPBF16PS adds the products of all pairs' first inputs and those of their second ones apart, each in float32 with one
-rounding, and the two sums at last; so does this. Denormal inputs count as zero.
+from memory through registers alone, 32 of them in two instructions, so that few rows wait for the weights' bytes only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
 
 from memory.kernels.cpu.numbers import untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64
+from models.layers.finishing import finish_block
 from models.layers.integer_vectors import (
     BLOCK,
     F32,
@@ -26,143 +25,166 @@ from models.layers.integer_vectors import (
     GROUP,
     I8,
     I16,
+    I32,
     INTS,
-    PAIRS,
     ZEROS,
     Emitter,
     in_every_lane,
 )
 from models.layers.tile_kernels import add_while
 
-MOST_ROWS = 2
+binding.initialize_native_asmparser()  # it reads `_add_pairs`
+
+MOST_ROWS = 4
 """The most rows of a product for which vectors were measured to be faster than tiles."""
 
 AHEAD_BYTES = 2048
 """The distance at which weights are prefetched, ahead of those that are being read."""
 
-
-_AT_ONCE = {1: 2, 2: 1}
-"""Groups whose sums are formed side by side, by rows: each product waits for the one before it in its sum."""
+_NOTHING = ir.Constant(INTS, [0] * BLOCK)
 
 
-class _Bytes:
-    """Emits vectors of 8-bit weights in the order of memory: each holds eight outputs, with two inputs of each.
+def _add_pairs(b: ir.IRBuilder, sums: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Add the products of pairs of 16-bit integers, in one instruction.
 
-    To part them into a vector of first and one of second inputs would take a third more instructions.
+    LLVM would make two of its intrinsic, which wait less for each other, but of these there are several sums.
     """
-
-    def __init__(self, emitter: Emitter) -> None:
-        self._emitter = emitter
-
-    def weights(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
-        """Yield the weights of each pair of inputs of a group as two vectors; `codes` is the group's address."""
-        for pair in range(PAIRS):
-            yield [self._emitter.consecutive(codes, (2 * pair + k) * BLOCK) for k in range(2)]
-
-    def inputs(self, x: ir.Value, pair: int) -> list[ir.Value]:
-        """Load a pair of inputs of row `x`, as the two vectors by which the weights of this pair are multiplied."""
-        b = self._emitter.b
-        both = b.load(b.bitcast(b.gep(x, [I64(2 * pair)]), I64.as_pointer()), align=4)
-        return [b.bitcast(in_every_lane(b, both, BLOCK // 2), FLOATS)] * 2
-
-    def sums(self, parts: list[ir.Value]) -> list[ir.Value]:
-        """Return two vectors of sixteen outputs: the sums over first inputs of pairs, and those over second ones."""
-        places = (ir.Constant(INTS, list(range(k, 2 * BLOCK, 2))) for k in range(2))
-        return [self._emitter.b.shuffle_vector(*parts, place) for place in places]
-
-
-class _Nibbles:
-    """Emits vectors of 4-bit weights, each of which holds sixteen outputs and one input."""
-
-    def __init__(self, emitter: Emitter) -> None:
-        self._emitter = emitter
-
-    def weights(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
-        """Yield the weights of each pair of inputs of a group as two vectors; `codes` is the group's address."""
-        return self._emitter.weights(codes)
-
-    def inputs(self, x: ir.Value, pair: int) -> list[ir.Value]:
-        """Load a pair of inputs of row `x`, as the two vectors by which the weights of this pair are multiplied."""
-        b = self._emitter.b
-        return [in_every_lane(b, b.load(b.gep(x, [I64(2 * pair + k)]), align=4)) for k in range(2)]
-
-    def sums(self, parts: list[ir.Value]) -> list[ir.Value]:
-        """Return two vectors of sixteen outputs: the sums over first inputs of pairs, and those over second ones."""
-        return parts
+    return b.asm(ir.FunctionType(INTS, [INTS] * 3), "vpdpwssd $3, $2, $0", "=v,0,v,v", [sums, x, y], False)
 
 
 class _Groups:
-    """Emits the sums of one or two rows over groups of 32 inputs, in vectors of a block's sixteen outputs."""
+    """Emits the sums of rows over groups of 32 inputs of blocks, in vectors of a block's sixteen outputs.
 
-    def __init__(self, emitter: Emitter, codes: ir.Value, scales: ir.Value, rows: list[ir.Value]) -> None:
-        self._emitter, self._form = emitter, (_Bytes if emitter.n_bits == 8 else _Nibbles)(emitter)
-        self._codes, self._scales, self._rows = codes, scales, rows
+    Args:
+        blocks: addresses of codes and scales.
+        rows: addresses of integers, units and offsets.
+    """
 
-    def add(self, first: ir.Value, n: int, totals: list[ir.Value]) -> list[ir.Value]:
-        """Return totals plus the sums of n groups, in their order."""
-        b = self._emitter.b
-        groups = [b.add(first, I64(i)) for i in range(n)]
-        sums = list(zip(*map(self._steps, groups), strict=True))[-1]
-        for group, of_rows in zip(groups, sums, strict=True):
-            scale = self._emitter.scales(b.gep(self._scales, [b.mul(group, I64(BLOCK))]))
-            totals = [self._emitter.fma(own, scale, total) for own, total in zip(of_rows, totals, strict=True)]
-        return totals
+    def __init__(self, emitter: Emitter, blocks: list[list[ir.Value]], rows: list[list[ir.Value]]) -> None:
+        self._emitter, self._blocks, self._rows = emitter, blocks, rows
+        self._n_chains = max(1, 4 // (len(blocks) * len(rows)))
 
-    def _steps(self, group: ir.Value) -> Iterator[list[ir.Value]]:
-        """Emit the products of a group pair by pair, so that those of several groups take turns; yields sums so far."""
-        b, form = self._emitter.b, self._form
+    def add(self, group: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+        """Return totals plus the sums of a group: of the first block's rows, then of the next block's."""
+        b, emitter, own = self._emitter.b, self._emitter, iter(totals)
+        units = [in_every_lane(b, b.load(b.gep(unit, [group]), align=4)) for _, unit, _ in self._rows]
+        found = list[ir.Value]()
+        for (_, scales), integers in zip(self._blocks, self._sums(group), strict=True):
+            scale = emitter.scales(b.gep(scales, [b.mul(group, I64(BLOCK))]))
+            for unit, integer in zip(units, integers, strict=True):
+                found.append(emitter.fma(b.fmul(b.sitofp(integer, FLOATS), unit), scale, next(own)))
+        return found
+
+    def _sums(self, group: ir.Value) -> list[list[ir.Value]]:
+        """Return a vector of integers for each block and row.
+
+        Each product waits for the one before it in its sum, so where there are few they have several sums each.
+        """
+        b, is_4 = self._emitter.b, self._emitter.n_bits == 4
         n_bytes = GROUP * BLOCK * self._emitter.n_bits // 8
-        codes = b.gep(self._codes, [b.mul(group, I64(n_bytes))])
-        for line in range(0, n_bytes, 64):
-            amx.prefetch(b, b.gep(codes, [I64(AHEAD_BYTES + line)]))
-        inputs = [b.gep(row, [b.mul(group, I64(GROUP))]) for row in self._rows]
-        parts = [[ZEROS, ZEROS] for _ in inputs]
-        for pair, weights in enumerate(form.weights(codes)):
-            for part, x in zip(parts, inputs, strict=True):
-                part[:] = map(self._emitter.fma, weights, form.inputs(x, pair), part)
-            yield []
-        yield [b.fadd(*form.sums(part)) for part in parts]
+        codes = [b.gep(own, [b.mul(group, I64(n_bytes))]) for own, _ in self._blocks]
+        for own in codes:
+            for line in range(0, n_bytes, 64):
+                amx.prefetch(b, b.gep(own, [I64(AHEAD_BYTES + line)]))
+        inputs = [b.bitcast(b.gep(row, [b.mul(group, I64(GROUP))]), I32.as_pointer()) for row, _, _ in self._rows]
+        offsets = [in_every_lane(b, b.load(b.gep(own, [group]), align=4)) if is_4 else None for _, _, own in self._rows]
+        n_chains = 2 if is_4 else self._n_chains  # codes of 4 bits in odd places count sixteenfold
+        sums = [[[offset] + [None] * (n_chains - 1) for offset in offsets] for _ in codes]
+        for pair, weights in enumerate(zip(*map(self._emitter.words, codes), strict=True)):
+            for row, x in enumerate(inputs):
+                both = in_every_lane(b, b.load(b.gep(x, [I64(pair)]), align=4))
+                for chains, own in zip(sums, weights, strict=True):
+                    old = chains[row][pair % n_chains] or _NOTHING
+                    chains[row][pair % n_chains] = _add_pairs(b, old, both, b.bitcast(own, INTS))
+        return [[self._sum(chains, is_4=is_4) for chains in own] for own in sums]
+
+    def _sum(self, parts: list[ir.Value], *, is_4: bool) -> ir.Value:
+        b, total = self._emitter.b, parts[0]
+        for part in parts[1:]:
+            total = b.add(total, b.ashr(part, ir.Constant(INTS, [4] * BLOCK)) if is_4 else part)
+        return total
 
 
-def _sums_of(n_rows: int) -> Any:
+def _sums_of(n_rows: int, n_blocks: int) -> Any:
     @untyped_intrinsic
     def sums_of(  # type: ignore[no-untyped-def]
-        typing_context, codes, first_code, n_groups, scales, first_scale, rows, sums
+        typing_context, codes, first_code, n_groups, scales, first_scale, rows, row, units, offsets, sums
     ):
-        """Multiply rows of float32 by a block of 16 outputs, and store 16 sums a row in `sums`; not checked.
-        Each group of inputs counts times its scale.
+        """Multiply rows from `row` on by blocks of 16 outputs, and store their sums; not checked.
+
+        `rows`, `units` and `offsets` are those of `row_units.as_integers`. Each group of inputs counts times its scale.
+        `sums` gets 16 numbers for each row of the first block, then those of the next block.
         """
 
         def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            b, emitter = builder, Emitter(builder, 8 if codes.dtype == types.int8 else 4, is_paired=False)
+            b, emitter = builder, Emitter(builder, 8 if codes.dtype == types.int8 else 4, is_paired=True)
+            n_groups = arguments[2]
 
             def pointer(i: int, at: ir.Value, element: ir.Type) -> ir.Value:
                 return b.bitcast(amx.pointer(context, b, signature, arguments, i, at), element.as_pointer())
 
-            inputs = [pointer(5, b.mul(arguments[2], I64(GROUP * row)), F32) for row in range(n_rows)]
-            groups = _Groups(emitter, pointer(0, arguments[1], I8), pointer(3, arguments[4], I16), inputs)
-            group, totals = add_while(b, groups.add, I64(0), arguments[2], _AT_ONCE[n_rows], [ZEROS] * n_rows)
-            _, totals = add_while(b, groups.add, group, arguments[2], 1, totals)
-            for row, total in enumerate(totals):
-                b.store(total, pointer(6, I64(BLOCK * row), FLOATS), align=4)
+            def block(i: int) -> list[ir.Value]:
+                code = b.mul(n_groups, I64(i * GROUP * BLOCK * emitter.n_bits // 8))
+                scale = b.mul(n_groups, I64(i * BLOCK))
+                return [pointer(0, b.add(arguments[1], code), I8), pointer(3, b.add(arguments[4], scale), I16)]
+
+            def row(i: int) -> list[ir.Value]:
+                group = b.mul(b.add(arguments[6], I64(i)), n_groups)
+                return [pointer(5, b.mul(group, I64(GROUP)), I16), pointer(7, group, F32), pointer(8, group, I32)]
+
+            groups = _Groups(emitter, [block(i) for i in range(n_blocks)], [row(i) for i in range(n_rows)])
+            totals = [ZEROS] * n_rows * n_blocks
+            _, totals = add_while(b, lambda group, _, own: groups.add(group, own), I64(0), n_groups, 1, totals)
+            for i, total in enumerate(totals):
+                b.store(total, pointer(9, I64(BLOCK * i), FLOATS), align=4)
             return context.get_dummy_value()
 
         at = types.int64
-        return types.void(codes, at, at, scales, at, rows, sums), codegen
+        return types.void(codes, at, at, scales, at, rows, at, units, offsets, sums), codegen
 
     return sums_of
 
 
-sums_of_one, sums_of_two = _sums_of(1), _sums_of(2)
+_one, _two, _four = (_sums_of(n, 1) for n in (1, 2, 4))
+_one_by_four, _two_by_four, _four_by_two = _sums_of(1, 4), _sums_of(2, 4), _sums_of(4, 2)
 
 
 @njit(error_model="numpy")
-def as_floats(pairs):  # type: ignore[no-untyped-def]
-    """Convert pairs of bfloat16 to an array of float32, in their order; denormal numbers become zero."""
-    row = np.empty(2 * len(pairs), np.float32)
-    bits = row.view(np.uint32)
-    for i in range(len(pairs)):
-        first, second = np.uint32(pairs[i] << np.uint32(16)), np.uint32(pairs[i] & np.uint32(0xFFFF0000))
-        bits[2 * i] = first if first & np.uint32(0x7F800000) else np.uint32(0)
-        bits[2 * i + 1] = second if second & np.uint32(0x7F800000) else np.uint32(0)
-    return row
+def multiply_blocks(  # type: ignore[no-untyped-def]
+    codes, scales, integers, units, offsets, first, last, n_groups, block_codes, bias, activation, out, n_rows, n_out
+):
+    """Set out = activation(x W^T + bias) of at most `MOST_ROWS` rows, for outputs of blocks from `first` to `last`.
+
+    Several blocks at once share what is loaded of the rows, and their weights come in as many streams.
+
+    Args:
+        integers, units, offsets: what `row_units.as_integers` returns.
+        block_codes: codes of a block.
+        others: as for `integer_tile_kernels.product`.
+    """
+    sums, o = np.empty(16 * BLOCK, np.float32), first
+    while o < last:
+        code, scale, t = o * block_codes, o * n_groups * BLOCK, 0
+        n_blocks = 4 if last - o >= 4 else 1
+        while t < n_rows:
+            n = 4 if n_rows - t >= 4 else min(n_rows - t, 2)
+            if n_blocks == 1 and n == 1:
+                _one(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+            elif n_blocks == 1 and n == 2:
+                _two(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+            elif n_blocks == 1:
+                _four(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+            elif n == 1:
+                _one_by_four(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+            elif n == 2:
+                _two_by_four(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+            else:
+                for i in range(0, 4, 2):
+                    own_code, own_scale = code + i * block_codes, scale + i * n_groups * BLOCK
+                    own = sums[4 * i * BLOCK :]
+                    _four_by_two(codes, own_code, n_groups, scales, own_scale, integers, t, units, offsets, own)
+            for i in range(n_blocks):
+                channel = (o + i) * BLOCK
+                finish_block(sums, i * n * BLOCK, n, bias, activation, channel, out, t * n_out + channel, n_out)
+            t += n
+        o += n_blocks

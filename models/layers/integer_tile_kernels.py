@@ -2,7 +2,7 @@
 
 The layout is that of `quantised_kernels`. A group of 32 inputs of a block's 16 outputs is a tile: its integers become
 bfloat16, which is exact, and the sums of each group are multiplied by its scales; if all groups of a block have the
-same, their sums are formed first. A row has the same bits in any company; one or two take another way
+same, their sums are formed first. A row has the same bits in any company; up to four take another way
 (`integer_few_rows`).
 """
 
@@ -19,8 +19,9 @@ from memory.kernels.cpu.numbers import array_at, get, untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from models.layers.finishing import finish_block
-from models.layers.integer_few_rows import AHEAD_BYTES, MOST_ROWS, as_floats, sums_of_one, sums_of_two
+from models.layers.integer_few_rows import AHEAD_BYTES, MOST_ROWS, multiply_blocks
 from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
+from models.layers.row_units import as_integers, in_units
 from models.layers.tile_kernels import CACHED_ROW_BYTES, add_while, repeat
 
 _GROUPS = 4
@@ -191,17 +192,18 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
     is_by_row = len(scales) < n_blocks * n_groups * BLOCK
     n_unpacked = _GROUPS_BY_ROW if is_by_row else _GROUPS
     if n_rows <= MOST_ROWS and not is_by_row:
-        rows = as_floats(x)
+        integers, units, offsets = as_integers(x)
         for part in prange(n_parts):
-            few = np.empty(MOST_ROWS * BLOCK, np.float32)
-            for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
-                code, scale = o * block_codes, o * n_groups * BLOCK
-                if n_rows == 1:
-                    sums_of_one(codes, code, n_groups, scales, scale, rows, few)
-                else:
-                    sums_of_two(codes, code, n_groups, scales, scale, rows, few)
-                finish_block(few, 0, n_rows, bias, activation, o * BLOCK, out, o * BLOCK, n_out)
+            multiply_blocks(
+                codes, scales, integers, units, offsets, part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts,
+                n_groups, block_codes, bias, activation, out, n_rows, n_out,
+            )  # fmt: skip
         return
+    if not is_by_row:
+        rounded = np.empty(len(x), np.uint32)
+        for t in prange(n_rows):
+            in_units(x, t * n_pairs, n_groups, rounded)
+        x = rounded
     at_once = max(ROWS, CACHED_ROW_BYTES // (4 * n_pairs) // ROWS * ROWS)
     for part in prange(n_parts):
         amx.configure(shape)

@@ -101,9 +101,22 @@ class Emitter:
                 words = self._load(codes, 16 * pair, INTS)
             yield self._bytes(codes, pair) if words is None else self._nibbles(words, pair % 4)
 
-    def consecutive(self, codes: ir.Value, at: int) -> ir.Value:
-        """Load 16 consecutive 8-bit integers as a vector of float32; `at` is their offset from `codes` in bytes."""
-        return self.b.sitofp(self.b.sext(self._load(codes, at, _BYTES), INTS), FLOATS)
+    def words(self, codes: ir.Value) -> Iterator[ir.Value]:
+        """Yield each pair of inputs of the group at `codes` as 16-bit integers: codes themselves, without conversion.
+
+        Those of 4 bits are not negative: they are 8 more than the weight, and in odd places sixteen times as large.
+        """
+        b, words = self.b, None
+        for pair in range(PAIRS):
+            place = pair % 4
+            if self.n_bits == 8:
+                yield b.sext(self._load(codes, 2 * BLOCK * pair, _PAIRS_OF_BYTES), _WORDS)
+                continue
+            if place == 0:
+                words = self._load(codes, 16 * pair, _WORDS)
+            elif place == 2:
+                words = b.lshr(words, _words(8))
+            yield b.and_(words, _words(0xF0 if place % 2 else 0xF))
 
     def scales(self, scales: ir.Value) -> ir.Value:
         """Return the 16 scales at a place as float32."""
@@ -128,7 +141,7 @@ class Emitter:
         if self.is_paired and self._has_halves:
             return [self._by_halves(self._load(codes, at, _PAIRS_OF_BYTES))]
         if self.is_paired:
-            low, high = (self.consecutive(codes, at + k) for k in (0, BLOCK))
+            low, high = (b.sitofp(b.sext(self._load(codes, at + k, _BYTES), INTS), FLOATS) for k in (0, BLOCK))
             return [call(self.b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", PAIRS_OF_BFLOAT, high, low)]
         both = b.sext(self._load(codes, at, _SHORTS), INTS)
         first = b.ashr(b.shl(both, _every(24)), _every(24))

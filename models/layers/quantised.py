@@ -22,7 +22,8 @@ class QuantisedWeight:
 
     With "int8-row" all inputs of an output share one. A product reads 8.5, 8 or 4.5 bits for a weight, and turns them
     into numbers as it goes: nothing else is kept. Rows are read in bfloat16 if the weight was, where the processor
-    multiplies pairs or tiles of that; else in float32. A row's result has the same bits in any company. At 8 bits a
+    multiplies pairs or tiles of that; else in float32. Tiles read rows of which each 32 numbers have twelve bits below
+    the power of two of the largest (`row_units`). A row's result has the same bits in any company. At 8 bits a
     weight is off by at most 1/250 of the largest that shares its scale, at 4 bits by 1/8.
 
     Args:

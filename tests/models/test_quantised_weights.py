@@ -75,6 +75,46 @@ def made(format: IntegerFormat, *weights: torch.Tensor, **options: Any) -> Linea
         return Linear(*weights, **options)
 
 
+needs_tiles = pytest.mark.skipif(not amx.multiplies_tiles(), reason="this processor multiplies no tiles")
+
+
+@needs_tiles
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("n_out", [5, 64, 100])
+def test_sums_of_groups_are_exact(format: IntegerFormat, n_out: int) -> None:
+    """Rows keep twelve bits below the largest number of a group; what a group adds is rounded once."""
+    weight = QuantisedWeight(drawn(n_out, 330, dtype=torch.bfloat16), format)
+    x = (torch.randn(19, 330) * torch.logspace(-4, 4, 330)[torch.randperm(330)]).bfloat16()
+    x[7] = 255.0  # all weights times the largest significand: sums of a group that just fit
+    groups, weights = F.pad(x.double(), (0, 22)).view(19, 11, 32), F.pad(weight.dense().double(), (0, 22))
+    unit = 2.0 ** (groups.abs().amax(-1, keepdim=True).log2().floor() - 11)
+    groups, total = (groups / unit).round() * unit, torch.zeros(19, n_out, dtype=torch.float64)
+    assert (groups.bfloat16() == groups).all() and (groups != F.pad(x, (0, 22)).view_as(groups)).any()
+    for g in range(11):
+        total = (total + groups[:, g] @ weights[:, 32 * g : 32 * (g + 1)].T).float().double()
+    for n_rows in (1, 2, 3, 4, 5, 19):
+        for rows in (slice(n_rows), slice(-n_rows, None)):
+            assert torch.equal(weight.multiply(x[rows], None), total[rows].bfloat16())
+
+
+@needs_tiles
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_numbers_at_the_ends_of_their_range_spoil_no_other_row_or_group(format: IntegerFormat) -> None:
+    """Sums of what is too small are zero, of what is too large or no number NaN, in their rows."""
+    weight = QuantisedWeight(drawn(20, 96, dtype=torch.bfloat16), format)
+    x = drawn(20, 96, dtype=torch.bfloat16)
+    plain = weight.multiply(x, None)
+    x[0, 40], x[1, 40], x[2, 40], x[3, :32] = float("nan"), float("inf"), -(2.0**115), 2.0**-116
+    for rows in (range(4), range(20)):
+        y = weight.multiply(x[list(rows)], None)
+        assert y[:3].isnan().all() and torch.equal(y[4:], plain[4 : len(rows)])
+        assert torch.equal(y[3:4], weight.multiply(F.pad(x[3:4, 32:], (32, 0)), None))
+    for size in 2.0**114, 2.0**-115:
+        x = torch.full((1, 96), size, dtype=torch.bfloat16)
+        ones = weight.multiply(torch.ones(1, 96, dtype=torch.bfloat16), None)
+        assert torch.equal(weight.multiply(x, None), (ones.double() * size).bfloat16())
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_weights_are_rounded_to_the_nearest_integer_of_their_group(format: IntegerFormat) -> None:
     """Groups of zeros and of one size stay; of others the error is bounded by the largest weight."""
