@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, JambaConfig
 
 from benchmarks.harness import Report
 from benchmarks.workloads import Ours, draw
-from models import load_model
+from models import LanguageModel, load_model
 from models.loading.load import weight_bytes
 
 _FORMATS: dict[str, dict[str, str]] = {
@@ -29,6 +29,9 @@ _FORMATS: dict[str, dict[str, str]] = {
 }
 _ASKED = {"bfloat16": 1.0, "int8": 1.7, "int4": 2.6}
 """Ratios to the step in bfloat16 that this project wants at least, at one sequence."""
+
+_ASKED_RESIDENT, _MEMORY_BYTES = 1.15, 256 << 20
+"""The most resident bytes that are wanted for each byte of weights, and the bytes of the memory, which come on top."""
 
 _SHARD_BYTES = 1 << 30
 _STEPS = 20
@@ -63,9 +66,9 @@ def large(*, quick: bool) -> Report:
                 else "", "bfloat16 / this": steps["bfloat16"] / steps[name], "asked": _ASKED[name],
             })  # fmt: skip
     report.notes.append(
-        "Loading is from the page cache, the second time. Most resident memory is that of the process, with libraries, "
-        "and holds a memory of 256 MiB. Of reading once: the time that reading the files' bytes once takes, by half of "
-        "the fastest of torch's copies, over the step's (asked: 0.8)."
+        "Loading is from the page cache. Most resident memory is that of the process, with libraries and a memory of "
+        "256 MiB, which comes on top of what is asked. Of reading once: the time that reading the files' bytes once "
+        "takes, by half of the fastest of torch's copies, over the step's (asked: 0.8)."
     )
     return report
 
@@ -115,17 +118,29 @@ def _seconds_to_read(n_bytes: int) -> dict[str, float]:
 
 
 def _in_a_process(folder: str, name: str) -> dict[str, Any]:
-    """Load the checkpoint twice and decode, in a fresh process, whose most resident memory is then this model's."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measure, (folder, name, torch.get_num_threads()))
+    """Load the checkpoint and decode, in a fresh process, whose most resident memory is then this model's.
+
+    Another process loads it before, so that files are in the page cache, and kernels compiled.
+    """
+    for work in (_load, _measure):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found = pool.apply(work, (folder, name, torch.get_num_threads()))
+    return found
+
+
+def _load(folder: str, name: str, n_threads: int) -> dict[str, Any]:
+    return _loaded(folder, name, n_threads)[1]
+
+
+def _loaded(folder: str, name: str, n_threads: int) -> tuple[LanguageModel, dict[str, Any]]:
+    torch.set_num_threads(n_threads)
+    started = time.perf_counter()
+    model = load_model(folder, progress=False, **_FORMATS[name])  # type: ignore[arg-type]
+    return model, {"load, s": time.perf_counter() - started, "bytes": weight_bytes(model)}
 
 
 def _measure(folder: str, name: str, n_threads: int) -> dict[str, Any]:
-    torch.set_num_threads(n_threads)
-    load_model(folder, progress=False, **_FORMATS[name])  # type: ignore[arg-type]
-    started = time.perf_counter()
-    model = load_model(folder, progress=False, **_FORMATS[name])  # type: ignore[arg-type]
-    found: dict[str, Any] = {"load, s": time.perf_counter() - started, "bytes": weight_bytes(model)}
+    model, found = _loaded(folder, name, n_threads)
     for n_sequences in (1, 4):
         subject = Ours(model, n_sequences, budget="256MiB")
         subject.prefill(draw(n_sequences, 64))
@@ -138,4 +153,7 @@ def _measure(folder: str, name: str, n_threads: int) -> dict[str, Any]:
         subject.memory.close()
     status = Path("/proc/self/status").read_text()
     peak_kib = int(status.partition("VmHWM:")[2].split()[0])
-    return {**found, "most resident / bytes": peak_kib * 1024 / found["bytes"]}
+    return {
+        **found, "most resident / bytes": peak_kib * 1024 / found["bytes"],
+        "resident asked": _ASKED_RESIDENT + _MEMORY_BYTES / found["bytes"],
+    }  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cpu.rows import LIKE, as_array
 from memory.kernels.cpu.threads import use_threads
-from models.layers import amx, finishing, integer_tile_kernels, integer_vectors, quantised_kernels
+from models.layers import amx, finishing, integer_rounding, integer_tile_kernels, integer_vectors, quantised_kernels
 from models.layers.blocked import pairs_of
 from models.layers.few_rows import CompiledProduct
 from models.layers.few_rows_kernels import ProductKind
@@ -52,7 +52,7 @@ class QuantisedWeight:
         self._has_tiles = is_paired and amx.multiplies_tiles()
         own = weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else weight.float()
         self._out_dtype = own.dtype
-        quantised_kernels.round_to_codes(
+        integer_rounding.round_to_codes(
             as_array(own.contiguous().view(-1)), self.n_out, self.n_in, 8 if is_8 else 4,
             use_threads(weight.numel()), self._codes.view(np.uint8), self._scales,
         )  # fmt: skip

@@ -1,0 +1,239 @@
+"""Compiles the rounding of weights to integers of 8 and 4 bits, for the CPU.
+
+8 bits: the scale is a group's largest weight / 127. 4 bits: of some scales the one with the least squared error is
+taken, and what minimises it for the integers that come out. Sixteen outputs are rounded side by side, in the lanes of
+vectors, so their sums have the same order on every processor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+
+from memory.kernels.cpu.compiled import compiled
+from memory.kernels.cpu.numbers import as_float, element_at, get, put, untyped_intrinsic
+from models.layers.amx import I64
+from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I8, I16, INTS, ZEROS, call
+
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+
+_DIVISORS = 7.0, 7.25, 7.5, 7.75, 8.0, 8.25, 8.5, 9.0
+"""Quotients of a group's largest weight and its scale that are tried for 4 bits."""
+
+_RANGES = {8: (-127.0, 127.0), 4: (-8.0, 7.0)}
+"""The least and the largest integer, by bits."""
+
+
+def _every(x: float) -> ir.Constant:
+    return ir.Constant(FLOATS, [x] * BLOCK)
+
+
+def _all_ints(x: int) -> ir.Constant:
+    return ir.Constant(INTS, [x] * BLOCK)
+
+
+_ROUNDER = _every(12582912.0)
+"""1.5 * 2**23: adding it rounds to an integer, of two the even one; subtracting it leaves that integer."""
+
+
+def _nearest(b: ir.IRBuilder, x: ir.Value, n_bits: int) -> ir.Value:
+    """Return the integers in range that are nearest to x."""
+    least, most = map(_every, _RANGES[n_bits])
+    x = b.select(b.fcmp_ordered("<", x, least), least, x)
+    x = b.select(b.fcmp_ordered(">", x, most), most, x)
+    return b.fsub(b.fadd(x, _ROUNDER), _ROUNDER)
+
+
+def _transposed(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
+    """Return sixteen vectors of which each has one lane of all the given ones, by exchanges of ever smaller squares."""
+    step = BLOCK // 2
+    while step:
+        low, high = (
+            ir.Constant(INTS, [lane - (lane & step) + own + (BLOCK if lane & step else 0) for lane in range(BLOCK)])
+            for own in (0, step)
+        )
+        for i in range(BLOCK):
+            if not i & step:
+                both = vectors[i], vectors[i + step]
+                vectors[i], vectors[i + step] = b.shuffle_vector(*both, low), b.shuffle_vector(*both, high)
+        step //= 2
+    return vectors
+
+
+@untyped_intrinsic
+def _read(typing_context, weight, first, n_in, group):  # type: ignore[no-untyped-def]
+    """Set group[16 i + lane] to input i of sixteen outputs, whose weights begin at `first`, n_in each; not checked."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        b, n_bytes = builder, weight.dtype.bitwidth // 8
+        source = b.bitcast(element_at(context, b, weight, arguments[0], arguments[1]), I8.as_pointer())
+        target = element_at(context, b, group, arguments[3], I64(0))
+        rows = [b.gep(source, [b.mul(arguments[2], I64(n_bytes * lane))]) for lane in range(BLOCK)]
+        for part in range(n_bytes // 2):  # of 64 bytes: sixteen numbers of 32 bits, or sixteen pairs of 16 bits
+            places = (b.bitcast(b.gep(row, [I64(64 * part)]), INTS.as_pointer()) for row in rows)
+            for i, x in enumerate(_transposed(b, [b.load(place, align=n_bytes) for place in places])):
+                if n_bytes == 4:
+                    numbers = [b.bitcast(x, FLOATS)]
+                else:
+                    halves = (x, b.lshr(x, _all_ints(16)))
+                    numbers = [as_float(b, weight.dtype, b.trunc(own, ir.VectorType(I16, BLOCK))) for own in halves]
+                for k, own in enumerate(numbers):
+                    place = b.gep(target, [I64(BLOCK * ((BLOCK * part + i) * len(numbers) + k))])
+                    b.store(own, b.bitcast(place, FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(weight, types.int64, types.int64, group), codegen
+
+
+def _vectors(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> list[ir.Value]:
+    """Return pointers to vectors of sixteen numbers, the first of each array."""
+    pointers = (element_at(context, b, *pair, I64(0)) for pair in zip(signature.args, arguments, strict=True))
+    return [b.bitcast(pointer, FLOATS.as_pointer()) for pointer in pointers]
+
+
+@untyped_intrinsic
+def _find_largest(typing_context, group, largest, spoilt):  # type: ignore[no-untyped-def]
+    """Keep the largest of each lane, with its sign, and add what is no number to `spoilt`, which is 0 otherwise."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        b = builder
+        source, largest_at, spoilt_at = _vectors(context, b, signature, arguments)
+        most, sums = b.load(largest_at, align=4), b.load(spoilt_at, align=4)
+        for i in range(GROUP):
+            x = b.load(b.gep(source, [I64(i)]), align=4)
+            sizes = (call(b, "llvm.fabs.v16f32", FLOATS, own) for own in (x, most))
+            most = b.select(b.fcmp_ordered(">", *sizes), x, most)
+            sums = b.fadd(sums, b.fmul(x, ZEROS))
+        b.store(most, largest_at, align=4)
+        b.store(sums, spoilt_at, align=4)
+        return context.get_dummy_value()
+
+    return types.void(group, largest, spoilt), codegen
+
+
+@untyped_intrinsic
+def _search_scale(typing_context, group, largest, scale):  # type: ignore[no-untyped-def]
+    """Set the scale of each lane for 4 bits: of those from `_DIVISORS` the one with the least squared error."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        b = builder
+        source, largest_at, scale_at = _vectors(context, b, signature, arguments)
+        numbers = [b.load(b.gep(source, [I64(i)]), align=4) for i in range(GROUP)]
+        most, best, found = b.load(largest_at, align=4), ZEROS, ZEROS
+        for divisor in _DIVISORS:
+            factor = b.select(b.fcmp_ordered("==", most, ZEROS), ZEROS, b.fdiv(_every(-divisor), most))
+            products, squares = ZEROS, ZEROS
+            for x in numbers:
+                integer = _nearest(b, b.fmul(x, factor), 4)
+                products = b.fadd(products, b.fmul(x, integer))
+                squares = b.fadd(squares, b.fmul(integer, integer))
+            gain = b.fdiv(b.fmul(products, products), squares)
+            is_better = b.fcmp_ordered(">", gain, best)  # not where all weights are zero, and it is NaN
+            best, found = (
+                b.select(is_better, new, old) for new, old in ((gain, best), (b.fdiv(products, squares), found))
+            )
+        b.store(found, scale_at, align=4)
+        return context.get_dummy_value()
+
+    return types.void(group, largest, scale), codegen
+
+
+def _writer(n_bits: int) -> Any:
+    @untyped_intrinsic
+    def write(typing_context, group, factor, codes, first):  # type: ignore[no-untyped-def]
+        """Write the integers nearest to x * factor as codes, from `first` on, as `integer_vectors` reads them."""
+
+        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            b = builder
+            source, factor_at = _vectors(context, b, types.void(group, factor), arguments[:2])
+            target, own = element_at(context, b, codes, arguments[2], arguments[3]), b.load(factor_at, align=4)
+
+            def code(i: int) -> ir.Value:
+                x = b.load(b.gep(source, [I64(i)]), align=4)
+                integer = b.fptosi(_nearest(b, b.fmul(x, own), n_bits), INTS)
+                return b.add(integer, _all_ints(8)) if n_bits == 4 else b.and_(integer, _all_ints(0xFF))
+
+            if n_bits == 8:
+                for i in range(0, GROUP, 2):
+                    pairs = b.or_(code(i), b.shl(code(i + 1), _all_ints(8)))
+                    place = b.bitcast(b.gep(target, [I64(BLOCK * i)]), ir.VectorType(I16, BLOCK).as_pointer())
+                    b.store(b.trunc(pairs, ir.VectorType(I16, BLOCK)), place, align=1)
+            else:
+                for quarter in range(4):
+                    word = _all_ints(0)
+                    for i in range(8):
+                        shift = 4 * (i // 2) + 16 * (i % 2)
+                        word = b.or_(word, b.shl(code(8 * quarter + i), _all_ints(shift)))
+                    place = b.gep(target, [I64(4 * BLOCK * quarter)])
+                    b.store(word, b.bitcast(place, INTS.as_pointer()), align=1)
+            return context.get_dummy_value()
+
+        return types.void(group, factor, codes, types.int64), codegen
+
+    return write
+
+
+_write_8, _write_4 = _writer(8), _writer(4)
+
+
+@compiled(parallel=True, error_model="numpy")
+def round_to_codes(weight, n_out, n_in, n_bits, n_parts, codes, scales):  # type: ignore[no-untyped-def]
+    """Fill codes (uint8) and scales from a flat weight of float32 or 16 bits; what lies beyond its edges is zero.
+
+    There are 16 scales for each group of a block, or for each block; the latter with 8 bits only.
+    """
+    n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, (n_in + GROUP - 1) // GROUP
+    is_by_row = len(scales) == n_blocks * BLOCK
+    for part in prange(n_parts):
+        group, scale = np.empty(GROUP * BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        largest, spoilt = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
+            largest[:], spoilt[:] = _ZERO, _ZERO
+            if is_by_row:
+                for g in range(n_groups):
+                    _fill(weight, n_out, n_in, o * BLOCK, g * GROUP, group)
+                    _find_largest(group, largest, spoilt)
+            for g in range(n_groups):
+                _fill(weight, n_out, n_in, o * BLOCK, g * GROUP, group)
+                if not is_by_row:
+                    largest[:], spoilt[:] = _ZERO, _ZERO
+                    _find_largest(group, largest, spoilt)
+                _choose_scale(group, largest, spoilt, n_bits, scale)
+                first = (o * n_groups + g) * BLOCK
+                at = o * BLOCK if is_by_row else first
+                for lane in range(BLOCK):
+                    put(scales, at + lane, scale[lane])
+                    scale[lane] = get(scales, at + lane)
+                    scale[lane] = _ONE / scale[lane] if scale[lane] != _ZERO else _ZERO
+                if n_bits == 8:
+                    _write_8(group, scale, codes, first * GROUP)
+                else:
+                    _write_4(group, scale, codes, first * GROUP // 2)
+
+
+@njit(error_model="numpy")
+def _fill(weight, n_out, n_in, first_output, first_input, group):  # type: ignore[no-untyped-def]
+    """Set group[16 * input + lane] to a block's weights."""
+    if first_output + BLOCK <= n_out and first_input + GROUP <= n_in:
+        _read(weight, first_output * n_in + first_input, n_in, group)
+        return
+    group[:] = _ZERO
+    for lane in range(min(BLOCK, n_out - first_output)):
+        at = (first_output + lane) * n_in + first_input
+        for e in range(min(GROUP, n_in - first_input)):
+            group[e * BLOCK + lane] = get(weight, at + e)
+
+
+@njit(error_model="numpy")
+def _choose_scale(group, largest, spoilt, n_bits, scale):  # type: ignore[no-untyped-def]
+    """Set the scale of each lane; NaN where a weight is NaN or infinite."""
+    if n_bits == 8:
+        for lane in range(BLOCK):
+            scale[lane] = largest[lane] / np.float32(127.0)
+    else:
+        _search_scale(group, largest, scale)
+    for lane in range(BLOCK):
+        scale[lane] += spoilt[lane]
