@@ -12,7 +12,8 @@ from statistics import median
 import torch
 
 from benchmarks.harness import Report
-from benchmarks.workloads import MODELS, Ours, both_models, draw
+from benchmarks.ours import Ours, draw
+from benchmarks.workloads import MODELS, both_models
 from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence
 from memory.recurrences import mamba1_spec
 from models import weight_bytes

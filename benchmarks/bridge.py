@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.harness import Report, Samples
-from benchmarks.workloads import CONFIGS, draw, make_peer
+from benchmarks.ours import draw
+from benchmarks.workloads import CONFIGS, make_peer
 from memory import HybridMemory
 from models import HybridCache, attach
 

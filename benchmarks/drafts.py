@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import Report
+from benchmarks.ours import VOCAB
 from benchmarks.speculative import NOTE, SCALES, repeating_model
-from benchmarks.workloads import VOCAB
 from chat.decoding.sampling import Sampling
 from chat.engine.drafting import Speculation
 from chat.engine.engine import Engine

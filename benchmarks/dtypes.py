@@ -9,8 +9,9 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.harness import Report, interleave
+from benchmarks.ours import Ours, draw
 from benchmarks.sparse import answer, draw_dialogues
-from benchmarks.workloads import CONFIGS, MODELS, Ours, Transformers, draw, save_random
+from benchmarks.workloads import CONFIGS, MODELS, Transformers, save_random
 from models import EMBEDDED, LanguageModel, load_model
 from models.layers.packed import multiplies_bfloat16
 from models.loading.load import weight_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,23 +18,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, JambaConfig
 
 from benchmarks.harness import Report
-from benchmarks.workloads import Ours, draw
-from models import LanguageModel, load_model
-from models.loading.load import weight_bytes
+from benchmarks.loading import FORMATS
 
-_FORMATS: dict[str, dict[str, str]] = {
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "bfloat16", "weights": "int8"},
-    "int4": {"dtype": "bfloat16", "weights": "int4"},
-}
 _ASKED = {"bfloat16": 1.0, "int8": 1.7, "int4": 2.6}
 """Ratios to the step in bfloat16 that this project wants at least, at one sequence."""
 
-_ASKED_RESIDENT, _MEMORY_BYTES = 1.15, 256 << 20
-"""The most resident bytes that are wanted for each byte of weights, and the bytes of the memory, which come on top."""
-
 _SHARD_BYTES = 1 << 30
-_STEPS = 20
 
 
 def _config(n_layers: int) -> JambaConfig:
@@ -59,7 +47,7 @@ def large(*, quick: bool) -> Report:
             "by half a copy, ms": read_s["copy"] * 1e3,
         })  # fmt: skip
         steps = dict[str, float]()
-        for name in _FORMATS:
+        for name in FORMATS:
             found = _in_a_process(folder, name)
             steps[name] = found["decode 1, ms"]
             report.add("loading and decode", {
@@ -125,40 +113,7 @@ def _in_a_process(folder: str, name: str) -> dict[str, Any]:
     """
     for work in ("load", "measure"):
         call = f"{work}({folder!r}, {name!r}, {torch.get_num_threads()})"
-        code = f"import json; from benchmarks.large import {work}; print(json.dumps({call}))"
+        code = f"import json; from benchmarks.loading import {work}; print(json.dumps({call}))"
         done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def load(folder: str, name: str, n_threads: int) -> dict[str, Any]:
-    """Load the checkpoint in a format; return seconds and bytes."""
-    return _loaded(folder, name, n_threads)[1]
-
-
-def _loaded(folder: str, name: str, n_threads: int) -> tuple[LanguageModel, dict[str, Any]]:
-    torch.set_num_threads(n_threads)
-    started = time.perf_counter()
-    model = load_model(folder, progress=False, **_FORMATS[name])  # type: ignore[arg-type]
-    return model, {"load, s": time.perf_counter() - started, "bytes": weight_bytes(model)}
-
-
-def measure(folder: str, name: str, n_threads: int) -> dict[str, Any]:
-    """Load the checkpoint in a format, and decode; return what the table of formats shows."""
-    model, found = _loaded(folder, name, n_threads)
-    for n_sequences in (1, 4):
-        subject = Ours(model, n_sequences, budget="256MiB")
-        subject.prefill(draw(n_sequences, 64))
-        seconds = list[float]()
-        for _ in range(_STEPS):
-            started = time.perf_counter()
-            subject.decode()
-            seconds.append(time.perf_counter() - started)
-        found[f"decode {n_sequences}, ms"] = statistics.median(seconds) * 1e3
-        subject.memory.close()
-    status = Path("/proc/self/status").read_text()
-    peak_kib = int(status.partition("VmHWM:")[2].split()[0])
-    return {
-        **found, "most resident / bytes": peak_kib * 1024 / found["bytes"],
-        "resident asked": _ASKED_RESIDENT + _MEMORY_BYTES / found["bytes"],
-    }  # fmt: skip

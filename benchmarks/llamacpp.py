@@ -15,7 +15,8 @@ from torch import Tensor
 
 from benchmarks.harness import Report, Samples
 from benchmarks.llamacpp_peer import MOST_AT_ONCE, LlamaProcess, start_llamacpp, time_calls
-from benchmarks.workloads import CONFIGS, Ours, draw, save_random
+from benchmarks.ours import Ours, draw
+from benchmarks.workloads import CONFIGS, save_random
 from models import LanguageModel, load_model
 from models.loading.load import weight_bytes
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Report, Samples
-from benchmarks.workloads import VOCAB, both_models
+from benchmarks.ours import VOCAB
+from benchmarks.workloads import both_models
 from memory import HybridMemory
 from memory.storage.local_files import begin_flush
 

@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.books import make_memory
 from benchmarks.harness import Report
-from benchmarks.workloads import Ours, both_models, draw
+from benchmarks.ours import Ours, draw
+from benchmarks.workloads import both_models
 from memory import HybridMemory, Sequence
 from memory.prefix.cache import PrefixCache
 

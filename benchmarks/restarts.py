@@ -11,7 +11,8 @@ from statistics import median
 import torch
 
 from benchmarks.harness import Report
-from benchmarks.workloads import CONFIGS, draw, save_random
+from benchmarks.ours import draw
+from benchmarks.workloads import CONFIGS, save_random
 from chat.engine.engine import Engine
 from memory import HybridMemory
 from memory.prefix import PrefixCache

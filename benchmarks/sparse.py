@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.harness import Report, interleave
-from benchmarks.workloads import Ours, draw
+from benchmarks.ours import Ours, draw
 from chat.simulation.dialogues import make_dialogue, messages
 from memory import AttentionSpec, HybridMemory, MemorySpec, Step
 from memory.eviction import (

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Report, interleave
-from benchmarks.workloads import CONFIGS, VOCAB, make_peer
+from benchmarks.ours import VOCAB
+from benchmarks.workloads import CONFIGS, make_peer
 from chat.decoding.drafts import Draft, Drafter, DraftRequest, PromptLookup
 from chat.decoding.speculative import SpeculativeBatch
 from chat.engine.engine import Engine

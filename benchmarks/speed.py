@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.ceilings import report_ceilings
 from benchmarks.harness import Report, Row, interleave
-from benchmarks.workloads import MODELS, Mixerless, Ours, Transformers, both_models, draw
+from benchmarks.ours import Ours, draw
+from benchmarks.workloads import MODELS, Mixerless, Transformers, both_models
 from memory import RecurrentSpec, Step
 from memory.kernels import cpu
 from models import LanguageModel

@@ -26,11 +26,10 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from memory import HybridMemory, Sequence
+from benchmarks.ours import VOCAB
 from memory.recurrences import SSD, DeltaRule, Mamba1
 from models import LanguageModel, load_model
 
-VOCAB = 32_000
 _COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 768,
@@ -88,37 +87,6 @@ def both_models(name: str) -> Iterator[tuple[LanguageModel, PreTrainedModel]]:
     with tempfile.TemporaryDirectory() as folder:
         peer = save_random(CONFIGS[name](), folder)
         yield load_model(folder, progress=False), peer
-
-
-def draw(n_sequences: int, n_tokens: int) -> Tensor:
-    return torch.randint(0, VOCAB, (n_sequences, n_tokens), generator=torch.Generator().manual_seed(1))
-
-
-class Ours:
-    """Holds sequences of one memory, which are prefilled or stepped together."""
-
-    def __init__(
-        self, model: LanguageModel, n_sequences: int, *, rollback_window: int = 32, budget: str = "6GiB"
-    ) -> None:
-        self.model = model
-        self.memory = HybridMemory(model.memory_spec, budget, rollback_window=rollback_window)
-        self.sequences: list[Sequence] = [self.memory.open() for _ in range(n_sequences)]
-        self.next = [5] * n_sequences
-
-    def prefill(self, tokens: Tensor) -> None:
-        for sequence in self.sequences:
-            self.memory.rollback(sequence, to=0)
-        with self.memory.step(zip(self.sequences, tokens, strict=True)) as step:
-            self.model(step)
-
-    def fill(self, tokens: Tensor) -> None:
-        """Prefill prompts of any lengths."""
-        self.memory.run(self.model, zip(self.sequences, tokens, strict=True), max_tokens=2048)
-
-    def decode(self) -> None:
-        with self.memory.step(zip(self.sequences, self.next, strict=True)) as step:
-            logits = self.model(step)
-        self.next = logits.max(-1).indices.tolist()  # several times as fast as argmax
 
 
 class Transformers:

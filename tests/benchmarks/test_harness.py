@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.harness import Report, Samples, interleave, require_green
 from benchmarks.kernels import _decode_kernels
+from benchmarks.ours import Ours
 from benchmarks.speed import timed_kernels
-from benchmarks.workloads import Mixerless, Ours, Transformers
+from benchmarks.workloads import Mixerless, Transformers
 from memory.kernels import cpu
 from models import load_model
 from tests.models.checkpoints import CONFIGS, Peer, write_checkpoint

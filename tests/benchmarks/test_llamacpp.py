@@ -26,7 +26,7 @@ from benchmarks.llamacpp import (
     write_model,
 )
 from benchmarks.llamacpp_peer import start_llamacpp, time_calls
-from benchmarks.workloads import Ours
+from benchmarks.ours import Ours
 from models import LanguageModel, load_model
 from models.loading.load import weight_bytes
 from tests.models.checkpoints import write_checkpoint
