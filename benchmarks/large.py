@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ _ASKED = {"bfloat16": 1.0, "int8": 1.7, "int4": 2.6}
 """Ratios to the step in bfloat16 that this project wants at least, at one sequence."""
 
 _SHARD_BYTES = 1 << 30
+_TURNS = 8
 
 
 def _config(n_layers: int) -> JambaConfig:
@@ -46,18 +48,17 @@ def large(*, quick: bool) -> Report:
             "bytes of the files": n_bytes, "by sum, ms": read_s["sum"] * 1e3,
             "by half a copy, ms": read_s["copy"] * 1e3,
         })  # fmt: skip
-        steps = dict[str, float]()
-        for name in FORMATS:
-            found = _in_a_process(folder, name)
-            steps[name] = found["decode 1, ms"]
+        found = _measure(folder)
+        for name, own in found.items():
+            step = own["decode 1, ms"]
             report.add("loading and decode", {
-                "weights": name, **found, "of reading once": read_s["copy"] * 1e3 / steps[name] if name == "bfloat16"
-                else "", "bfloat16 / this": steps["bfloat16"] / steps[name], "asked": _ASKED[name],
+                "weights": name, **own, "of reading once": read_s["copy"] * 1e3 / step if name == "bfloat16" else "",
+                "bfloat16 / this": found["bfloat16"]["decode 1, ms"] / step, "asked": _ASKED[name],
             })  # fmt: skip
     report.notes.append(
-        "Loading is from the page cache. Most resident memory is that of the process, with libraries and a memory of "
-        "256 MiB, which comes on top of what is asked. Of reading once: the time that reading the files' bytes once "
-        "takes, by half of the fastest of torch's copies, over the step's (asked: 0.8)."
+        "Loading is from the page cache; formats decode in turns. Most resident memory is that of the process, with "
+        "libraries and a memory of 256 MiB, which comes on top of what is asked. Of reading once: the time that reading "
+        "the files' bytes once takes, by half of the fastest of torch's copies, over the step's (asked: 0.8)."
     )
     return report
 
@@ -106,14 +107,47 @@ def _seconds_to_read(n_bytes: int) -> dict[str, float]:
     return {"sum": min(sums) * share, "copy": min(copies) * share}
 
 
-def _in_a_process(folder: str, name: str) -> dict[str, Any]:
-    """Load the checkpoint and decode, in a fresh process, whose most resident memory is then this model's.
+class _Process:
+    """Runs a function of `benchmarks.loading` with a checkpoint in a format, in a process of its own."""
+
+    def __init__(self, function: str, folder: str, name: str) -> None:
+        call = f"{function}({folder!r}, {name!r}, {torch.get_num_threads()})"
+        code = f"from benchmarks.loading import {function}; {call}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, line: str | None) -> Any:
+        """Send a line, unless it is None, and return what is answered."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if line is not None:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def end(self) -> str:
+        """End its input, and return what it says then."""
+        said = self._process.communicate()[0]
+        if self._process.returncode:
+            raise RuntimeError(f"a process for a checkpoint ended with {self._process.returncode}")
+        return said
+
+
+def _measure(folder: str) -> dict[str, dict[str, Any]]:
+    """Load the checkpoint in each format, and let them decode in turns; returns format -> what the table shows.
 
     Another process loads it before, so that files are in the page cache, and kernels compiled.
     """
-    for work in ("load", "measure"):
-        call = f"{work}({folder!r}, {name!r}, {torch.get_num_threads()})"
-        code = f"import json; from benchmarks.loading import {work}; print(json.dumps({call}))"
-        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    processes, found = dict[str, _Process](), dict[str, dict[str, Any]]()
+    for name in FORMATS:
+        _Process("load", folder, name).end()
+        processes[name] = _Process("answer", folder, name)
+        found[name] = {"load, s": processes[name].ask(None)}
+    for n_sequences in (1, 4):
+        seconds: dict[str, list[float]] = {name: process.ask(str(n_sequences)) for name, process in processes.items()}
+        for _ in range(_TURNS):
+            for name, process in processes.items():
+                seconds[name] += process.ask("")
+        for name, own in seconds.items():
+            found[name][f"decode {n_sequences}, ms"] = statistics.median(own) * 1e3
+    return {name: {**found[name], **json.loads(process.end())} for name, process in processes.items()}

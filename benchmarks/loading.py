@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
+import json
+import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,37 +21,46 @@ FORMATS: dict[str, dict[str, str]] = {
 _ASKED_RESIDENT, _MEMORY_BYTES = 1.15, 256 << 20
 """The most resident bytes that are wanted for each byte of weights, and the bytes of the memory, which come on top."""
 
-_STEPS = 20
+_STEPS = 8
+"""Steps of a turn."""
 
 
-def load(folder: str, name: str, n_threads: int) -> dict[str, Any]:
-    """Load the checkpoint in a format; return seconds and bytes."""
-    return _loaded(folder, name, n_threads)[1]
-
-
-def _loaded(folder: str, name: str, n_threads: int) -> tuple[LanguageModel, dict[str, Any]]:
+def load(folder: str, name: str, n_threads: int) -> tuple[LanguageModel, float]:
+    """Load the checkpoint in a format; return the model, and in how many seconds."""
     torch.set_num_threads(n_threads)
     started = time.perf_counter()
-    model = load_model(folder, progress=False, **FORMATS[name])  # type: ignore[arg-type]
-    return model, {"load, s": time.perf_counter() - started, "bytes": weight_bytes(model)}
+    return load_model(folder, progress=False, **FORMATS[name]), time.perf_counter() - started  # type: ignore[arg-type]
 
 
-def measure(folder: str, name: str, n_threads: int) -> dict[str, Any]:
-    """Load the checkpoint in a format, and decode; return what the table of formats shows."""
-    model, found = _loaded(folder, name, n_threads)
-    for n_sequences in (1, 4):
-        subject = Ours(model, n_sequences, budget="256MiB")
-        subject.prefill(draw(n_sequences, 64))
-        seconds = list[float]()
-        for _ in range(_STEPS):
-            started = time.perf_counter()
-            subject.decode()
-            seconds.append(time.perf_counter() - started)
-        found[f"decode {n_sequences}, ms"] = statistics.median(seconds) * 1e3
-        subject.memory.close()
-    status = Path("/proc/self/status").read_text()
-    peak_kib = int(status.partition("VmHWM:")[2].split()[0])
-    return {
-        **found, "most resident / bytes": peak_kib * 1024 / found["bytes"],
-        "resident asked": _ASKED_RESIDENT + _MEMORY_BYTES / found["bytes"],
-    }  # fmt: skip
+def answer(folder: str, name: str, n_threads: int) -> None:
+    """Load the checkpoint, then answer lines of the standard input in JSON, one line each.
+
+    A number opens so many sequences with prompts; an empty line decodes for a turn, and gives its steps' seconds. At
+    the end of the input, bytes are given.
+    """
+    model, seconds = load(folder, name, n_threads)
+    _say(seconds)
+    subject: Ours | None = None
+    for line in map(str.strip, sys.stdin):
+        if line:
+            if subject is not None:
+                subject.memory.close()
+            subject = Ours(model, int(line), budget="256MiB")
+            subject.prefill(draw(int(line), 64))
+        _say([] if subject is None or line else [_step(subject) for _ in range(_STEPS)])
+    n_bytes, status = weight_bytes(model), Path("/proc/self/status").read_text()
+    peak_bytes = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    _say({
+        "bytes": n_bytes, "most resident / bytes": peak_bytes / n_bytes,
+        "resident asked": _ASKED_RESIDENT + _MEMORY_BYTES / n_bytes,
+    })  # fmt: skip
+
+
+def _step(subject: Ours) -> float:
+    started = time.perf_counter()
+    subject.decode()
+    return time.perf_counter() - started
+
+
+def _say(found: object) -> None:
+    print(json.dumps(found), flush=True)
