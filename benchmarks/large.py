@@ -57,8 +57,8 @@ def large(*, quick: bool) -> Report:
             })  # fmt: skip
     report.notes.append(
         "Loading is from the page cache; formats decode in turns. Most resident memory is that of the process, with "
-        "libraries and a memory of 256 MiB, which comes on top of what is asked. Of reading once: the time that reading "
-        "the files' bytes once takes, by half of the fastest of torch's copies, over the step's (asked: 0.8)."
+        "libraries and a memory of 256 MiB, which comes on top of what is asked. Of reading once: the time that "
+        "reading the files' bytes once takes, by half of the fastest of torch's copies, over the step's (asked: 0.8)."
     )
     return report
 

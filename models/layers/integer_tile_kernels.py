@@ -200,7 +200,7 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
             )  # fmt: skip
         return
     if not is_by_row:
-        rounded = np.empty(len(x), np.uint32)
+        rounded = amx.aligned(len(x)).view(np.uint32)
         for t in prange(n_rows):
             in_units(x, t * n_pairs, n_groups, rounded)
         x = rounded
