@@ -118,15 +118,17 @@ class _Process:
         )
 
     def ask(self, line: str | None) -> Any:
-        """Send a line, unless it is None, and return what is answered."""
+        """Send the process a line, unless that is None, and return its answer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         if line is not None:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        if not (answer := self._process.stdout.readline()):
+            raise RuntimeError(f"a process for a checkpoint ended with {self._process.wait()} before it answered")
+        return json.loads(answer)
 
     def end(self) -> str:
-        """End its input, and return what it says then."""
+        """End the input of the process, wait for it, and return what it printed last."""
         said = self._process.communicate()[0]
         if self._process.returncode:
             raise RuntimeError(f"a process for a checkpoint ended with {self._process.returncode}")

@@ -1,4 +1,4 @@
-"""Loads a checkpoint and decodes, in a process that imports no other library's models: all that is resident counts."""
+"""Loads a checkpoint and decodes in a process of its own, whose resident memory is then that of one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multiplies few rows by weights of 8 and 4 bits in integers, to the bits that tiles (`amx`) give.
+"""Multiplies one to four rows by weights of 8 and 4 bits in integers; results have the bits that tiles (`amx`) give.
 
 Both read the same rows, whose sums over a group of inputs are exact (`row_units`).
 
@@ -29,6 +29,7 @@ from models.layers.integer_vectors import (
     INTS,
     ZEROS,
     Emitter,
+    every,
     in_every_lane,
 )
 from models.layers.tile_kernels import add_while
@@ -41,7 +42,7 @@ MOST_ROWS = 4
 AHEAD_BYTES = 2048
 """The distance at which weights are prefetched, ahead of those that are being read."""
 
-_NOTHING = ir.Constant(INTS, [0] * BLOCK)
+_NOTHING = every(0)
 
 
 def _add_pairs(b: ir.IRBuilder, sums: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -101,7 +102,7 @@ class _Groups:
     def _sum(self, parts: list[ir.Value], *, is_4: bool) -> ir.Value:
         b, total = self._emitter.b, parts[0]
         for part in parts[1:]:
-            total = b.add(total, b.ashr(part, ir.Constant(INTS, [4] * BLOCK)) if is_4 else part)
+            total = b.add(total, b.ashr(part, every(4)) if is_4 else part)
         return total
 
 

@@ -16,7 +16,7 @@ from numba import njit, prange, types
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import as_float, element_at, get, put, untyped_intrinsic
 from models.layers.amx import I64
-from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I8, I16, INTS, ZEROS, call
+from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I8, I16, INTS, ROUNDER, ZEROS, call, every
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
@@ -24,27 +24,19 @@ _DIVISORS = 7.0, 7.25, 7.5, 7.75, 8.0, 8.25, 8.5, 9.0
 """Quotients of a group's largest weight and its scale that are tried for 4 bits."""
 
 _RANGES = {8: (-127.0, 127.0), 4: (-8.0, 7.0)}
-"""The least and the largest integer, by bits."""
+"""Limits the integers of 8 and of 4 bits: the least and the largest."""
 
 
-def _every(x: float) -> ir.Constant:
+def _floats(x: float) -> ir.Constant:
     return ir.Constant(FLOATS, [x] * BLOCK)
-
-
-def _all_ints(x: int) -> ir.Constant:
-    return ir.Constant(INTS, [x] * BLOCK)
-
-
-_ROUNDER = _every(12582912.0)
-"""1.5 * 2**23: adding it rounds to an integer, of two the even one; subtracting it leaves that integer."""
 
 
 def _nearest(b: ir.IRBuilder, x: ir.Value, n_bits: int) -> ir.Value:
     """Return the integers in range that are nearest to x."""
-    least, most = map(_every, _RANGES[n_bits])
+    least, most = map(_floats, _RANGES[n_bits])
     x = b.select(b.fcmp_ordered("<", x, least), least, x)
     x = b.select(b.fcmp_ordered(">", x, most), most, x)
-    return b.fsub(b.fadd(x, _ROUNDER), _ROUNDER)
+    return b.fsub(b.fadd(x, ROUNDER), ROUNDER)
 
 
 def _transposed(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
@@ -78,7 +70,7 @@ def _read(typing_context, weight, first, n_in, group):  # type: ignore[no-untype
                 if n_bytes == 4:
                     numbers = [b.bitcast(x, FLOATS)]
                 else:
-                    halves = (x, b.lshr(x, _all_ints(16)))
+                    halves = (x, b.lshr(x, every(16)))
                     numbers = [as_float(b, weight.dtype, b.trunc(own, ir.VectorType(I16, BLOCK))) for own in halves]
                 for k, own in enumerate(numbers):
                     place = b.gep(target, [I64(BLOCK * ((BLOCK * part + i) * len(numbers) + k))])
@@ -89,14 +81,17 @@ def _read(typing_context, weight, first, n_in, group):  # type: ignore[no-untype
 
 
 def _vectors(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> list[ir.Value]:
-    """Return pointers to vectors of sixteen numbers, the first of each array."""
+    """Return a pointer to the first sixteen numbers of each array, as a vector."""
     pointers = (element_at(context, b, *pair, I64(0)) for pair in zip(signature.args, arguments, strict=True))
     return [b.bitcast(pointer, FLOATS.as_pointer()) for pointer in pointers]
 
 
 @untyped_intrinsic
 def _find_largest(typing_context, group, largest, spoilt):  # type: ignore[no-untyped-def]
-    """Keep the largest of each lane, with its sign, and add what is no number to `spoilt`, which is 0 otherwise."""
+    """Find the weight with the largest size of each output, and make `spoilt` NaN where a weight is NaN or infinite.
+
+    Both arrays hold what was found in the groups before.
+    """
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         b = builder
@@ -116,7 +111,7 @@ def _find_largest(typing_context, group, largest, spoilt):  # type: ignore[no-un
 
 @untyped_intrinsic
 def _search_scale(typing_context, group, largest, scale):  # type: ignore[no-untyped-def]
-    """Set the scale of each lane for 4 bits: of those from `_DIVISORS` the one with the least squared error."""
+    """Search the scale of each output for 4 bits: of those from `_DIVISORS` the one with the least squared error."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         b = builder
@@ -124,7 +119,7 @@ def _search_scale(typing_context, group, largest, scale):  # type: ignore[no-unt
         numbers = [b.load(b.gep(source, [I64(i)]), align=4) for i in range(GROUP)]
         most, best, found = b.load(largest_at, align=4), ZEROS, ZEROS
         for divisor in _DIVISORS:
-            factor = b.select(b.fcmp_ordered("==", most, ZEROS), ZEROS, b.fdiv(_every(-divisor), most))
+            factor = b.select(b.fcmp_ordered("==", most, ZEROS), ZEROS, b.fdiv(_floats(-divisor), most))
             products, squares = ZEROS, ZEROS
             for x in numbers:
                 integer = _nearest(b, b.fmul(x, factor), 4)
@@ -154,19 +149,19 @@ def _writer(n_bits: int) -> Any:
             def code(i: int) -> ir.Value:
                 x = b.load(b.gep(source, [I64(i)]), align=4)
                 integer = b.fptosi(_nearest(b, b.fmul(x, own), n_bits), INTS)
-                return b.add(integer, _all_ints(8)) if n_bits == 4 else b.and_(integer, _all_ints(0xFF))
+                return b.add(integer, every(8)) if n_bits == 4 else b.and_(integer, every(0xFF))
 
             if n_bits == 8:
                 for i in range(0, GROUP, 2):
-                    pairs = b.or_(code(i), b.shl(code(i + 1), _all_ints(8)))
+                    pairs = b.or_(code(i), b.shl(code(i + 1), every(8)))
                     place = b.bitcast(b.gep(target, [I64(BLOCK * i)]), ir.VectorType(I16, BLOCK).as_pointer())
                     b.store(b.trunc(pairs, ir.VectorType(I16, BLOCK)), place, align=1)
             else:
                 for quarter in range(4):
-                    word = _all_ints(0)
+                    word = every(0)
                     for i in range(8):
                         shift = 4 * (i // 2) + 16 * (i % 2)
-                        word = b.or_(word, b.shl(code(8 * quarter + i), _all_ints(shift)))
+                        word = b.or_(word, b.shl(code(8 * quarter + i), every(shift)))
                     place = b.gep(target, [I64(4 * BLOCK * quarter)])
                     b.store(word, b.bitcast(place, INTS.as_pointer()), align=1)
             return context.get_dummy_value()

@@ -26,6 +26,8 @@ I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntTy
 _BYTES, _SHORTS, INTS, FLOATS = (ir.VectorType(kind, BLOCK) for kind in (I8, I16, I32, F32))
 _WORDS, _PAIRS_OF_BYTES = ir.VectorType(I16, 2 * BLOCK), ir.VectorType(I8, 2 * BLOCK)
 ZEROS = ir.Constant(FLOATS, [0.0] * BLOCK)
+ROUNDER = ir.Constant(FLOATS, [12582912.0] * BLOCK)
+"""Rounds to integers, of two to the even one, where it is added and subtracted again: it is 1.5 * 2**23."""
 
 
 def multiplies_pairs() -> bool:
@@ -121,7 +123,7 @@ class Emitter:
     def scales(self, scales: ir.Value) -> ir.Value:
         """Return the 16 scales at a place as float32."""
         short = self._load(scales, 0, _SHORTS)
-        return self.b.bitcast(self.b.shl(self.b.zext(short, INTS), _every(16)), FLOATS)
+        return self.b.bitcast(self.b.shl(self.b.zext(short, INTS), every(16)), FLOATS)
 
     def multiply_add(self, weight: ir.Value, x: ir.Value, sums: ir.Value) -> ir.Value:
         if self.is_paired:
@@ -144,8 +146,8 @@ class Emitter:
             low, high = (b.sitofp(b.sext(self._load(codes, at + k, _BYTES), INTS), FLOATS) for k in (0, BLOCK))
             return [call(self.b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", PAIRS_OF_BFLOAT, high, low)]
         both = b.sext(self._load(codes, at, _SHORTS), INTS)
-        first = b.ashr(b.shl(both, _every(24)), _every(24))
-        return [b.sitofp(x, FLOATS) for x in (first, b.ashr(both, _every(8)))]
+        first = b.ashr(b.shl(both, every(24)), every(24))
+        return [b.sitofp(x, FLOATS) for x in (first, b.ashr(both, every(8)))]
 
     def _by_halves(self, codes: ir.Value) -> ir.Value:
         """Return pairs of bfloat16 by way of float16, which takes two thirds of the instructions.
@@ -166,11 +168,11 @@ class Emitter:
             table = ir.Constant(_WORDS, _BFLOAT_OF_CODE)
             return [b.bitcast(call(self.b, "llvm.x86.avx512.permvar.hi.512", _WORDS, table, codes), PAIRS_OF_BFLOAT)]
         if has_many_registers():
-            shifted = (b.lshr(words, _every(4 * place + 16 * k)) for k in range(2))
+            shifted = (b.lshr(words, every(4 * place + 16 * k)) for k in range(2))
             table = ir.Constant(FLOATS, [float(code - 8) for code in range(BLOCK)])
             return [call(b, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, codes) for codes in shifted]
-        codes_of_two = (b.and_(b.lshr(words, _every(4 * place + 16 * k)), _every(15)) for k in range(2))
-        return [b.sitofp(b.sub(codes, _every(8)), FLOATS) for codes in codes_of_two]
+        codes_of_two = (b.and_(b.lshr(words, every(4 * place + 16 * k)), every(15)) for k in range(2))
+        return [b.sitofp(b.sub(codes, every(8)), FLOATS) for codes in codes_of_two]
 
     def _load(self, codes: ir.Value, at: int, kind: ir.Type) -> ir.Value:
         return self.b.load(self.b.bitcast(self.b.gep(codes, [I64(at)]), kind.as_pointer()), align=1)
@@ -180,5 +182,5 @@ def _words(number: int) -> ir.Constant:
     return ir.Constant(_WORDS, [number] * 2 * BLOCK)
 
 
-def _every(number: int) -> ir.Constant:
+def every(number: int) -> ir.Constant:
     return ir.Constant(INTS, [number] * BLOCK)

@@ -15,15 +15,25 @@ from numba import njit, types
 from memory.kernels.cpu.numbers import untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64
-from models.layers.integer_vectors import BLOCK, F32, FLOATS, GROUP, I16, I32, INTS, PAIRS, call, in_every_lane
+from models.layers.integer_vectors import (
+    BLOCK,
+    F32,
+    FLOATS,
+    GROUP,
+    I16,
+    I32,
+    INTS,
+    PAIRS,
+    ROUNDER,
+    call,
+    every,
+    in_every_lane,
+)
 from models.layers.tile_kernels import repeat
 
 _LEAST, _MOST = 12, 241
 """Exponents of a group's largest number, with bfloat16's bias of 127, for which its sums are neither denormal nor
 infinite. Groups of smaller numbers count as zeros; those with larger ones make NaN."""
-
-_ROUNDER = ir.Constant(FLOATS, [12582912.0] * BLOCK)
-"""1.5 * 2**23: adding it rounds to an integer, of two the even one; subtracting it leaves that integer."""
 
 _WORDS = ir.VectorType(I16, 2 * BLOCK)
 _HALVES = [list(range(half * BLOCK, (half + 1) * BLOCK)) for half in range(2)]
@@ -52,8 +62,8 @@ class _Rounded:
         self.integers = list[ir.Value]()
         for half in _HALVES:
             own = b.zext(b.shuffle_vector(bits, bits, ir.Constant(INTS, half)), INTS)
-            x = b.bitcast(b.shl(own, ir.Constant(INTS, [16] * BLOCK)), FLOATS)
-            self.integers.append(b.fsub(b.fadd(b.fmul(x, factor), _ROUNDER), _ROUNDER))
+            x = b.bitcast(b.shl(own, every(16)), FLOATS)
+            self.integers.append(b.fsub(b.fadd(b.fmul(x, factor), ROUNDER), ROUNDER))
 
     def as_words(self) -> ir.Value:
         """Return the integers as 16-bit ones; zeros without a unit."""
@@ -65,7 +75,7 @@ class _Rounded:
     def as_bfloats(self) -> ir.Value:
         """Return the bits of the integers times the unit, in bfloat16, which is exact."""
         b, unit = self.b, in_every_lane(self.b, self.unit)
-        bits = (b.lshr(b.bitcast(b.fmul(x, unit), INTS), ir.Constant(INTS, [16] * BLOCK)) for x in self.integers)
+        bits = (b.lshr(b.bitcast(b.fmul(x, unit), INTS), every(16)) for x in self.integers)
         return self._joined(*(b.trunc(own, ir.VectorType(I16, BLOCK)) for own in bits))
 
     def _joined(self, first: ir.Value, second: ir.Value) -> ir.Value:
