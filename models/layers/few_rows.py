@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from memory.kernels import cpu, select_kernels
+from memory.kernels import Weights, cpu, select_kernels
 from memory.kernels.cpu.rows import LIKE, as_array
 from memory.kernels.cpu.threads import use_threads
 from models.layers import amx, few_rows_kernels
@@ -23,6 +23,39 @@ time than calls of their own would."""
 
 
 @dataclass(frozen=True)
+class _Call:
+    """Holds what all calls of some products with one norm have in common.
+
+    Attributes:
+        norm, weight, others: kept, because `fields` has their addresses; the product that has the call is not, so that
+            a model is freed as soon as nobody needs it.
+        fields: as `few_rows_kernels` reads them.
+        codes_like: an array of the type of codes, the same one for all products: one of each would not be cached.
+        n_multiplications: for one row.
+    """
+
+    norm: Callable[..., Tensor] | None
+    weight: np.ndarray | None
+    others: tuple[CompiledProduct, ...]
+    fields: np.ndarray
+    codes_like: np.ndarray
+    eps: float
+    n_multiplications: int
+
+    @staticmethod
+    def of(
+        norm: Callable[..., Tensor] | None, weight: np.ndarray | None, sizes: list[int], eps: float,
+        own: CompiledProduct, *others: CompiledProduct,
+    ) -> _Call:  # fmt: skip
+        """Make it for a norm with these weights, and sizes that the kernel reads behind their address."""
+        address, products = 0 if weight is None else weight.ctypes.data, (own, *others)
+        fields = [address, *sizes, *(number for product in products for number in product.fields())]
+        n_multiplications = sum(product.n_padded * product.n_out for product in products)
+        codes_like = few_rows_kernels.codes_like(own.kind.codes)
+        return _Call(norm, weight, others, np.array(fields, np.int64), codes_like, float(eps), n_multiplications)
+
+
+@dataclass(eq=False)
 class CompiledProduct:
     """Holds a product as `few_rows_kernels` takes it.
 
@@ -41,77 +74,132 @@ class CompiledProduct:
     kind: ProductKind
     n_multiple: int
     n_per_code: int
+    _behind_norm: _Call | None = field(default=None, repr=False)
+    _of_gated: _Call | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out calls: a copy has its weights at other addresses."""
+        return {**vars(self), "_behind_norm": None, "_of_gated": None}
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the rows that it reads and writes."""
         return self.kind.rows
 
+    @property
+    def n_padded(self) -> int:
+        """The number of inputs with those that are added to reach a multiple."""
+        return -(-self.n_in // self.n_multiple) * self.n_multiple
+
+    def fields(self) -> list[int]:
+        """Return `few_rows_kernels.product_fields`."""
+        n, kernel_at = self.n_padded // self.n_per_code, few_rows_kernels.product_address(self.kind)
+        return few_rows_kernels.product_fields(
+            self.weight, self.bias, self.activation, n, self.n_out, self.n_padded, kernel_at
+        )
+
     def compile(self) -> None:
         """Compile what is called for few rows, or load it from disk."""
         x, norm = torch.zeros(1, self.n_in, dtype=self.dtype), RMSNorm(torch.ones(self.n_in, dtype=self.dtype), 1.0)
         self.normed(x, norm, self)
         self.gated(x, None, None, torch.zeros(1, self.n_out, dtype=self.dtype))
+        if self.n_in == self.n_out:
+            self.gated_mlp(x, norm, self, self)
 
     def normed(
         self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], other: CompiledProduct | None = None
     ) -> list[Tensor] | None:
         """Return the product with norm(x), and another's with it; None if that is not for these kernels."""
-        if not isinstance(norm, RMSNorm) or (other is not None and other.kind != self.kind):
+        call = self._call_behind(norm, *(() if other is None else (other,)))
+        if call is None or not self.takes(x_TM):
             return None
-        if norm.weight_M.dtype is not self.dtype or not self.takes(x_TM):
-            return None
-        n_rows, like = x_TM.shape[0], LIKE[self.dtype]
+        n_rows = x_TM.shape[0]
         y = torch.empty(n_rows, self.n_out, dtype=self.dtype)
         second = None if other is None else torch.empty(n_rows, other.n_out, dtype=self.dtype)
-        own = self.weight, self.bias, self.activation
         few_rows_kernels.normed_products(
-            x_TM.data_ptr(), n_rows, self.n_in, LIKE[x_TM.dtype], as_array(norm.weights.prepared(cpu)[0]),
-            np.float32(norm.eps), *self.sizes(n_rows, self.n_out + (0 if other is None else other.n_out)), like,
-            few_rows_kernels.product_address(self.kind), *own, y.data_ptr(), self.n_out,
-            *((*own, 0, 0) if other is None or second is None else
-              (other.weight, other.bias, other.activation, second.data_ptr(), other.n_out)),
+            call.fields, call.codes_like, x_TM.data_ptr(), n_rows, LIKE[x_TM.dtype], call.eps, self.shape(n_rows),
+            use_threads(n_rows * call.n_multiplications // 16), LIKE[self.dtype], y.data_ptr(),
+            0 if second is None else second.data_ptr(),
         )  # fmt: skip
         return [y] if second is None else [y, second]
 
     def gated(self, y_TE: Tensor, gate_TE: Tensor | None, norm: GatedNorm | None, residual_TM: Tensor) -> Tensor | None:
         """Return residual + product with y * gate, or with norm(y, gate); None if that is not for these kernels."""
-        if self.activation or y_TE.dtype is not self.dtype or not self.takes(y_TE):
+        if y_TE.dtype is not self.dtype or not self.takes(y_TE):
             return None
         if residual_TM.dtype not in LIKE or not residual_TM.is_contiguous():
             return None
         if gate_TE is not None and (gate_TE.dtype is not self.dtype or not gate_TE.is_contiguous()):
             return None
-        n_rows, like = y_TE.shape[0], LIKE[self.dtype]
-        weight, eps, n_part = like, np.float32(0.0), self.n_in
-        if norm is not None:
-            weight, eps, n_part = (
-                as_array(norm.weights.prepared(cpu)[0]),
-                np.float32(norm.eps),
-                self.n_in // norm.n_groups,
-            )
-        out = torch.empty_like(residual_TM)
+        if (call := self._call_of_gated(norm)) is None:
+            return None
+        n_rows, out = y_TE.shape[0], torch.empty_like(residual_TM)
         few_rows_kernels.gated_product(
-            y_TE.data_ptr(), 0 if gate_TE is None else gate_TE.data_ptr(), n_rows, self.n_in, weight, eps, n_part,
-            *self.sizes(n_rows, self.n_out), like,
-            few_rows_kernels.product_address(self.kind), self.weight, self.bias, residual_TM.data_ptr(), out.data_ptr(),
-            self.n_out, LIKE[out.dtype],
+            call.fields, call.codes_like, y_TE.data_ptr(), 0 if gate_TE is None else gate_TE.data_ptr(), n_rows,
+            call.eps, self.shape(n_rows), use_threads(n_rows * call.n_multiplications // 16), LIKE[self.dtype],
+            residual_TM.data_ptr(), out.data_ptr(), LIKE[out.dtype],
         )  # fmt: skip
         return out
 
+    def gated_mlp(
+        self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], up: CompiledProduct, down: CompiledProduct
+    ) -> Tensor | None:
+        """Return x + down(this(norm(x)) * up(norm(x))); None if that is not for these kernels."""
+        call = self._call_behind(norm, up, down)
+        if call is None or not self.takes(x_TM) or x_TM.shape[0] * self.n_out > _MOST_NUMBERS:
+            return None
+        n_rows, out = x_TM.shape[0], torch.empty_like(x_TM)
+        few_rows_kernels.gated_mlp(
+            call.fields, call.codes_like, x_TM.data_ptr(), n_rows, LIKE[x_TM.dtype], call.eps, self.shape(n_rows),
+            use_threads(n_rows * call.n_multiplications // 3 // 16), LIKE[self.dtype], out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def _call_behind(self, norm: Callable[[Tensor], Tensor], *others: CompiledProduct) -> _Call | None:
+        """Return the call of this product and others behind a norm; None if that is not for these kernels."""
+        call = self._behind_norm
+        if call is None or call.norm is not norm or call.others != others:
+            if not isinstance(norm, RMSNorm) or any(other.kind != self.kind for other in others):
+                return None
+            if (weight := self._prepared(norm.weights)) is None:
+                return None
+            call = _Call.of(norm, weight, [self.n_in], norm.eps, self, *others)
+            self._behind_norm = call
+        return call
+
+    def _call_of_gated(self, norm: GatedNorm | None) -> _Call | None:
+        """Return the call of this product of gated rows; None if that is not for these kernels."""
+        call = self._of_gated
+        if call is None or call.norm is not norm:
+            weight, n_part, eps = None, self.n_in, 0.0
+            if norm is not None:
+                weight, n_part, eps = self._prepared(norm.weights), self.n_in // norm.n_groups, norm.eps
+                if weight is None:
+                    return None
+            call = _Call.of(norm, weight, [self.n_in, n_part], eps, self)
+            self._of_gated = call
+        return call
+
+    def _prepared(self, weights: Weights) -> np.ndarray | None:
+        """Return a norm's weights as an array; None unless there is one for each input, in their dtype."""
+        weight: np.ndarray = as_array(weights.prepared(cpu)[0])
+        is_own = weight.dtype == LIKE[self.dtype].dtype and weight.shape == (self.n_in,)
+        return np.ascontiguousarray(weight) if is_own else None
+
     def takes(self, x: Tensor) -> bool:
         """True if these kernels may read x: few whole rows of floats, and HYBRID_MEMORY_KERNELS names no others."""
+        if x.dim() != 2:
+            return False
+        n_rows, n_inputs = x.shape
         return (
-            x.dim() == 2
-            and 0 < x.shape[0] <= MOST_ROWS
-            and x.numel() <= _MOST_NUMBERS
+            n_inputs == self.n_in
+            and 0 < n_rows <= MOST_ROWS
+            and n_rows * n_inputs <= _MOST_NUMBERS
             and x.dtype in LIKE
             and x.is_contiguous()
             and select_kernels(x.device, self.dtype) is cpu
         )
 
-    def sizes(self, n_rows: int, n_outputs: int) -> tuple[int, int, Any, int]:
-        """Return padded inputs, codes, the shape of tiles or None, and into how many parts outputs are divided."""
-        n_padded = -(-self.n_in // self.n_multiple) * self.n_multiple
-        shape = amx.shape(n_rows) if self.kind.has_tiles else None
-        return n_padded, n_padded // self.n_per_code, shape, use_threads(n_rows * n_padded * n_outputs // 16)
+    def shape(self, n_rows: int) -> np.ndarray | None:
+        """Return the shape of tiles, or None."""
+        return amx.shape(n_rows) if self.kind.has_tiles else None

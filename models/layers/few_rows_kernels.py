@@ -39,6 +39,12 @@ class ProductKind:
 
 
 @cache
+def codes_like(dtype: np.dtype) -> np.ndarray:
+    """Return an empty array of a type of codes, by which kernels know it."""
+    return np.empty(0, dtype)
+
+
+@cache
 def product_address(kind: ProductKind) -> int:
     """Return the address of a kernel for products."""
     codes, i, no_bias = np.empty(0, kind.codes), 0, finishing.NO_BIAS
@@ -93,64 +99,171 @@ def _blocks(at, weight, x_at, n_rows, n, shape, bias, activation, n_parts, out_a
     call_at(at, (weight[0], x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, like))
 
 
-@compiled(error_model="numpy")
-def normed_products(  # type: ignore[no-untyped-def]
-    x_at, n_rows, n_inputs, x_like, norm_weight, eps, n_padded, n, shape, n_parts, like, kernel_at, weight, bias,
-    activation, out_at, n_out, other, other_bias, other_activation, other_at, n_other,
-):  # fmt: skip
-    """Set out = activation(norm(x) W^T + bias), and the same with other weights unless `other_at` is 0.
+FIELDS = 11
+"""The number of a product's fields, which compiled code reads its weight and sizes from: see `product_fields`.
+
+They are one array of integers, because an array costs a call as much as ten numbers do.
+"""
+
+_CODES, _SCALES, _BIAS, _ACTIVATION, _N, _N_OUT, N_PADDED, _KERNEL = 0, 2, 4, 6, 7, 8, 9, 10
+_FLOATS, _SHORTS = np.empty(0, np.float32), np.empty(0, np.uint16)
+
+
+def product_fields(
+    weight: tuple[np.ndarray, ...], bias: np.ndarray, activation: int, n: int, n_out: int, n_padded: int, kernel_at: int
+) -> list[int]:
+    """Return the fields of a product; whoever keeps them keeps the arrays.
 
     Args:
-        x_at: address of rows of `n_inputs` numbers as in `x_like`, which are rounded to the type of `like` first.
-        n_padded: inputs of the products, of which those from `n_inputs` on are 0; n counts their codes.
-        others: see `_choose`.
+        weight: arrays of codes, and of scales if they are integers.
+        n_padded: inputs of a row, of which the last may be zeros; n counts their codes.
+        kernel_at: from `product_address`.
     """
-    x = array_at(x_at, n_rows * n_inputs, x_like)
+    scales = weight[1] if len(weight) == 2 else _SHORTS
+    arrays = [number for array in (weight[0], scales, bias) for number in (array.ctypes.data, len(array))]
+    return [*arrays, activation, n, n_out, n_padded, kernel_at]
+
+
+def _weight_of_any_type(fields, first, codes_like):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("for compiled code only: see `_choose_weight`")
+
+
+_weight: Any = _weight_of_any_type
+
+
+@overload(_weight_of_any_type)
+def _choose_weight(fields, first, codes_like) -> Callable[..., Any]:  # type: ignore[no-untyped-def]
+    """Choose the arrays of a weight, as `multiply` takes them, by the type of its codes."""
+    return _integer_weight if codes_like.dtype.bitwidth == 8 else _float_weight
+
+
+def _integer_weight(fields, first, codes_like):  # type: ignore[no-untyped-def]
+    codes = array_at(fields[first + _CODES], fields[first + _CODES + 1], codes_like)
+    return codes, array_at(fields[first + _SCALES], fields[first + _SCALES + 1], _SHORTS)
+
+
+def _float_weight(fields, first, codes_like):  # type: ignore[no-untyped-def]
+    return (array_at(fields[first + _CODES], fields[first + _CODES + 1], codes_like),)
+
+
+@njit(error_model="numpy")
+def product_by(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):  # type: ignore[no-untyped-def]
+    """Set (n_rows, n_out) numbers at `out_at` to the product whose fields begin at `first`; see `multiply`."""
+    multiply(
+        fields[first + _KERNEL], _weight(fields, first, codes_like), x_at, n_rows, fields[first + _N], shape,
+        array_at(fields[first + _BIAS], fields[first + _BIAS + 1], _FLOATS), fields[first + _ACTIVATION], n_parts,
+        out_at, fields[first + _N_OUT], like,
+    )  # fmt: skip
+
+
+@njit(error_model="numpy")
+def _normed(x_at, n_rows, n_inputs, x_like, norm_at, eps, n_padded, like):  # type: ignore[no-untyped-def]
+    """Return norms of rows, which are rounded to the type of `like` first, with zeros behind them."""
+    x, weight = array_at(x_at, n_rows * n_inputs, x_like), array_at(norm_at, n_inputs, like)
     rows, normed = np.empty(n_inputs, like.dtype), np.zeros(n_rows * n_padded, like.dtype)
     scratch = np.empty(n_inputs, np.float32)
     for t in range(n_rows):
         for e in range(n_inputs):
             put(rows, e, get(x, t * n_inputs + e))
         target = normed[t * n_padded : t * n_padded + n_inputs]
-        norm_row(rows, rows[:0], norm_weight, eps, n_inputs, scratch, target)
+        norm_row(rows, rows[:0], weight, np.float32(eps), n_inputs, scratch, target)
+    return normed
+
+
+@njit(error_model="numpy")
+def _gated(y, gate, n_rows, n_inputs, norm_weight, eps, n_part, n_padded, like):  # type: ignore[no-untyped-def]
+    """Return y * gate, or norm(y * gate) where there is a norm's weight, with zeros behind each row."""
+    gated, scratch = np.zeros(n_rows * n_padded, like.dtype), np.empty(n_inputs, np.float32)
+    n_gates = n_inputs if len(gate) > 0 else 0
+    for t in range(n_rows):
+        first = t * n_inputs
+        own, gates, target = y[first : first + n_inputs], gate[first : first + n_gates], gated[t * n_padded :]
+        if len(norm_weight) > 0:
+            norm_row(own, gates, norm_weight, np.float32(eps), n_part, scratch, target[:n_inputs])
+        else:
+            for e in range(n_inputs):
+                put(target, e, get(own, e) * get(gates, e) if n_gates > 0 else get(own, e))
+    return gated
+
+
+@njit(error_model="numpy")
+def _add_product(  # type: ignore[no-untyped-def]
+    fields, first, codes_like, x_at, n_rows, shape, n_parts, like, residual_at, out_at, out_like
+):
+    """Set out = residual + the product whose fields begin at `first`."""
+    n = n_rows * fields[first + _N_OUT]
+    product = np.empty(n, like.dtype)
+    product_by(fields, first, codes_like, x_at, n_rows, shape, n_parts, product.ctypes.data, like)
+    residual, out = array_at(residual_at, n, out_like), array_at(out_at, n, out_like)
+    for i in range(n):
+        put(out, i, get(residual, i) + get(product, i))
+    keep(product)
+
+
+@compiled(error_model="numpy")
+def normed_products(  # type: ignore[no-untyped-def]
+    fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, like, out_at, other_at
+):
+    """Set out = activation(norm(x) W^T + bias), and the same with other weights unless `other_at` is 0.
+
+    Args:
+        fields: the norm's address and the number of inputs; those of the product, and of the other one.
+        codes_like, like: arrays of the types of codes and of rows.
+        x_at: address of rows as in `x_like`, which are rounded to the type of `like` first.
+        others: see `_choose`.
+    """
+    normed = _normed(x_at, n_rows, fields[1], x_like, fields[0], eps, fields[2 + N_PADDED], like)
     at = normed.ctypes.data
-    multiply(kernel_at, weight, at, n_rows, n, shape, bias, activation, n_parts, out_at, n_out, like)
+    product_by(fields, 2, codes_like, at, n_rows, shape, n_parts, out_at, like)
     if other_at != 0:
-        multiply(kernel_at, other, at, n_rows, n, shape, other_bias, other_activation, n_parts, other_at, n_other, like)
+        product_by(fields, 2 + FIELDS, codes_like, at, n_rows, shape, n_parts, other_at, like)
     keep(normed)
 
 
 @compiled(error_model="numpy")
 def gated_product(  # type: ignore[no-untyped-def]
-    y_at, gate_at, n_rows, n_inputs, norm_weight, eps, n_part, n_padded, n, shape, n_parts, like, kernel_at, weight,
-    bias, residual_at, out_at, n_out, out_like,
-):  # fmt: skip
+    fields, codes_like, y_at, gate_at, n_rows, eps, shape, n_parts, like, residual_at, out_at, out_like
+):
     """Set out = residual + W (y * gate) + bias; or norm(y * gate) where there is a norm's weight.
 
     Args:
-        y_at, gate_at: addresses of (n_rows, n_inputs) numbers as in `like`; no gate at 0.
-        residual_at, out_at: of (n_rows, n_out) numbers as in `out_like`.
+        fields: the norm's address, 0 without, the numbers of inputs and of those that are normed together; those of the
+            product.
+        y_at, gate_at: addresses of rows as in `like`; no gate at 0.
+        residual_at, out_at: of rows as in `out_like`.
         others: as for `normed_products`.
     """
-    y, n_gates = array_at(y_at, n_rows * n_inputs, like), n_inputs if gate_at != 0 else 0
-    gate = array_at(gate_at, n_rows * n_inputs, like)
-    gated, scratch = np.zeros(n_rows * n_padded, like.dtype), np.empty(n_inputs, np.float32)
-    for t in range(n_rows):
-        first = t * n_inputs
-        own, gates, target = y[first : first + n_inputs], gate[first : first + n_gates], gated[t * n_padded :]
-        if len(norm_weight) > 0:
-            norm_row(own, gates, norm_weight, eps, n_part, scratch, target[:n_inputs])
-        else:
-            for e in range(n_inputs):
-                put(target, e, get(own, e) * get(gates, e) if n_gates > 0 else get(own, e))
-    product = np.empty(n_rows * n_out, like.dtype)
-    place = product.ctypes.data
-    multiply(kernel_at, weight, gated.ctypes.data, n_rows, n, shape, bias, 0, n_parts, place, n_out, like)
-    residual, out = array_at(residual_at, n_rows * n_out, out_like), array_at(out_at, n_rows * n_out, out_like)
-    for i in range(n_rows * n_out):
-        put(out, i, get(residual, i) + get(product, i))
+    n_inputs = fields[1]
+    n = n_rows * n_inputs
+    gated = _gated(
+        array_at(y_at, n, like), array_at(gate_at, n if gate_at != 0 else 0, like), n_rows, n_inputs,
+        array_at(fields[0], n_inputs if fields[0] != 0 else 0, like), eps, fields[2], fields[3 + N_PADDED], like,
+    )  # fmt: skip
+    _add_product(fields, 3, codes_like, gated.ctypes.data, n_rows, shape, n_parts, like, residual_at, out_at, out_like)
     keep(gated)
-    keep(product)
+
+
+@compiled(error_model="numpy")
+def gated_mlp(fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, like, out_at):  # type: ignore[no-untyped-def]
+    """Set out = x + W_down(act(W_gate norm(x)) * W_up norm(x)), with biases.
+
+    Args:
+        fields: the norm's address and the number of inputs; those of the products: gate, up, down.
+        x_at, out_at: addresses of rows as in `x_like`.
+        others: as for `normed_products`.
+    """
+    up_at, down_at = 2 + FIELDS, 2 + 2 * FIELDS
+    normed = _normed(x_at, n_rows, fields[1], x_like, fields[0], eps, fields[2 + N_PADDED], like)
+    n_inner = fields[2 + _N_OUT]
+    gate, up = np.empty(n_rows * n_inner, like.dtype), np.empty(n_rows * n_inner, like.dtype)
+    product_by(fields, 2, codes_like, normed.ctypes.data, n_rows, shape, n_parts, gate.ctypes.data, like)
+    product_by(fields, up_at, codes_like, normed.ctypes.data, n_rows, shape, n_parts, up.ctypes.data, like)
+    gated = _gated(gate, up, n_rows, n_inner, up[:0], eps, n_inner, fields[down_at + N_PADDED], like)
+    _add_product(fields, down_at, codes_like, gated.ctypes.data, n_rows, shape, n_parts, like, x_at, out_at, x_like)
+    keep(normed)
+    keep(gate)
+    keep(up)
+    keep(gated)
 
 
 @njit(inline="never")

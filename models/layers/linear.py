@@ -141,6 +141,18 @@ def add_product(
     return add_scaled(residual_TM, linear(y_TE), scale)
 
 
+def add_gated_mlp(
+    x_TM: Tensor, norm: Callable[[Tensor], Tensor], gate: Linear, up: Linear, down: Linear, *, scale: float
+) -> Tensor:
+    """Return x + s down(gate(norm(x)) * up(norm(x))): of few rows in one call, to the same bits."""
+    plan, up_plan, down_plan = gate.compiled, up.compiled, down.compiled
+    if plan is not None and up_plan is not None and down_plan is not None and scale == 1.0:
+        if (found := plan.gated_mlp(x_TM, norm, up_plan, down_plan)) is not None:
+            return found
+    gate_TF, up_TF = normed_products(x_TM, norm, gate, up)
+    return add_product(x_TM, down, up_TF, gate_TF, scale=scale)
+
+
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return x + y if scale == 1.0 else torch.add(x, y, alpha=scale)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,56 +18,121 @@ from memory.kernels.cpu.numbers import array_at, get, put
 from memory.kernels.cpu.recurrences import channels_at_once, convolve_at, scan_at
 from memory.kernels.cpu.rows import LIKE, as_array
 from memory.kernels.cpu.threads import use_threads
+from memory.kernels.signature import Prepared
 from memory.state.access import States
-from models.layers.few_rows_kernels import keep, multiply, product_address
-from models.layers.finishing import NO_BIAS
-from models.layers.linear import Linear
+from models.layers.few_rows import CompiledProduct
+from models.layers.few_rows_kernels import FIELDS, N_PADDED, codes_like, keep, product_by
 from models.layers.norms import SplitNorm
 
 if TYPE_CHECKING:
     from memory.recurrences import Mamba1
 
-_FLOATS, _NO_ENDS = LIKE[torch.float32], np.empty(0, np.int64)
+
+class Mamba1AtOnce:
+    """Runs a layer's recurrence over few rows, always the same one, to the bits of its separate functions."""
+
+    def __init__(self, x_proj: CompiledProduct, dt_proj: CompiledProduct) -> None:
+        self._x_proj, self._dt_proj = x_proj, dt_proj
+        self._last: tuple[np.dtype | None, _Call | None] = None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the call: a copy has its weights at other addresses."""
+        return {**vars(self), "_last": (None, None)}
+
+    def __call__(self, recurrence: Mamba1, states: States, rows_TE: Tensor) -> Tensor | None:
+        """Return outputs (T, E) in the rows' dtype, and write the end states; None if that is not for this kernel."""
+        if states.kernels is not cpu or states.tails is not None or len(states.flats) != 2:
+            return None  # a single tap has no window
+        if rows_TE.dtype is not self._x_proj.dtype or not self._x_proj.takes(rows_TE):
+            return None
+        window: np.ndarray = as_array(states.flats[0])
+        state: np.ndarray = as_array(states.flats[1])
+        window_dtype, call = self._last
+        if window_dtype != window.dtype:
+            call = _Call.of(recurrence, self._x_proj, self._dt_proj, rows_TE.dtype, window.dtype)
+            self._last = window.dtype, call
+        if call is None or state.dtype != np.float32:
+            return None
+        n_rows, n_channels = rows_TE.shape
+        n_threads, cu_rows = use_threads(n_rows * call.n_multiplications), states.cu_rows
+        y_TE, initial = torch.empty_like(rows_TE), states.spec.states
+        _advance(
+            call.fields, call.codes_like, call.taps_like, call.bias_like, LIKE[rows_TE.dtype], rows_TE.data_ptr(),
+            n_rows, call.eps, recurrence.conv.activation, cu_rows,
+            window, as_array(states.sources[0]), as_array(states.targets[0]), float(initial[0].initial),
+            state, as_array(states.sources[1]), as_array(states.targets[1]), float(initial[1].initial),
+            self._x_proj.shape(n_rows), n_threads, channels_at_once(cu_rows, n_rows, n_channels, n_threads),
+            y_TE.data_ptr(),
+        )  # fmt: skip
+        return y_TE
 
 
-def advance(recurrence: Mamba1, states: States, rows_TE: Tensor) -> Tensor | None:
-    """Return outputs (T, E) in the rows' dtype, and write the end states; None if that is not for this kernel."""
-    x_proj, dt_proj, norms = recurrence.x_proj, recurrence.dt_proj, recurrence.norms
-    if not isinstance(x_proj, Linear) or not isinstance(dt_proj, Linear):
-        return None
-    x_plan, dt_plan = x_proj.compiled, dt_proj.compiled
-    if x_plan is None or dt_plan is None or states.kernels is not cpu or states.tails is not None:
-        return None
-    if len(states.flats) != 2 or not isinstance(norms, SplitNorm | None) or not x_plan.takes(rows_TE):
-        return None  # a single tap has no window
-    window, state = states.slots(0), states.slots(1)
-    if as_array(state.flat).dtype != np.float32 or not rows_TE.dtype is x_plan.dtype is dt_plan.dtype:
-        return None
-    if x_plan.kind != dt_plan.kind or x_plan.n_in % x_plan.n_multiple or len(x_plan.bias) or len(dt_plan.bias):
-        return None
-    weight, bias = recurrence.conv.prepared(cpu)
-    dt_bias, a, d = recurrence.prepared(cpu)
-    (n_rows, n_channels), n_states = rows_TE.shape, a.shape[0]
-    like, cu_rows = LIKE[rows_TE.dtype], window.cu_rows.host
-    y_TE = torch.empty_like(rows_TE)
-    _, n_x, shape, _ = x_plan.sizes(n_rows, 0)
-    n_dt_padded, n_dt, _, _ = dt_plan.sizes(n_rows, 0)
-    n_threads = use_threads(10 * n_rows * n_channels * n_states)
-    at_once = channels_at_once(cu_rows, n_rows, n_channels, n_threads)
-    taps = as_array(weight)
-    conv_bias = np.zeros(n_channels, taps.dtype) if bias is None else as_array(bias)
-    addresses = _addresses(rows_TE.dtype, taps.dtype, as_array(window.flat).dtype, as_array(dt_bias).dtype)
-    _advance(
-        addresses, rows_TE.data_ptr(), n_rows, like, taps, conv_bias, recurrence.conv.activation, cu_rows,
-        (as_array(window.flat), as_array(window.sources), as_array(window.targets)), np.float32(window.initial),
-        x_plan.weight, n_x, x_plan.n_out, dt_plan.weight, dt_plan.n_in, n_dt_padded, n_dt, shape, n_threads, NO_BIAS,
-        product_address(x_plan.kind), like if norms is None else as_array(norms.weights.prepared(cpu)[0]),
-        np.float32(0.0 if norms is None else norms.eps), _NO_ENDS if norms is None else norms.ends,
-        as_array(dt_bias), as_array(a), as_array(d),
-        (as_array(state.flat), as_array(state.sources), as_array(state.targets)), np.float32(state.initial), _FLOATS,
-        at_once, y_TE.data_ptr(),
-    )  # fmt: skip
-    return y_TE
+_X, _DT = 0, FIELDS
+_TAPS, _N_TAPS, _N_CHANNELS, _CONV_BIAS, _NORM, _DT_RANK, _DT_BIAS, _A, _N_STATES, _D, _CONVOLVE, _SCAN = range(
+    2 * FIELDS, 2 * FIELDS + 12
+)
+"""Places of what `_advance` reads: two products' fields, addresses of weights and kernels, and sizes."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Holds what all calls of a recurrence have in common.
+
+    Attributes:
+        arrays: kept, because `fields` has their addresses.
+        fields: as `_advance` reads them.
+        codes_like, taps_like, bias_like: arrays of the types of codes, of taps and of dt's bias.
+        n_multiplications: for one row.
+    """
+
+    arrays: tuple[np.ndarray | None, ...]
+    fields: np.ndarray
+    codes_like: np.ndarray
+    taps_like: np.ndarray
+    bias_like: np.ndarray
+    eps: float
+    n_multiplications: int
+
+    @staticmethod
+    def of(
+        recurrence: Mamba1, x_proj: CompiledProduct, dt_proj: CompiledProduct, dtype: torch.dtype, window: np.dtype
+    ) -> _Call | None:
+        """Make it for rows of this dtype and a window of another; None if the recurrence is not for `_advance`."""
+        norms, like = recurrence.norms, LIKE[dtype]
+        taps, conv_bias = map(_whole, recurrence.conv.prepared(cpu))
+        dt_bias, a, d = map(_whole, recurrence.prepared(cpu))
+        assert taps is not None and dt_bias is not None and a is not None and d is not None, "only a bias is missing"
+        (n_taps, n_channels), n_states, dt_rank = taps.shape, a.shape[0], dt_proj.n_in
+        conv_bias = np.zeros(n_channels, taps.dtype) if conv_bias is None else conv_bias
+        norm = _whole(norms.weights.prepared(cpu)[0]) if isinstance(norms, SplitNorm) else None
+        is_for_it = (
+            isinstance(norms, SplitNorm | None)
+            and (norm is None or norm.dtype == like.dtype)
+            and x_proj.kind == dt_proj.kind
+            and x_proj.n_padded == x_proj.n_in == n_channels
+            and x_proj.n_out == dt_rank + 2 * n_states
+            and conv_bias.dtype == taps.dtype
+            and a.dtype == d.dtype == np.float32
+            and not len(x_proj.bias)
+            and not len(dt_proj.bias)
+        )
+        if not is_for_it:
+            return None
+        kernels = _addresses(dtype, taps.dtype, window, dt_bias.dtype)
+        fields = [
+            *x_proj.fields(), *dt_proj.fields(), taps.ctypes.data, n_taps, n_channels, conv_bias.ctypes.data,
+            0 if norm is None else norm.ctypes.data, dt_rank, dt_bias.ctypes.data, a.ctypes.data, n_states,
+            d.ctypes.data, *kernels,
+        ]  # fmt: skip
+        return _Call(
+            (taps, conv_bias, norm, dt_bias, a, d), np.array(fields, np.int64),
+            codes_like(x_proj.kind.codes), codes_like(taps.dtype), codes_like(dt_bias.dtype),
+            float(norms.eps) if isinstance(norms, SplitNorm) else 0.0, 10 * n_channels * n_states,
+        )  # fmt: skip
+
+
+def _whole(array: Prepared | None) -> np.ndarray | None:
+    return None if array is None else np.ascontiguousarray(as_array(array))
 
 
 @cache
@@ -77,29 +143,32 @@ def _addresses(rows: torch.dtype, taps: np.dtype, window: np.dtype, bias: np.dty
     places = np.empty(0, window), ids, ids
     return (
         address_of(convolve_at, i, i, i, like, np.empty((0, 0), taps), np.empty(0, taps), ids, *places, x, i, i, True),
-        address_of(scan_at, i, i, i, i, like, i, biases, table, row, ids, row, ids, ids, x, _FLOATS, i, i),
+        address_of(scan_at, i, i, i, i, like, i, biases, table, row, ids, row, ids, ids, x, row, i, i),
     )
 
 
 @compiled(error_model="numpy")
 def _advance(  # type: ignore[no-untyped-def]
-    addresses, rows_at, n_rows, like, conv_weight, conv_bias, activation, cu_rows, window, window_initial, x_weight,
-    n_x, n_parts, dt_weight, dt_rank, n_dt_padded, n_dt, shape, n_threads, no_bias, product_at, norm_weight, eps, ends,
-    dt_bias, a, d, state,
-    initial, floats, at_once, y_at,
+    fields, codes_like, taps_like, bias_like, like, rows_at, n_rows, eps, activation, cu_rows, window, window_sources,
+    window_targets, window_initial, state, sources, targets, initial, shape, n_threads, at_once, y_at,
 ):  # fmt: skip
-    """Advance a window and a state by rows of the type of `like`; weights are those of `multiply`."""
-    n_channels, n_states = conv_weight.shape[1], a.shape[0]
-    x = np.empty(n_rows * n_channels, like.dtype)
-    call_at(addresses[0], (
-        rows_at, n_rows, n_channels, like, conv_weight, conv_bias, cu_rows, window[0], window[1], window[2],
-        window_initial, x.ctypes.data, at_once, activation,
+    """Advance a window and a state by rows of the type of `like`."""
+    n_channels, n_states, dt_rank = fields[_N_CHANNELS], fields[_N_STATES], fields[_DT_RANK]
+    n_parts, n_dt_padded = dt_rank + 2 * n_states, fields[_DT + N_PADDED]
+    x, n_taps = np.empty(n_rows * n_channels, like.dtype), fields[_N_TAPS]
+    taps = array_at(fields[_TAPS], n_taps * n_channels, taps_like).reshape((n_taps, n_channels))
+    call_at(fields[_CONVOLVE], (
+        rows_at, n_rows, n_channels, like, taps, array_at(fields[_CONV_BIAS], n_channels, taps_like), cu_rows, window,
+        window_sources, window_targets, window_initial, x.ctypes.data, at_once, activation,
     ))  # fmt: skip
     parts, normed = np.empty(n_rows * n_parts, like.dtype), np.empty(n_rows * n_parts, like.dtype)
     x_at, parts_at = x.ctypes.data, parts.ctypes.data
-    multiply(product_at, x_weight, x_at, n_rows, n_x, shape, no_bias, 0, n_threads, parts_at, n_parts, like)
-    if len(ends) > 0:
-        norm_parts_at(parts_at, like, norm_weight, eps, ends, normed.ctypes.data, n_rows)
+    product_by(fields, _X, codes_like, x_at, n_rows, shape, n_threads, parts_at, like)
+    if fields[_NORM] != 0:
+        ends = np.empty(3, np.int64)
+        ends[0], ends[1], ends[2] = dt_rank, dt_rank + n_states, n_parts
+        norm_weight = array_at(fields[_NORM], n_parts, like)
+        norm_parts_at(parts_at, like, norm_weight, np.float32(eps), ends, normed.ctypes.data, n_rows)
     else:
         normed[:] = parts
     dt_rows, dt = np.zeros(n_rows * n_dt_padded, like.dtype), np.empty(n_rows * n_channels, like.dtype)
@@ -110,12 +179,13 @@ def _advance(  # type: ignore[no-untyped-def]
         first += dt_rank
         b[t * n_states : (t + 1) * n_states] = normed[first : first + n_states]
         c[t * n_states : (t + 1) * n_states] = normed[first + n_states : first + 2 * n_states]
-    dt_rows_at, dt_at = dt_rows.ctypes.data, dt.ctypes.data
-    multiply(product_at, dt_weight, dt_rows_at, n_rows, n_dt, shape, no_bias, 0, n_threads, dt_at, n_channels, like)
+    dt_at = dt.ctypes.data
+    product_by(fields, _DT, codes_like, dt_rows.ctypes.data, n_rows, shape, n_threads, dt_at, like)
     y = np.empty(n_rows * n_channels, np.float32)
-    call_at(addresses[1], (
-        x_at, dt_at, b.ctypes.data, c.ctypes.data, like, n_rows, dt_bias, a, d, cu_rows, state[0],
-        state[1], state[2], initial, floats, y.ctypes.data, at_once,
+    a = array_at(fields[_A], n_states * n_channels, y).reshape((n_states, n_channels))
+    call_at(fields[_SCAN], (
+        x_at, dt_at, b.ctypes.data, c.ctypes.data, like, n_rows, array_at(fields[_DT_BIAS], n_channels, bias_like), a,
+        array_at(fields[_D], n_channels, y), cu_rows, state, sources, targets, initial, y[:0], y.ctypes.data, at_once,
     ))  # fmt: skip
     out = array_at(y_at, n_rows * n_channels, like)
     for i in range(len(y)):

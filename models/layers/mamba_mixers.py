@@ -48,14 +48,13 @@ def read_dt_limits(config: PreTrainedConfig) -> tuple[float, float]:
     return float(limits[0]), float(limits[1])
 
 
-def advance_mamba1(recurrence: Mamba1, states: States, rows: Tensor) -> Tensor | None:
-    """Run a Mamba-1 recurrence over few rows in one call, to the same bits; None where it is not for that."""
-    x_proj = recurrence.x_proj
-    if not isinstance(x_proj, Linear) or x_proj.compiled is None:
+def mamba1_at_once(x_proj: Linear, dt_proj: Linear) -> Callable[[Mamba1, States, Tensor], Tensor | None] | None:
+    """Return what runs a Mamba-1 recurrence over few rows in one call, to the same bits; None if nothing does."""
+    if x_proj.compiled is None or dt_proj.compiled is None:
         return None
-    from models.layers.mamba1_at_once import advance  # it needs numba, which others do without
+    from models.layers.mamba1_at_once import Mamba1AtOnce  # it needs numba, which others do without
 
-    return advance(recurrence, states, rows)
+    return Mamba1AtOnce(x_proj.compiled, dt_proj.compiled)
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,8 @@ class MambaMixer:
         if shape.norm_eps is not None:
             names = ("dt_layernorm", shape.dt_rank), ("b_layernorm", d_state), ("c_layernorm", d_state)
             norms = SplitNorm(shape.norm_eps, *(take(f"{prefix}.{name}.weight", size) for name, size in names))
+        x_proj = Linear(take(f"{prefix}.x_proj.weight", shape.dt_rank + 2 * d_state, n_channels))
+        dt_proj = Linear(take(f"{prefix}.dt_proj.weight", n_channels, shape.dt_rank))
         self._recurrence = Mamba1(
             conv=load_conv(
                 checkpoint,
@@ -108,13 +109,13 @@ class MambaMixer:
                 has_bias=shape.has_conv_bias,
                 activation=shape.activation,
             ),
-            x_proj=Linear(take(f"{prefix}.x_proj.weight", shape.dt_rank + 2 * d_state, n_channels)),
-            dt_proj=Linear(take(f"{prefix}.dt_proj.weight", n_channels, shape.dt_rank)),
+            x_proj=x_proj,
+            dt_proj=dt_proj,
             dt_bias_E=take(f"{prefix}.dt_proj.bias", n_channels),
             a_NE=rates_of(take(f"{prefix}.A_log", n_channels, d_state, dtype=torch.float32)).T.contiguous(),
             d_E=take(f"{prefix}.D", n_channels, dtype=torch.float32),
             norms=norms,
-            at_once=advance_mamba1,
+            at_once=mamba1_at_once(x_proj, dt_proj),
         )
         self._layer = layer
         self.specs = (shape.spec,)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from models.layers.linear import Linear, add_product, normed_products
+from models.layers.linear import Linear, add_gated_mlp, add_product, normed_products
 from models.loading.checkpoint import Checkpoint
 
 
@@ -72,5 +72,4 @@ class GatedMLP:
 
     def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], *, scale: float) -> Tensor:
         """Return x + s self(norm(x))."""
-        gate, up = normed_products(x_TM, norm, self.gate, self.up)
-        return add_product(x_TM, self.down, up, gate, scale=scale)
+        return add_gated_mlp(x_TM, norm, self.gate, self.up, self.down, scale=scale)

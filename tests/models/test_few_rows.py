@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 
 import pytest
 import torch
 
 from memory.kernels import Weights
 from models.layers.few_rows import MOST_ROWS
-from models.layers.linear import Linear, add_product, normed_products
+from models.layers.linear import Linear, add_gated_mlp, add_product, normed_products
 from models.layers.norms import GatedNorm, LayerNorm, RMSNorm
 from models.loading.weight_formats import IntegerFormat, weights_in
 
@@ -47,6 +48,28 @@ def test_one_call_has_the_bits_of_many(dtype: torch.dtype, format: IntegerFormat
                 rows = y if own_gate is None else y * own_gate if own_norm is None else own_norm(y, own_gate)
                 found = add_product(residual, second, y, own_gate, own_norm)
                 assert found.dtype == residual_dtype and torch.equal(found, residual + second(rows))
+
+
+@pytest.mark.parametrize("n_rows", [1, 3, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gated_mlp_in_one_call_has_the_bits_of_many(dtype: torch.dtype, n_rows: int) -> None:
+    gate, up = (Linear(drawn(50, 33, dtype=dtype), activation=name) for name in ("silu", None))
+    down, norm = Linear(drawn(33, 50, dtype=dtype), bias=drawn(33, dtype=dtype)), RMSNorm(drawn(33, dtype=dtype), 1e-5)
+    for residual_dtype in {dtype, torch.float32}:
+        x = drawn(n_rows, 33, dtype=residual_dtype)
+        expected = x + down(gate(norm(x)) * up(norm(x)))
+        found = add_gated_mlp(x, norm, gate, up, down, scale=1.0)
+        assert found.dtype == residual_dtype and torch.equal(found, expected)
+
+
+def test_a_copy_reads_its_own_weights() -> None:
+    linear, norm, x = Linear(torch.randn(12, 16)), RMSNorm(torch.ones(16), 1e-5), torch.randn(2, 16)
+    (expected,) = normed_products(x, norm, linear)
+    copy = deepcopy(linear)
+    assert copy.compiled is not None
+    copy.compiled.weight[0][:] = 0
+    assert torch.equal(normed_products(x, norm, linear)[0], expected) and expected.any()
+    assert not normed_products(x, norm, copy)[0].any()
 
 
 def test_what_is_not_for_one_call_takes_many() -> None:

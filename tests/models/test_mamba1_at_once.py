@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from memory import HybridMemory
 from models import load_model
 from models.layers import mamba_mixers
 from models.layers.linear import Linear
-from models.layers.mamba_mixers import advance_mamba1
+from models.layers.mamba_mixers import mamba1_at_once
 from tests.models.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -35,14 +36,20 @@ def test_one_call_has_the_bits_of_many(
     write_checkpoint(tmp_path, config)
     n_at_once, histories = 0, list[torch.Tensor]()
 
-    def counted(*arguments: Any) -> torch.Tensor | None:
-        nonlocal n_at_once
-        y = advance_mamba1(*arguments)
-        n_at_once += y is not None
-        return y
+    def counted(*products: Linear) -> Callable[..., torch.Tensor | None]:
+        advance = mamba1_at_once(*products)
+        assert advance is not None
 
-    for function in (counted, None):
-        monkeypatch.setattr(mamba_mixers, "advance_mamba1", function)
+        def count(*arguments: Any) -> torch.Tensor | None:
+            nonlocal n_at_once
+            y = advance(*arguments)
+            n_at_once += y is not None
+            return y
+
+        return count
+
+    for make in (counted, lambda *_: None):
+        monkeypatch.setattr(mamba_mixers, "mamba1_at_once", make)
         model = load_model(tmp_path, dtype=dtype, progress=False)
         memory = HybridMemory(model.memory_spec, "4MiB", rollback_window=8)
         sequences, draws, found = [memory.open() for _ in range(3)], torch.Generator().manual_seed(0), []

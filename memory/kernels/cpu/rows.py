@@ -16,7 +16,7 @@ from memory.kernels.cpu.numbers import array_at, move, put
 from memory.kernels.signature import PagedBatch, Prepared, StateSlots, as_tensor
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-LIKE = {
+LIKE: dict[torch.dtype, np.ndarray] = {
     torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16), torch.float16: np.empty(0, np.int16)
 }  # fmt: skip
 """Empty arrays that tell `numbers.array_at` the dtype of a tensor."""
