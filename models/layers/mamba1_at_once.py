@@ -107,7 +107,7 @@ class _Call:
         norm = _whole(norms.weights.prepared(cpu)[0]) if isinstance(norms, SplitNorm) else None
         is_for_it = (
             isinstance(norms, SplitNorm | None)
-            and (norm is None or norm.dtype == like.dtype)
+            and (norm is None or (norm.dtype == like.dtype and len(norm) == x_proj.n_out))
             and x_proj.kind == dt_proj.kind
             and x_proj.n_padded == x_proj.n_in == n_channels
             and x_proj.n_out == dt_rank + 2 * n_states
