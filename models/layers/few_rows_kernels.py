@@ -102,7 +102,8 @@ def _blocks(at, weight, x_at, n_rows, n, shape, bias, activation, n_parts, out_a
 FIELDS = 11
 """The number of a product's fields, which compiled code reads its weight and sizes from: see `product_fields`.
 
-They are one array of integers, because an array costs a call as much as ten numbers do.
+They are one array of integers, because each array that a call is given has an object to be read, and between two calls
+the weights push such objects out of the caches.
 """
 
 _CODES, _SCALES, _BIAS, _ACTIVATION, _N, _N_OUT, N_PADDED, _KERNEL = 0, 2, 4, 6, 7, 8, 9, 10
