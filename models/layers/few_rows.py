@@ -92,7 +92,7 @@ class CompiledProduct:
         return -(-self.n_in // self.n_multiple) * self.n_multiple
 
     def fields(self) -> list[int]:
-        """Return `few_rows_kernels.product_fields`."""
+        """Describe this product in integers: see `few_rows_kernels.product_fields`."""
         n, kernel_at = self.n_padded // self.n_per_code, few_rows_kernels.product_address(self.kind)
         return few_rows_kernels.product_fields(
             self.weight, self.bias, self.activation, n, self.n_out, self.n_padded, kernel_at
@@ -156,7 +156,7 @@ class CompiledProduct:
         return out
 
     def _call_behind(self, norm: Callable[[Tensor], Tensor], *others: CompiledProduct) -> _Call | None:
-        """Return the call of this product and others behind a norm; None if that is not for these kernels."""
+        """Return what calls of a norm and products of its rows have in common; None if kernels are not for them."""
         call = self._behind_norm
         if call is None or call.norm is not norm or call.others != others:
             if not isinstance(norm, RMSNorm) or any(other.kind != self.kind for other in others):
@@ -168,7 +168,7 @@ class CompiledProduct:
         return call
 
     def _call_of_gated(self, norm: GatedNorm | None) -> _Call | None:
-        """Return the call of this product of gated rows; None if that is not for these kernels."""
+        """Return what calls of this product of gated rows have in common; None if these kernels are not for them."""
         call = self._of_gated
         if call is None or call.norm is not norm:
             weight, n_part, eps = None, self.n_in, 0.0

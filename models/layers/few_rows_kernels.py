@@ -61,44 +61,6 @@ def product_address(kind: ProductKind) -> int:
     return address_of(quantised_kernels.product, codes, scales, rows, no_bias, i, i, rows)
 
 
-def _of_any_weight(at, weight, x_at, n_rows, n, shape, bias, activation, n_parts, out_at, n_out, like):  # type: ignore[no-untyped-def]
-    raise NotImplementedError("for compiled code only: see `_choose`")
-
-
-multiply: Any = _of_any_weight
-"""Calls the product at an address, see `_choose`."""
-
-
-@overload(_of_any_weight)
-def _choose(at, weight, x_at, n_rows, n, shape, bias, activation, n_parts, out_at, n_out, like) -> Callable[..., Any]:  # type: ignore[no-untyped-def]
-    """Choose a product's arguments by the types of a weight: a tuple of codes, and of scales if they are integers.
-
-    `at` is from `product_address`; n counts codes, or inputs of integers without tiles; `shape` is that of `amx`, or
-    None where there are no tiles.
-    """
-    is_integer, has_tiles = len(weight) == 2, shape != types.none
-    if is_integer:
-        return _integer_tiles if has_tiles else _integers
-    return _tiles if has_tiles else _blocks
-
-
-def _integer_tiles(at, weight, x_at, n_rows, n, shape, bias, activation, n_parts, out_at, n_out, like):  # type: ignore[no-untyped-def]
-    call_at(at, (weight[0], weight[1], x_at, n_rows, n, shape, bias, activation, n_parts, out_at, n_out, like))
-
-
-def _integers(at, weight, x_at, n_rows, n, shape, bias, activation, n_parts, out_at, n_out, like):  # type: ignore[no-untyped-def]
-    x, out = array_at(x_at, n_rows * n, like).reshape((n_rows, n)), array_at(out_at, n_rows * n_out, like)
-    call_at(at, (weight[0], weight[1], x, bias, activation, n_parts, out.reshape((n_rows, n_out))))
-
-
-def _tiles(at, weight, x_at, n_rows, n, shape, bias, activation, n_parts, out_at, n_out, like):  # type: ignore[no-untyped-def]
-    call_at(at, (weight[0], x_at, n_rows, n, shape, bias, activation, n_parts, out_at, n_out))
-
-
-def _blocks(at, weight, x_at, n_rows, n, shape, bias, activation, n_parts, out_at, n_out, like):  # type: ignore[no-untyped-def]
-    call_at(at, (weight[0], x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, like))
-
-
 FIELDS = 11
 """The number of a product's fields, which compiled code reads its weight and sizes from: see `product_fields`.
 
@@ -113,11 +75,12 @@ _FLOATS, _SHORTS = np.empty(0, np.float32), np.empty(0, np.uint16)
 def product_fields(
     weight: tuple[np.ndarray, ...], bias: np.ndarray, activation: int, n: int, n_out: int, n_padded: int, kernel_at: int
 ) -> list[int]:
-    """Return the fields of a product; whoever keeps them keeps the arrays.
+    """Describe a product in integers for compiled code; its arrays must live as long as these are used.
 
     Args:
         weight: arrays of codes, and of scales if they are integers.
-        n_padded: inputs of a row, of which the last may be zeros; n counts their codes.
+        n_padded: inputs of a row, of which the last may be zeros; n counts their codes, or inputs where weights are
+            integers and there are no tiles.
         kernel_at: from `product_address`.
     """
     scales = weight[1] if len(weight) == 2 else _SHORTS
@@ -125,36 +88,69 @@ def product_fields(
     return [*arrays, activation, n, n_out, n_padded, kernel_at]
 
 
-def _weight_of_any_type(fields, first, codes_like):  # type: ignore[no-untyped-def]
-    raise NotImplementedError("for compiled code only: see `_choose_weight`")
+def _by_any_weight(  # type: ignore[no-untyped-def]
+    fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like
+):
+    raise NotImplementedError("compiled code calls what `_choose` returns instead")
 
 
-_weight: Any = _weight_of_any_type
+product_by: Any = _by_any_weight
+"""Multiplies rows by the weight whose fields begin at `first`, in compiled code only: see `_choose`."""
 
 
-@overload(_weight_of_any_type)
-def _choose_weight(fields, first, codes_like) -> Callable[..., Any]:  # type: ignore[no-untyped-def]
-    """Choose the arrays of a weight, as `multiply` takes them, by the type of its codes."""
-    return _integer_weight if codes_like.dtype.bitwidth == 8 else _float_weight
+@overload(_by_any_weight)
+def _choose(  # type: ignore[no-untyped-def]
+    fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like
+) -> Callable[..., Any]:
+    """Choose how a product is called by the types of codes and of `shape`.
+
+    It writes (n_rows, n_out) numbers as in `like` at `out_at`. `codes_like` is an array of the type of codes, `shape`
+    that of `amx`, or None where there are no tiles.
+    """
+    has_tiles = shape != types.none
+    if codes_like.dtype.bitwidth == 8:
+        return _integer_tiles if has_tiles else _integers
+    return _tiles if has_tiles else _blocks
 
 
-def _integer_weight(fields, first, codes_like):  # type: ignore[no-untyped-def]
-    codes = array_at(fields[first + _CODES], fields[first + _CODES + 1], codes_like)
-    return codes, array_at(fields[first + _SCALES], fields[first + _SCALES + 1], _SHORTS)
+@njit(inline="always")
+def _array(fields, at, like):  # type: ignore[no-untyped-def]
+    """Return the array whose address and length are two fields."""
+    return array_at(fields[at], fields[at + 1], like)
 
 
-def _float_weight(fields, first, codes_like):  # type: ignore[no-untyped-def]
-    return (array_at(fields[first + _CODES], fields[first + _CODES + 1], codes_like),)
+def _integer_tiles(  # type: ignore[no-untyped-def]
+    fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like
+):
+    call_at(fields[first + _KERNEL], (
+        _array(fields, first + _CODES, codes_like), _array(fields, first + _SCALES, _SHORTS), x_at, n_rows,
+        fields[first + _N], shape, _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, out_at,
+        fields[first + _N_OUT], like,
+    ))  # fmt: skip
 
 
-@njit(error_model="numpy")
-def product_by(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):  # type: ignore[no-untyped-def]
-    """Set (n_rows, n_out) numbers at `out_at` to the product whose fields begin at `first`; see `multiply`."""
-    multiply(
-        fields[first + _KERNEL], _weight(fields, first, codes_like), x_at, n_rows, fields[first + _N], shape,
-        array_at(fields[first + _BIAS], fields[first + _BIAS + 1], _FLOATS), fields[first + _ACTIVATION], n_parts,
-        out_at, fields[first + _N_OUT], like,
-    )  # fmt: skip
+def _integers(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):  # type: ignore[no-untyped-def]
+    n, n_out = fields[first + _N], fields[first + _N_OUT]
+    x, out = array_at(x_at, n_rows * n, like), array_at(out_at, n_rows * n_out, like)
+    call_at(fields[first + _KERNEL], (
+        _array(fields, first + _CODES, codes_like), _array(fields, first + _SCALES, _SHORTS), x.reshape((n_rows, n)),
+        _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, out.reshape((n_rows, n_out)),
+    ))  # fmt: skip
+
+
+def _tiles(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):  # type: ignore[no-untyped-def]
+    call_at(fields[first + _KERNEL], (
+        _array(fields, first + _CODES, codes_like), x_at, n_rows, fields[first + _N], shape,
+        _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, out_at, fields[first + _N_OUT],
+    ))  # fmt: skip
+
+
+def _blocks(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):  # type: ignore[no-untyped-def]
+    call_at(fields[first + _KERNEL], (
+        _array(fields, first + _CODES, codes_like), x_at, n_rows, fields[first + _N],
+        _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, out_at, fields[first + _N_OUT],
+        like,
+    ))  # fmt: skip
 
 
 @njit(error_model="numpy")
@@ -191,7 +187,7 @@ def _gated(y, gate, n_rows, n_inputs, norm_weight, eps, n_part, n_padded, like):
 def _add_product(  # type: ignore[no-untyped-def]
     fields, first, codes_like, x_at, n_rows, shape, n_parts, like, residual_at, out_at, out_like
 ):
-    """Set out = residual + the product whose fields begin at `first`."""
+    """Multiply rows by the weight whose fields begin at `first`, and set out to residual plus the results."""
     n = n_rows * fields[first + _N_OUT]
     product = np.empty(n, like.dtype)
     product_by(fields, first, codes_like, x_at, n_rows, shape, n_parts, product.ctypes.data, like)
@@ -245,7 +241,9 @@ def gated_product(  # type: ignore[no-untyped-def]
 
 
 @compiled(error_model="numpy")
-def gated_mlp(fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, like, out_at):  # type: ignore[no-untyped-def]
+def gated_mlp(  # type: ignore[no-untyped-def]
+    fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, like, out_at
+):
     """Set out = x + W_down(act(W_gate norm(x)) * W_up norm(x)), with biases.
 
     Args:

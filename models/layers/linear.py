@@ -144,7 +144,7 @@ def add_product(
 def add_gated_mlp(
     x_TM: Tensor, norm: Callable[[Tensor], Tensor], gate: Linear, up: Linear, down: Linear, *, scale: float
 ) -> Tensor:
-    """Return x + s down(gate(norm(x)) * up(norm(x))): of few rows in one call, to the same bits."""
+    """Add a gated MLP, x + s down(gate(norm(x)) * up(norm(x))): of few rows in one call, to the same bits."""
     plan, up_plan, down_plan = gate.compiled, up.compiled, down.compiled
     if plan is not None and up_plan is not None and down_plan is not None and scale == 1.0:
         if (found := plan.gated_mlp(x_TM, norm, up_plan, down_plan)) is not None:
