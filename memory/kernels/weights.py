@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from memory.kernels.signature import Kernels, Prepared
@@ -13,6 +15,10 @@ class Weights:
     def __init__(self, *tensors: Tensor | None) -> None:
         self._tensors = tensors
         self._prepared: tuple[Kernels | None, list[Prepared]] = None, []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was prepared: modules, which kernels are, cannot be copied."""
+        return {**vars(self), "_prepared": (None, [])}
 
     def prepared(self, kernels: Kernels) -> list[Prepared]:
         """Return the tensors as these kernels take them."""

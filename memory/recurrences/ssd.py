@@ -12,14 +12,16 @@ The gate and the norm behind it hold no state, so they stay with the model. A re
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
 from memory.errors import SpecError
-from memory.kernels import Weights
+from memory.kernels import Kernels, StateSlots, Weights
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, matrix_tensor
@@ -87,14 +89,8 @@ class SSD:
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Advance the states by rows (T, E + H); returns outputs (T, H P) in the rows' dtype, and the states."""
         shape, conv = self.shape, self.conv
-        at_once = getattr(states.kernels, "ssd", None)  # what follows, in one call
-        if at_once is not None and states.tails is None and shape.d_conv > 1:
-            dt_bias, a, skip = self._weights.prepared(states.kernels)
-            y_TI = at_once(
-                rows, *conv.prepared(states.kernels), states.slots(0), dt_bias, a, skip, self.dt_limits,
-                shape.n_groups, states.slots(-1), activation=conv.activation,
-            )  # fmt: skip
-            return y_TI, states.written()
+        if states.tails is None and shape.d_conv > 1 and (at_once := self._at_once(states.kernels)) is not None:
+            return at_once(rows, states.slots(0), states.slots(-1)), states.written()
         x_TE = conv(states, rows)
         n_keys = shape.n_groups * shape.d_state
         x_TI, b_TK, c_TK = x_TE.split_with_sizes([shape.n_inner, n_keys, n_keys], -1)
@@ -112,6 +108,21 @@ class SSD:
     @cached_property
     def _weights(self) -> Weights:
         return Weights(self.dt_bias_H, self.a_H, self.d_H)
+
+    def _at_once(self, kernels: Kernels) -> Callable[[Tensor, StateSlots, StateSlots], Tensor] | None:
+        """Return what computes all of a call at once with these kernels; None if they have nothing that does."""
+        if (of := getattr(kernels, "SSDLayer", None)) is None:
+            return None
+        if (layer := self._layers.get(of)) is None:
+            weights = *self.conv.prepared(kernels), *self._weights.prepared(kernels)
+            layer = of(*weights, self.dt_limits, self.shape.n_groups, activation=self.conv.activation)
+            self._layers[of] = layer
+        return layer
+
+    @cached_property
+    def _layers(self) -> dict[Any, Callable[[Tensor, StateSlots, StateSlots], Tensor]]:
+        """Holds what `_at_once` has made: its class -> this layer."""
+        return {}
 
 
 @register_family("ssd")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from threading import Thread
 from types import FrameType
@@ -82,6 +83,19 @@ def test_a_step_leaves_nothing_on_the_model(name: str, tmp_path: Path) -> None:
         assert [path for path, thing in attributes(model).items() if before.get(path) is not thing] == []
         assert not any(isinstance(thing, type(step)) for thing in before.values())
     assert not step.notes
+
+
+@pytest.mark.parametrize("name", ["jamba", "mamba2", "rwkv7"])
+def test_a_model_that_has_run_can_be_copied(name: str, tmp_path: Path) -> None:
+    """The copy has weights of its own."""
+    model = make_model(name, tmp_path)
+    expected = Talk(model, 9, 5, 6)()
+    copy = deepcopy(model)
+    for thing in attributes(model).values():
+        if isinstance(thing, Tensor) and thing.is_floating_point():
+            thing.zero_()
+    assert torch.equal(Talk(copy, 9, 5, 6)(), expected)
+    assert not torch.equal(Talk(model, 9, 5, 6)(), expected)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ Machine code is kept on disk until a source of `memory.kernels` changes, see `co
 
 from memory.kernels.cpu.attention import attend_rows, paged_attention
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
-from memory.kernels.cpu.mamba2 import ssd
+from memory.kernels.cpu.mamba2 import SSDLayer
 from memory.kernels.cpu.matrix_states import matrix_scan
 from memory.kernels.cpu.norms import norm_parts, rms_norm
 from memory.kernels.cpu.page_choice import choose_pages
@@ -24,6 +24,7 @@ from memory.kernels.cpu.rows import plan_attention, plan_choice, prepare, read_r
 from memory.kernels.cpu.warm_up import warm_up
 
 __all__ = [
+    "SSDLayer",
     "attend_rows",
     "causal_conv",
     "choose_pages",
@@ -38,7 +39,6 @@ __all__ = [
     "rms_norm",
     "selective_scan",
     "softplus",
-    "ssd",
     "warm_up",
     "wkv4",
     "write_rows_",

@@ -19,7 +19,7 @@ from memory.kernels.cpu.attention import paged_attention
 from memory.kernels.cpu.byte_sums import column_and_row_sums
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from memory.kernels.cpu.compiled import NotCompiledError, is_kept, on_a_miss
-from memory.kernels.cpu.mamba2 import ssd
+from memory.kernels.cpu.mamba2 import SSDLayer
 from memory.kernels.cpu.matrix_states import matrix_scan
 from memory.kernels.cpu.norms import norm_parts, rms_norm
 from memory.kernels.cpu.page_choice import choose_pages
@@ -78,7 +78,8 @@ def _scan_matrices(_: Tensor) -> None:
 
 def _scan_after_convolving(flat: Tensor) -> None:
     x, state = _states[:1], _slots(_states, 1, 1, 1)
-    ssd(flat[:4].view(1, 4), flat[:6].view(2, 3), None, _slots(flat, 1, 3), x, x, None, (0.0, 1.0), 1, state)
+    layer = SSDLayer(_states[:6].view(2, 3), None, x, x, None, (0.0, 1.0), 1, activation=True)
+    layer(flat[:4].view(1, 4), _slots(flat, 1, 3), state)
 
 
 def _scan_three_sums(_: Tensor) -> None:

@@ -40,9 +40,8 @@ def test_ssd_is_convolution_steps_and_scan(
     ).flatten(1).to(dtype)  # fmt: skip
     after = windows.flat, states.flat
 
-    y = cpu.ssd(
-        rows, weight, bias, windows.fresh(), dt_bias, a, skip, limits, G, states.fresh(), activation=has_skip
-    )  # fmt: skip
+    layer = cpu.SSDLayer(weight, bias, dt_bias, a, skip, limits, G, activation=has_skip)
+    y = layer(rows, windows.fresh(), states.fresh())
     assert y.dtype == dtype and torch.equal(y, expected)
     for found, wanted in zip((windows.flat, states.flat), after, strict=True):
         assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))  # what is not written stays poisoned
@@ -51,9 +50,13 @@ def test_ssd_is_convolution_steps_and_scan(
 def test_ssd_refuses_sizes_that_do_not_fit() -> None:
     rows, weight, heads = torch.randn(N, E + H), torch.randn(W, E), torch.randn(H)
     for wrong in (heads[1:], torch.randn(H + 1)):
+        layer = cpu.SSDLayer(weight, None, wrong, heads, None, (0.0, 1.0), G, activation=True)
         with pytest.raises(StepError, match=r"ssd.*dt_bias"):
-            cpu.ssd(rows, weight, None, Slots((W - 1, E)).fresh(), wrong, heads, None, (0.0, 1.0), G,
-                    Slots((H, P, S)).fresh())  # fmt: skip
+            layer(rows, Slots((W - 1, E)).fresh(), Slots((H, P, S)).fresh())
+    layer = cpu.SSDLayer(weight, None, heads, heads, None, (0.0, 1.0), G, activation=True)
+    layer(rows, Slots((W - 1, E)).fresh(), Slots((H, P, S)).fresh())
+    with pytest.raises(StepError, match=r"rows has shape"):  # sizes that fit have been seen before
+        layer(rows[1:], Slots((W - 1, E)).fresh(), Slots((H, P, S)).fresh())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
