@@ -13,7 +13,7 @@ from torch import Tensor
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cpu.rows import LIKE, as_array
 from memory.kernels.cpu.threads import use_threads
-from models.layers import amx, blocked_kernels, finishing, integer_vectors, tile_kernels
+from models.layers import amx, blocked_kernels, finishing, huge_pages, integer_vectors, tile_kernels
 from models.layers.few_rows import CompiledProduct
 from models.layers.few_rows_kernels import ProductKind
 
@@ -54,7 +54,7 @@ class BlockedWeight:
         self.dtype, self._n_multiple = dtype, blocked_kernels.UNROLLED * _PER_CODE[dtype]
         rows = _as_codes(weight, dtype, self._n_multiple)
         n_rows, n_codes = ceil_div(self.n_out, _OUTPUTS) * _OUTPUTS, rows.shape[1] // _PER_CODE[dtype]
-        self.codes = torch.empty(n_rows, n_codes, dtype=torch.float32 if dtype is torch.float32 else torch.int32)
+        self.codes = huge_pages.empty(n_rows, n_codes, dtype=torch.float32 if dtype is torch.float32 else torch.int32)
         self._codes = self.codes.numpy().reshape(-1).view(_CODES[dtype])
         self._has_tiles = dtype is torch.bfloat16 and amx.multiplies_tiles()
         blocked_kernels.lay_out(as_array(rows).view(_CODES[dtype]), use_threads(rows.numel()), self._codes)

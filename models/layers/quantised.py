@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,15 @@ from torch import Tensor
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cpu.rows import LIKE, as_array
 from memory.kernels.cpu.threads import use_threads
-from models.layers import amx, finishing, integer_rounding, integer_tile_kernels, integer_vectors, quantised_kernels
+from models.layers import (
+    amx,
+    finishing,
+    huge_pages,
+    integer_rounding,
+    integer_tile_kernels,
+    integer_vectors,
+    quantised_kernels,
+)
 from models.layers.blocked import pairs_of
 from models.layers.few_rows import CompiledProduct
 from models.layers.few_rows_kernels import ProductKind
@@ -37,14 +47,13 @@ class QuantisedWeight:
         self.n_out, self.n_in = weight.shape
         self.format = format
         n_blocks, n_groups = ceil_div(self.n_out, 16), ceil_div(self.n_in, 32)
-        n_weights, device = n_blocks * 16 * n_groups * 32, weight.device
-        is_8 = format != "int4"
-        self.codes = torch.empty(
-            n_weights if is_8 else n_weights // 2, dtype=torch.int8 if is_8 else torch.uint8, device=device
-        )
+        n_weights, is_8 = n_blocks * 16 * n_groups * 32, format != "int4"
+        is_dry = weight.device.type == "meta"
+        empty = partial(torch.empty, device="meta") if is_dry else huge_pages.empty
+        self.codes: Tensor = empty(n_weights if is_8 else n_weights // 2, dtype=torch.int8 if is_8 else torch.uint8)
         n_scales = 16 * n_blocks * (1 if format == "int8-row" else n_groups)
-        self.scales = torch.empty(n_scales, dtype=torch.bfloat16, device=device)
-        if device.type == "meta":
+        self.scales: Tensor = empty(n_scales, dtype=torch.bfloat16)
+        if is_dry:
             return
         self._codes, self._scales = self.codes.numpy(), as_array(self.scales)
         is_paired = weight.dtype is torch.bfloat16 and integer_vectors.multiplies_pairs()
