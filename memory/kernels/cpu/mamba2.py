@@ -42,7 +42,7 @@ class SSDLayer:
         bias = torch.zeros(weight_WE.shape[1]) if bias_E is None else bias_E
         given = (as_tensor(x) for x in (weight_WE, bias, dt_bias_H, a_H, skip_H) if x is not None)
         self._weights: np.ndarray = torch.cat([x.detach().float().flatten() for x in given]).numpy()
-        self._least, self._most = dt_limits
+        self._least, self._most = map(float, dt_limits)
         self._n_groups, self._activation = n_groups, activation
         self._fitting: object = None  # sizes that have been found to fit the weights
 
@@ -66,7 +66,7 @@ class SSDLayer:
         own = opened(state)
         _ssd(
             rows.data_ptr(), n_rows, LIKE[rows.dtype], cu_rows, self._weights, n_before + 1, n_channels,
-            self._activation, float(self._least), float(self._most), as_array(window.flat), as_array(window.sources),
+            self._activation, self._least, self._most, as_array(window.flat), as_array(window.sources),
             as_array(window.targets), float(window.initial), channels_at_once(cu_rows, n_rows, n_channels, n_threads),
             as_array(own.flat), as_array(own.sources), as_array(own.targets), float(own.initial), n_heads, head_dim,
             self._n_groups, n_columns, is_long(cu_rows), NOTHING, out.data_ptr(),
