@@ -1,7 +1,8 @@
 """Allocates memory for the weights of products, in huge pages where the system has them.
 
 A step reads every weight once. In pages of 4 KiB the processor has to look up an address for each of these; a huge page
-has 2 MiB. So a step of one sequence takes a twentieth less time with 120 million weights, a fifth with three billion.
+has 2 MiB. A step of an LFM2 with 120 million weights takes 2 to 9 % less time by that, one of a Jamba with three
+billion as long as before. Memory of a deleted model goes back to the system.
 """
 
 from __future__ import annotations
