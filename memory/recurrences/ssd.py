@@ -121,7 +121,7 @@ class SSD:
 
     @cached_property
     def _layers(self) -> dict[Any, Callable[[Tensor, StateSlots, StateSlots], Tensor]]:
-        """Holds what `_at_once` has made: its class -> this layer."""
+        """Keep what kernels have made of these weights: their class -> this layer of it."""
         return {}
 
 

@@ -12,8 +12,11 @@ import mmap
 import threading
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from memory.blocks.store import reserve
 
 _PAGE_BYTES = 2 << 20
 _MAPPED_BYTES = 256 << 20
@@ -24,28 +27,28 @@ _LINE_BYTES = 64
 """Weights begin at a line of the caches, which is also a whole vector register of AVX-512."""
 
 _lock = threading.Lock()
-_last: tuple[ref[mmap.mmap] | None, int] = None, 0
+_last: tuple[ref[np.ndarray] | None, int] = None, 0
 """The mapping from which the last weight was taken, as long as there is one, and its first free byte."""
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Allocate a tensor on the CPU, of any content, as `torch.empty` does."""
-    n = math.prod(shape)
-    if not n or not hasattr(mmap, "MADV_HUGEPAGE"):
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if not n_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     with _lock:
-        pages, first = _take(n * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype, count=n, offset=first).view(shape)
+        own = _take(n_bytes)
+    return torch.from_numpy(own).view(dtype).view(shape)
 
 
-def _take(n_bytes: int) -> tuple[mmap.mmap, int]:
-    """Return a mapping and the first of so many bytes in it that nobody has yet."""
+def _take(n_bytes: int) -> np.ndarray:
+    """Return so many bytes of a mapping that nobody has yet."""
     global _last
-    pages, first = None if _last[0] is None else _last[0](), _last[1]
-    if pages is None or first + n_bytes > len(pages):
+    mapped, first = None if _last[0] is None else _last[0](), _last[1]
+    if mapped is None or first + n_bytes > len(mapped):
         mapped_bytes = max(_MAPPED_BYTES, n_bytes) + _PAGE_BYTES  # the first address may lie within a page
-        pages = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % _PAGE_BYTES
-    _last = ref(pages), first + -(-n_bytes // _LINE_BYTES) * _LINE_BYTES
-    return pages, first
+        mapped = reserve(mapped_bytes, torch.device("cpu")).numpy()
+        first = -mapped.ctypes.data % _PAGE_BYTES
+    _last = ref(mapped), first + -(-n_bytes // _LINE_BYTES) * _LINE_BYTES
+    own: np.ndarray = mapped[first : first + n_bytes]
+    return own

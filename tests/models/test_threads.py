@@ -87,7 +87,7 @@ def test_a_step_leaves_nothing_on_the_model(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["jamba", "mamba2", "rwkv7"])
 def test_a_model_that_has_run_can_be_copied(name: str, tmp_path: Path) -> None:
-    """The copy has weights of its own."""
+    """A copy of a model keeps its weights when those of the first are overwritten."""
     model = make_model(name, tmp_path)
     expected = Talk(model, 9, 5, 6)()
     copy = deepcopy(model)

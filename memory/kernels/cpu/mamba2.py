@@ -22,7 +22,7 @@ from memory.kernels.signature import Prepared, StateSlots, as_tensor
 
 
 class SSDLayer:
-    """Computes what `memory.recurrences.SSD` describes, with the weights of one layer.
+    """Computes the recurrence of one Mamba-2 layer, convolution, steps and scan: see `memory.recurrences.SSD`.
 
     It holds them in one array of float32: to pass five takes Python longer, most of all where the products between two
     calls have pushed out of the caches what it needs for that.
