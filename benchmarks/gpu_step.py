@@ -17,7 +17,7 @@ from transformers import BambaConfig
 from benchmarks.harness import Report, interleave
 from benchmarks.workloads import Transformers, make_peer
 from memory import HybridMemory
-from memory.cuda_graphs import RecordedModel
+from memory.recorded import RecordedModel
 from models import LanguageModel, load_model
 
 CONTEXT = 512

@@ -119,8 +119,8 @@ class AttentionCache:
                 tables = [t[n - own :] for t, n, own in zip(tables, first_read.tolist(), held_from, strict=True)]
             pages = self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize
             rows = self._rows_at(packed, pages, wanted, positions)
-            placed = self.place(pages, room=True)
-            batch = PagedBatch(packed.cu_seqlens, lengths, placed, starts_of(wanted), self.page_tokens)
+            cu_seqlens, lengths, cu_pages = map(self._store.on_host, (packed.cu_seqlens, lengths, starts_of(wanted)))
+            batch = PagedBatch(cu_seqlens, lengths, self.place(pages, room=True), cu_pages, self.page_tokens)
             reads, full = self._reads(packed, pages, batch)
             plan = AttentionPlan(packed, changed, copies, fresh, pages, batch, rows, reads, full)
         except BaseException:

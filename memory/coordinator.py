@@ -131,6 +131,10 @@ class Coordinator(Lifetime):
             finally:
                 self._settle(opened)
 
+    def want_stages(self) -> None:
+        """Copy the plans of later steps to places that stay, so that steps can be recorded."""
+        self.store.stages.are_wanted = True
+
     def _settle(self, opened: OpenStep) -> None:
         """Forget an open step whose blocks are committed or given back. The caller holds interrupts off."""
         del self.open_steps[opened]

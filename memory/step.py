@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -46,6 +47,7 @@ class StepOwner(Protocol):
     def begin(self, step: Step) -> None: ...
     def commit(self, opened: OpenStep, kept: Int64s) -> None: ...
     def abort(self, opened: OpenStep) -> None: ...
+    def want_stages(self) -> None: ...
 
 
 class _Leave:
@@ -263,7 +265,7 @@ class Step:
         self._entered()
         return hidden[self._output_rows.to(hidden.device)]
 
-    # For CUDA graphs (`memory.cuda_graphs`)
+    # For recordings (`memory.recorded`)
 
     @property
     def layout(self) -> Hashable | None:
@@ -275,8 +277,17 @@ class Step:
             return None
         return place, int(counts[0]), self.outputs
 
+    def recordings_of(self, model: object) -> OrderedDict[Hashable, Any] | None:
+        """Return what is kept for a model's steps whose plans lie where this one's does; None where plans do not stay.
+
+        On the CPU those of later steps of this memory will.
+        """
+        if (stage := self._entered().stage) is None:
+            self._owner.want_stages()
+        return None if stage is None else stage.recordings_of(model)
+
     def serve_all(self) -> None:
-        """Note that every layer memory was used, because a graph of a step with the same layout was replayed."""
+        """Note that every layer memory was used, because the recording of a step with this layout was replayed."""
         self._entered()
         self._served = set(self._owner.places.values())
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memory import HybridMemory, Sequence, Step
 from memory.chunked_prefill import run_in_chunks
+from memory.recorded import run_recorded
 from memory.sequences.batch import count_tokens
 from memory.sequences.interrupts import uninterrupted_call
 from memory.step import Outputs
@@ -88,6 +89,7 @@ def take_step(
     """
     with ExitStack() as commit:
         with step:
-            chosen = choose(model(step), step)
+            is_recordable = getattr(model, "is_recordable", False)
+            chosen = choose(run_recorded(model, step) if is_recordable else model(step), step)
             commit.enter_context(held)
         keep(chosen)

@@ -4,17 +4,19 @@ The copy is from pinned memory, so the host never waits for the device, which re
 are done.
 
 Plans are uploaded to the same buffer, one after the other. So two plans of arrays of the same shapes are at the same
-addresses, which is why a step can be captured once and replayed for others (`memory.cuda_graphs`).
+addresses, which is why a step can be captured once and replayed for others (`memory.recorded`). On the CPU,
+whose kernels read plans where they are, they are copied to such a buffer only once somebody wants to record steps.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Hashable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from memory.blocks.arrays import Int64s, ceil_div
 from memory.errors import StepError
 
 _LEAST_ELEMENTS = 1 << 14
+_LEAST_ROOM = 256
 _WHOLE = 2
 """Elements to which arrays are aligned: 16 bytes, which kernels load at once."""
 
@@ -43,6 +46,8 @@ class Stage:
 
     def __init__(self, device: torch.device, stages: Stages) -> None:
         self._device, self._stages = device, weakref.ref(stages)
+        self._is_apart = is_apart(device)
+        self._recordings: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Any]] = weakref.WeakKeyDictionary()
         self._place = torch.empty(0, dtype=torch.int64, device=device)
         self._used = self._n_elements = 0
         self._is_open = False
@@ -52,6 +57,16 @@ class Stage:
     def layout(self) -> Hashable | None:
         is_whole = self._n_elements <= len(self._place)
         return (self, self._place.data_ptr(), *self._sizes) if is_whole else None
+
+    def recordings_of(self, model: object) -> OrderedDict[Hashable, Any] | None:
+        """Return what is kept of a model's steps with plans in this buffer; None if the model cannot be a weak key.
+
+        They hold addresses in the memory, so they go with it, and with the model.
+        """
+        try:
+            return self._recordings.setdefault(model, OrderedDict())
+        except TypeError:
+            return None
 
     def open(self) -> None:
         """Begin a new plan. Kernels that were launched before still read the old one before the new one is copied."""
@@ -67,7 +82,9 @@ class Stage:
     def _use(self, place: Tensor) -> None:
         self._on_device, self._used = place, 0
         # torch does not use pinned memory again before copies out of it are done.
-        self._pinned = torch.empty(len(place), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._pinned = place
+        if self._is_apart:
+            self._pinned = torch.empty(len(place), dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._host = self._pinned.numpy()
 
     def add(self, array: Int64s, size: int) -> Tensor:
@@ -78,7 +95,8 @@ class Stage:
             self._use(torch.empty(max(_LEAST_ELEMENTS, 2 * size), dtype=torch.int64, device=self._device))
             end = size
         self._host[self._used : self._used + array.size] = array.ravel()
-        placed = self._on_device[self._used : end]
+        own = self._host[self._used : end]
+        placed = self._on_device[self._used : end] if self._is_apart else torch.from_numpy(own)
         self._sizes.append((size,) if size > array.size else array.shape)
         self._used = ceil_div(end, _WHOLE) * _WHOLE
         self._n_elements += size + size % _WHOLE
@@ -87,7 +105,7 @@ class Stage:
     def send(self) -> None:
         """Start the copy of all arrays that were added to the device."""
         n = min(self._used, len(self._host))
-        if n:
+        if n and self._is_apart:
             self._on_device[:n].copy_(self._pinned[:n], non_blocking=True)
 
     def close(self) -> None:
@@ -100,19 +118,21 @@ class Stage:
 
 
 class Stages:
-    """Holds the buffers of a memory's plans, one for each step that is open at the same time; on the CPU none.
+    """Holds the buffers of a memory's plans, one for each step that is open at the same time.
 
     Attributes:
         idle: buffers that no step uses.
+        are_wanted: whether there are any; from the start only for a device with memory of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.idle: list[Stage] = []
+        self.are_wanted = is_apart(device)
 
     def take(self) -> Stage | None:
-        """Return an idle buffer or a new one; None on a device without memory of its own."""
-        if not is_apart(self._device):
+        """Return an idle buffer or a new one; None if none are wanted."""
+        if not self.are_wanted:
             return None
         return self.idle.pop() if self.idle else Stage(self._device, self)
 
@@ -127,6 +147,7 @@ def is_apart(device: torch.device) -> bool:
 
 _open_stage: ContextVar[Stage | None] = ContextVar("open_stage", default=None)
 _is_capturing: ContextVar[bool] = ContextVar("is_capturing", default=False)
+_tell_objection: ContextVar[Callable[[str], None] | None] = ContextVar("tell_objection", default=None)
 
 
 @contextmanager
@@ -161,9 +182,30 @@ def uploads_forbidden() -> Iterator[None]:
         _is_capturing.reset(token)
 
 
-def is_capturing() -> bool:
-    """True inside of `uploads_forbidden`, while a step is captured."""
-    return _is_capturing.get()
+@contextmanager
+def objections_noted(tell: Callable[[str], None]) -> Iterator[None]:
+    """Pass to `tell` why what runs in the block cannot be replayed: it runs all the same, once."""
+    token = _tell_objection.set(tell)
+    try:
+        yield
+    finally:
+        _tell_objection.reset(token)
+
+
+def object_to_replays(why: str) -> None:
+    """Say, in what a step runs, that it cannot stand for other steps.
+
+    Raises StepError while a step is captured in a CUDA graph. On the CPU the step goes on.
+    """
+    if (tell := _tell_objection.get()) is not None:
+        tell(why)
+    elif _is_capturing.get():
+        raise StepError(why)
+
+
+def is_placed(device: torch.device) -> bool:
+    """True if the step that is being planned may be replayed for others, so that plans hold numbers in arrays alone."""
+    return is_apart(device) or _open_stage.get() is not None
 
 
 class Placed(NamedTuple):
@@ -188,25 +230,38 @@ def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor
     Args:
         room: round its capacity up, so that later, slightly larger plans keep the same addresses.
     """
-    if not is_apart(device):
-        return torch.from_numpy(array)
-    return _upload(array, device, room=room)
+    if is_apart(device) or _open_stage.get() is not None:
+        return _upload(array, device, room=room)
+    if (tell := _tell_objection.get()) is not None:
+        tell("the step makes an array that its plan does not hold")
+    return torch.from_numpy(array)
+
+
+def on_host(array: Int64s, device: torch.device) -> Int64s:
+    """Return an array that only the host reads: where kernels run on the host, at an address as `upload` gives it."""
+    if is_apart(device) or (stage := _open_stage.get()) is None:
+        return array
+    placed: Int64s = stage.add(array, array.size).numpy()
+    return placed
 
 
 def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
     """Add an array to the open stage, or upload it by itself; raises StepError if that would be in a captured step."""
     stage = _open_stage.get()
     if stage is not None:
-        return stage.add(array, room_for(array.size) if room else array.size)
-    if is_capturing():
-        raise StepError("a step that is recorded wants to upload what its plan does not hold")
+        size = array.size
+        if room:  # kernels of the CPU do not look at what is behind the array, so there may be much
+            size = room_for(size) if is_apart(device) else max(_LEAST_ROOM, 1 << (size - 1).bit_length())
+        return stage.add(array, size)
+    object_to_replays("a step that is recorded wants to upload what its plan does not hold")
     copied = torch.from_numpy(array.copy())
     return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied
 
 
 def place(array: Int64s, device: torch.device) -> Placed:
     """Upload an array that the host reads as well, as `upload` does."""
-    return Placed(array, upload(array, device))
+    device_array = upload(array, device)
+    return Placed(array if is_apart(device) else device_array.numpy(), device_array)
 
 
 class Download:

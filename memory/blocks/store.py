@@ -97,6 +97,10 @@ class Store:
         """Upload an array that some kernels read on the host and others on the device."""
         return uploads.place(array, self.device)
 
+    def on_host(self, array: Int64s) -> Int64s:
+        """Return an array of a plan that only the host reads, as `memory.blocks.staging.on_host` does."""
+        return uploads.on_host(array, self.device)
+
     def copy(self, source: int, target: int, n_bytes: int) -> None:
         """Copy the bytes of one block to another."""
         if not self.is_dry:

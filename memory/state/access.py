@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memory.blocks.arrays import EMPTY, Int64s, ranges
 from memory.blocks.layout import BlockLayout
-from memory.blocks.staging import Placed, is_capturing
+from memory.blocks.staging import Placed, object_to_replays
 from memory.errors import StepError
 from memory.kernels import Kernels, Prepared, StateSlots, Tail, select_kernels
 from memory.specs import RecurrentSpec
@@ -58,10 +58,9 @@ class States:
 
         Raises StepError while a step is captured in a CUDA graph, which is replayed at other positions.
         """
-        if is_capturing():
-            raise StepError(
-                f"{self.spec.family!r} asks the host for positions, and a step that is recorded serves others as well"
-            )
+        object_to_replays(
+            f"{self.spec.family!r} asks the host for positions, and a step that is recorded serves others as well"
+        )
         return self._begins
 
     def slots(self, index: int) -> StateSlots:

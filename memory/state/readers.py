@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s, ranges, starts_of
-from memory.blocks.staging import is_apart
+from memory.blocks.staging import is_placed
 from memory.errors import SpecError, StepError
 from memory.interface import Packed
 from memory.kernels import Kernels, Prepared, Tail
@@ -97,10 +97,10 @@ class HeadReader:
     def _places(self, new_rows: Int64s) -> Tensor | slice:
         """Return packed indices, which ascend: as a slice if they are consecutive, for that takes no copy of the rows.
 
-        On a device they are a tensor always: a captured graph is replayed for other rows.
+        Where steps are recorded they are a tensor always: a recording is replayed for other rows.
         """
         store, first, last = self._table.store, int(new_rows[0]), int(new_rows[-1])
-        if not is_apart(store.device) and last - first == len(new_rows) - 1:
+        if not is_placed(store.device) and last - first == len(new_rows) - 1:
             return slice(first, last + 1)
         return store.upload(new_rows)
 

@@ -133,6 +133,8 @@ class Decoder:
         )  # fmt: skip
 
     gives_hidden_states = True
+    is_recordable = True
+    """Says that a step's logits depend on its tensors alone, so that `memory.recorded` may replay other steps."""
 
     @on_step
     def __call__(self, step: Step) -> Tensor:

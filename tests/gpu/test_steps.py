@@ -8,8 +8,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from memory import HybridMemory
-from memory.cuda_graphs import RecordedModel
 from memory.kernels import chosen_kernels
+from memory.recorded import RecordedModel
 from tests.subjects import Subject
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # torch warns of its own tools here

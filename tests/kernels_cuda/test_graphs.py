@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step, StepError
-from memory.cuda_graphs import RecordedModel
 from memory.eviction import Quest
 from memory.kernels.cuda import tiles
 from memory.quantization import Quantized
+from memory.recorded import RecordedModel
 from memory.recurrences import FAMILIES, Fold
 from memory.specs import LayerSpec
 from memory.state.access import States

@@ -9,7 +9,7 @@ import torch
 
 from memory import HybridMemory, SpecError
 from memory.blocks.staging import room_for
-from memory.cuda_graphs import RecordedModel
+from memory.recorded import RecordedModel
 from tests.toy import Toy
 
 

@@ -47,8 +47,9 @@ def paged_attention(
     if n_short and folded is not None:
         attend_few_folded(q_THD, keys, values, batch, n_short, n_kv_heads, scoring, sinks, bias_HL, folded, out_THD)
     elif n_short:
-        n_threads = use_threads(2 * q_THD[0].numel() * int((counts * batch.kv_lengths)[:n_short].sum()))
         pages = as_array(batch.pages)
+        # By the room for pages, not by lengths: a recorded step is replayed for longer sequences.
+        n_threads = use_threads(2 * q_THD[0].numel() * int(counts[n_short - 1]) * pages.shape[-1] * batch.page_tokens)
         heads_a_task = n_kv_heads if n_short >= 2 * n_threads and pages.ndim == 1 else 1
         _attend_few(
             as_array(q_THD.contiguous()), as_array(keys), as_array(values), batch.cu_seqlens[: n_short + 1],

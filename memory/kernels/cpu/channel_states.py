@@ -4,6 +4,8 @@ A task is one segment, over some of the channels.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from numba import njit, prange
@@ -72,6 +74,12 @@ def _fade_and_add_(h, decay, x):  # type: ignore[no-untyped-def]
         h[e] = decay[e] * h[e] + x[e]
 
 
+@cache
+def _numbers(*numbers: float) -> np.ndarray:
+    """Return an array of numbers, the same one for the same: a step is recorded only if its arrays stay."""
+    return np.array(numbers, np.float32)
+
+
 def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...]) -> Tensor:
     checks.wkv4(k_TE, v_TE, decay_E, first_E, states, checks.FLOATS_UP_TO_32_BITS)
     y_TE = torch.empty(v_TE.shape)
@@ -82,7 +90,7 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
         k, v, as_array(decay_E), as_array(first_E), top.cu_rows.host,
         as_array(top.flat), as_array(top.sources), as_array(top.targets), as_array(below.flat), as_array(below.sources),
         as_array(below.targets), as_array(exponent.flat), as_array(exponent.sources), as_array(exponent.targets),
-        np.array([top.initial, below.initial, exponent.initial], np.float32), y_TE.numpy(),
+        _numbers(top.initial, below.initial, exponent.initial), y_TE.numpy(),
     )  # fmt: skip
     for sums, state in zip(own, states, strict=True):
         close(sums, state)

@@ -34,6 +34,7 @@ from numba.core.serialize import dumps
 from platformdirs import user_cache_path
 
 from memory.kernels.cpu import progress
+from memory.kernels.cpu.launches import NotedDispatcher
 from memory.kernels.cpu.locks import FileLock
 from memory.kernels.cpu.threads import MAY_OVERLAP
 
@@ -123,6 +124,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def compile_lazily(function: Callable[..., Any]) -> Any:
         kernel = numba.njit(nogil=is_free, **options)(function)
+        kernel.__class__ = NotedDispatcher
         try:
             kernel._cache = KernelCache(function, is_free=is_free)
         except OSError as error:  # there is no file of its source

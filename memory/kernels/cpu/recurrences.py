@@ -4,6 +4,8 @@ A task is one segment, over some of the channels.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from numba import njit, prange
@@ -36,6 +38,12 @@ def channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: i
     return -(-n_channels // (64 * n_chunks)) * 64
 
 
+@cache
+def _no_bias(n_channels: int, dtype: np.dtype) -> np.ndarray:
+    """Return zeros, the same array always: a step is recorded only if its calls take arrays that stay."""
+    return np.zeros(n_channels, dtype)
+
+
 def causal_conv(
     rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True
 ) -> Tensor:
@@ -43,7 +51,7 @@ def causal_conv(
     n_taps, n_channels = weight_WE.shape
     out_TE = rows_TR.new_empty(rows_TR.shape[0], n_channels)
     weight = as_array(weight_WE)
-    bias = np.zeros(n_channels, weight.dtype) if bias_E is None else as_array(bias_E)
+    bias = _no_bias(n_channels, weight.dtype) if bias_E is None else as_array(bias_E)
     n_threads = use_threads(2 * out_TE.numel() * n_taps)
     if window.tail is not None:
         ring, blocks, _, spans = arrays_of(window.tail)

@@ -8,6 +8,8 @@ import torch
 from numba import get_num_threads, set_num_threads
 from numba.np.ufunc.parallel import threading_layer
 
+from memory.kernels.cpu.launches import note
+
 # Reassociation lets sums use vector registers; without sums it stays off. Together with "nsz" it would let LLVM remove
 # the rounding steps of `exp2_f32`. "nnan" and "ninf" stay off: NaN must reach the output.
 REDUCING = {"reassoc", "contract"}
@@ -39,7 +41,12 @@ def use_threads(n_multiplications: int) -> int:
     n_threads = 1
     if n_multiplications >= _WORTH_A_THREAD:
         n_threads = min(torch.get_num_threads(), _MOST_THREADS, 1 + n_multiplications // _WORTH_A_THREAD)
+    _use(n_threads)
+    note(_use, n_threads)
+    return n_threads
+
+
+def _use(n_threads: int) -> None:
     if n_threads != getattr(_last, "n_threads", None):
         set_num_threads(n_threads)
         _last.n_threads = n_threads
-    return n_threads

@@ -147,7 +147,7 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
 
 def _with_room(tiles: Tiles, n_queries: int) -> Tiles:
     """Add room, so that the next step, in which requests see a row more, mostly has tiles of the same shapes.
-    Then a captured step can be replayed (`memory.cuda_graphs`).
+    Then a captured step can be replayed (`memory.recorded`).
     """
     size, _, n_tasks = tiles.launches[0]
     n_room, n_split = room_for(n_tasks), len(tiles.merges)

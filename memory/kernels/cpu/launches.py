@@ -1,0 +1,40 @@
+"""Notes which kernels a thread launches while a step is recorded (`memory.kernels.cpu.recording`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from numba.core.registry import CPUDispatcher
+
+Sink = Callable[[Callable[..., object], tuple[Any, ...]], None]
+"""Takes a function and the arguments with which it is called."""
+
+_sink: ContextVar[Sink | None] = ContextVar("sink", default=None)
+
+
+def note(function: Callable[..., object], *arguments: Any) -> None:
+    """Tell the recording of this thread, if there is one, that a function is called which sets up later kernels."""
+    if (sink := _sink.get()) is not None:
+        sink(function, arguments)
+
+
+@contextmanager
+def noting(sink: Sink) -> Iterator[None]:
+    """Pass what this thread launches in the block to `sink`."""
+    token = _sink.set(sink)
+    try:
+        yield
+    finally:
+        _sink.reset(token)
+
+
+class NotedDispatcher(CPUDispatcher):
+    """Calls a compiled kernel, after noting that."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        if (sink := _sink.get()) is not None:
+            sink(self, arguments)
+        return super().__call__(*arguments)

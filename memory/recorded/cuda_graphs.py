@@ -1,0 +1,45 @@
+"""Captures runs in CUDA graphs, for `memory.recorded`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Run = Callable[[], Tensor]
+
+
+class Recording(Protocol):
+    """Holds the kernels that a run launched, to launch them again."""
+
+    output: Tensor
+    """The run's result, which each replay writes to the same address."""
+
+    def replay(self) -> None:
+        """Launch the captured kernels again."""
+        ...
+
+
+class CudaGraphs:
+    """Captures runs as CUDA graphs that share their working memory, so no two may be replayed at once."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Run) -> Recording:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return _CudaGraph(run, self._pool)
+
+
+class _CudaGraph:
+    """Holds one run as a CUDA graph: a `Recording`."""
+
+    def __init__(self, run: Run, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self.output = run()
+
+    def replay(self) -> None:
+        self._graph.replay()

@@ -1,0 +1,246 @@
+"""Steps that are recorded and replayed on the CPU, beside the same steps of the same model as ever."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, Step
+from memory.recorded import run_recorded
+from models.layers.decoder import HIDDEN_STATES
+from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
+from tests.toy import VOCAB, Toy
+
+HAS_EXPERTS = (
+    "jamba", "deepseek", "granite-moe", "lfm2-moe", "experts-in-groups", "of-four-experts", "of-three-experts",
+    "nemotron-h",
+)  # fmt: skip
+"""Parts of the names of models whose experts are counted on the host, so that no step is recorded."""
+
+
+class Counted:
+    """Counts how often a model runs: a replay does not run it."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.memory_spec, self.model, self.n_runs = subject.spec, subject.model, 0
+
+    def __call__(self, step: Step) -> Tensor:
+        self.n_runs += 1
+        return self.model(step)
+
+
+class Twins:
+    """Two memories that are told the same: one whose model runs, one whose steps are recorded."""
+
+    def __init__(self, subject: Subject, n_sequences: int = 3) -> None:
+        self.subject, self.counted = subject, Counted(subject)
+        self.memories = [subject.memory(budget="4MiB") for _ in range(2)]
+        self.sequences = [[memory.open() for _ in range(n_sequences)] for memory in self.memories]
+        self.random = random.Random(0)
+        self.n_steps = 0
+
+    def feed(self, counts: dict[int, int], accept: dict[int, int] | None = None) -> None:
+        """Feed sequences i counts[i] random tokens each, and compare all bits of the logits."""
+        tokens = {i: [self.random.randrange(VOCAB) for _ in range(n)] for i, n in counts.items()}
+        logits = []
+        for recorded, memory, sequences in zip((False, True), self.memories, self.sequences, strict=True):
+            with memory.step({sequences[i]: ids for i, ids in tokens.items()}, outputs="all") as step:
+                logits.append(run_recorded(self.counted, step) if recorded else self.subject.model(step))
+                step.accept({sequences[i]: n for i, n in (accept or {}).items()})
+        assert torch.isfinite(logits[0]).all()
+        assert torch.equal(*logits)
+        self.n_steps += 1
+
+    def each(self) -> Iterator[tuple[HybridMemory, list[Sequence]]]:
+        return zip(self.memories, self.sequences, strict=True)
+
+    def check(self) -> None:
+        for memory in self.memories:
+            memory.check()
+
+
+FEW = (
+    *("toy", "toy replay", "toy-window", "toy bfloat16", "toy-quest", "toy-h2o", "mamba", "jamba int8"),
+    *("family:kimi_delta", "family:rg_lru", "family:rwkv4", "family:gated_delta defer", "family:mamba1 defer"),
+    *("model:bamba", "model:bamba defer", "model:gemma3", "model:lfm2", "model:mamba2", "model:qwen3.5-biases"),
+    *("model:rwkv7", "model:zamba2"),
+)
+"""Those of `SUBJECTS` whose steps make different calls; a whole run takes all."""
+
+
+@pytest.mark.parametrize("name", SUBJECTS if IS_FULL else FEW)
+def test_replays_are_the_steps_they_stand_for(name: str, tmp_path: Path) -> None:
+    """Steps of one and of several tokens in a company that changes, with rollbacks, forks and drafts between them."""
+    twins = Twins(make_subject(name, tmp_path))
+    twins.feed({0: 9, 1: 4, 2: 1})
+    for _ in range(40):
+        twins.feed({0: 1, 1: 1, 2: 1})
+    n_before, twins.n_steps = twins.counted.n_runs, 0
+    for round_ in range(6):
+        for _ in range(4):
+            twins.feed({0: 1, 1: 1, 2: 1})
+        if round_ % 2:
+            twins.feed({0: 3, 1: 3}, accept={0: 1, 1: 2})
+        for memory, sequences in twins.each():
+            memory.rollback(sequences[0], to=sequences[0].length - 2)
+            if round_ == 3:
+                memory.close(sequences[1])
+                sequences[1] = memory.fork(sequences[0])
+        twins.check()
+    is_replayed = twins.counted.n_runs - n_before < twins.n_steps
+    if twins.subject.policy is None and twins.subject.storage is None:
+        assert is_replayed != any(part in name for part in HAS_EXPERTS)
+
+
+def test_memory_and_model_are_freed_with_what_was_recorded() -> None:
+    model = Toy()
+    memory = HybridMemory(model.memory_spec, "1MiB")
+    step_on(model, memory, memory.open(), 10)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    gone_memory = weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert gone_memory() is None
+
+
+def step_on(model: object, memory: HybridMemory, sequence: Sequence, n_steps: int, **notes: object) -> list[Tensor]:
+    logits = []
+    for token in range(n_steps):
+        with memory.step({sequence: token % VOCAB}) as step:
+            step.notes.update(notes)
+            logits.append(run_recorded(model, step))  # type: ignore[arg-type]
+    return logits
+
+
+class Attends:
+    """Attends to rows of a table, and multiplies them by what `factor` returns for a step."""
+
+    def __init__(self) -> None:
+        self.memory_spec = MemorySpec(((AttentionSpec(3, 1, 16),),), VOCAB)
+        self.table = torch.randn(VOCAB, 80, generator=torch.Generator().manual_seed(1))
+        self.n_runs = 0
+
+    def factor(self, step: Step, rows: Tensor) -> Tensor | float:
+        return 1.0
+
+    def __call__(self, step: Step) -> Tensor:
+        self.n_runs += 1
+        rows = self.table[step.token_ids]
+        q, k, v = (rows * self.factor(step, rows)).split([48, 16, 16], dim=-1)
+        y = step.attend(0, q.reshape(-1, 3, 16), k.reshape(-1, 1, 16), v.reshape(-1, 1, 16))
+        return step.select(y.flatten(1))
+
+
+class Counts(Attends):
+    def factor(self, step: Step, rows: Tensor) -> float:
+        return float(self.n_runs)
+
+
+class CountsByTens(Attends):
+    """Makes a tensor of a number that two steps, one after the other, have in common."""
+
+    def factor(self, step: Step, rows: Tensor) -> Tensor:
+        return torch.tensor(float(self.n_runs // 10))
+
+
+class Lists(Attends):
+    def factor(self, step: Step, rows: Tensor) -> float:
+        return float(sum(step.token_ids.tolist()))
+
+
+class Items(Attends):
+    def factor(self, step: Step, rows: Tensor) -> float:
+        return 2.0 if bool(rows[0, 0] > 0) else 3.0
+
+
+class Masks(Attends):
+    def factor(self, step: Step, rows: Tensor) -> Tensor:
+        return rows[rows > 0].mean()
+
+
+@pytest.mark.parametrize("kind", [Counts, CountsByTens, Lists, Items, Masks])
+def test_what_python_knows_is_not_replayed(kind: type[Attends]) -> None:
+    """Numbers of the host, and shapes that depend on numbers: each step runs."""
+    expected, model = kind(), kind()
+    memories = [HybridMemory(model.memory_spec, "1MiB", page_tokens=8, poison=True) for _ in range(2)]
+    found = step_on(model, memories[0], memories[0].open(), 30)
+    sequence = memories[1].open()
+    for token, logits in enumerate(found):
+        with memories[1].step({sequence: token % VOCAB}) as step:
+            assert torch.equal(expected(step), logits)
+    assert model.n_runs == 30
+
+
+def test_weights_may_change_in_place_and_threads_in_number() -> None:
+    model = Attends()
+    memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
+    step_on(model, memory, memory.open(), 10)
+    n_runs = model.n_runs
+    assert n_runs == 7, "one before layouts are wanted, four of this one, and two that are recorded"
+    model.table *= 2
+    sequence = memory.open()
+    found = step_on(model, memory, sequence, 10)[-1]
+    assert model.n_runs == n_runs
+    (expected,) = (memory.run(model, {memory.open(): list(range(10))}),)
+    assert expected is not None and torch.allclose(found, expected, atol=1e-4)
+    n_runs = model.n_runs
+    n_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(n_threads + 1)
+        assert torch.isfinite(step_on(model, memory, sequence, 1)[0]).all()
+    finally:
+        torch.set_num_threads(n_threads)
+    assert model.n_runs == n_runs + 1, "with another number of threads it is another recording"
+
+
+def test_recordings_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their number, and by their bytes."""
+    for limit in ("_MOST", "_MOST_BYTES"):
+        model = Attends()
+        memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
+        a, b = memory.open(), memory.open()
+        if limit == "_MOST_BYTES":
+            monkeypatch.setattr(f"memory.recorded.model.{limit}", 0)
+        for token in range(60):
+            requests = {a: token % VOCAB, b: token % VOCAB} if token % 2 else {a: token % VOCAB}
+            with memory.step(requests) as step:
+                run_recorded(model, step, most=1 if limit == "_MOST" else 64)
+        assert model.n_runs == 60
+
+
+def test_a_step_with_notes_runs(tmp_path: Path) -> None:
+    """What is asked for in notes, such as hidden states instead of logits, is no part of a recording."""
+    model = make_subject("model:llama", tmp_path).model
+    memory = HybridMemory(model.memory_spec, "1MiB")
+    logits = step_on(model, memory, memory.open(), 10)[-1]
+    hidden = step_on(model, memory, memory.open(), 10, **{HIDDEN_STATES: True})[-1]
+    assert hidden.shape != logits.shape
+
+
+def test_a_step_that_is_left_by_an_error_changes_nothing(tmp_path: Path) -> None:
+    twins = Twins(make_subject("model:mamba2", tmp_path), 2)
+    for _ in range(40):
+        twins.feed({0: 1, 1: 1})
+    n_runs, (memory, sequences) = twins.counted.n_runs, (twins.memories[1], twins.sequences[1])
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), memory.step(dict.fromkeys(sequences, 3), outputs="all") as step:
+            run_recorded(twins.counted, step)
+            raise KeyboardInterrupt
+    twins.check()
+    twins.feed({0: 1, 1: 1})
+    assert twins.counted.n_runs == n_runs, "all of them were replayed"
+    # two steps at once: neither plan is written over the other
+    with memory.step({sequences[0]: 3}) as one, memory.step({sequences[1]: 3}) as two:
+        found = [run_recorded(twins.counted, one), run_recorded(twins.counted, two)]
+    with twins.memories[0].step(dict.fromkeys(twins.sequences[0], 3)) as step:
+        assert torch.allclose(twins.subject.model(step), torch.cat(found), atol=1e-4)
