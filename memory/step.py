@@ -77,7 +77,7 @@ class Step:
 
     Attributes, once entered:
         token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order. Copy what is needed
-            after the step: on a GPU, the next step overwrites them.
+            after the step: the next step may overwrite them.
         cu_seqlens: (S + 1,) int64 on the host; the step's request i has tokens [cu_seqlens[i], cu_seqlens[i + 1]).
         sequences: in the caller's order.
         notes: a dict for what layers pass to later layers of this step, such as rotary angles, by keys of their own.
@@ -87,9 +87,7 @@ class Step:
     def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Outputs) -> None:
         if outputs not in ("last", "all"):
             raise BatchError(f"outputs={outputs!r}; choose 'last' (one row a request) or 'all' (one row a token)")
-        self.sequences = sequences
-        self.tokens = tokens
-        self.outputs = outputs
+        self.sequences, self.tokens, self.outputs = sequences, tokens, outputs
         self.notes: dict[Hashable, Any] = {}
         self._owner_or_none = ref(owner)  # a step that is over, kept in some variable, must not keep the memory
         self._accepted: dict[Sequence, int] = {}
@@ -212,8 +210,7 @@ class Step:
             if bias is not None and (bias.dim() != 2 or len(bias) != n_heads or not bias.shape[1]):
                 raise StepError(f"bias has shape {tuple(bias.shape)}; give ({n_heads} query heads, distances)")
             scale = q.shape[-1] ** -0.5 if scale is None else scale
-            scoring = Scoring(scale, softcap=softcap, sinks_H=sinks, bias_HL=bias)
-            v = None if v is None else v.detach()
+            scoring, v = Scoring(scale, None, softcap, sinks, bias), None if v is None else v.detach()
             y: Tensor = place.memory.attend(plan, place.number, q.detach(), k.detach(), v, scoring)
         self._served.add(place)
         return y
@@ -278,10 +275,7 @@ class Step:
         return place, int(counts[0]), self.outputs
 
     def recordings_of(self, model: object) -> OrderedDict[Hashable, Any] | None:
-        """Return what is kept for a model's steps whose plans lie where this one's does; None where plans do not stay.
-
-        On the CPU those of later steps of this memory will.
-        """
+        """Return what is kept of steps whose plans lie where this one's does. None: it does not stay; later ones do."""
         if (stage := self._entered().stage) is None:
             self._owner.want_stages()
         return None if stage is None else stage.recordings_of(model)
@@ -334,8 +328,7 @@ class Step:
                 raise BatchError(
                     f"accepting {n_tokens!r} of {n_fed} tokens of {sequence!r}; give an integer from 0 to {n_fed}"
                 )
-            n_tokens = int(n_tokens)
-            horizon = int(horizons[i])
+            n_tokens, horizon = int(n_tokens), int(horizons[i])
             if 0 < n_tokens < n_fed and start + n_tokens < horizon:
                 raise RollbackError(
                     f"keeping {n_tokens} of {n_fed} tokens of {sequence!r} ends at {start + n_tokens}, before its "
