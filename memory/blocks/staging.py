@@ -45,7 +45,7 @@ class Stage:
     """
 
     def __init__(self, device: torch.device, stages: Stages) -> None:
-        self._device, self._stages = device, weakref.ref(stages)
+        self.device, self._stages = device, weakref.ref(stages)
         self._is_apart = is_apart(device)
         self._recordings: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Any]] = weakref.WeakKeyDictionary()
         self._place = torch.empty(0, dtype=torch.int64, device=device)
@@ -71,9 +71,7 @@ class Stage:
     def open(self) -> None:
         """Begin a new plan. Kernels that were launched before still read the old one before the new one is copied."""
         if self._n_elements > len(self._place) or not len(self._place):
-            self._place = torch.empty(
-                max(_LEAST_ELEMENTS, 2 * self._n_elements), dtype=torch.int64, device=self._device
-            )
+            self._place = torch.empty(max(_LEAST_ELEMENTS, 2 * self._n_elements), dtype=torch.int64, device=self.device)
         self._sizes.clear()
         self._n_elements = 0
         self._use(self._place)
@@ -84,7 +82,7 @@ class Stage:
         # torch does not use pinned memory again before copies out of it are done.
         self._pinned = place
         if self._is_apart:
-            self._pinned = torch.empty(len(place), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            self._pinned = torch.empty(len(place), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._host = self._pinned.numpy()
 
     def add(self, array: Int64s, size: int) -> Tensor:
@@ -92,7 +90,7 @@ class Stage:
         end = self._used + size
         if end > len(self._host):
             self.send()
-            self._use(torch.empty(max(_LEAST_ELEMENTS, 2 * size), dtype=torch.int64, device=self._device))
+            self._use(torch.empty(max(_LEAST_ELEMENTS, 2 * size), dtype=torch.int64, device=self.device))
             end = size
         self._host[self._used : self._used + array.size] = array.ravel()
         own = self._host[self._used : end]
@@ -205,7 +203,13 @@ def object_to_replays(why: str) -> None:
 
 def is_placed(device: torch.device) -> bool:
     """True if the step that is being planned may be replayed for others, so that plans hold numbers in arrays alone."""
-    return is_apart(device) or _open_stage.get() is not None
+    return is_apart(device) or _stage_for(device) is not None
+
+
+def _stage_for(device: torch.device) -> Stage | None:
+    """Return the open stage if it is on this device: that of a GPU's step is not for pages in host memory."""
+    stage = _open_stage.get()
+    return stage if stage is not None and stage.device.type == device.type else None
 
 
 class Placed(NamedTuple):
@@ -230,7 +234,7 @@ def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor
     Args:
         room: round its capacity up, so that later, slightly larger plans keep the same addresses.
     """
-    if is_apart(device) or _open_stage.get() is not None:
+    if is_apart(device) or _stage_for(device) is not None:
         return _upload(array, device, room=room)
     if (tell := _tell_objection.get()) is not None:
         tell("the step makes an array that its plan does not hold")
@@ -239,7 +243,7 @@ def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor
 
 def on_host(array: Int64s, device: torch.device) -> Int64s:
     """Return an array that only the host reads: where kernels run on the host, at an address as `upload` gives it."""
-    if is_apart(device) or (stage := _open_stage.get()) is None:
+    if is_apart(device) or (stage := _stage_for(device)) is None:
         return array
     placed: Int64s = stage.add(array, array.size).numpy()
     return placed
@@ -247,8 +251,7 @@ def on_host(array: Int64s, device: torch.device) -> Int64s:
 
 def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
     """Add an array to the open stage, or upload it by itself; raises StepError if that would be in a captured step."""
-    stage = _open_stage.get()
-    if stage is not None:
+    if (stage := _stage_for(device)) is not None:
         size = array.size
         if room:  # kernels of the CPU do not look at what is behind the array, so there may be much
             size = room_for(size) if is_apart(device) else max(_LEAST_ROOM, 1 << (size - 1).bit_length())
