@@ -46,7 +46,7 @@ class Stage:
 
     def __init__(self, device: torch.device, stages: Stages) -> None:
         self.device, self._stages = device, weakref.ref(stages)
-        self._is_apart = is_apart(device)
+        self._is_apart, self._own_key = is_apart(device), object()
         self._recordings: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Any]] = weakref.WeakKeyDictionary()
         self._place = torch.empty(0, dtype=torch.int64, device=device)
         self._used = self._n_elements = 0
@@ -56,7 +56,7 @@ class Stage:
     @property
     def layout(self) -> Hashable | None:
         is_whole = self._n_elements <= len(self._place)
-        return (self, self._place.data_ptr(), *self._sizes) if is_whole else None
+        return (self._own_key, self._place.data_ptr(), *self._sizes) if is_whole else None
 
     def recordings_of(self, model: object) -> OrderedDict[Hashable, Any] | None:
         """Return what is kept of a model's steps with plans in this buffer; None if the model cannot be a weak key.
@@ -188,6 +188,11 @@ def objections_noted(tell: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         _tell_objection.reset(token)
+
+
+def is_recording() -> bool:
+    """True inside of `objections_noted`, while a step is recorded."""
+    return _tell_objection.get() is not None
 
 
 def object_to_replays(why: str) -> None:

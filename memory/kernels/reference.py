@@ -11,6 +11,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from memory.blocks.arrays import ceil_div
+from memory.blocks.staging import object_to_replays
 from memory.kernels import checks
 from memory.kernels.blocked import Rows, attend, scored
 from memory.kernels.signature import (
@@ -72,6 +73,7 @@ def row_reader(
     """Return how many rows a request sees, and a function that reads them: folded rows first, then those in pages.
     `gather`: the `gather_rows` of a set of kernels.
     """
+    object_to_replays("attention in plain torch reads the lengths of sequences on the host")
     n_folded = 0 if folded is None else int(folded.lengths[request])
 
     def read_pages(begin: int, end: int) -> tuple[Tensor, Tensor]:

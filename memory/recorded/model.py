@@ -10,6 +10,7 @@ requests, of as many tokens each, with page tables of the same capacity.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from memory.blocks.arguments import is_integer
-from memory.blocks.staging import is_apart, uploads_forbidden
+from memory.blocks.staging import is_apart, is_recording, uploads_forbidden
 from memory.errors import SpecError
 from memory.recorded.cuda_graphs import CudaGraphs, Run
 from memory.recorded.cuda_graphs import Recording as Graph
@@ -66,12 +67,12 @@ def run_recorded(model: Model, step: Step, *, most: int = _MOST) -> Tensor:
     Cost: to record takes about three times as long as to run. A recording keeps all that a step computes, which is at
         most 256 MiB for all recordings of a model in a memory.
     """
-    if is_apart(step.token_ids.device) or step.notes or len(step.token_ids) > _MOST_ROWS:
+    if is_apart(step.token_ids.device) or step.notes or len(step.token_ids) > _MOST_ROWS or is_recording():
         return model(step)
     kept, layout = step.recordings_of(model), step.layout
     if kept is None or layout is None:
         return model(step)
-    key = layout, torch.get_num_threads(), torch.is_inference_mode_enabled()
+    key = layout, torch.get_num_threads(), torch.is_inference_mode_enabled(), os.environ.get("HYBRID_MEMORY_KERNELS")
     found = kept.get(key, 0)
     if (isinstance(found, int) and found < _ENOUGH) or found is _State.CANNOT_BE:
         _keep(kept, key, found + 1 if isinstance(found, int) else found, most)
@@ -133,6 +134,9 @@ class RecordedModel:
     Cost: a capture takes as long as two or three steps, and all graphs together the memory of one step's activations;
         logits are copied once.
     """
+
+    is_recordable = False
+    """Says to engines that nothing is left for them to record."""
 
     def __init__(self, model: Model, *, most: int = _MOST, record: Callable[[Run], Graph] | None = None) -> None:
         if not is_integer(most, 1):

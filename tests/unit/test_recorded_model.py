@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, Step
-from memory.recorded import run_recorded
+from memory.recorded import RecordedModel, run_recorded
 from models.layers.decoder import HIDDEN_STATES
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 from tests.toy import VOCAB, Toy
@@ -216,6 +216,17 @@ def test_recordings_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatc
             with memory.step(requests) as step:
                 run_recorded(model, step, most=1 if limit == "_MOST" else 64)
         assert model.n_runs == 60
+
+
+def test_a_recorded_model_is_not_recorded_again() -> None:
+    """Or the outer recording would lack what the inner one holds."""
+    model = Attends()
+    memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
+    sequence, outer = memory.open(), RecordedModel(model)
+    found = step_on(outer, memory, sequence, 16)
+    assert not outer.is_recordable and model.n_runs == 7
+    for token, logits in enumerate(step_on(model, memory, memory.open(), 16)):
+        assert torch.equal(logits, found[token])
 
 
 def test_a_step_with_notes_runs(tmp_path: Path) -> None:
