@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.harness import Report, interleave
-from benchmarks.ours import Ours, draw
+from benchmarks.ours import N_UNTIMED, Ours, draw
 from benchmarks.sparse import answer, draw_dialogues
 from benchmarks.workloads import CONFIGS, MODELS, Transformers, save_random
 from models import EMBEDDED, LanguageModel, load_model
@@ -54,7 +54,7 @@ def dtypes(*, quick: bool, models: Sequence[str] = MODELS) -> Report:
                 run()
             decodes = {dtype: subject.decode for dtype, subject in subjects.items()} | {"transformers": peer.decode}
             _add(report, "decode, ms a step", name, f"{n_sequences} after {n_tokens}", decodes,
-                 3 if quick else 20, _ASKED[n_sequences])  # fmt: skip
+                 3 if quick else 20, _ASKED[n_sequences], n_warm_up=N_UNTIMED)  # fmt: skip
             _add(report, "prefill, ms", name, f"{n_sequences} x {n_tokens}", prefills, 1 if quick else 3, 2.0)
     _add_answers(report, n_dialogues=10 if quick else 200)
     return report
@@ -66,9 +66,9 @@ def _load(folder: str, key: str) -> LanguageModel:
 
 def _add(
     report: Report, table: str, model: str, work: str, runs: dict[str, Callable[[], object]], n_rounds: int,
-    asked: float,
+    asked: float, *, n_warm_up: int = 1,
 ) -> None:  # fmt: skip
-    times = {name: samples.median_ms for name, samples in interleave(runs, n_rounds, n_warm_up=1).items()}
+    times = {name: samples.median_ms for name, samples in interleave(runs, n_rounds, n_warm_up=n_warm_up).items()}
     report.add(table, {
         "model": model, "sequences": work, **{key: times[key] for key in _FORMATS},
         "transformers, bfloat16": times["transformers"], "float32 / bfloat16": times["float32"] / times["bfloat16"],

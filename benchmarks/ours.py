@@ -11,6 +11,9 @@ from models import LanguageModel
 
 VOCAB = 32_000
 
+N_UNTIMED = 8
+"""Decode steps before those that are timed: the first of a layout are recorded, which takes longer than to run."""
+
 
 def draw(n_sequences: int, n_tokens: int) -> Tensor:
     return torch.randint(0, VOCAB, (n_sequences, n_tokens), generator=torch.Generator().manual_seed(1))

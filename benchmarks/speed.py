@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.ceilings import report_ceilings
 from benchmarks.harness import Report, Row, interleave
-from benchmarks.ours import Ours, draw
+from benchmarks.ours import N_UNTIMED, Ours, draw
 from benchmarks.workloads import MODELS, Mixerless, Transformers, both_models
 from memory import RecurrentSpec, Step
 from memory.kernels import cpu
@@ -89,7 +89,7 @@ def _against_transformers(
     tokens, ours = draw(n_sequences, n_tokens), Ours(model, n_sequences)
     ours.fill(tokens)
     theirs.prefill(tokens)
-    times = interleave({"ours": ours.decode, "transformers": theirs.decode}, 5 if quick else 40, n_warm_up=2)
+    times = interleave({"ours": ours.decode, "transformers": theirs.decode}, 5 if quick else 40, n_warm_up=N_UNTIMED)
     report.add("decode, ms a step", {
         "model": name, "sequences": n_sequences, "after": n_tokens, "ours": times["ours"].median_ms,
         "spread": times["ours"].spread, "transformers": times["transformers"].median_ms,
@@ -177,7 +177,9 @@ def _growth(report: Report, name: str, model: LanguageModel) -> None:
         ours = Ours(model, 8)
         ours.fill(draw(8, n_tokens))
         by_context[f"8 x {n_tokens}"] = ours
-    for key, samples in interleave({key: ours.decode for key, ours in by_context.items()}, 20, n_warm_up=2).items():
+    for key, samples in interleave(
+        {key: ours.decode for key, ours in by_context.items()}, 20, n_warm_up=N_UNTIMED
+    ).items():
         report.add(
             "growth, ms a step",
             {"model": name, "sequences x context": key, "median": samples.median_ms, "spread": samples.spread},
@@ -188,7 +190,9 @@ def _growth(report: Report, name: str, model: LanguageModel) -> None:
         ours = Ours(model, n_sequences, budget="2GiB")
         ours.fill(draw(n_sequences, 256))
         by_batch[f"{n_sequences} x 256"] = ours
-    for key, samples in interleave({key: ours.decode for key, ours in by_batch.items()}, 20, n_warm_up=2).items():
+    for key, samples in interleave(
+        {key: ours.decode for key, ours in by_batch.items()}, 20, n_warm_up=N_UNTIMED
+    ).items():
         report.add(
             "growth, ms a step",
             {"model": name, "sequences x context": key, "median": samples.median_ms, "spread": samples.spread},
