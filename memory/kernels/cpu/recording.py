@@ -47,6 +47,7 @@ class Recording:
         self.objection: str | None = None
         self.is_first = True
         self._calls: Calls = []
+        self._set_up: object = None
         self._own = StepMemory()
         with objections_noted(self._object), noting(self._note), _HostReads(self._object), _Operations(self):
             self.output = run()
@@ -62,7 +63,8 @@ class Recording:
         if self.objection is None and self._keys() != earlier._keys():
             self._object("two steps of the same layout have made different calls")
         if self.objection is None:
-            self._calls, output, self.n_bytes = self._own.pack(self._calls, self.output)
+            calls, output, self.n_bytes = self._own.pack(self._calls, self.output)
+            self._calls = [(getattr(function, "unnoted", function), arguments) for function, arguments in calls]
             self.output = output.copy_(self.output)
         self.is_first, self._own = False, StepMemory()
 
@@ -79,7 +81,12 @@ class Recording:
     def _object(self, why: str) -> None:
         self.objection = self.objection or why
 
-    def _note(self, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    def _note(self, function: Callable[..., object], arguments: tuple[Any, ...], *, sets_up: bool = False) -> None:
+        """Note a call; one that sets up later ones, such as their threads, only if the last of these did otherwise."""
+        if sets_up:
+            if self._set_up == (function, arguments):
+                return
+            self._set_up = function, arguments
         self._calls.append((function, arguments))
 
     def add_operation(self, operation: Any, arguments: tuple[Any, ...], options: dict[str, Any], found: Any) -> None:
