@@ -42,20 +42,20 @@ def _tile(n_rows: int) -> Any:
     is_panel = n_rows == _PANEL_ROWS
 
     @untyped_intrinsic
-    def tile(typing_context, codes, first_code, block_codes, x, first, n, sums):  # type: ignore[no-untyped-def]
+    def tile(typing_context, codes, first_code, block_codes, x, first, n, ahead, sums):  # type: ignore[no-untyped-def]
         """Set sums[block, row] (16 each, flat) to the sums of rows and four blocks; not checked.
 
         A block has `block_codes` codes, uint32 for pairs or float32. x has n codes for each row, of the same type, one
-        row behind the other from `first` on, or a panel of six.
+        row behind the other from `first` on, or a panel of six, which also asks for the block at `ahead`.
         """
         is_paired = codes.dtype == types.uint32
 
         def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
             b = builder
-            weights, rows = (
-                b.gep(context.make_array(signature.args[i])(context, b, arguments[i]).data, [arguments[i + 1]])
-                for i in (0, 3)
+            weights_of_all, rows_of_all = (
+                context.make_array(signature.args[i])(context, b, arguments[i]).data for i in (0, 3)
             )
+            weights, rows = b.gep(weights_of_all, [arguments[1]]), b.gep(rows_of_all, [arguments[4]])
             block_codes, n_codes = arguments[2], arguments[5]
             before, loop, end = b.block, b.append_basic_block("codes"), b.append_basic_block("end")
             b.branch(loop)
@@ -70,6 +70,8 @@ def _tile(n_rows: int) -> Any:
                 code = b.add(first, _I64(i))
                 own = [_load(b, weights, b.add(b.mul(block_codes, _I64(v)), b.mul(code, _I64(BLOCK))))
                        for v in range(BLOCKS)]  # fmt: skip
+                if is_panel:
+                    _ask_for(b, weights_of_all, b.add(arguments[6], b.mul(code, _I64(BLOCK))))
                 for row in range(n_rows):
                     if is_panel:
                         at = b.add(b.mul(first, _I64(n_rows)), _I64(i * n_rows + row))
@@ -85,15 +87,21 @@ def _tile(n_rows: int) -> Any:
                     total.add_incoming(value, loop)
             b.cbranch(b.icmp_signed("<", following, n_codes), loop, end)
             b.position_at_end(end)
-            out = context.make_array(signature.args[6])(context, b, arguments[6]).data
+            out = context.make_array(signature.args[7])(context, b, arguments[7]).data
             for i, value in enumerate(value for block in found for value in block):
                 b.store(value, b.bitcast(b.gep(out, [_I64(BLOCK * i)]), FLOATS.as_pointer()), align=4)
             return context.get_dummy_value()
 
         at = types.int64
-        return types.void(codes, at, at, x, at, at, sums), codegen
+        return types.void(codes, at, at, x, at, at, at, sums), codegen
 
     return tile
+
+
+def _ask_for(b: ir.IRBuilder, weights: ir.Value, at: ir.Value) -> None:
+    """Ask for a line of weights to be brought to the second cache."""
+    place = b.bitcast(b.gep(weights, [at]), ir.IntType(8).as_pointer())
+    call(b, "llvm.prefetch.p0", ir.VoidType(), place, _I32(0), _I32(2), _I32(1))
 
 
 def _load(b: ir.IRBuilder, weights: ir.Value, at: ir.Value) -> ir.Value:
@@ -141,19 +149,23 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
         for o in range(first_group * BLOCKS, last_group * BLOCKS, BLOCKS):
             code, t = o * block_codes, first_row
             while t < last_row:
-                left, at = last_row - t, t * n
+                left, at, ahead = last_row - t, t * n, code
                 if left >= _PANEL_ROWS:
                     n_tile = _PANEL_ROWS
-                    _panel(codes, code, block_codes, panels, at, n, sums)
+                    # The first panel waits for weights from main memory. The next four ask for a block each for later.
+                    n_panels_before = (t - first_row) // _PANEL_ROWS
+                    if 0 < n_panels_before <= BLOCKS:
+                        ahead += (BLOCKS + n_panels_before - 1) * block_codes
+                    _panel(codes, code, block_codes, panels, at, n, ahead, sums)
                 elif left >= 4:
                     n_tile = 4
-                    _tile_4(codes, code, block_codes, x, at, n, sums)
+                    _tile_4(codes, code, block_codes, x, at, n, ahead, sums)
                 elif left >= 2:
                     n_tile = 2
-                    _tile_2(codes, code, block_codes, x, at, n, sums)
+                    _tile_2(codes, code, block_codes, x, at, n, ahead, sums)
                 else:
                     n_tile = 1
-                    _tile_1(codes, code, block_codes, x, at, n, sums)
+                    _tile_1(codes, code, block_codes, x, at, n, ahead, sums)
                 for v in range(BLOCKS):
                     at, channel = v * n_tile * BLOCK, (o + v) * BLOCK
                     finish_block(sums, at, n_tile, bias, activation, channel, out, t * n_out + channel, n_out)
