@@ -275,7 +275,7 @@ class Step:
         return place, int(counts[0]), self.outputs
 
     def recordings_of(self, model: object) -> OrderedDict[Hashable, Any] | None:
-        """Return what is kept of steps whose plans lie where this one's does. None: it does not stay; later ones do."""
+        """Return what is kept of a model's steps with plans at the same addresses; None if plans have no fixed ones."""
         if (stage := self._entered().stage) is None:
             self._owner.want_stages()
         return None if stage is None else stage.recordings_of(model)

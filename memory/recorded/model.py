@@ -37,7 +37,7 @@ _MOST_ROWS = 64
 _MOST_BYTES = 256 << 20
 """Bytes that recordings of one model keep in a memory: all that a step computes, layer by layer."""
 _ENOUGH = 4
-"""Steps of a layout that run before one is recorded: to record takes longer than to run, and some hardly come again."""
+"""Number of steps of a layout that run before one is recorded, because recording takes longer than running."""
 
 Model = Callable[[Step], Tensor]
 
@@ -53,9 +53,9 @@ def run_recorded(model: Model, step: Step, *, most: int = _MOST) -> Tensor:
     """Run a model on a step, or replay what it did in a step like it: on the CPU, with few tokens; else just run it.
 
     The first four steps of a layout run as ever, the next two are recorded, and if both have made the same calls, all
-    others are replayed: the same kernels on the same numbers, so logits are the same bits. A step runs as
-    ever, too, if the caller has put something into its `notes`; if its memory evicts or folds rows in it; or if the
-    model reads numbers on the host (`tolist`), as experts do.
+    others are replayed: the same kernels on the same numbers, so logits are the same bits. A step runs as ever, too, if
+    the caller has put something into its `notes`; if its memory evicts or folds rows in it; or if the model reads
+    numbers on the host (`tolist`), as experts do.
 
     What the model does may depend on the step's tensors and its numbers of tokens, not on which sequences are in it,
     nor on anything that its Python counts or remembers, for a replay does not run that. Weights may change in place

@@ -22,7 +22,7 @@ HAS_EXPERTS = (
     "jamba", "deepseek", "granite-moe", "lfm2-moe", "experts-in-groups", "of-four-experts", "of-three-experts",
     "nemotron-h",
 )  # fmt: skip
-"""Parts of the names of models whose experts are counted on the host, so that no step is recorded."""
+"""Names of models, or parts of them, that count tokens for experts on the host: no step of theirs is recorded."""
 
 
 class Counted:
@@ -72,7 +72,7 @@ FEW = (
     *("model:bamba", "model:bamba defer", "model:gemma3", "model:lfm2", "model:mamba2", "model:qwen3.5-biases"),
     *("model:rwkv7", "model:zamba2"),
 )
-"""Those of `SUBJECTS` whose steps make different calls; a whole run takes all."""
+"""The subjects that the default run tests: each makes calls that the others do not."""
 
 
 @pytest.mark.parametrize("name", SUBJECTS if IS_FULL else FEW)

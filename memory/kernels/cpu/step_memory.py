@@ -77,7 +77,7 @@ class StepMemory:
         return self.find(address) or address
 
     def pack(self, calls: Calls, output: Tensor) -> tuple[Calls, Tensor, int]:
-        """Return the same calls on one block of memory, their output, and the bytes of the block."""
+        """Move all results into one block, and return the calls on it, their output, and the bytes of the block."""
         lives = dict[int, list[int]]()
         for i, arguments in enumerate([*(arguments for _, arguments in calls), (output,)]):
             for number, _ in filter(None, map(self.find, _addresses_in(arguments))):
@@ -111,7 +111,7 @@ class _Moved:
         return x
 
     def _at(self, address: int) -> int | None:
-        """Return where in the block that is what was at an address; None if it stays where it is."""
+        """Return the offset in the block of what was at an address; None if it is not moved."""
         place = self._memory.find(address)
         return None if place is None else self._begins[place[0]] + place[1]
 
@@ -131,10 +131,10 @@ def _addresses_in(x: Any) -> Iterator[int]:
 
 
 def _lay_out(lives: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
-    """Return where each of several parts begins in a block, and the bytes of the block.
+    """Choose the offset of each result in a block, and return the offsets and the bytes of the block.
 
     Args:
-        lives: part -> its first and its last use, and its bytes. Parts that are in use at the same time lie apart.
+        lives: result -> its first and its last use, and its bytes. Results in use at the same time lie apart.
     """
     begins, taken = dict[int, int](), list[tuple[int, int, int]]()  # last use, begin, end
     n_bytes = 0
