@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import signal
+from collections.abc import Iterator
 
 import pytest
 import xdist
@@ -49,3 +51,11 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random.Random(0)
     monkeypatch.setattr(secrets, "randbits", drawn.getrandbits)
     monkeypatch.setattr(secrets, "randbelow", drawn.randrange)
+
+
+@pytest.fixture(autouse=True)
+def same_handler() -> Iterator[None]:
+    """Nothing that was called holds a Ctrl-C back, or puts an old handler back, when it has returned."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before, "a test has left another handler of SIGINT"

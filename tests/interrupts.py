@@ -7,12 +7,15 @@ where functions of chosen files begin and end: there it is that no `try` helps. 
 
 from __future__ import annotations
 
+import dis
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -20,6 +23,19 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 REGION = tuple(str(ROOT / package) + os.sep for package in ("memory", "chat"))
 TRIES_ALL = os.environ.get("INTERRUPTS") == "all"
+
+
+@cache
+def _returns(code: CodeType) -> set[int]:
+    """Find what returns a variable after a `del`: no handler runs there, because Python runs one at calls and loops.
+
+    `uninterrupted_call` builds on this; elsewhere a place too many only makes a test stricter.
+    """
+    found = set[int]()
+    for a, b, c in zip(*(islice(dis.get_instructions(code), i, None) for i in range(3)), strict=False):
+        if (a.opname, b.opname, c.opname) == ("DELETE_FAST", "LOAD_FAST", "RETURN_VALUE"):
+            found |= {b.offset, c.offset}
+    return found
 
 
 @dataclass
@@ -49,9 +65,10 @@ class _Tracer:
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode":
             place = frame.f_code, frame.f_lasti
-            if place not in self.places:
+            if place not in self.places and place[1] not in _returns(frame.f_code):
                 self.places[place] = None
                 if place == self._chosen:
+                    sys.settrace(None)  # else a handler would run between bytecodes where Python lets none run
                     signal.raise_signal(signal.SIGINT)
         return self
 

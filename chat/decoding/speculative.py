@@ -156,9 +156,10 @@ class SpeculativeBatch:
         """
         if self._waiting and not self._untold:
             self._advance()
-        with uninterrupted_call() as _until_return:
+        with uninterrupted_call() as until_return:
             new, self._untold = self._untold, []
-            return new
+        del until_return
+        return new
 
     def _advance(self) -> None:
         """Take a step and keep its tokens: both, or neither."""

@@ -308,9 +308,10 @@ class Engine:
                 self._scheduler.admit(self._clock())
                 self._stepper.feed()
                 self._settle()
-            with uninterrupted_call() as _until_return:
+            with uninterrupted_call() as until_return:
                 finished, self._finished = self._finished, []
-                return finished
+        del until_return  # the error of a request that failed would keep it
+        return finished
 
     def run(self) -> None:
         """Step until every generation has ended. Raises as `step`.

@@ -126,9 +126,10 @@ class ChatSession:
         """
         new = [Utterance("user", _checked(text))]
         messages, turn = self._reply_to(NEW, len(self._messages), new, max_tokens, sampling, on_text)
-        with uninterrupted_call() as _until_return:
+        with uninterrupted_call() as until_return:
             self._keep(messages)
-            return turn
+        del until_return
+        return turn
 
     def edit(
         self, index: int, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None,
@@ -145,9 +146,10 @@ class ChatSession:
             )
         new = [Utterance("user", _checked(text))]
         messages, turn = self._reply_to(EDITED, index, new, max_tokens, sampling, on_text)
-        with uninterrupted_call() as _until_return:
+        with uninterrupted_call() as until_return:
             self._keep(messages)
-            return turn
+        del until_return
+        return turn
 
     def regenerate(
         self, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
@@ -155,9 +157,10 @@ class ChatSession:
         """Replace the last reply. Greedy sampling, or the same seed, gives the same again. Raises as `say`."""
         self._check_exchange("regenerate")
         messages, turn = self._reply_to(NEW, len(self._messages) - 1, [], max_tokens, sampling, on_text)
-        with uninterrupted_call() as _until_return:
+        with uninterrupted_call() as until_return:
             self._keep(messages)
-            return turn
+        del until_return
+        return turn
 
     def undo(self) -> tuple[Utterance, ...]:
         """Take back the user's last message and the reply, and return them. Computes nothing, now or later.

@@ -5,6 +5,7 @@ prefixes save.
 from __future__ import annotations
 
 import random
+import signal
 from typing import Any
 
 import pytest
@@ -68,10 +69,12 @@ def test_a_callback_that_raises_ends_its_own_request() -> None:
         if len(generation.token_ids) == 2:
             raise ValueError("nobody listens")
 
+    handler = signal.getsignal(signal.SIGINT)
     engine = make_engine(Toy())
     bad, good = engine.submit([1], max_tokens=9, on_token=hear), engine.submit([2], max_tokens=9)
     run_checked(engine)
     assert (bad.finish_reason, str(bad.error), len(bad.token_ids)) == ("error", "nobody listens", 2)
+    assert signal.getsignal(signal.SIGINT) is handler, "the frames that the error keeps hold a Ctrl-C back"
     assert good.token_ids == decode_alone(Toy(), [2], 9)
     assert engine.memory.usage().used_bytes == 0
 

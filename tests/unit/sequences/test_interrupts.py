@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -283,6 +285,52 @@ def test_a_call_inside_of_a_block_puts_the_handler_back() -> None:
         with pytest.raises(KeyboardInterrupt):
             hold_twice()
             time.sleep(0)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_a_kept_error_holds_no_ctrl_c_back() -> None:
+    """The frame of a function that has returned lives on in the traceback of an error from before its block."""
+    kept: list[Exception] = []
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    def call() -> bool:
+        try:
+            fail()
+        except ZeroDivisionError as error:
+            kept.append(error)
+        with uninterrupted_call() as _until_return:
+            return True
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert call()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        kept.clear()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_a_block_that_died_in_another_thread_holds_no_ctrl_c_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As garbage does, which Python collects in any thread; there, no handler can be put back."""
+    kept, unraisable = list[uninterrupted_call](), list[Any]()
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with uninterrupted_call() as held:
+            kept.append(held)
+        del held
+        thread = threading.Thread(target=kept.clear)
+        thread.start()
+        thread.join()
+        assert ["main thread" in str(each.exc_value) for each in unraisable] == [True]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, previous)
