@@ -108,11 +108,11 @@ def _seconds_to_read(n_bytes: int) -> dict[str, float]:
 
 
 class _Process:
-    """Runs a function of `benchmarks.loading` with a checkpoint in a format, in a process of its own."""
+    """Runs `benchmarks.loading.answer` with a checkpoint in a format, in a process of its own."""
 
-    def __init__(self, function: str, folder: str, name: str) -> None:
-        call = f"{function}({folder!r}, {name!r}, {torch.get_num_threads()})"
-        code = f"from benchmarks.loading import {function}; {call}"
+    def __init__(self, folder: str, name: str) -> None:
+        call = f"answer({folder!r}, {name!r}, {torch.get_num_threads()})"
+        code = f"from benchmarks.loading import answer; {call}"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -138,12 +138,16 @@ class _Process:
 def _measure(folder: str) -> dict[str, dict[str, Any]]:
     """Load the checkpoint in each format, and let them decode in turns; returns format -> what the table shows.
 
-    Another process loads it before, so that files are in the page cache, and kernels compiled.
+    Another process does the same before, so that files are in the page cache and kernels compiled: a compiler takes
+    memory.
     """
     processes, found = dict[str, _Process](), dict[str, dict[str, Any]]()
     for name in FORMATS:
-        _Process("load", folder, name).end()
-        processes[name] = _Process("answer", folder, name)
+        first = _Process(folder, name)
+        for line in (None, "1", "", "4", ""):
+            first.ask(line)
+        first.end()
+        processes[name] = _Process(folder, name)
         found[name] = {"load, s": processes[name].ask(None)}
     for n_sequences in (1, 4):
         seconds: dict[str, list[float]] = {name: process.ask(str(n_sequences)) for name, process in processes.items()}

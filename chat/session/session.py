@@ -315,8 +315,7 @@ class ChatSession:
         check_sampling(sampling)
         if on_text is not None and not callable(on_text):
             raise BatchError(f"on_text={on_text!r}; give a function of a piece of text")
-        messages = (*self._messages[:n_kept], *new)
-        prompt = self._encode(messages)
+        prompt = self._encode(messages := (*self._messages[:n_kept], *new))
         n_heard, was_held = min(self._n_heard, n_kept), self._live is not None
         with self._answering.take():
             try:
