@@ -20,12 +20,17 @@ def draw(n_sequences: int, n_tokens: int) -> Tensor:
 
 
 class Ours:
-    """Holds sequences of one memory, which are prefilled or stepped together."""
+    """Holds sequences of one memory, which are prefilled or stepped together.
+
+    Args:
+        records: whether decode steps are recorded, as the engine's are.
+    """
 
     def __init__(
-        self, model: LanguageModel, n_sequences: int, *, rollback_window: int = 32, budget: str = "6GiB"
-    ) -> None:
-        self.model = model
+        self, model: LanguageModel, n_sequences: int, *, rollback_window: int = 32, budget: str = "6GiB",
+        records: bool = True
+    ) -> None:  # fmt: skip
+        self.model, self.records = model, records
         self.memory = HybridMemory(model.memory_spec, budget, rollback_window=rollback_window)
         self.sequences: list[Sequence] = [self.memory.open() for _ in range(n_sequences)]
         self.next = [5] * n_sequences
@@ -42,5 +47,5 @@ class Ours:
 
     def decode(self) -> None:
         with self.memory.step(zip(self.sequences, self.next, strict=True)) as step:
-            logits = run_recorded(self.model, step)
+            logits = run_recorded(self.model, step) if self.records else self.model(step)
         self.next = logits.max(-1).indices.tolist()  # several times as fast as argmax

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import torch
 
 from benchmarks.ceilings import report_ceilings
-from benchmarks.harness import Report, Row, interleave
+from benchmarks.harness import Report, interleave
 from benchmarks.ours import N_UNTIMED, Ours, draw
 from benchmarks.workloads import MODELS, Mixerless, Transformers, both_models
 from memory import RecurrentSpec, Step
-from memory.kernels import cpu
 from models import LanguageModel
 
 ASKED = {
@@ -100,47 +97,16 @@ def _against_transformers(
 
 
 def _against_the_ceiling(report: Report, name: str, model: LanguageModel, n_sequences: int, *, quick: bool) -> None:
-    """Measure the same step with every mixer taken out, and where the rest of the time goes."""
-    ours = Ours(model, n_sequences)
+    """Measure the same step with every mixer taken out: that has no memory, so neither is recorded."""
+    ours = Ours(model, n_sequences, records=False)
     ours.fill(draw(n_sequences, 128 if quick else 512))
     bare = cast(Step, Mixerless(torch.full((n_sequences,), 5)))
     times = interleave({"whole": ours.decode, "ceiling": lambda: model(bare)}, 9 if quick else 60, n_warm_up=3)
     whole, ceiling = times["whole"].median_ms, times["ceiling"].median_ms
-    row: Row = {
+    report.add("a step and its ceiling, neither recorded, ms", {
         "model": name, "sequences": n_sequences, "whole step": whole, "without mixers": ceiling,
-        "ratio": whole / ceiling, "asked": 1.35
-    }  # fmt: skip
-    n_steps = 5 if quick else 30
-    with timed_kernels() as seconds:
-        for _ in range(n_steps):
-            ours.decode()
-    row |= {kernel: total / n_steps * 1e3 for kernel, total in seconds.items()}
-    row["everything else"] = whole - ceiling - sum(seconds.values()) / n_steps * 1e3
-    report.add("a step and its ceiling, ms", row)
-
-
-@contextmanager
-def timed_kernels() -> Iterator[dict[str, float]]:
-    """Count the seconds spent in each kernel meanwhile."""
-    seconds = dict.fromkeys(("selective_scan", "matrix_scan", "causal_conv", "paged_attention", "write_rows_"), 0.0)
-    plain = {name: getattr(cpu, name) for name in seconds}
-
-    def timed(name: str) -> Callable[..., object]:
-        def run(*arguments: object, **options: object) -> object:
-            started = time.perf_counter()
-            result = plain[name](*arguments, **options)
-            seconds[name] += time.perf_counter() - started
-            return result
-
-        return run
-
-    for name in seconds:
-        setattr(cpu, name, timed(name))
-    try:
-        yield seconds
-    finally:
-        for name, function in plain.items():
-            setattr(cpu, name, function)
+        "mixers": whole - ceiling, "ratio": whole / ceiling, "asked": 1.35
+    })  # fmt: skip
 
 
 def _window(report: Report, name: str, model: LanguageModel, n_sequences: int, *, quick: bool) -> None:

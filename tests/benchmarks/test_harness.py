@@ -13,11 +13,8 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.harness import Report, Samples, interleave, require_green
-from benchmarks.kernels import _decode_kernels
 from benchmarks.ours import Ours
-from benchmarks.speed import timed_kernels
 from benchmarks.workloads import Mixerless, Transformers
-from memory.kernels import cpu
 from models import load_model
 from tests.models.checkpoints import CONFIGS, Peer, write_checkpoint
 
@@ -74,15 +71,6 @@ def test_both_sides_do_the_same_work(name: str, tmp_path: Path) -> None:
         assert ours.next == theirs._next[:, 0].tolist()
     bare = model(Mixerless(torch.tensor([5, 6, 7])))  # type: ignore[arg-type]
     assert bare.shape == (3, 53)
-
-
-def test_kernels_are_timed_and_then_left_alone() -> None:
-    plain = cpu.selective_scan
-    run, n_bytes = _decode_kernels(1, 16)["state update"]
-    with timed_kernels() as seconds:
-        assert run().isfinite().all()  # type: ignore[attr-defined]
-    assert seconds["selective_scan"] > 0 and seconds["causal_conv"] == 0
-    assert cpu.selective_scan is plain and n_bytes == 2 * 16 * 1536 * 4
 
 
 def test_all_runs_each_command_in_a_process_of_its_own_and_says_which_failed(
