@@ -52,6 +52,7 @@ class BlockedWeight:
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.n_out, self.n_in = weight.shape
         self.dtype, self._n_multiple = dtype, blocked_kernels.UNROLLED * _PER_CODE[dtype]
+        self._row_dtype = weight.dtype  # of the model, whose 16 bits may be laid out as float32
         rows = _as_codes(weight, dtype, self._n_multiple)
         n_rows, n_codes = ceil_div(self.n_out, _OUTPUTS) * _OUTPUTS, rows.shape[1] // _PER_CODE[dtype]
         self.codes = huge_pages.empty(n_rows, n_codes, dtype=torch.float32 if dtype is torch.float32 else torch.int32)
@@ -64,7 +65,7 @@ class BlockedWeight:
         return CompiledProduct(
             (self._codes,), finishing.NO_BIAS if bias is None else bias.numpy(),
             finishing.ACTIVATIONS[activation], self.n_in, self.n_out,
-            ProductKind(self._codes.dtype, self.dtype, self._has_tiles), self._n_multiple, _PER_CODE[self.dtype],
+            ProductKind(self._codes.dtype, self._row_dtype, self._has_tiles), self._n_multiple, _PER_CODE[self.dtype],
         )  # fmt: skip
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:

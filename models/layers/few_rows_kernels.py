@@ -21,13 +21,16 @@ from memory.kernels.cpu.addresses import address_of, call_at
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.norms import norm_row
 from memory.kernels.cpu.numbers import array_at, get, put
-from memory.kernels.cpu.rows import as_array
+from memory.kernels.cpu.rows import as_array, copy_
 from models.layers import amx, blocked_kernels, finishing, integer_tile_kernels, quantised_kernels, tile_kernels
 
 
 @dataclass(frozen=True)
 class ProductKind:
-    """Says which kernel computes a product: by the types of codes and of rows, and whether tiles are multiplied."""
+    """Says which kernel computes a product: by the types of codes and of rows, and whether tiles are multiplied.
+
+    Rows of 16 bits whose codes are float32, because the processor cannot multiply them, are converted before and after.
+    """
 
     codes: np.dtype
     rows: torch.dtype
@@ -51,7 +54,8 @@ def product_address(kind: ProductKind) -> int:
     like = as_array(torch.empty(0, dtype=kind.rows))
     shape = amx.shape(1) if kind.has_tiles else None
     if not kind.is_integer and shape is None:
-        return address_of(blocked_kernels.product, codes, i, i, i, no_bias, i, i, i, i, like)
+        own = _FLOATS if kind.codes == np.float32 else like
+        return address_of(blocked_kernels.product, codes, i, i, i, no_bias, i, i, i, i, own)
     if not kind.is_integer:
         return address_of(tile_kernels.product, codes, i, i, i, shape, no_bias, i, i, i, i)
     scales = np.empty(0, np.uint16)
@@ -110,6 +114,8 @@ def _choose(  # type: ignore[no-untyped-def]
     has_tiles = shape != types.none
     if codes_like.dtype.bitwidth == 8:
         return _integer_tiles if has_tiles else _integers
+    if codes_like.dtype == types.float32 and like.dtype != types.float32:
+        return _blocks_of_floats
     return _tiles if has_tiles else _blocks
 
 
@@ -151,6 +157,22 @@ def _blocks(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, lik
         _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, out_at, fields[first + _N_OUT],
         like,
     ))  # fmt: skip
+
+
+def _blocks_of_floats(  # type: ignore[no-untyped-def]
+    fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like
+):
+    n_inputs, n_outputs = n_rows * fields[first + _N], n_rows * fields[first + _N_OUT]
+    x, out = array_at(x_at, n_inputs, like), array_at(out_at, n_outputs, like)
+    rows, results = np.empty(n_inputs, np.float32), np.empty(n_outputs, np.float32)
+    copy_(rows, x)
+    call_at(fields[first + _KERNEL], (
+        _array(fields, first + _CODES, codes_like), rows.ctypes.data, n_rows, fields[first + _N],
+        _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, results.ctypes.data,
+        fields[first + _N_OUT], _FLOATS,
+    ))  # fmt: skip
+    copy_(out, results)
+    keep(rows)
 
 
 @njit(error_model="numpy")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memory.kernels import Weights
+from models.layers import packed
 from models.layers.few_rows import MOST_ROWS
 from models.layers.linear import Linear, add_gated_mlp, add_product, normed_products
 from models.layers.norms import GatedNorm, LayerNorm, RMSNorm
@@ -25,7 +26,13 @@ def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("dtype", "format"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int4"), (torch.float32, "int8")],
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float16, None),
+        (torch.bfloat16, "int4"),
+        (torch.float32, "int8"),
+    ],
 )
 @pytest.mark.parametrize(("n_in", "n_out"), [(33, 17), (64, 200)])
 def test_one_call_has_the_bits_of_many(dtype: torch.dtype, format: IntegerFormat | None, n_in: int, n_out: int) -> None:
@@ -51,8 +58,14 @@ def test_one_call_has_the_bits_of_many(dtype: torch.dtype, format: IntegerFormat
 
 
 @pytest.mark.parametrize("n_rows", [1, 3, MOST_ROWS, MOST_ROWS + 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gated_mlp_in_one_call_has_the_bits_of_many(dtype: torch.dtype, n_rows: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
+def test_a_gated_mlp_in_one_call_has_the_bits_of_many(
+    dtype: torch.dtype | None, n_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a dtype it is bfloat16 where the processor multiplies float32 only."""
+    if dtype is None:
+        dtype = torch.bfloat16
+        monkeypatch.setattr(packed, "multiplies_bfloat16", lambda: False)
     gate, up = (Linear(drawn(50, 33, dtype=dtype), activation=name) for name in ("silu", None))
     down, norm = Linear(drawn(33, 50, dtype=dtype), bias=drawn(33, dtype=dtype)), RMSNorm(drawn(33, dtype=dtype), 1e-5)
     for residual_dtype in {dtype, torch.float32}:
