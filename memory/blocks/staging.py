@@ -26,7 +26,7 @@ from memory.errors import StepError
 
 _LEAST_ELEMENTS = 1 << 14
 _LEAST_ROOM = 256
-"""Least capacity of page tables on the CPU."""
+"""Page tables on the CPU have room for at least so many pages."""
 _WHOLE = 2
 """Elements to which arrays are aligned: 16 bytes, which kernels load at once."""
 

@@ -37,7 +37,7 @@ _MOST_ROWS = 64
 _MOST_BYTES = 256 << 20
 """Bytes that recordings of one model keep in a memory: all that a step computes, layer by layer."""
 _ENOUGH = 4
-"""Number of steps of a layout that run before one is recorded, because recording takes longer than running."""
+"""So many steps of a layout run as ever before one is recorded, because recording takes longer than running."""
 
 Model = Callable[[Step], Tensor]
 

@@ -22,7 +22,7 @@ HAS_EXPERTS = (
     "jamba", "deepseek", "granite-moe", "lfm2-moe", "experts-in-groups", "of-four-experts", "of-three-experts",
     "nemotron-h",
 )  # fmt: skip
-"""Names of models, or parts of them, that count tokens for experts on the host: no step of theirs is recorded."""
+"""Models with these in their names count the tokens of experts on the host, so no step of theirs is recorded."""
 
 
 class Counted:

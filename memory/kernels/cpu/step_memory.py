@@ -111,7 +111,7 @@ class _Moved:
         return x
 
     def _at(self, address: int) -> int | None:
-        """Return the offset in the block of what was at an address; None if it is not moved."""
+        """Return to which offset in the block the bytes at an address have moved; None if they have not."""
         place = self._memory.find(address)
         return None if place is None else self._begins[place[0]] + place[1]
 

@@ -317,7 +317,7 @@ def test_a_kept_error_holds_no_ctrl_c_back() -> None:
 
 
 def test_a_block_that_died_in_another_thread_holds_no_ctrl_c_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As garbage does, which Python collects in any thread; there, no handler can be put back."""
+    """Python collects garbage in any thread, and only the main thread can put a handler back."""
     kept, unraisable = list[uninterrupted_call](), list[Any]()
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
