@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -81,6 +82,22 @@ class GivenDrafts:
     def forget(self, sequence: Sequence) -> None: ...
 
 
+class Watched:
+    """Runs a model, after a call: in each step, none of which is replayed."""
+
+    is_recordable = False
+
+    def __init__(self, model: LanguageModel, call: Callable[[], None]) -> None:
+        self._model, self._call = model, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, step: Step) -> Tensor:
+        self._call()
+        return self._model(step)
+
+
 class Decoding:
     """Holds a sequence that has read a prompt; its continuation is decoded again and again from a fork."""
 
@@ -133,11 +150,8 @@ class Decoding:
             for kind, n_bytes in self.memory.usage().by_kind.items():
                 most[kind] = max(most[kind], n_bytes - before[kind])
 
-        def watched(step: Step) -> Tensor:
-            count(inside)
-            return self.model(step)
-
-        self.decode(drafter, watched, adapts=False, after_step=lambda: count(between))  # type: ignore[arg-type]
+        watched = cast(LanguageModel, Watched(self.model, lambda: count(inside)))
+        self.decode(drafter, watched, adapts=False, after_step=lambda: count(between))
         return between, inside
 
 
