@@ -88,8 +88,7 @@ class AttentionCache:
 
     def plan(self, packed: Packed, first_read: Int64s | None = None) -> AttentionPlan:
         """See `LayerMemory.plan`. With `first_read`, queries of request i read no page before that one."""
-        slots = packed.slots.tolist()
-        tables = [self._table[slot] for slot in slots]
+        tables = self._table.of_all(slots := packed.slots.tolist())
         held, wanted = self.grid.pages(packed.starts), self.grid.pages(packed.ends)
         lengths, positions, n_new = packed.ends, packed.positions, wanted - held
         if self._first_page or first_read is not None:  # from here on, all counts from the first page that is read
@@ -112,8 +111,9 @@ class AttentionCache:
             changed[i] = tables[i] = tables[i].copy()
             tables[i][-1 - n_new[i]] = new
         try:
+            copied = {i for i, _, _ in copies}
             for i, table in changed.items():  # so that `commit` cannot fail
-                self._table.reserve(slots[i], len(table) - int(n_new[i]) - (i in shared), len(table))
+                self._table.reserve(slots[i], len(table) - int(n_new[i]) - (i in copied), len(table))
             if first_read is not None:
                 held_from = [self._first_page.get(slot, 0) for slot in slots]
                 tables = [t[n - own :] for t, n, own in zip(tables, first_read.tolist(), held_from, strict=True)]
@@ -239,7 +239,7 @@ class AttentionCache:
         n_kept_pages = self.grid.pages(packed.starts + kept)
         for i, table in plan.tables.items():
             slot = int(packed.slots[i])
-            n_before = n_after = int(self._table.counts(packed.slots[i : i + 1])[0])
+            n_before = n_after = len(self._table[slot])
             if kept[i]:
                 n_after = int(n_kept_pages[i]) - self._first_page.get(slot, 0)
                 self._table.replace(slot, at := n_before - (i in copied), table[at:n_after])
