@@ -24,21 +24,24 @@ _LONG = {
 }
 """Left out as well: the steps of the other recordings take these ways too."""
 
+_NTH = 12
+"""One of so many parameters is kept."""
+
 collect_ignore_glob = [] if IS_INTERPRETED or HAS_DEVICE else ["test_*.py"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what needs a GPU; with KERNELS_CUDA=sixth, keep every sixth of a test's parameters and nothing `_LONG`."""
+    """Mark what needs a GPU; with KERNELS_CUDA=part, keep a part of each test's parameters and nothing `_LONG`."""
     own = [item for item in items if "kernels_cuda" in item.path.parts]
     if HAS_DEVICE:
         for item in own:
             item.add_marker("gpu")
-    if os.environ.get("KERNELS_CUDA") == "sixth":
+    if os.environ.get("KERNELS_CUDA") == "part":
         nth = Counter[str]()
         dropped = list[pytest.Item]()
         for item in own:
             name = item.nodeid.partition("[")[0]
-            if nth[name] % 6 or item.name in _LONG:
+            if nth[name] % _NTH or item.name in _LONG:
                 dropped.append(item)
             nth[name] += 1
         config.hook.pytest_deselected(items=dropped)

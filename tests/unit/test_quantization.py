@@ -15,6 +15,7 @@ from memory.eviction import H2O, EvictionPolicy, KNorm, Recent
 from memory.kernels import FoldedRows, PagedBatch, Scoring, cpu, reference
 from memory.quantization import Float8, Quantized, Storage
 from tests.inside import kept_positions
+from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 from tests.unit.eviction.test_policies import BUDGET, EVERY, WINDOW, BruteForce, Table, assert_no_trace, feed
 
@@ -223,7 +224,7 @@ def test_what_was_dropped_leaves_no_trace(storage: Storage, policy: EvictionPoli
     assert_no_trace(model, page_tokens=4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *([torch.float16] if IS_FULL else [])])
 @pytest.mark.parametrize("policy", [None, H2O(64, every=64)], ids=str)
 def test_memories_of_16_bits(dtype: torch.dtype, policy: EvictionPolicy | None) -> None:
     """In 8 bits they give what exact rows give, to a step of the codes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from numba import prange
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from memory.kernels import checks
 from memory.kernels.blocked import Rows, attend, blocks, causal_mask, sees_all
+from memory.kernels.cpu.addresses import address_of, call_at
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.folded_rows import attend_few_folded
 from memory.kernels.cpu.rows import as_array, copy_, gather_rows
@@ -42,8 +45,8 @@ def paged_attention(
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     counts = np.diff(batch.cu_seqlens)
     n_short = int(np.searchsorted(counts, _FEW_QUERIES, side="right"))
-    sinks = _NO_SINKS if scoring.sinks_H is None else as_array(scoring.sinks_H)
-    bias_HL = _NO_BIAS if scoring.bias_HL is None else as_array(scoring.bias_HL)
+    sinks = _NO_SINKS if scoring.sinks_H is None else as_array(scoring.sinks_H.contiguous())
+    bias_HL = _NO_BIAS if scoring.bias_HL is None else as_array(scoring.bias_HL.contiguous())
     if n_short and folded is not None:
         attend_few_folded(q_THD, keys, values, batch, n_short, n_kv_heads, scoring, sinks, bias_HL, folded, out_THD)
     elif n_short:
@@ -51,11 +54,13 @@ def paged_attention(
         # By the room for pages, not by lengths: a recorded step is replayed for longer sequences.
         n_threads = use_threads(2 * q_THD[0].numel() * int(counts[n_short - 1]) * pages.shape[-1] * batch.page_tokens)
         heads_a_task = n_kv_heads if n_short >= 2 * n_threads and pages.ndim == 1 else 1
+        q, k, v = as_array(q_THD.contiguous()), as_array(keys), as_array(values)
         _attend_few(
-            as_array(q_THD.contiguous()), as_array(keys), as_array(values), batch.cu_seqlens[: n_short + 1],
-            batch.kv_lengths, np.atleast_2d(pages), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task,
-            np.float32(scoring.scale), _NO_WINDOW if scoring.window is None else scoring.window,
-            np.float32(scoring.softcap or 0.0), sinks, bias_HL, as_array(out_THD),
+            _attend_address(q.dtype, k.dtype, v.dtype, sinks.dtype, bias_HL.dtype), q, k, v,
+            batch.cu_seqlens[: n_short + 1], batch.kv_lengths, np.atleast_2d(pages), batch.cu_pages, batch.page_tokens,
+            n_kv_heads, heads_a_task, np.float32(scoring.scale),
+            _NO_WINDOW if scoring.window is None else scoring.window, np.float32(scoring.softcap or 0.0),
+            sinks, bias_HL, as_array(out_THD),
         )  # fmt: skip
     for i in range(n_short, len(counts)):
         own = slice(*batch.cu_seqlens[i : i + 2].tolist())
@@ -117,39 +122,63 @@ def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scorin
         out_THD[own].view(n_queries, n_kv_heads, -1, head_dim).copy_(found_GSTD.permute(2, 0, 1, 3))
 
 
-@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
+@cache
+def _attend_address(queries: np.dtype, keys: np.dtype, values: np.dtype, sinks: np.dtype, biases: np.dtype) -> int:
+    """Return the address of `_attend_task` for arrays of these types."""
+    i, x, ids = 0, _ONE, np.empty(0, np.int64)
+    q_TR = np.empty((0, 0), queries)
+    return address_of(
+        _attend_task, i, q_TR, np.empty(0, keys), np.empty(0, values), ids, ids, ids.reshape(0, 0), ids, i, i, i, i, x,
+        i, x, np.empty(0, sinks), np.empty((0, 0), biases), q_TR,
+    )  # fmt: skip
+
+
+@compiled(parallel=True, error_model="numpy")
 def _attend_few(  # type: ignore[no-untyped-def]
-    q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale,
-    window, softcap, sinks, bias_HL, out_THD,
+    attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task,
+    scale, window, softcap, sinks, bias_HL, out_THD,
 ):  # fmt: skip
-    """Attend by an online softmax over blocks of rows (Milakov & Gimelshein 2018).
-    A task is a request and some of its key/value heads.
+    """Run `_attend_task` for each request and some of its key/value heads.
+
+    It is called by its address: in a parallel loop the compiler would read it four times.
     """
-    head_dim = q_THD.shape[2]
-    apart = page_tokens * head_dim
+    q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
     n_groups = q_THD.shape[1] // n_kv_heads
+    for task in prange((len(cu_seqlens) - 1) * (n_kv_heads // heads_a_task)):
+        call_at(attend_at, (
+            task, q_TR, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, n_groups,
+            heads_a_task, scale, window, softcap, sinks, bias_HL, out_TR,
+        ))  # fmt: skip
+
+
+@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+def _attend_task(  # type: ignore[no-untyped-def]
+    task, q_TR, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, n_groups,
+    heads_a_task, scale, window, softcap, sinks, bias_HL, out_TR,
+):  # fmt: skip
+    """Attend by an online softmax over blocks of rows (Milakov & Gimelshein 2018)."""
+    head_dim = q_TR.shape[1] // (n_groups * n_kv_heads)
+    apart = page_tokens * head_dim
     n_heads = heads_a_task * n_groups
     tasks_a_request = n_kv_heads // heads_a_task
-    q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
-    for task in prange((len(cu_seqlens) - 1) * tasks_a_request):
-        i, first = task // tasks_a_request, task % tasks_a_request * heads_a_task
-        table = pages_GP[first if len(pages_GP) > 1 else 0][cu_pages[i] : cu_pages[i + 1]]
-        rows = np.empty(BLOCK, np.int64)
-        scores = np.empty(n_heads * BLOCK, np.float32)
-        highest, total = np.empty(n_heads, np.float32), np.empty(n_heads, np.float32)
-        q, out = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads * head_dim, np.float32)
-        begin_of_heads, end_of_heads = first * n_groups * head_dim, (first * n_groups + n_heads) * head_dim
-        for t in range(cu_seqlens[i], cu_seqlens[i + 1]):
-            n_rows = kv_lengths[i] - (cu_seqlens[i + 1] - 1 - t)
-            copy_(q, q_TR[t, begin_of_heads:end_of_heads])
-            start_(out, highest, total, sinks[first * n_groups : first * n_groups + n_heads])
-            for begin in range(max(0, n_rows - window), n_rows, BLOCK):
-                n = min(BLOCK, n_rows - begin)
-                find_rows(table, begin, page_tokens, first, head_dim, rows[:n])
-                score_rows(q, keys, values, rows[:n], n_groups, head_dim, apart, scale, scores, True)
-                biases = bias_HL[first * n_groups : first * n_groups + n_heads]
-                weigh_(scores, n, out, highest, total, softcap, biases, n_rows - 1 - begin)
-                add_values_(out, values, rows[:n], n_groups, head_dim, apart, scores)
-            for h in range(n_heads):
-                scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])
-            copy_(out_TR[t, begin_of_heads:end_of_heads], out)
+    i, first = task // tasks_a_request, task % tasks_a_request * heads_a_task
+    table = pages_GP[first if len(pages_GP) > 1 else 0][cu_pages[i] : cu_pages[i + 1]]
+    rows = np.empty(BLOCK, np.int64)
+    scores = np.empty(n_heads * BLOCK, np.float32)
+    highest, total = np.empty(n_heads, np.float32), np.empty(n_heads, np.float32)
+    q, out = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads * head_dim, np.float32)
+    begin_of_heads, end_of_heads = first * n_groups * head_dim, (first * n_groups + n_heads) * head_dim
+    for t in range(cu_seqlens[i], cu_seqlens[i + 1]):
+        n_rows = kv_lengths[i] - (cu_seqlens[i + 1] - 1 - t)
+        copy_(q, q_TR[t, begin_of_heads:end_of_heads])
+        start_(out, highest, total, sinks[first * n_groups : first * n_groups + n_heads])
+        for begin in range(max(0, n_rows - window), n_rows, BLOCK):
+            n = min(BLOCK, n_rows - begin)
+            find_rows(table, begin, page_tokens, first, head_dim, rows[:n])
+            score_rows(q, keys, values, rows[:n], n_groups, head_dim, apart, scale, scores, True)
+            biases = bias_HL[first * n_groups : first * n_groups + n_heads]
+            weigh_(scores, n, out, highest, total, softcap, biases, n_rows - 1 - begin)
+            add_values_(out, values, rows[:n], n_groups, head_dim, apart, scores)
+        for h in range(n_heads):
+            scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])
+        copy_(out_TR[t, begin_of_heads:end_of_heads], out)

@@ -6,11 +6,14 @@ If a channel or a row has one scale, the query, the scores or the weights are mu
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from numba import njit, prange
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s
+from memory.kernels.cpu.addresses import address_of, call_at
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.rows import as_array, copy_
 from memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
@@ -40,10 +43,13 @@ def attend_few_folded(
     key_codes, key_scales, key_lows, value_codes, value_scales, value_lows = (
         parts if len(parts) == 6 else (parts[0], _NONE, _NONE, parts[1], _NONE, _NONE)
     )
+    q, k = as_array(q_THD.contiguous()), as_array(keys)
+    types = (part.dtype for part in (key_codes, key_scales, key_lows, value_codes, value_scales, value_lows))
     _attend_few(
-        as_array(q_THD.contiguous()), as_array(keys), as_array(values), batch.cu_seqlens[: n_requests + 1],
-        batch.kv_lengths, as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads,
-        np.float32(scoring.scale), np.float32(scoring.softcap or 0.0), sinks, bias_HL, folded.storage.code_bits,
+        _attend_address(q.dtype, k.dtype, sinks.dtype, bias_HL.dtype, *types), q, k, as_array(values),
+        batch.cu_seqlens[: n_requests + 1], batch.kv_lengths, as_array(batch.pages), batch.cu_pages, batch.page_tokens,
+        n_kv_heads, np.float32(scoring.scale), np.float32(scoring.softcap or 0.0), sinks, bias_HL,
+        folded.storage.code_bits,
         key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, *_scale_shapes(folded),
         np.atleast_2d(as_array(folded.blocks)), folded.cu_blocks, folded.block_rows, folded.lengths, as_array(out_THD),
     )  # fmt: skip
@@ -57,66 +63,91 @@ def _scale_shapes(folded: FoldedRows) -> tuple[Int64s, Int64s]:
     )  # type: ignore[return-value]
 
 
-@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
+@cache
+def _attend_address(queries: np.dtype, keys: np.dtype, sinks: np.dtype, biases: np.dtype, *parts: np.dtype) -> int:
+    """Return the address of `_attend_task` for arrays of these types."""
+    i, x, ids, rows = 0, _ONE, np.empty(0, np.int64), np.empty(0, keys)
+    q_TR, codes = np.empty((0, 0), queries), tuple(np.empty(0, dtype) for dtype in parts)
+    return address_of(
+        _attend_task, i, q_TR, rows, rows, ids, ids, ids, ids, i, i, i, x, x, np.empty(0, sinks),
+        np.empty((0, 0), biases), i, *codes, ids, ids, ids.reshape(0, 0), ids, i, ids, q_TR,
+    )  # fmt: skip
+
+
+@compiled(parallel=True, error_model="numpy")
 def _attend_few(  # type: ignore[no-untyped-def]
-    q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, scale, softcap, sinks,
-    bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape,
+    attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, scale, softcap,
+    sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape,
     value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_THD,
 ):  # fmt: skip
-    """Attend over folded rows, then over pages. A task is a request and one of its key/value heads."""
-    head_dim = q_THD.shape[2]
-    n_heads = q_THD.shape[1] // n_kv_heads
-    keys_fold, values_fold = _fold_of(bits, key_scale_shape, head_dim), _fold_of(bits, value_scale_shape, head_dim)
+    """Run `_attend_task` for each request and key/value head: by its address, see `memory.kernels.cpu.attention`."""
     q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
+    n_heads = q_THD.shape[1] // n_kv_heads
     for task in prange((len(cu_seqlens) - 1) * n_kv_heads):
-        i, g = task // n_kv_heads, task % n_kv_heads
-        n_folded, own = folded_lengths[i], blocks_GB[g if len(blocks_GB) > 1 else 0][cu_blocks[i] : cu_blocks[i + 1]]
-        table = pages[cu_pages[i] : cu_pages[i + 1]]
-        floats = np.empty(BLOCK * head_dim, np.float32)
-        scales, lows = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
-        row_scales, row_lows = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-        q_scaled, offsets = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads, np.float32)
-        places, rows = np.arange(BLOCK) * head_dim, np.empty(BLOCK, np.int64)
-        scores = np.empty(n_heads * BLOCK, np.float32)
-        highest, total = np.empty(n_heads, np.float32), np.empty(n_heads, np.float32)
-        q, out = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads * head_dim, np.float32)
-        biases = bias_HL[g * n_heads : (g + 1) * n_heads]
-        for t in range(cu_seqlens[i], cu_seqlens[i + 1]):
-            n_rows = kv_lengths[i] - (cu_seqlens[i + 1] - 1 - t)
-            copy_(q, q_TR[t, g * n_heads * head_dim : (g + 1) * n_heads * head_dim])
-            start_(out, highest, total, sinks[g * n_heads : (g + 1) * n_heads])
-            begin = 0
-            while begin < n_folded:
-                block, first = begin // block_rows, begin % block_rows
-                n = min(BLOCK, n_folded - begin, block_rows - first)
-                place = (own[block], g, block_rows, first, n, bits)
-                _decode(key_codes, key_scales, key_lows, key_scale_shape, place, scales, lows, floats)
-                if keys_fold == _BY_CHANNEL:
-                    _read_scales(key_scales, key_lows, key_scale_shape, place, scales, lows)
-                    _scale_query_(q, scales, lows, q_scaled, offsets)
-                    score_rows(q_scaled, floats, floats, places[:n], n_heads, head_dim, 0, scale, scores, False)
-                    _add_offsets_(scores, n, offsets, scale)
-                else:
-                    score_rows(q, floats, floats, places[:n], n_heads, head_dim, 0, scale, scores, False)
-                    if keys_fold == _BY_ROW:
-                        _read_scales(key_scales, key_lows, key_scale_shape, place, row_scales, row_lows)
-                        _scale_scores_(scores, n, q, row_scales, row_lows, scale)
-                weigh_(scores, n, out, highest, total, softcap, biases, n_folded + n_rows - 1 - begin)
-                _decode(value_codes, value_scales, value_lows, value_scale_shape, place, scales, lows, floats)
-                if values_fold == _BY_ROW:
-                    _read_scales(value_scales, value_lows, value_scale_shape, place, row_scales, row_lows)
-                    _scale_weights_(scores, n, out, row_scales, row_lows)
-                add_values_(out, floats, places[:n], n_heads, head_dim, 0, scores)
-                begin += n
-            for begin in range(0, n_rows, BLOCK):
-                n = min(BLOCK, n_rows - begin)
-                find_rows(table, begin, page_tokens, g, head_dim, rows[:n])
-                score_rows(q, keys, values, rows[:n], n_heads, head_dim, 0, scale, scores, True)
-                weigh_(scores, n, out, highest, total, softcap, biases, n_rows - 1 - begin)
-                add_values_(out, values, rows[:n], n_heads, head_dim, 0, scores)
-            for h in range(n_heads):
-                scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])
-            copy_(out_TR[t, g * n_heads * head_dim : (g + 1) * n_heads * head_dim], out)
+        call_at(attend_at, (
+            task, q_TR, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, n_heads, scale,
+            softcap, sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows,
+            key_scale_shape, value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_TR,
+        ))  # fmt: skip
+
+
+@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+def _attend_task(  # type: ignore[no-untyped-def]
+    task, q_TR, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, n_heads, scale,
+    softcap, sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows,
+    key_scale_shape, value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_TR,
+):  # fmt: skip
+    """Attend over folded rows, then over pages. A task is a request and one of its key/value heads."""
+    head_dim = q_TR.shape[1] // (n_heads * n_kv_heads)
+    keys_fold, values_fold = _fold_of(bits, key_scale_shape, head_dim), _fold_of(bits, value_scale_shape, head_dim)
+    i, g = task // n_kv_heads, task % n_kv_heads
+    n_folded, own = folded_lengths[i], blocks_GB[g if len(blocks_GB) > 1 else 0][cu_blocks[i] : cu_blocks[i + 1]]
+    table = pages[cu_pages[i] : cu_pages[i + 1]]
+    floats = np.empty(BLOCK * head_dim, np.float32)
+    scales, lows = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
+    row_scales, row_lows = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    q_scaled, offsets = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads, np.float32)
+    places, rows = np.arange(BLOCK) * head_dim, np.empty(BLOCK, np.int64)
+    scores = np.empty(n_heads * BLOCK, np.float32)
+    highest, total = np.empty(n_heads, np.float32), np.empty(n_heads, np.float32)
+    q, out = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads * head_dim, np.float32)
+    biases = bias_HL[g * n_heads : (g + 1) * n_heads]
+    for t in range(cu_seqlens[i], cu_seqlens[i + 1]):
+        n_rows = kv_lengths[i] - (cu_seqlens[i + 1] - 1 - t)
+        copy_(q, q_TR[t, g * n_heads * head_dim : (g + 1) * n_heads * head_dim])
+        start_(out, highest, total, sinks[g * n_heads : (g + 1) * n_heads])
+        begin = 0
+        while begin < n_folded:
+            block, first = begin // block_rows, begin % block_rows
+            n = min(BLOCK, n_folded - begin, block_rows - first)
+            place = (own[block], g, block_rows, first, n, bits)
+            _decode(key_codes, key_scales, key_lows, key_scale_shape, place, scales, lows, floats)
+            if keys_fold == _BY_CHANNEL:
+                _read_scales(key_scales, key_lows, key_scale_shape, place, scales, lows)
+                _scale_query_(q, scales, lows, q_scaled, offsets)
+                score_rows(q_scaled, floats, floats, places[:n], n_heads, head_dim, 0, scale, scores, False)
+                _add_offsets_(scores, n, offsets, scale)
+            else:
+                score_rows(q, floats, floats, places[:n], n_heads, head_dim, 0, scale, scores, False)
+                if keys_fold == _BY_ROW:
+                    _read_scales(key_scales, key_lows, key_scale_shape, place, row_scales, row_lows)
+                    _scale_scores_(scores, n, q, row_scales, row_lows, scale)
+            weigh_(scores, n, out, highest, total, softcap, biases, n_folded + n_rows - 1 - begin)
+            _decode(value_codes, value_scales, value_lows, value_scale_shape, place, scales, lows, floats)
+            if values_fold == _BY_ROW:
+                _read_scales(value_scales, value_lows, value_scale_shape, place, row_scales, row_lows)
+                _scale_weights_(scores, n, out, row_scales, row_lows)
+            add_values_(out, floats, places[:n], n_heads, head_dim, 0, scores)
+            begin += n
+        for begin in range(0, n_rows, BLOCK):
+            n = min(BLOCK, n_rows - begin)
+            find_rows(table, begin, page_tokens, g, head_dim, rows[:n])
+            score_rows(q, keys, values, rows[:n], n_heads, head_dim, 0, scale, scores, True)
+            weigh_(scores, n, out, highest, total, softcap, biases, n_rows - 1 - begin)
+            add_values_(out, values, rows[:n], n_heads, head_dim, 0, scores)
+        for h in range(n_heads):
+            scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])
+        copy_(out_TR[t, g * n_heads * head_dim : (g + 1) * n_heads * head_dim], out)
 
 
 @njit

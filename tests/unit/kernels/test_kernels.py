@@ -38,6 +38,7 @@ from memory.kernels.cpu import attention
 from memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
 from memory.recurrences import Fold
 from memory.state.access import Segments
+from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65)
@@ -46,9 +47,14 @@ HISTORIES = (0, 3, 130, 0, 1, 40, 0, 16)
 CHANNELS = (1, 24, 128, 130, 200)
 BFLOAT16 = torch.bfloat16
 in_sixteen_bits = pytest.mark.parametrize(
-    ("kernels", "dtype"), [(reference, BFLOAT16), (cpu, BFLOAT16), (cpu, torch.float16)],
-    ids=["reference", "bfloat16", "float16"],
-)  # fmt: skip
+    ("kernels", "dtype"),
+    [
+        pytest.param(reference, BFLOAT16, id="reference"),
+        pytest.param(cpu, BFLOAT16, id="bfloat16"),
+        *([pytest.param(cpu, torch.float16, id="float16")] if IS_FULL else []),
+    ],
+)
+"""Kernels differ by these dtypes in how numbers are read and written alone: `test_numbers` has both."""
 
 
 def cumulate(counts: tuple[int, ...]) -> np.ndarray:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from memory import StepError
 from memory.kernels import Weights, cpu, norm_parts, reference, rms_norm
+from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 from tests.unit.kernels.test_kernels import LENGTHS, Slots
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, *([torch.float16] if IS_FULL else [])]
 N, H, P, G, S, W = sum(LENGTHS), 6, 5, 2, 20, 4
 E = H * P + 2 * G * S
 

@@ -1,6 +1,6 @@
 """The CUDA kernels' tests in Triton's interpreter: in a process of their own, for the environment chooses it.
 
-A sixth of their parameters, unless CONFORMANCE=full; `TRITON_INTERPRET=1 pytest tests/kernels_cuda` runs all of them.
+A twelfth of their parameters, unless CONFORMANCE=full; `TRITON_INTERPRET=1 pytest tests/kernels_cuda` runs all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent.parent.parent.parent
 
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    environment = {"KERNELS_CUDA": "" if IS_FULL else "sixth", **os.environ, "TRITON_INTERPRET": "1"}
+    environment = {"KERNELS_CUDA": "" if IS_FULL else "part", **os.environ, "TRITON_INTERPRET": "1"}
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/kernels_cuda"],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
