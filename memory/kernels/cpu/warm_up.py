@@ -88,10 +88,10 @@ def _scan_three_sums(_: Tensor) -> None:
 
 
 _RUNS: dict[str, tuple[float, Callable[[Tensor], object]]] = {
-    "folded_rows": (16, _attend_folded),
-    "paged_attention": (11, _attend),
-    "matrix_scan": (7, _scan_matrices),
-    "ssd": (4, _scan_after_convolving),
+    "ssd": (9.5, _scan_after_convolving),
+    "folded_rows": (8.5, _attend_folded),
+    "matrix_scan": (6.5, _scan_matrices),
+    "paged_attention": (6, _attend),
     "choose_pages": (3, _choose_pages),
     "wkv4": (3, _scan_three_sums),
     "selective_scan": (2.5, _scan_channels),

@@ -36,7 +36,8 @@ kernels += [channel_states.softplus_rows, channel_states._linear_scan, channel_s
 kernels += [matrix_states.scan_states, norms._rms_norm, mamba2._ssd]
 assert not any(kernel.signatures for kernel in kernels)
 warm_up()
-assert [len(kernel.signatures) for kernel in kernels] == [1] * len(kernels)
+compiled = [len(kernel.signatures) for kernel in kernels]  # two of one that another contains, if this process made both
+assert all(compiled)
 model = load_model("embedded")
 memory = HybridMemory(model.memory_spec, "64MiB", rollback_window=8)
 a, b = memory.open(), memory.open()
@@ -44,7 +45,7 @@ for requests in ({a: range(1, 60), b: [3]}, {a: [5]}, {a: [6], b: [7]}, {b: rang
     with memory.step({s: list(t) for s, t in requests.items()}) as step:
         model(step)
     memory.rollback(a, to=a.length - 1)
-assert [len(kernel.signatures) for kernel in kernels] == [1] * len(kernels), "a kernel was compiled for other types"
+assert [len(kernel.signatures) for kernel in kernels] == compiled, "a kernel was compiled for other types"
 """
 
 
