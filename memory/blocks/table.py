@@ -110,7 +110,7 @@ class BlockTable:
         return EMPTY if row is None else row.ids
 
     def of_all(self, slots: list[int]) -> list[Int64s]:
-        """Return the ids of the blocks of each slot, as `table[slot]`, in half the time for a slot of a decode step."""
+        """Return the ids of the blocks of each slot, as `table[slot]` does for one, which takes longer for many."""
         rows = map(self._rows.get, slots)
         return [
             EMPTY if row is None else row.buffer.ids[row.start : row.end] if row.last < 0 else row.ids for row in rows

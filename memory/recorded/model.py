@@ -37,7 +37,7 @@ _MOST_ROWS = 64
 _MOST_BYTES = 256 << 20
 """Bytes that recordings of one model keep in a memory: all that a step computes, layer by layer."""
 _ENOUGH = 4
-"""So many steps of a layout run as ever before one is recorded, because recording takes longer than running."""
+"""The first steps of a layout, so many, run as ever: it takes longer to record a step than to run it."""
 
 Model = Callable[[Step], Tensor]
 

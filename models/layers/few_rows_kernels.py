@@ -27,7 +27,7 @@ from models.layers import amx, blocked_kernels, finishing, integer_tile_kernels,
 
 @dataclass(frozen=True)
 class ProductKind:
-    """Says which kernel computes a product: by the types of codes and of rows, and whether tiles are multiplied.
+    """Says which kernel multiplies rows by a weight: by the types of both, and whether tiles are multiplied.
 
     Rows of 16 bits whose codes are float32, because the processor cannot multiply them, are converted before and after.
     """

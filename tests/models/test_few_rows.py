@@ -62,7 +62,7 @@ def test_one_call_has_the_bits_of_many(dtype: torch.dtype, format: IntegerFormat
 def test_a_gated_mlp_in_one_call_has_the_bits_of_many(
     dtype: torch.dtype | None, n_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a dtype it is bfloat16 where the processor multiplies float32 only."""
+    """`dtype=None` stands for bfloat16 on a processor that multiplies float32 only."""
     if dtype is None:
         dtype = torch.bfloat16
         monkeypatch.setattr(packed, "multiplies_bfloat16", lambda: False)

@@ -124,7 +124,7 @@ def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scorin
 
 @cache
 def _attend_address(queries: np.dtype, keys: np.dtype, values: np.dtype, sinks: np.dtype, biases: np.dtype) -> int:
-    """Return the address of `_attend_task` for arrays of these types."""
+    """Return where the machine code that attends with arrays of these types begins: that of `_attend_task`."""
     i, x, ids = 0, _ONE, np.empty(0, np.int64)
     q_TR = np.empty((0, 0), queries)
     return address_of(
@@ -138,9 +138,9 @@ def _attend_few(  # type: ignore[no-untyped-def]
     attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task,
     scale, window, softcap, sinks, bias_HL, out_THD,
 ):  # fmt: skip
-    """Run `_attend_task` for each request and some of its key/value heads.
+    """Attend from all requests in several threads; a task is a request and some of its key/value heads.
 
-    It is called by its address: in a parallel loop the compiler would read it four times.
+    Tasks are called by their address: the compiler would read what is in a parallel loop four times.
     """
     q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
     n_groups = q_THD.shape[1] // n_kv_heads
@@ -156,7 +156,10 @@ def _attend_task(  # type: ignore[no-untyped-def]
     task, q_TR, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, n_groups,
     heads_a_task, scale, window, softcap, sinks, bias_HL, out_TR,
 ):  # fmt: skip
-    """Attend by an online softmax over blocks of rows (Milakov & Gimelshein 2018)."""
+    """Attend from one request with some of its heads, by an online softmax over blocks of rows.
+
+    See Milakov & Gimelshein 2018.
+    """
     head_dim = q_TR.shape[1] // (n_groups * n_kv_heads)
     apart = page_tokens * head_dim
     n_heads = heads_a_task * n_groups

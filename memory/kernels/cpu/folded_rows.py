@@ -65,7 +65,7 @@ def _scale_shapes(folded: FoldedRows) -> tuple[Int64s, Int64s]:
 
 @cache
 def _attend_address(queries: np.dtype, keys: np.dtype, sinks: np.dtype, biases: np.dtype, *parts: np.dtype) -> int:
-    """Return the address of `_attend_task` for arrays of these types."""
+    """Return where the machine code that attends with arrays of these types begins: that of `_attend_task`."""
     i, x, ids, rows = 0, _ONE, np.empty(0, np.int64), np.empty(0, keys)
     q_TR, codes = np.empty((0, 0), queries), tuple(np.empty(0, dtype) for dtype in parts)
     return address_of(
@@ -80,7 +80,10 @@ def _attend_few(  # type: ignore[no-untyped-def]
     sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape,
     value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_THD,
 ):  # fmt: skip
-    """Run `_attend_task` for each request and key/value head: by its address, see `memory.kernels.cpu.attention`."""
+    """Attend from all requests in several threads; a task is a request and one of its key/value heads.
+
+    Tasks are called by their address, as in `memory.kernels.cpu.attention`.
+    """
     q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
     n_heads = q_THD.shape[1] // n_kv_heads
     for task in prange((len(cu_seqlens) - 1) * n_kv_heads):
@@ -97,7 +100,7 @@ def _attend_task(  # type: ignore[no-untyped-def]
     softcap, sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows,
     key_scale_shape, value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_TR,
 ):  # fmt: skip
-    """Attend over folded rows, then over pages. A task is a request and one of its key/value heads."""
+    """Attend from one request with the queries of one key/value head, over folded rows and then over pages."""
     head_dim = q_TR.shape[1] // (n_heads * n_kv_heads)
     keys_fold, values_fold = _fold_of(bits, key_scale_shape, head_dim), _fold_of(bits, value_scale_shape, head_dim)
     i, g = task // n_kv_heads, task % n_kv_heads

@@ -111,7 +111,7 @@ class _Moved:
         return x
 
     def _at(self, address: int) -> int | None:
-        """Return to which offset in the block the bytes at an address have moved; None if they have not."""
+        """Return the offset in the packed block to which the bytes at an address have moved; None if they stay."""
         place = self._memory.find(address)
         return None if place is None else self._begins[place[0]] + place[1]
 

@@ -54,7 +54,7 @@ in_sixteen_bits = pytest.mark.parametrize(
         *([pytest.param(cpu, torch.float16, id="float16")] if IS_FULL else []),
     ],
 )
-"""Kernels differ by these dtypes in how numbers are read and written alone: `test_numbers` has both."""
+"""Kernels treat both dtypes alike but for reading and writing a number, which `test_numbers` tests for each of both."""
 
 
 def cumulate(counts: tuple[int, ...]) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -10,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from memory.kernels import Erase, StateSlots, cpu, reference
+from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 from tests.unit.kernels.tails import behind_tails, flats_of, forget_folded, matrix_rows, moved, rows_of, table
 
-IS_FULL = os.environ.get("CONFORMANCE") == "full"
 DTYPES = (torch.float32, torch.bfloat16, *((torch.float16,) if IS_FULL else ()))
 """Each is compiled on its own, which takes seconds."""
 
