@@ -59,7 +59,7 @@ def conformance(n_examples: int) -> dict[str, dict[str, list[Result] | str]]:
 
 
 def _in_a_process(module: str, name: str, n_examples: int) -> list[Result] | str:
-    """A peer may end its process; then this says so."""
+    """Return the results of a peer in a process of its own; if it ends that process, say so."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(results_of, module, name, n_examples).result()

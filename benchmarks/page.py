@@ -76,7 +76,7 @@ def _browsing() -> Iterator[Any]:
 
 @contextmanager
 def _serving() -> Iterator[tuple[str, Engine]]:
-    """A server of the embedded model, warm, in a thread."""
+    """Run a warm server of the embedded model in a thread while the block runs."""
     model, tokenizer = load_model("embedded", progress=False), load_tokenizer(EMBEDDED)
     memory = HybridMemory(model.memory_spec, "256MiB")
     engine = Engine(model, memory, tokenizer, prefixes=PrefixCache(memory))

@@ -13,7 +13,7 @@ from benchmarks.harness import Report
 
 
 def archive(n_nodes: int) -> dict[str, Any]:
-    """An exported conversation that was often edited, so that half of its messages are beside the current path."""
+    """Return an exported conversation that was often edited: half of its messages are beside the current path."""
     draw, nodes = random.Random(0), list[dict[str, Any]]()
     replies: list[str | None] = [None]
     path = 0

@@ -69,7 +69,7 @@ def write_all(parts: Parts, schemas: list[dict[str, Any]], *, n_running: int = 3
 
 
 def is_valid(text: str, schema: dict[str, Any]) -> bool:
-    """True if a text is JSON that is valid by its schema; jsonschema decides."""
+    """Tell whether a text is JSON that is valid by its schema; jsonschema decides."""
     try:
         jsonschema.Draft202012Validator(schema, format_checker=_CHECKER).validate(json.loads(text))
     except (ValueError, jsonschema.ValidationError):
@@ -92,9 +92,11 @@ def schemas_(*, quick: bool, tables: Sequence[str] = (), out: Path | None = None
         _report_validity(report, parts, cases)
     if "libraries" in tables:
         report.add("libraries, one schema after the other", _of_llguidance(parts, cases))
-    if "libraries" in tables and importlib.util.find_spec("xgrammar") is not None:
-        report.add("libraries, one schema after the other", _of_xgrammar(parts, cases))
-    report.keep(out)
+        if importlib.util.find_spec("xgrammar") is not None:
+            report.add("libraries, one schema after the other", _of_xgrammar(parts, cases))
+        else:
+            report.notes.append("Not measured, because not installed: xgrammar (`pip install xgrammar`).")
+    report.keep_tables(out)
     report.notes.append(
         f"Finished: the reply ended with 'stop'; cut: after {MOST_TOKENS} tokens. A mask's time is what a step "
         "waits for the masks of all its requests, which a thread computes beside the model, and that of applying them; "

@@ -21,7 +21,7 @@ _SAID = re.compile(r"answers at (\S+?)(/v1)?[,\s]")
 
 @contextmanager
 def running(options: Sequence[str] = (), *, tree: Path | None = None) -> Iterator[str]:
-    """Run `hybrid-memory serve` on a free port; its URL, without a path.
+    """Run `hybrid-memory serve` on a free port while the block runs; the block gets its URL, without a path.
 
     Args:
         tree: another version of this repository.

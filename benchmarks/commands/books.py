@@ -32,7 +32,7 @@ def rollback(quick: Quick = False, out: Out = None, threads: Threads = None) -> 
 
 @app.command(name="agentic")
 def agentic_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Share of agents' prompts that is reused with small budgets, beside LRU by blocks; in dry runs."""
+    """Measure, in dry runs, how much of agents' prompts is reused with small budgets, beside LRU by blocks."""
     run(agentic.agentic, ("tests/benchmarks/test_agentic.py",), quick, out, threads)
 
 

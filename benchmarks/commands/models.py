@@ -133,5 +133,5 @@ def table_() -> None:
 
 @app.command(name="sampling")
 def sampling_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Decode steps of 1, 8 and 32 requests by how tokens are chosen."""
+    """Measure decode steps of 1, 8 and 32 requests by how tokens are chosen."""
     run(sampling.sampling, ("tests/chat/test_sampling.py",), quick, out, threads)

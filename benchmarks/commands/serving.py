@@ -23,7 +23,7 @@ def agent_trace_(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Share of an agent's prompts that a server computes again, by stored responses and by chats, with a restart."""
+    """Measure how much of an agent's prompts a server computes again: stored responses, chats, a restart."""
     tests = ("tests/chat/test_session_restarts.py", "tests/chat/test_responses.py")
     run(agent_trace.agent_trace, tests, quick, out, None, scale=scale)
 
@@ -38,7 +38,7 @@ def serving_(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Server under load, beside an earlier commit of this repository: throughput, and time to the first token.
+    """Measure a server under load, beside an earlier commit: throughput, and time to the first token.
 
     With --at-once, rows that the folder's file has of other loads are kept, if the machine is the same.
     """
@@ -104,7 +104,7 @@ def schemas_(
     out: Out = None,
     threads: Threads = None,
 ) -> None:
-    """Structured output: 1,000 JSON schemas, how many replies are valid, and what masks cost beside a step.
+    """Measure structured output by 1,000 JSON schemas: how many replies are valid, and what masks cost a step.
 
     With --table, those that the folder's file has of others are kept, if the machine is the same.
     """

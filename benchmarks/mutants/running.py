@@ -43,7 +43,7 @@ class Task:
 
 
 class Collected:
-    """A plugin of pytest: once the tests are collected, `then` runs instead of them."""
+    """Plugs into pytest: once the tests are collected, `then` runs instead of them."""
 
     def __init__(self, then: Callable[[Any], None]) -> None:
         self._then = then

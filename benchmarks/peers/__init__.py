@@ -1,1 +1,1 @@
-"""Adapters of other libraries' memories for `memory.testing`, on small random models."""
+"""Holds adapters of other libraries' memories for `memory.testing`, on small random models."""

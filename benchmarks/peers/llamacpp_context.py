@@ -1,4 +1,4 @@
-"""Adapters of llama.cpp's contexts, through the low-level functions of the llama-cpp-python package."""
+"""Puts llama.cpp's contexts to the conformance kit's test through llama-cpp-python's low-level functions."""
 
 from __future__ import annotations
 

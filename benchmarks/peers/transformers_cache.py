@@ -1,4 +1,4 @@
-"""Adapters of transformers' `DynamicCache`: one cache a sequence, with the calls that transformers documents for it."""
+"""Puts transformers' `DynamicCache` to the conformance kit's test: one cache a sequence, by documented calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CACHE_PARAMS = ("mamba", "mamba2")
 
 
 class _Row:
-    """A sequence: its cache, and how many tokens were fed."""
+    """Holds the cache of a sequence, and how many tokens were fed."""
 
     def __init__(self, cache: DynamicCache, n_tokens: int = 0) -> None:
         self.cache, self.n_tokens = cache, n_tokens
