@@ -22,12 +22,20 @@ from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.norms import norm_row
 from memory.kernels.cpu.numbers import array_at, get, put
 from memory.kernels.cpu.rows import as_array, copy_
-from models.layers import amx, blocked_kernels, finishing, integer_tile_kernels, quantised_kernels, tile_kernels
+from models.layers import (
+    amx,
+    blocked_kernels,
+    finishing,
+    integer_row_kernels,
+    integer_tile_kernels,
+    quantised_kernels,
+    tile_kernels,
+)
 
 
 @dataclass(frozen=True)
 class ProductKind:
-    """Says which kernel multiplies rows by a weight: by the types of both, and whether tiles are multiplied.
+    """Says which kernel multiplies rows by a weight: by the types of both, and whether tiles are, or integers.
 
     Rows of 16 bits whose codes are float32, because the processor cannot multiply them, are converted before and after.
     """
@@ -35,6 +43,7 @@ class ProductKind:
     codes: np.dtype
     rows: torch.dtype
     has_tiles: bool
+    adds_integers: bool = False
 
     @property
     def is_integer(self) -> bool:
@@ -62,7 +71,8 @@ def product_address(kind: ProductKind) -> int:
     if shape is not None:
         return address_of(integer_tile_kernels.product, codes, scales, i, i, i, shape, no_bias, i, i, i, i, like)
     rows = np.empty((1, 1), like.dtype)
-    return address_of(quantised_kernels.product, codes, scales, rows, no_bias, i, i, rows)
+    kernel = integer_row_kernels if kind.adds_integers else quantised_kernels
+    return address_of(kernel.product, codes, scales, rows, no_bias, i, i, rows)
 
 
 FIELDS = 11

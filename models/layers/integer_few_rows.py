@@ -4,6 +4,7 @@ Both read the same rows, whose sums over a group of inputs are exact (`row_units
 
 A tile of one row takes as long as one of sixteen: its weights are written to the cache and loaded again. Here they go
 from memory through registers alone, 32 of them in two instructions, so that few rows wait for the weights' bytes only.
+Processors without tiles use the same (`integer_row_kernels`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MOST_ROWS = 4
 """The most rows of a product for which vectors were measured to be faster than tiles."""
 
 AHEAD_BYTES = 2048
-"""The distance at which weights are prefetched, ahead of those that are being read."""
+"""The distance at which weights are prefetched, ahead of those that are being read, beside tiles."""
 
 _NOTHING = every(0)
 
@@ -53,16 +54,28 @@ def _add_pairs(b: ir.IRBuilder, sums: ir.Value, x: ir.Value, y: ir.Value) -> ir.
     return b.asm(ir.FunctionType(INTS, [INTS] * 3), "vpdpwssd $3, $2, $0", "=v,0,v,v", [sums, x, y], False)
 
 
+def _add_pair_in_memory(b: ir.IRBuilder, sums: ir.Value, weights: ir.Value, row: ir.Value, pair: int) -> ir.Value:
+    """Do the same with one pair of a row, which the instruction reads itself for all lanes.
+
+    LLVM does not know that: the row must have been written by another function.
+    """
+    kind = ir.FunctionType(INTS, [INTS, INTS, row.type])
+    return b.asm(kind, f"vpdpwssd {4 * pair}($3){{1to16}}, $2, $0", "=v,0,v,r", [sums, weights, row], False)
+
+
 class _Groups:
     """Emits the sums of rows over groups of 32 inputs of blocks, in vectors of a block's sixteen outputs.
 
     Args:
         blocks: addresses of codes and scales.
         rows: addresses of integers, units and offsets.
+        ahead_bytes: how far ahead weights are asked for; None if they are not.
     """
 
-    def __init__(self, emitter: Emitter, blocks: list[list[ir.Value]], rows: list[list[ir.Value]]) -> None:
-        self._emitter, self._blocks, self._rows = emitter, blocks, rows
+    def __init__(
+        self, emitter: Emitter, blocks: list[list[ir.Value]], rows: list[list[ir.Value]], ahead_bytes: int | None
+    ) -> None:
+        self._emitter, self._blocks, self._rows, self._ahead_bytes = emitter, blocks, rows, ahead_bytes
         self._n_chains = max(1, 4 // (len(blocks) * len(rows)))
 
     def add(self, group: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
@@ -84,19 +97,23 @@ class _Groups:
         b, is_4 = self._emitter.b, self._emitter.n_bits == 4
         n_bytes = GROUP * BLOCK * self._emitter.n_bits // 8
         codes = [b.gep(own, [b.mul(group, I64(n_bytes))]) for own, _ in self._blocks]
-        for own in codes:
-            for line in range(0, n_bytes, 64):
-                amx.prefetch(b, b.gep(own, [I64(AHEAD_BYTES + line)]))
+        if self._ahead_bytes is not None:
+            for own in codes:
+                for line in range(0, n_bytes, 64):
+                    amx.prefetch(b, b.gep(own, [I64(self._ahead_bytes + line)]))
         inputs = [b.bitcast(b.gep(row, [b.mul(group, I64(GROUP))]), I32.as_pointer()) for row, _, _ in self._rows]
         offsets = [in_every_lane(b, b.load(b.gep(own, [group]), align=4)) if is_4 else None for _, _, own in self._rows]
         n_chains = 2 if is_4 else self._n_chains  # codes of 4 bits in odd places count sixteenfold
         sums = [[[offset] + [None] * (n_chains - 1) for offset in offsets] for _ in codes]
         for pair, weights in enumerate(zip(*map(self._emitter.words, codes), strict=True)):
             for row, x in enumerate(inputs):
-                both = in_every_lane(b, b.load(b.gep(x, [I64(pair)]), align=4))
+                both = None if len(codes) == 1 else in_every_lane(b, b.load(b.gep(x, [I64(pair)]), align=4))
                 for chains, own in zip(sums, weights, strict=True):
-                    old = chains[row][pair % n_chains] or _NOTHING
-                    chains[row][pair % n_chains] = _add_pairs(b, old, both, b.bitcast(own, INTS))
+                    old, integers = chains[row][pair % n_chains] or _NOTHING, b.bitcast(own, INTS)
+                    chains[row][pair % n_chains] = (
+                        _add_pair_in_memory(b, old, integers, x, pair) if both is None
+                        else _add_pairs(b, old, both, integers)
+                    )  # fmt: skip
         return [[self._sum(chains, is_4=is_4) for chains in own] for own in sums]
 
     def _sum(self, parts: list[ir.Value], *, is_4: bool) -> ir.Value:
@@ -106,9 +123,15 @@ class _Groups:
         return total
 
 
-def _sums_of(n_rows: int, n_blocks: int) -> Any:
+def sums_of(n_rows: int, n_blocks: int, ahead_bytes: int | None = AHEAD_BYTES) -> Any:
+    """Return a function that multiplies so many rows by so many blocks.
+
+    Args:
+        ahead_bytes: how far ahead weights are prefetched; None if they are not.
+    """
+
     @untyped_intrinsic
-    def sums_of(  # type: ignore[no-untyped-def]
+    def multiply(  # type: ignore[no-untyped-def]
         typing_context, codes, first_code, n_groups, scales, first_scale, rows, row, units, offsets, sums
     ):
         """Multiply rows from `row` on by blocks of 16 outputs, and store their sums; not checked.
@@ -133,7 +156,7 @@ def _sums_of(n_rows: int, n_blocks: int) -> Any:
                 group = b.mul(b.add(arguments[6], I64(i)), n_groups)
                 return [pointer(5, b.mul(group, I64(GROUP)), I16), pointer(7, group, F32), pointer(8, group, I32)]
 
-            groups = _Groups(emitter, [block(i) for i in range(n_blocks)], [row(i) for i in range(n_rows)])
+            groups = _Groups(emitter, [block(i) for i in range(n_blocks)], [row(i) for i in range(n_rows)], ahead_bytes)
             totals = [ZEROS] * n_rows * n_blocks
             _, totals = add_while(b, lambda group, _, own: groups.add(group, own), I64(0), n_groups, 1, totals)
             for i, total in enumerate(totals):
@@ -143,11 +166,11 @@ def _sums_of(n_rows: int, n_blocks: int) -> Any:
         at = types.int64
         return types.void(codes, at, at, scales, at, rows, at, units, offsets, sums), codegen
 
-    return sums_of
+    return multiply
 
 
-_one, _two, _four = (_sums_of(n, 1) for n in (1, 2, 4))
-_one_by_four, _two_by_four, _four_by_two = _sums_of(1, 4), _sums_of(2, 4), _sums_of(4, 2)
+_one, _two, _four = (sums_of(n, 1) for n in (1, 2, 4))
+_one_by_four, _two_by_four, _four_by_two = sums_of(1, 4), sums_of(2, 4), sums_of(4, 2)
 
 
 @njit(error_model="numpy")

@@ -35,6 +35,11 @@ def multiplies_pairs() -> bool:
     return "+avx512bf16" in _features() and "+avx512bw" in _features()
 
 
+def adds_integers() -> bool:
+    """True if compiled code may use AVX512_VNNI, which adds products of pairs of 16-bit integers."""
+    return "+avx512vnni" in _features() and "+avx512bw" in _features()
+
+
 def has_many_registers() -> bool:
     """True if compiled code may use AVX-512, whose 32 registers hold a vector of sixteen numbers each."""
     return "+avx512f" in _features()

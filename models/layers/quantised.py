@@ -17,6 +17,7 @@ from models.layers import (
     finishing,
     huge_pages,
     integer_rounding,
+    integer_row_kernels,
     integer_tile_kernels,
     integer_vectors,
     quantised_kernels,
@@ -32,8 +33,9 @@ class QuantisedWeight:
 
     With "int8-row" all inputs of an output share one. A product reads 8.5, 8 or 4.5 bits for a weight, and turns them
     into numbers as it goes: nothing else is kept. Rows are read in bfloat16 if the weight was, where the processor
-    multiplies pairs or tiles of that; else in float32. Tiles read rows of which each 32 numbers have twelve bits below
-    the power of two of the largest (`row_units`). A row's result has the same bits in any company. At 8 bits a
+    multiplies pairs or tiles of that, or integers; else in float32. Tiles and integers read rows of which each 32
+    numbers have twelve bits below the power of two of the largest (`row_units`). A row's result has the same bits in
+    any company. At 8 bits a
     weight is off by at most 1/250 of the largest that shares its scale, at 4 bits by 1/8.
 
     Args:
@@ -56,9 +58,13 @@ class QuantisedWeight:
         if is_dry:
             return
         self._codes, self._scales = self.codes.numpy(), as_array(self.scales)
-        is_paired = weight.dtype is torch.bfloat16 and integer_vectors.multiplies_pairs()
-        self._dtype = torch.bfloat16 if is_paired else torch.float32
+        is_bfloat16 = weight.dtype is torch.bfloat16
+        is_paired = is_bfloat16 and integer_vectors.multiplies_pairs()
         self._has_tiles = is_paired and amx.multiplies_tiles()
+        self._adds_integers = (
+            is_bfloat16 and not self._has_tiles and format != "int8-row" and integer_vectors.adds_integers()
+        )
+        self._dtype = torch.bfloat16 if is_paired or self._adds_integers else torch.float32
         own = weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else weight.float()
         self._out_dtype = own.dtype
         integer_rounding.round_to_codes(
@@ -86,7 +92,8 @@ class QuantisedWeight:
         return CompiledProduct(
             (self._codes, self._scales), finishing.NO_BIAS if bias is None else bias.numpy(),
             finishing.ACTIVATIONS[activation], self.n_in, self.n_out,
-            ProductKind(self._codes.dtype, self._dtype, self._has_tiles), 32, 2 if self._has_tiles else 1,
+            ProductKind(self._codes.dtype, self._dtype, self._has_tiles, self._adds_integers), 32,
+            2 if self._has_tiles else 1,
         )  # fmt: skip
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
@@ -100,7 +107,8 @@ class QuantisedWeight:
         else:
             rows = x.to(self._dtype).contiguous()
             rows = F.pad(rows, (0, -self.n_in % 32)) if self.n_in % 32 else rows
-            quantised_kernels.product(self._codes, self._scales, as_array(rows), *options, as_array(y))
+            kernel = integer_row_kernels if self._adds_integers else quantised_kernels
+            kernel.product(self._codes, self._scales, as_array(rows), *options, as_array(y))
         return y if x.dtype is self._out_dtype else y.to(x.dtype)
 
     def _multiply_tiles(self, rows: Tensor, options: tuple[np.ndarray, int, int], y: Tensor) -> None:

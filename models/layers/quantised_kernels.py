@@ -5,8 +5,9 @@ a scale; each group of 32 inputs of an output has its own scale, in bfloat16. A 
 read from its first group to its last, once for eight rows with AVX-512, else for four.
 
 Where the processor multiplies pairs of bfloat16 and adds their products (AVX512_BF16), rows of bfloat16 are read as
-pairs; where it multiplies whole tiles (AMX), `tile_kernels` does that. Otherwise rows and weights become float32. Sums
-are float32, and each row's are formed in the same order in any company.
+pairs; where it adds products of integers (AVX512_VNNI), `integer_row_kernels` takes few rows, and where it multiplies
+whole tiles (AMX), `integer_tile_kernels` all. Otherwise rows and weights become float32. Sums are float32, and each
+row's are formed in the same order in any company.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import njit, prange, types
 
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import untyped_intrinsic
@@ -125,27 +126,33 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
     """
     n_rows, n_out = out_TO.shape
     n_in, x, out = x_TI.shape[1], x_TI.reshape(-1), out_TO.reshape(-1)
+    for part in prange(n_parts):
+        multiply_part(codes, scales, x, n_in, bias, activation, part, n_parts, out, n_rows, n_out)
+
+
+@njit(error_model="numpy")
+def multiply_part(codes, scales, x, n_in, bias, activation, part, n_parts, out, n_rows, n_out):  # type: ignore[no-untyped-def]
+    """Do one part of a product: some of its outputs, for all rows, which lie one after the other in x and out."""
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
     block_codes, block_scales = len(codes) // n_blocks, len(scales) // n_blocks
     step = BLOCK if block_scales > BLOCK else 0
-    for part in prange(n_parts):
-        sums = np.empty(_MOST_ROWS * BLOCK, np.float32)
-        for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
-            code, scale = o * block_codes, o * block_scales
-            t = 0
-            while t < n_rows:
-                left, at = n_rows - t, t * n_in
-                if left >= _MOST_ROWS:
-                    n = _MOST_ROWS
-                    _tile_most(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
-                elif left >= 4:
-                    n = 4
-                    _tile_4(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
-                elif left >= 2:
-                    n = 2
-                    _tile_2(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
-                else:
-                    n = 1
-                    _tile_1(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
-                finish_block(sums, 0, n, bias, activation, o * BLOCK, out, t * n_out + o * BLOCK, n_out)
-                t += n
+    sums = np.empty(_MOST_ROWS * BLOCK, np.float32)
+    for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
+        code, scale = o * block_codes, o * block_scales
+        t = 0
+        while t < n_rows:
+            left, at = n_rows - t, t * n_in
+            if left >= _MOST_ROWS:
+                n = _MOST_ROWS
+                _tile_most(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
+            elif left >= 4:
+                n = 4
+                _tile_4(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
+            elif left >= 2:
+                n = 2
+                _tile_2(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
+            else:
+                n = 1
+                _tile_1(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
+            finish_block(sums, 0, n, bias, activation, o * BLOCK, out, t * n_out + o * BLOCK, n_out)
+            t += n

@@ -25,15 +25,19 @@ DTYPES = (torch.float32, torch.bfloat16, *((torch.float16,) if IS_FULL else ()))
 SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (50, 640)
 
 
-@pytest.fixture(params=["tiles", "pairs", "float32"])
+@pytest.fixture(params=["tiles", "integers", "pairs", "float32"])
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How rows of bfloat16 are multiplied, as far as this processor can."""
-    has_pairs = request.param != "float32" and integer_vectors.multiplies_pairs()
-    has_tiles = request.param == "tiles"
-    if (has_tiles and not amx.multiplies_tiles()) or (request.param == "pairs" and not has_pairs):
+    can = {
+        "tiles": amx.multiplies_tiles(), "integers": integer_vectors.adds_integers(),
+        "pairs": integer_vectors.multiplies_pairs(), "float32": True,
+    }  # fmt: skip
+    if not can[request.param]:
         pytest.skip(f"this processor multiplies no {request.param}")
-    monkeypatch.setattr(integer_vectors, "multiplies_pairs", lambda: has_pairs)
-    monkeypatch.setattr(amx, "multiplies_tiles", lambda: has_tiles)
+    uses = list(can).index(request.param)
+    monkeypatch.setattr(amx, "multiplies_tiles", lambda: uses == 0)
+    monkeypatch.setattr(integer_vectors, "adds_integers", lambda: uses == 1)
+    monkeypatch.setattr(integer_vectors, "multiplies_pairs", lambda: uses < 3 and can["pairs"])
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -78,10 +82,13 @@ def made(format: IntegerFormat, *weights: torch.Tensor, **options: Any) -> Linea
         return Linear(*weights, **options)
 
 
-needs_tiles = pytest.mark.skipif(not amx.multiplies_tiles(), reason="this processor multiplies no tiles")
+has_exact_sums = pytest.mark.skipif(
+    not (amx.multiplies_tiles() or integer_vectors.adds_integers()),
+    reason="this processor multiplies neither tiles nor integers",
+)
 
 
-@needs_tiles
+@has_exact_sums
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("n_out", [5, 64, 100])
 def test_sums_of_groups_are_exact(format: IntegerFormat, n_out: int) -> None:
@@ -100,7 +107,7 @@ def test_sums_of_groups_are_exact(format: IntegerFormat, n_out: int) -> None:
             assert torch.equal(weight.multiply(x[rows], None), total[rows].bfloat16())
 
 
-@needs_tiles
+@has_exact_sums
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_numbers_at_the_ends_of_their_range_spoil_no_other_row_or_group(format: IntegerFormat) -> None:
     """Sums of what is too small are zero, of what is too large or no number NaN, in their rows."""

@@ -1,0 +1,92 @@
+"""Compiles products with weights of 8 and 4 bits for processors that add products of integers (AVX512_VNNI), not tiles.
+
+Weights of few rows go from memory through registers as integers, in two instructions for 32 of them, where turning them
+into bfloat16 takes six: so few rows wait for memory only. Many rows are multiplied as pairs of bfloat16, if the
+processor can (AVX512_BF16). Both read rows of which sums over a group of inputs are exact (`row_units`), so a row has
+the same bits in any company: those that tiles give, too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from memory.kernels.cpu.compiled import compiled
+from models.layers.finishing import finish_block
+from models.layers.integer_few_rows import MOST_ROWS, sums_of
+from models.layers.integer_vectors import BLOCK, GROUP, multiplies_pairs
+from models.layers.quantised_kernels import multiply_part
+from models.layers.row_units import as_integers, in_units
+
+_AHEAD_BYTES = 4096
+"""The distance at which weights are prefetched for few rows; many keep the processor busy until they come."""
+
+_AT_ONCE = 8
+"""Rows at once: their sums of integers, two each at 4 bits, and of numbers stay in registers."""
+
+_MOST_AS_INTEGERS = MOST_ROWS if multiplies_pairs() else 1 << 62
+"""The most rows of a product whose numbers become integers; without pairs those of any."""
+
+_one, _two, _four = (sums_of(n, 1, _AHEAD_BYTES) for n in (1, 2, 4))
+_all_at_once = sums_of(_AT_ONCE, 1, None)
+
+
+@compiled(parallel=True, error_model="numpy")
+def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ignore[no-untyped-def]
+    """Set out = activation(x W^T + bias), with a scale for each group of an output.
+
+    Args:
+        x_TI: rows of bfloat16, of a multiple of 32 inputs.
+        others: as for `quantised_kernels.product`.
+    """
+    n_rows, n_out = out_TO.shape
+    n_in, x, out = x_TI.shape[1], x_TI.reshape(-1), out_TO.reshape(-1)
+    if n_rows == 0:
+        return
+    if n_rows <= _MOST_AS_INTEGERS:
+        integers, units, offsets = as_integers(x.view(np.uint32))
+        for part in prange(n_parts):
+            _multiply_part(
+                codes, scales, integers, units, offsets, n_in, bias, activation, part, n_parts, out, n_rows, n_out
+            )
+        return
+    rounded = np.empty_like(x)
+    for t in prange(n_rows):
+        in_units(x, t * n_in, n_in // GROUP, rounded)
+    for part in prange(n_parts):
+        _multiply_many(codes, scales, rounded, n_in, bias, activation, part, n_parts, out, n_rows, n_out)
+
+
+@njit(error_model="numpy")
+def _multiply_part(  # type: ignore[no-untyped-def]
+    codes, scales, integers, units, offsets, n_in, bias, activation, part, n_parts, out, n_rows, n_out
+):
+    """Do one part of a product: some of its outputs, for all rows; these are what `as_integers` returns."""
+    n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
+    block_codes, sums = len(codes) // n_blocks, np.empty(_AT_ONCE * BLOCK, np.float32)
+    for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
+        code, scale, channel, t = o * block_codes, o * n_groups * BLOCK, o * BLOCK, 0
+        while t < n_rows:
+            left = n_rows - t
+            if left >= _AT_ONCE:
+                n = _AT_ONCE
+                _all_at_once(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+            elif left >= 4:
+                n = 4
+                _four(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+            elif left >= 2:
+                n = 2
+                _two(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+            else:
+                n = 1
+                _one(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+            finish_block(sums, 0, n, bias, activation, channel, out, t * n_out + channel, n_out)
+            t += n
+
+
+@njit(error_model="numpy")
+def _as_integers(codes, scales, x, n_in, bias, activation, part, n_parts, out, n_rows, n_out):  # type: ignore[no-untyped-def]
+    """Stand for `multiply_part` where the processor has no pairs; all rows are few there."""
+
+
+_multiply_many = multiply_part if multiplies_pairs() else _as_integers
