@@ -124,7 +124,7 @@ class _Groups:
 
 
 def sums_of(n_rows: int, n_blocks: int, ahead_bytes: int | None = AHEAD_BYTES) -> Any:
-    """Return a function that multiplies so many rows by so many blocks.
+    """Return a function that multiplies some rows by some blocks of 16 outputs, in integers.
 
     Args:
         ahead_bytes: how far ahead weights are prefetched; None if they are not.

@@ -61,7 +61,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
 def _multiply_part(  # type: ignore[no-untyped-def]
     codes, scales, integers, units, offsets, n_in, bias, activation, part, n_parts, out, n_rows, n_out
 ):
-    """Do one part of a product: some of its outputs, for all rows; these are what `as_integers` returns."""
+    """Multiply all rows, as `as_integers` returns them, by the weights of one part of the outputs."""
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
     block_codes, sums = len(codes) // n_blocks, np.empty(_AT_ONCE * BLOCK, np.float32)
     for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
@@ -85,8 +85,10 @@ def _multiply_part(  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _as_integers(codes, scales, x, n_in, bias, activation, part, n_parts, out, n_rows, n_out):  # type: ignore[no-untyped-def]
-    """Stand for `multiply_part` where the processor has no pairs; all rows are few there."""
+def _never_called(  # type: ignore[no-untyped-def]
+    codes, scales, x, n_in, bias, activation, part, n_parts, out, n_rows, n_out
+):
+    """Stand for `multiply_part` where the processor has no pairs to compile it for: all rows are few there."""
 
 
-_multiply_many = multiply_part if multiplies_pairs() else _as_integers
+_multiply_many = multiply_part if multiplies_pairs() else _never_called

@@ -131,8 +131,10 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
 
 
 @njit(error_model="numpy")
-def multiply_part(codes, scales, x, n_in, bias, activation, part, n_parts, out, n_rows, n_out):  # type: ignore[no-untyped-def]
-    """Do one part of a product: some of its outputs, for all rows, which lie one after the other in x and out."""
+def multiply_part(  # type: ignore[no-untyped-def]
+    codes, scales, x, n_in, bias, activation, part, n_parts, out, n_rows, n_out
+):
+    """Multiply all rows, which lie one after the other, by the weights of one part of the outputs."""
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
     block_codes, block_scales = len(codes) // n_blocks, len(scales) // n_blocks
     step = BLOCK if block_scales > BLOCK else 0
