@@ -24,7 +24,8 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
     ]
     commands = (
         "parity", "bookkeeping", "rollback", "memory", "prefixes", "restarts", "agentic", "kernels", "sampling",
-        "schemas", "states", "sparse", "speculative", "drafts", "prefill", "decode", "dtypes", "bridge",
+        "schemas", "states", "sparse", "speculative", "drafts", "prefill", "decode", "dtypes",
+        "without-bfloat16", "bridge",
     )  # fmt: skip
     failed = [
         name

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from transformers import AutoTokenizer
 
 from benchmarks.harness import Report, interleave
-from benchmarks.ours import N_UNTIMED, Ours, draw
+from benchmarks.ours import N_UNTIMED, Ours, draw, prefills, workload
 from benchmarks.sparse import answer, draw_dialogues
 from benchmarks.workloads import CONFIGS, MODELS, Transformers, save_random
 from models import EMBEDDED, LanguageModel, load_model
 from models.layers.packed import multiplies_bfloat16
 from models.loading.load import weight_bytes
 
-_WORK = ((1, 512), (8, 64), (32, 64))
 _FORMATS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -41,21 +41,17 @@ def dtypes(*, quick: bool, models: Sequence[str] = MODELS) -> Report:
             theirs = save_random(CONFIGS[name](), folder).to(torch.bfloat16)
             ours = {key: _load(folder, key) for key in _FORMATS}
         report.add("bytes of weights", {"model": name} | {key: weight_bytes(model) for key, model in ours.items()})
-        for n_sequences, n_tokens in ((1, 16), (8, 8)) if quick else _WORK:
+        for n_sequences, n_tokens in workload(quick=quick):
             tokens = draw(n_sequences, n_tokens)
             subjects = {dtype: Ours(model, n_sequences) for dtype, model in ours.items()}
             peer = Transformers(theirs)
-            prefills: dict[str, Callable[[], object]] = {
-                dtype: lambda subject=subject: subject.prefill(tokens)  # type: ignore[misc]  # noqa: B023
-                for dtype, subject in subjects.items()
-            }
-            prefills["transformers"] = lambda: peer.prefill(tokens)  # noqa: B023
-            for run in prefills.values():
+            prompts = prefills(subjects, tokens) | {"transformers": partial(peer.prefill, tokens)}
+            for run in prompts.values():
                 run()
             decodes = {dtype: subject.decode for dtype, subject in subjects.items()} | {"transformers": peer.decode}
             _add(report, "decode, ms a step", name, f"{n_sequences} after {n_tokens}", decodes,
                  3 if quick else 20, _ASKED[n_sequences], n_warm_up=N_UNTIMED)  # fmt: skip
-            _add(report, "prefill, ms", name, f"{n_sequences} x {n_tokens}", prefills, 1 if quick else 3, 2.0)
+            _add(report, "prefill, ms", name, f"{n_sequences} x {n_tokens}", prompts, 1 if quick else 3, 2.0)
     _add_answers(report, n_dialogues=10 if quick else 200)
     return report
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,11 @@ N_UNTIMED = 8
 
 def draw(n_sequences: int, n_tokens: int) -> Tensor:
     return torch.randint(0, VOCAB, (n_sequences, n_tokens), generator=torch.Generator().manual_seed(1))
+
+
+def workload(*, quick: bool) -> tuple[tuple[int, int], ...]:
+    """Return how many sequences are prefilled and decoded together, each with the number of tokens of their prompts."""
+    return ((1, 16), (8, 8)) if quick else ((1, 512), (8, 64), (32, 64))
 
 
 class Ours:
@@ -49,3 +57,8 @@ class Ours:
         with self.memory.step(zip(self.sequences, self.next, strict=True)) as step:
             logits = run_recorded(self.model, step) if self.records else self.model(step)
         self.next = logits.max(-1).indices.tolist()  # several times as fast as argmax
+
+
+def prefills(subjects: Mapping[str, Ours], tokens: Tensor) -> dict[str, Callable[[], object]]:
+    """Return, for each of the subjects, a function that prefills these prompts."""
+    return {name: partial(subject.prefill, tokens) for name, subject in subjects.items()}

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.ceilings import report_ceilings
 from benchmarks.harness import Report, interleave
-from benchmarks.ours import N_UNTIMED, Ours, draw
+from benchmarks.ours import N_UNTIMED, Ours, draw, workload
 from benchmarks.workloads import MODELS, Mixerless, Transformers, both_models
 from memory import RecurrentSpec, Step
 from models import LanguageModel
@@ -59,7 +59,7 @@ def decode(*, quick: bool, models: Sequence[str] = MODELS, plot: Path | None = N
     report_ceilings(report, quick=quick)
     for name in models:
         with both_models(name) as (model, peer):
-            for n_sequences, n_tokens in ((1, 16), (8, 8)) if quick else ((1, 512), (8, 64), (32, 64)):
+            for n_sequences, n_tokens in workload(quick=quick):
                 _against_transformers(report, name, model, Transformers(peer), n_sequences, n_tokens, quick=quick)
             del peer
             for n_sequences in (8,) if quick else (1, 8, 32):

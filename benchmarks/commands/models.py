@@ -13,6 +13,7 @@ from benchmarks import sparse as sparse_attention
 from benchmarks import speculative as speculative_decoding
 from benchmarks.commands.options import MODEL_TESTS, Model, Out, Quick, Threads, app, known, run
 from benchmarks.llamacpp_peer import require_llamacpp
+from benchmarks.without_bfloat16 import without_bfloat16
 
 
 @app.command()
@@ -35,6 +36,12 @@ def prefill(model: Model = None, quick: Quick = False, out: Out = None, threads:
 def dtypes(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure decode, prefill and answers on the CPU in 32, 16, 8 and 4 bits, against transformers in bfloat16."""
     run(dtypes_.dtypes, MODEL_TESTS, quick, out, threads, models=known(model, n_quick=2 if quick else None))
+
+
+@app.command(name="without-bfloat16")
+def without_bfloat16_(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure models in bfloat16 beside float32, as on a CPU that has no instructions for products of bfloat16."""
+    run(without_bfloat16, MODEL_TESTS, quick, out, threads, models=known(model, n_quick=2 if quick else None))
 
 
 @app.command()
