@@ -15,16 +15,13 @@ from torch import Tensor
 
 from benchmarks.harness import Report, Samples
 from benchmarks.llamacpp_peer import MOST_AT_ONCE, LlamaProcess, start_llamacpp, time_calls
-from benchmarks.ours import Ours, draw
+from benchmarks.ours import Ours, draw, workload
 from benchmarks.workloads import CONFIGS, save_random
 from models import LanguageModel, load_model
 from models.loading.load import weight_bytes
 
 MODELS = ("jamba", "mamba", "mamba2")
 """Models of the other benchmarks that llama.cpp has, and whose layers it computes by the same rules."""
-
-_WORK = ((1, 512), (8, 64), (32, 64))
-"""Sequences, and tokens of each: what is prefilled, and after what is decoded."""
 
 _STEPS = 10
 """Decode steps of a turn; one more before them wakes the threads, and is not timed."""
@@ -105,7 +102,7 @@ def llamacpp(*, quick: bool, models: Sequence[str] = MODELS) -> Report:
                 path = write_model(Path(folder), kind)
                 model = load_in(path, kind)
                 _check(report, name, kind, model, path)
-                for n_sequences, n_tokens in _WORK[:2] if quick else _WORK:
+                for n_sequences, n_tokens in workload(quick=False)[: 2 if quick else None]:
                     _measure(report, name, kind, model, path, n_sequences, n_tokens, quick=quick)
                 path.unlink()
     _add_notes(report)

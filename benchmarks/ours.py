@@ -23,7 +23,7 @@ def draw(n_sequences: int, n_tokens: int) -> Tensor:
 
 
 def workload(*, quick: bool) -> tuple[tuple[int, int], ...]:
-    """Return how many sequences are prefilled and decoded together, each with the number of tokens of their prompts."""
+    """Return the numbers of sequences that are prefilled and decoded together, each with their prompts' tokens."""
     return ((1, 16), (8, 8)) if quick else ((1, 512), (8, 64), (32, 64))
 
 
@@ -60,5 +60,5 @@ class Ours:
 
 
 def prefills(subjects: Mapping[str, Ours], tokens: Tensor) -> dict[str, Callable[[], object]]:
-    """Return, for each of the subjects, a function that prefills these prompts."""
+    """Return functions that prefill the same prompts, one for each model that is measured, by its name."""
     return {name: partial(subject.prefill, tokens) for name, subject in subjects.items()}

@@ -27,11 +27,11 @@ _ASKED = 1.05
 """The most that a model in bfloat16 may take of the time of the same model in float32."""
 
 _HIDDEN = ("avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
-"""What LLVM calls the instructions that multiply bfloat16, and those of tiles."""
+"""LLVM calls the instructions that multiply bfloat16, and those of AMX, by these names."""
 
 
 def without_bfloat16(*, quick: bool, models: Sequence[str] = MODELS) -> Report:
-    """Measure decode and prefill in bfloat16 and float32, in turns, in processes that have no products of bfloat16."""
+    """Measure models in bfloat16 and float32, in turns, in processes where no instruction multiplies bfloat16."""
     report = Report("without_bfloat16")
     report.notes.append(
         "Weights, rows and pages are in bfloat16, products in float32: what a processor without AVX512_BF16 and AMX "
@@ -61,7 +61,7 @@ def _measure(folder: str, *, quick: bool) -> list[tuple[str, dict[str, Any]]]:
 
 
 def answer(folder: str, n_threads: int, *, quick: bool) -> None:
-    """Measure the checkpoint in both dtypes, and print the tables' rows in JSON.
+    """Measure a checkpoint in bfloat16 and in float32, and print the rows of the tables as JSON.
 
     Raises:
         RuntimeError: something of this process would multiply bfloat16 after all.
@@ -69,9 +69,7 @@ def answer(folder: str, n_threads: int, *, quick: bool) -> None:
     torch.cpu._is_avx512_bf16_supported = lambda: False
     torch.cpu._is_amx_tile_supported = lambda: False
     if multiplies_bfloat16() or multiplies_pairs():
-        raise RuntimeError(
-            "this processor multiplies bfloat16 in a way that cannot be hidden; use one with AVX512_BF16"
-        )
+        raise RuntimeError("this processor's products of bfloat16 cannot be hidden; measure on an x86 processor")
     torch.set_num_threads(n_threads)
     models = {dtype: load_model(folder, dtype=dtype, progress=False) for dtype in ("float32", "bfloat16")}
     rows = list[tuple[str, dict[str, Any]]]()

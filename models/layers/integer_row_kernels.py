@@ -61,7 +61,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
 def _multiply_part(  # type: ignore[no-untyped-def]
     codes, scales, integers, units, offsets, n_in, bias, activation, part, n_parts, out, n_rows, n_out
 ):
-    """Multiply all rows, as `as_integers` returns them, by the weights of one part of the outputs."""
+    """Multiply all rows, rounded to integers by `as_integers`, by the weights of one part of the outputs."""
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
     block_codes, sums = len(codes) // n_blocks, np.empty(_AT_ONCE * BLOCK, np.float32)
     for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
@@ -88,7 +88,7 @@ def _multiply_part(  # type: ignore[no-untyped-def]
 def _never_called(  # type: ignore[no-untyped-def]
     codes, scales, x, n_in, bias, activation, part, n_parts, out, n_rows, n_out
 ):
-    """Stand for `multiply_part` where the processor has no pairs to compile it for: all rows are few there."""
+    """Take the place of `multiply_part` where compiled code must not name AVX512_BF16; nothing calls it there."""
 
 
 _multiply_many = multiply_part if multiplies_pairs() else _never_called

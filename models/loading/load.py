@@ -317,7 +317,8 @@ def weight_bytes(model: LanguageModel) -> int:
 
     On the CPU, a tensor whose dtype is the file's own is mapped, not copied: it counts here, but takes memory only for
     the parts that are read. So a tied embedding costs little beside the head that is packed from it: a lookup reads
-    single rows. Linux may count up to 2 MiB around each as the process's, and takes them back when memory is needed.
+    single rows. Linux may count up to 2 MiB of the file around each row as memory of the process; it takes these pages
+    back when memory is short.
     """
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
