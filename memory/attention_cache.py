@@ -25,7 +25,7 @@ from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
 from memory.blocks.table import BlockTable
 from memory.errors import DropError, IntegrityError, StepError
-from memory.interface import Dropped, Packed, Stretch
+from memory.interface import Dropped, Packed, References, Stretch
 from memory.kernels import FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, select_kernels
 from memory.sequences.pages import DropPlan, PageGrid
 from memory.sequences.reads import AttentionPlan, Read, Selects, attend_each
@@ -68,7 +68,6 @@ class AttentionCache:
         # first_page: of slots that have released pages; oldest: the oldest row, where it may be inside the first page.
         self._table = BlockTable(self.pool, "pages", "first_page", "oldest")
         self._first_page, self._oldest = self._table.numbers.values()
-        self._open_plans: dict[int, AttentionPlan] = {}
 
     def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
         """Return the shapes of one layer's fields in a page: keys, values unless part of the keys, then bounds."""
@@ -122,12 +121,10 @@ class AttentionCache:
             cu_seqlens, lengths, cu_pages = map(self._store.on_host, (packed.cu_seqlens, lengths, starts_of(wanted)))
             batch = PagedBatch(cu_seqlens, lengths, self.place(pages, room=True), cu_pages, self.page_tokens)
             reads, full = self._reads(packed, pages, batch)
-            plan = AttentionPlan(packed, changed, copies, fresh, pages, batch, rows, reads, full)
+            return AttentionPlan(packed, changed, copies, fresh, pages, batch, rows, reads, full)
         except BaseException:
             self.pool.release(fresh)
             raise
-        self._open_plans[id(plan)] = plan
-        return plan
 
     def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
         """Return what a step reads, and the addresses of pages that it fills, whose bounds it then writes."""
@@ -228,7 +225,6 @@ class AttentionCache:
         return self.kernels.read_rows(keys, pages, shape, 0.0), self.kernels.read_rows(values, pages, shape, 0.0)
 
     def commit(self, plan: AttentionPlan, kept: Int64s) -> None:
-        del self._open_plans[id(plan)]
         if not plan.tables and not self.grid.leaves:
             return
         if not np.count_nonzero(kept):
@@ -397,4 +393,7 @@ class AttentionCache:
         for slot, length in lengths.items():
             self._check_slot(slot, length, peaks[slot])
         if is_all:
-            self._table.check(lengths, (plan.fresh for plan in self._open_plans.values()))
+            self._table.check(lengths)
+
+    def references(self, plans: list[AttentionPlan]) -> References:
+        return {self.pool: [*self._table.references, *(plan.fresh for plan in plans)]}

@@ -263,12 +263,13 @@ def build(
 ) -> Coordinator:
     """Make every layer memory of a spec in one store. Arguments and errors as `HybridMemory`."""
     budget_bytes = read_budget(budget)
+    store = Store(budget_bytes, spec.device, poison=poison)
     swapped = Tiers(
         None if host_budget is None else read_budget(host_budget, "host_budget"),
         None if swap_dir is None else check_url("swap_dir", read_path("swap_dir", swap_dir, "a folder or a URL")),
         None if disk_budget is None else read_budget(disk_budget, "disk_budget"),
+        store.journal,
     )
-    store = Store(budget_bytes, spec.device, poison=poison)
     kinds = make_kinds(spec, page_tokens, rules, store)
     if (needed := kinds.by_name.least_bytes) > budget_bytes:
         raise SpecError(
@@ -278,7 +279,8 @@ def build(
     warm_up(compiled_ahead(spec), store.device, spec.dtype)
     pages_on_host = None
     if host_pages is not None:
-        pinned = host_store(read_budget(host_pages, "host_pages"), spec.device, host_attention, poison=poison)
+        n_bytes = read_budget(host_pages, "host_pages")
+        pinned = host_store(n_bytes, spec.device, host_attention, poison=poison, journal=store.journal)
         pages_on_host = with_host_pages(kinds, spec, page_tokens, rules, store, pinned)
     return Coordinator(spec, kinds.by_name, _places(spec, kinds), store, swapped, pages_on_host)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Protocol
+from contextlib import ExitStack, nullcontext
+from types import TracebackType
+from typing import Any, Protocol
+from weakref import ref
 
 import numpy as np
 import torch
@@ -12,11 +14,12 @@ from torch import Tensor
 
 from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
+from memory.blocks.journal import ExitOnStack
 from memory.errors import BUDGET_UNIT, BatchError, CapacityError, StepError
 from memory.interface import Requests, Sequence
 from memory.sequences.batch import count_tokens, read_pairs, read_tokens
 from memory.sequences.chunks import cut_anywhere, cut_on_grid
-from memory.sequences.interrupts import uninterrupted, uninterrupted_call
+from memory.sequences.interrupts import uninterrupted_call
 from memory.specs import MemorySpec
 from memory.step import Outputs, Step
 from memory.views.counters import Counters
@@ -33,9 +36,30 @@ class Steppable(Protocol):
     counters: Counters
 
     def step(self, requests: Requests, *, outputs: Outputs = "last") -> Step: ...
-    def checkpoint(self, sequence: Sequence) -> Sequence: ...
-    def rollback(self, sequence: Sequence, to: int | Sequence) -> None: ...
-    def close(self, sequence: Sequence) -> None: ...
+
+
+class Run:
+    """Is the block of several steps that count together: unless it is left normally, every sequence is as before.
+
+    A checkpoint of each sequence is held meanwhile, to which a failure returns.
+
+    Args:
+        step: one of all these sequences, which need not be entered.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._owner, self._sequences = step.owner, step.sequences
+        self._block: ref[Any] | None = None
+
+    def __enter__(self) -> None:
+        self._opened = self._owner.begin_run(self._sequences, self._block)
+
+    __exit__ = ExitOnStack()
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._owner.end_run(self._opened, is_complete=kind is None)
 
 
 def _check(memory: Steppable, model: Model | None, max_tokens: int) -> None:
@@ -54,7 +78,6 @@ def run_in_chunks(
 ) -> Tensor | None:  # fmt: skip
     """Feed requests in steps of at most `max_tokens`, or on the grid; see `HybridMemory.run`.
 
-    If it takes several steps, a checkpoint of each sequence is held meanwhile, to which a failure returns.
     Args:
         held: entered before the last commit. From then on a Ctrl-C waits, for as long as the caller keeps this.
     """
@@ -65,8 +88,7 @@ def run_in_chunks(
     tokens = read_tokens(sequences, values, memory.spec.vocab_size)
     tokens.arrive(sequences, memory.spec.vocab_size)
     # This step is never entered: making it refuses bad handles and options before anything is computed.
-    memory.step([(sequence, 0) for sequence in sequences], outputs=outputs)
-    checkpoints: dict[Sequence, Sequence] = {}
+    probe = memory.step([(sequence, 0) for sequence in sequences], outputs=outputs)
     rows: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
     first, *later = split_requests(sequences, tokens.counts, max_tokens, on_grid=memory.spec.is_cut_on_grid)
     last = later[-1] if later else first
@@ -85,42 +107,20 @@ def run_in_chunks(
                 rows[sequences[i]].append(part)
 
     try:
-        try:
-            if later:  # one step is all or nothing without checkpoints
-                with uninterrupted():
-                    for sequence in sequences:
-                        checkpoints[sequence] = memory.checkpoint(sequence)
-            with ExitStack() as stack:
-                for chunk in (first, *later):
-                    feed(chunk, stack)
-                found = [part for sequence in sequences for part in rows[sequence]]
-                outcome = None if model is None else torch.cat(found)
-                if checkpoints:
-                    held.deliver()
-                for sequence in [*checkpoints]:
-                    memory.close(checkpoints.pop(sequence))
-                return outcome
-        finally:
-            _return_to(memory, checkpoints)
+        # One step is all or nothing by itself.
+        with ExitStack() as stack, Run(probe) if later else nullcontext():
+            for chunk in (first, *later):
+                feed(chunk, stack)
+            found = [part for sequence in sequences for part in rows[sequence]]
+            outcome = None if model is None else torch.cat(found)
+            if later:
+                held.deliver()
+        return outcome
     except CapacityError as error:
         if error.unit == BUDGET_UNIT and not is_in_model:  # its numbers are those of one chunk
             slots = np.array([s.slot for s in sequences])
             raise memory.counters.lack_of_room(slots, tokens.counts, max_tokens) from None
         raise
-    finally:
-        _return_to(memory, checkpoints)  # again, because a Ctrl-C may have interrupted the first
-
-
-def _return_to(memory: Steppable, checkpoints: dict[Sequence, Sequence]) -> None:
-    """Roll sequences back to their checkpoints, and close these, if any are left."""
-    with uninterrupted():
-        while checkpoints:
-            sequence, checkpoint = checkpoints.popitem()
-            try:
-                if not sequence.closed:  # the model may have closed it
-                    memory.rollback(sequence, to=checkpoint)
-            finally:
-                memory.close(checkpoint)
 
 
 def split_requests(sequences: list[Sequence], counts: Int64s, max_tokens: int, *, on_grid: bool) -> list[Chunk]:

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from threading import RLock
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 from weakref import ReferenceType, ref
 
 import numpy as np
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s
+from memory.blocks.journal import Journal
 from memory.blocks.staging import in_one_copy
 from memory.blocks.store import Store
 from memory.errors import BUDGET_UNIT, BatchError, CapacityError, SequenceError
-from memory.interface import Dropped, Encoded, OpenStep, Packed, Plans, Sequence
+from memory.interface import Dropped, Encoded, OpenStep, Packed, Sequence
 from memory.layer_memories import LayerMemories, PagesOnHost, Places, SwappedOut
 from memory.sequences.batch import TokenLists, pack
-from memory.sequences.interrupts import uninterrupted, uninterrupted_call
 from memory.sequences.ledger import Ledger
 from memory.sequences.lifetime import Lifetime
-from memory.sequences.locking import locked
+from memory.sequences.locking import MemoryLock, locked
 from memory.sequences.reach import nearest_position, out_of_reach, position_before
 from memory.sequences.room import Room
 from memory.specs import MemorySpec
 from memory.views.sequence_view import sequence_html
 from memory.views.usage import Inventory
+
+_T = TypeVar("_T")
 
 
 class EnteredStep(Protocol):
@@ -39,21 +41,25 @@ class EnteredStep(Protocol):
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None: ...
 
 
-def _abort_abandoned_of(coordinator: Coordinator) -> Callable[[], bool]:
-    """Return its `abort_abandoned` as a function that does not keep the coordinator alive."""
-    owner = ref(coordinator)
+@dataclass(eq=False)
+class OpenRun:
+    """Holds what several steps that count together return to if they are not completed.
 
-    def abort_abandoned() -> bool:
-        return (found := owner()) is not None and found.abort_abandoned()
+    Attributes:
+        marks: a checkpoint of each sequence.
+        block: refers to what lives until the run is left, on the stack of its `with` statement.
+    """
 
-    return abort_abandoned
+    marks: dict[Sequence, Sequence]
+    block: ReferenceType[Any] | None
 
 
 class Coordinator(Lifetime):
     """Keeps all layer memories of one model in step, for `HybridMemory`, its steps and its sequences.
 
     A step is plan -> begin -> commit or abort, in all layer memories or in none. Each sequence has one length, in the
-    ledger.
+    ledger. Whatever changes books does so in a change of the journal, so that an exception anywhere leaves all or
+    nothing.
 
     Args:
         places: (layer, kind, name) -> the layer memory that serves it, and its number there.
@@ -61,7 +67,7 @@ class Coordinator(Lifetime):
         host_pages: keys and values that are offloaded to host memory; None: there are none.
     """
 
-    parts = ("layers", "places", "store", "ledger", "swapped", "host_pages", "room", "open_steps")
+    parts = ("layers", "places", "store", "ledger", "swapped", "host_pages", "room", "open_steps", "journal")
 
     def __init__(
         self,
@@ -73,16 +79,37 @@ class Coordinator(Lifetime):
         host_pages: PagesOnHost | None,
     ) -> None:
         super().__init__()
-        self.lock = RLock()
+        self.journal = store.journal
+        self.lock = MemoryLock()
+        self.lock.journal = store.journal
         self.spec = self.checked_spec = spec
         self.layers = layers
         self.places = places
         self.store = store
         self.swapped = swapped
         self.host_pages = host_pages
-        self.ledger = Ledger(self)
+        self.ledger = Ledger(self, store.journal)
         self.open_steps: dict[OpenStep, None] = {}
-        self.room = Room(store.arena, layers, self.ledger, _abort_abandoned_of(self), on_grid=spec.is_cut_on_grid)
+        # Weakly, because the coordinator refers to both of them.
+        store.journal.rebuild = _weakly(self, Coordinator._rebuild)
+        store.journal.abandon = _weakly(self, Coordinator._abandon_run)
+        abort_abandoned = _weakly(self, Coordinator.abort_abandoned)
+        self.room = Room(store.arena, layers, self.ledger, abort_abandoned, on_grid=spec.is_cut_on_grid)
+
+    def mend(self) -> None:
+        """Finish or undo what an exception has left half done, before anything of this memory is read."""
+        if self.why_ended is None and (self.journal.is_open or self.journal.watched) and self.journal.is_left:
+            with self.lock:
+                self.journal.mend()
+
+    def _rebuild(self) -> None:
+        """Compute all that follows from the records of sequences and from the open steps."""
+        references = self.layers.references(opened.plans for opened in self.open_steps)
+        self.store.rebuild(references)
+        if self.host_pages is not None:
+            self.host_pages.place[1].rebuild(references)
+        self.ledger.rebuild((opened.packed.slots for opened in self.open_steps), self.layers.horizon)
+        self.swapped.rebuild()
 
     # Steps
 
@@ -92,84 +119,142 @@ class Coordinator(Lifetime):
         ledger = self.ledger
         slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
-        with uninterrupted(), in_one_copy(self.store.stages) as stage:
-            plans = self.room.make(lambda: self._plan(packed))
-            opened = OpenStep(packed, plans, stage, step.block)
-            self.open_steps[opened] = None
-            ledger.occupy(slots)
-            step.hold(opened, self.store.upload)
-            ledger.reserve(packed)  # last: a step that is refused leaves no larger buffers behind
 
-    def _plan(self, packed: Packed) -> Plans:
-        try:
-            return self.layers.begin(packed, self.store.arena.free_bytes)
-        except CapacityError as error:
-            if error.unit != BUDGET_UNIT:
-                raise
-            # The layer memories that had not planned yet need room as well.
-            n_tokens = len(packed.token_ids)
-            raise self.room.lack(packed.slots, packed.counts, n_tokens, least_bytes=error.needed) from None
+        def attempt() -> None:
+            try:
+                self._begin(step, packed)
+            except CapacityError as error:
+                if error.unit != BUDGET_UNIT:
+                    raise
+                # The layer memories that had not planned yet need room as well.
+                n_tokens = len(packed.token_ids)
+                raise self.room.lack(packed.slots, packed.counts, n_tokens, least_bytes=error.needed) from None
+
+        self.room.make(attempt)
+
+    def _begin(self, step: EnteredStep, packed: Packed) -> None:
+        with self.journal.change(), in_one_copy(self.store.stages) as stage:
+            opened = OpenStep(packed, self.layers.begin(packed, self.store.arena.free_bytes), stage, step.block)
+            self.journal.before(self._forget, opened)
+            self.open_steps[opened] = None
+            self.ledger.occupy(packed.slots)
+            step.hold(opened, self.store.upload)
+            self.ledger.reserve(packed)  # last: a step that is refused leaves no larger buffers behind
+
+    def _forget(self, opened: OpenStep) -> None:
+        """Take back that a step was opened."""
+        self.open_steps.pop(opened, None)
+        opened.is_settled = True
 
     @locked
     def commit(self, opened: OpenStep, kept: Int64s) -> None:
         """Move the sequences of a step on by the first kept[i] (S,) of their new tokens."""
-        with uninterrupted():
-            try:
-                self.layers.commit(opened.plans, kept)
-                self.ledger.append(opened.packed, kept)
-            finally:
-                self._settle(opened)
+        with self.journal.change():
+            self.layers.commit(opened.plans, kept)
+            self.ledger.append(opened.packed, kept)
+            self._settle(opened)
 
     @locked
     def abort(self, opened: OpenStep) -> None:
         """Leave the sequences of a step as they were."""
-        if self.why_ended:  # in a forked child: the step is the parent's
+        self._abort(opened)
+
+    def _abort(self, opened: OpenStep) -> None:
+        if self.why_ended or opened.is_settled:  # in a forked child the step is the parent's
             return
-        with uninterrupted():
-            try:
-                self.layers.commit(opened.plans, opened.packed.nothing)
-            finally:
-                self._settle(opened)
+        with self.journal.change():
+            self.layers.commit(opened.plans, opened.packed.nothing)
+            self._settle(opened)
 
     def want_stages(self) -> None:
         """Copy the plans of later steps to places that stay, so that steps can be recorded."""
         self.store.stages.are_wanted = True
 
     def _settle(self, opened: OpenStep) -> None:
-        """Forget an open step whose blocks are committed or given back. The caller holds interrupts off."""
+        """Forget an open step whose blocks are committed or given back."""
+        self.journal.before(self._reopen, opened)
         del self.open_steps[opened]
         opened.is_settled = True
         self.ledger.vacate(opened.packed.slots)
         if opened.stage is not None:
-            opened.stage.close()
+            self.journal.after(opened.stage.close)
+
+    def _reopen(self, opened: OpenStep) -> None:
+        self.open_steps[opened] = None
+        opened.is_settled = False
 
     @locked
     def abort_abandoned(self) -> bool:
-        """Abort steps whose `with` block was left by an interrupt before their `__exit__`. True if there was any."""
+        """Abort steps whose `with` block was left by an exception before their `__exit__`. True if there was any."""
+        return self._abort_abandoned()
+
+    def _abort_abandoned(self) -> bool:
         abandoned = [opened for opened in self.open_steps if opened.block() is None]
         for opened in abandoned:
-            self.abort(opened)
+            self._abort(opened)
         return bool(abandoned)
+
+    # Several steps that count together
+
+    @locked
+    def begin_run(self, sequences: list[Sequence], block: ReferenceType[Any] | None) -> OpenRun:
+        """Make a checkpoint of each sequence, to which it returns unless the run is completed. Raises SequenceError."""
+        self.ledger.check_all_usable(sequences)
+        with self.journal.change():
+            marks = [self.ledger.open(lineage=s.lineage, is_checkpoint=True) for s in sequences]
+            self._share(sequences, marks)
+            run = OpenRun(dict(zip(sequences, marks, strict=True)), block)
+            self.journal.before(self.journal.watched.pop, run, None)
+            self.journal.watched[run] = None
+        return run
+
+    @locked
+    def end_run(self, run: OpenRun, *, is_complete: bool) -> None:
+        """Close the checkpoints of a run; unless it is complete, return its sequences to them first."""
+        if run in self.journal.watched:
+            self._end_run(run, is_complete=is_complete)
+
+    def _abandon_run(self, run: OpenRun) -> None:
+        self._end_run(run, is_complete=False)
+
+    def _end_run(self, run: OpenRun, *, is_complete: bool) -> None:
+        self._abort_abandoned()
+        with self.journal.change():
+            self.journal.before(self.journal.watched.__setitem__, run, None)
+            del self.journal.watched[run]
+            # The model may have closed some of the sequences, or swapped them out.
+            back = {} if is_complete else {s: mark for s, mark in run.marks.items() if self.ledger.can_change(s)}
+            if back:
+                self._share(list(back.values()), list(back))
+            for mark in run.marks.values():
+                if not mark.closed:
+                    self._close(mark)
 
     # Handles of sequences
 
     def length_of(self, sequence: Sequence) -> int:
+        self.mend()
         return int(self.ledger.lengths[sequence.slot])
 
     def tokens_of(self, sequence: Sequence) -> Int64s:
+        self.mend()
         return self.ledger.tokens(sequence.slot)
 
     def horizon_of(self, sequence: Sequence) -> int:
+        self.mend()
         swapped = self.ledger.horizon_away(sequence.slot)
         return self.layers.horizon(sequence.slot) if swapped is None else swapped
 
     def is_whole(self, sequence: Sequence) -> bool:
+        self.mend()
         return not self.ledger.drops(sequence.slot)
 
     def is_away(self, sequence: Sequence) -> bool:
+        self.mend()
         return bool(self.ledger.is_away[sequence.slot])
 
     def is_on_host(self, sequence: Sequence) -> bool:
+        self.mend()
         return self.host_pages is not None and self.host_pages.has(sequence.slot)
 
     def html_of(self, sequence: Sequence) -> str:
@@ -180,7 +265,8 @@ class Coordinator(Lifetime):
     def end(self, why: str, *, keeps: bool = False) -> None:
         """See `Lifetime.end`. In a forked child, the thread that held the lock is not there to release it."""
         super().end(why, keeps=keeps)
-        self.lock = RLock()
+        self.lock = MemoryLock()
+        self.lock.journal = Journal()
 
     @locked
     def close(self) -> None:
@@ -191,60 +277,78 @@ class Coordinator(Lifetime):
         for handle in handles:
             if self.ledger.is_busy[handle.slot]:
                 raise SequenceError(f"{handle!r} is in an open step; leave the step before its memory is closed")
-        with uninterrupted():
-            for handle in handles:
-                handle.closed = True
-            self.store.give_back()
-            self.end("this memory is closed; make another one")
+        for handle in handles:
+            handle.closed = True
+        self.store.give_back()
+        self.end("this memory is closed; make another one")  # until then, closing it again does all of it again
 
     @locked
-    def open(self, encoder: Encoded | None, held: uninterrupted_call) -> Sequence:
+    def open(self, encoder: Encoded | None, made: list[Sequence]) -> Sequence:
         """See `HybridMemory.open`."""
         cross_attention: Any = self.layers.get("cross-attention")
         if encoder is not None and cross_attention is None:
             raise BatchError(f"{self.spec.model} has no encoder; open its sequences without encoder=")
         if encoder is None and cross_attention is not None:
             raise BatchError(f"{self.spec.model} has an encoder; give its output, open(encoder=model.encode(...)[i])")
-        sequence = self.ledger.open()
-        if cross_attention is None:
+
+        def attempt() -> Sequence:
+            with self.journal.change():
+                sequence = self.ledger.open()
+                if cross_attention is not None:
+                    cross_attention.write(sequence.slot, encoder)
+                made.append(sequence)
             return sequence
-        try:
-            self.room.make(lambda: cross_attention.write(sequence.slot, encoder))
-            held.deliver()
-        except BaseException:
-            self.withdraw(sequence)
-            raise
-        return sequence
+
+        return self.room.make(attempt)
 
     @locked
     def close_one(self, sequence: Sequence) -> None:
         """See `HybridMemory.close`."""
         self.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        with uninterrupted():
-            self.layers.release(sequence.slot)
-            self.ledger.close(sequence)
-            self.swapped.drop(sequence.slot)  # last: a file system may refuse
+        with self.journal.change():
+            self._close(sequence)
 
-    @locked
-    def copy(self, sequence: Sequence, held: uninterrupted_call, *, is_checkpoint: bool) -> Sequence:
-        """Make a new sequence or checkpoint at the same position, on the same blocks. Raises SequenceError."""
-        self.ledger.check_usable(sequence, to_advance=False)
-        copy = self.ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint)
-        try:
-            self.share([sequence], [copy])
-            held.deliver()
-        except BaseException:
-            self.withdraw(copy)
-            raise
-        return copy
-
-    def withdraw(self, sequence: Sequence) -> None:
-        """Close a new sequence again, because making it failed or a Ctrl-C came before the caller had it."""
+    def _close(self, sequence: Sequence) -> None:
         self.layers.release(sequence.slot)
         self.ledger.close(sequence)
+        self.swapped.drop(sequence.slot)
 
-    def share(self, sources: list[Sequence], targets: list[Sequence]) -> None:
-        """Make each target what its source was, all at once. The caller holds interrupts off."""
+    @locked
+    def copy(self, sequence: Sequence, made: list[Sequence], *, is_checkpoint: bool) -> Sequence:
+        """Make a new sequence or checkpoint at the same position, on the same blocks. Raises SequenceError."""
+        self.ledger.check_usable(sequence, to_advance=False)
+        with self.journal.change():
+            copy = self.ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint)
+            self._share([sequence], [copy])
+            made.append(copy)
+        return copy
+
+    def handed_over(self, make: Callable[[list[Sequence]], _T]) -> _T:
+        """Return what `make` returns.
+
+        If an exception comes after the sequences that it has made count, and before it returns, they are closed: nobody
+        has their handles.
+
+        Args:
+            make: called with a list, to which it adds each sequence before that counts.
+        """
+        made = list[Sequence]()
+        try:
+            return make(made)
+        except BaseException:
+            if made:
+                self._take_back(made)
+            raise
+
+    @locked
+    def _take_back(self, made: list[Sequence]) -> None:
+        with self.journal.change():
+            for sequence in made:
+                if not sequence.closed:
+                    self._close(sequence)
+
+    def _share(self, sources: list[Sequence], targets: list[Sequence]) -> None:
+        """Make each target what its source was, all at once, in a change that the caller has begun."""
         self.layers.share(np.array([s.slot for s in sources]), np.array([s.slot for s in targets]))
         self.ledger.copy(sources, targets, self.layers.horizon)
 
@@ -257,8 +361,8 @@ class Coordinator(Lifetime):
             self.ledger.check_usable(target)
             self.ledger.check_usable(source, to_advance=False)
         if moves:
-            with uninterrupted():
-                self.share(list(moves.values()), list(moves))
+            with self.journal.change():
+                self._share(list(moves.values()), list(moves))
 
     # Going back
 
@@ -271,20 +375,20 @@ class Coordinator(Lifetime):
             to = position_before(sequence, self.length_of(sequence), n_tokens, to, self.horizon_of(sequence))
         if isinstance(to, Sequence):
             ledger.check_mark(sequence, to)
-            with uninterrupted():
-                self.share([to], [sequence])
+            with self.journal.change():
+                self._share([to], [sequence])
             return
         reached, source = self.nearest(sequence, to)
         assert to is not None, "`nearest` has refused this"
         if reached != to:
             raise out_of_reach(sequence, to, reached, self.length_of(sequence), self.horizon_of(sequence))
-        with uninterrupted():
+        with self.journal.change():
             if source is None:
                 layers.truncate(sequence.slot, 0)
                 ledger.reset(sequence.slot)
                 return
             if source is not sequence:
-                self.share([source], [sequence])
+                self._share([source], [sequence])
             layers.truncate(sequence.slot, reached)
             ledger.truncate(sequence.slot, reached)
 
@@ -321,9 +425,13 @@ class Coordinator(Lifetime):
         if dropped.n_tokens and dropped.end == length and self.can_rollback(sequence, dropped.start):
             self.rollback(sequence, dropped.start, None)
         elif dropped.n_tokens:
-            with uninterrupted():
-                self.room.make(lambda: self.layers.drop(dropped, self.store.arena.free_bytes))
-                ledger.drop(dropped, dropped.start + (not self.layers.has_states))
+
+            def attempt() -> None:
+                with self.journal.change():
+                    self.layers.drop(dropped, self.store.arena.free_bytes)
+                    ledger.drop(dropped, dropped.start + (not self.layers.has_states))
+
+            self.room.make(attempt)
 
     # Looking inside
 
@@ -358,6 +466,16 @@ class Coordinator(Lifetime):
         slots = [slot for slot in self.ledger.handles if not self.ledger.is_away[slot]]
         lengths = {slot: int(self.ledger.lengths[slot]) for slot in slots}
         peaks = {slot: int(self.ledger.peaks[slot]) for slot in slots}
-        self.layers.check(lengths, peaks, self.store)
+        self.layers.check(lengths, peaks, self.store, (opened.plans for opened in self.open_steps))
         if self.host_pages is not None:
             self.host_pages.check(slots)
+
+
+def _weakly(owner: Coordinator, method: Callable[..., _T]) -> Callable[..., _T]:
+    """Return a method of an object as a function that does not keep the object alive, and does nothing without it."""
+    found = ref(owner)
+
+    def call(*arguments: Any) -> Any:
+        return None if (alive := found()) is None else method(alive, *arguments)
+
+    return call

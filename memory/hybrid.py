@@ -128,6 +128,7 @@ class HybridMemory:
     @property
     def sequences(self) -> list[Sequence]:
         """Return all open sequences and checkpoints (`.is_checkpoint`), in the order in which they were opened."""
+        self._coordinator.mend()
         return list(self._coordinator.ledger.handles.values())
 
     def open(self, *, encoder: Encoded | None = None) -> Sequence:
@@ -139,8 +140,8 @@ class HybridMemory:
         Raises:
             BatchError: `encoder` is missing, not wanted, or does not fit the model. CapacityError: no room for it.
         """
-        with uninterrupted_call() as held:
-            return self._coordinator.open(encoder, held)
+        with uninterrupted_call() as _until_return:
+            return self._coordinator.handed_over(lambda made: self._coordinator.open(encoder, made))
 
     def close(self, sequence: Sequence | Whole = Whole.MEMORY) -> None:
         """Forget a sequence or a checkpoint, and free the bytes that no other refers to; or close the whole memory.
@@ -158,16 +159,20 @@ class HybridMemory:
     def fork(self, sequence: Sequence) -> Sequence:
         """Open a new sequence that continues from the position of this one. Copies no tensor: blocks are shared until
         one side writes; only the last page, the tail and the head are copied then. Raises SequenceError."""
-        with uninterrupted_call() as held:
-            return self._coordinator.copy(sequence, held, is_checkpoint=False)
+        with uninterrupted_call() as _until_return:
+            return self._copy(sequence, is_checkpoint=False)
 
     def checkpoint(self, sequence: Sequence) -> Sequence:
         """Make a checkpoint: a fork that is never advanced, to which `rollback` returns from any distance.
 
         It holds its blocks and nothing else, until it is closed. Raises SequenceError.
         """
-        with uninterrupted_call() as held:
-            return self._coordinator.copy(sequence, held, is_checkpoint=True)
+        with uninterrupted_call() as _until_return:
+            return self._copy(sequence, is_checkpoint=True)
+
+    def _copy(self, sequence: Sequence, *, is_checkpoint: bool) -> Sequence:
+        copy = self._coordinator.copy
+        return self._coordinator.handed_over(lambda made: copy(sequence, made, is_checkpoint=is_checkpoint))
 
     def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
         """Permute memories: each key continues as its value was, all at once. For beams: `reorder({a: b, b: b, c: a})`.
@@ -290,9 +295,9 @@ class HybridMemory:
 
         Raises FormatError: no such file, or a damaged, foreign or unsuitable one; nothing has changed. CapacityError.
         """
-        held = uninterrupted_call()
-        loaded = self.archive.load(path, held, only_first=not family)
-        return loaded if family else loaded.sequence
+        with uninterrupted_call() as _until_return:
+            loaded = self.archive.load(path, only_first=not family)
+            return loaded if family else loaded.sequence
 
     # Steps
 
@@ -309,6 +314,7 @@ class HybridMemory:
             entering, or here for thousands of tokens that the budget could never hold. Nothing has changed then.
         """
         sequences, values = read_pairs(requests)
+        self._coordinator.mend()
         self._coordinator.room.refuse_hopeless(sequences, values)
         tokens = read_tokens(sequences, values, self.spec.vocab_size)
         self._coordinator.ledger.check_all_usable(sequences)

@@ -295,6 +295,10 @@ class StepPlan(Protocol):
 PlanT = TypeVar("PlanT", bound=StepPlan)
 
 
+References = dict["BlockPool", list[Int64s]]
+"""Pool -> arrays of the ids of its blocks, in which each block occurs once for each reference to it."""
+
+
 class LayerMemory(DropsTokens, Protocol[PlanT]):
     """Keeps one kind of state for all layers that use it. Positions are passed to it; it has no length of its own.
 
@@ -383,4 +387,8 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         Args:
             is_all: also raise if another slot holds blocks; else the cost depends on the given slots alone.
         """
+        ...
+
+    def references(self, plans: list[PlanT]) -> References:
+        """Return all references to its blocks: of slots, and of these plans, which are those of all open steps."""
         ...

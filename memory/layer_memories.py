@@ -16,7 +16,7 @@ from memory.blocks.layout import BlockLayout
 from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
 from memory.errors import BUDGET_UNIT, CapacityError
-from memory.interface import Dropped, LayerMemory, Packed, Plans, Sequence, Stretch
+from memory.interface import Dropped, LayerMemory, Packed, Plans, References, Sequence, Stretch
 from memory.sequences.drop import drop_from_all
 from memory.specs import LayerSpec
 
@@ -108,7 +108,7 @@ class SwappedOut(Protocol):
     def forget_twins(self, slot: int) -> None: ...
     def add_file(self, path: str, n_bytes: int, rename: Callable[[Snapshot], Snapshot]) -> int: ...
     def adopt(self, slot: int, held: Any) -> None: ...
-    def forget_unheld(self) -> None: ...
+    def rebuild(self) -> None: ...
     @property
     def other_files(self) -> set[str]: ...
     def keys_of(self, slot: int) -> dict[str, Int64s]: ...
@@ -307,16 +307,6 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
 
         self._fill(slots, {name: len(own) for name, own in blocks.items()}, store, write)
 
-    def retain(self, ids: Mapping[str, Int64s]) -> None:
-        """Add a reference to each of these blocks, by pool; -1 stands for none."""
-        for name, blocks in ids.items():
-            self._pools_by_name[name].retain(blocks[blocks >= 0])
-
-    def unretain(self, ids: Mapping[str, Int64s]) -> None:
-        """Take back what `retain` has added."""
-        for name, blocks in ids.items():
-            self._pools_by_name[name].release(blocks[blocks >= 0])
-
     def take_over(self, slot: int, store: Store, others: LayerMemories, others_store: Store) -> None:
         """Move what a slot holds in another store into this one. Raises CapacityError with nothing changed.
 
@@ -384,10 +374,25 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         for memory in self.values():
             memory.check({slot: length}, {slot: peak}, is_all=False)
 
-    def check(self, lengths: dict[int, int], peaks: dict[int, int], store: Store) -> None:
-        """Raise IntegrityError unless exactly the given slots hold blocks, and theirs fit their lengths and peaks."""
+    def references(self, plans: Iterable[Plans]) -> References:
+        """Return all references to blocks: of slots, and of these plans of all open steps."""
+        open_plans, found = list(plans), References()
+        for name, memory in self.items():
+            found |= memory.references([own[name] for own in open_plans])
+        return found
+
+    def check(
+        self, lengths: dict[int, int], peaks: dict[int, int], store: Store, plans: Iterable[Plans] = ()
+    ) -> None:  # fmt: skip
+        """Raise IntegrityError unless exactly the given slots hold blocks, and theirs fit their lengths and peaks.
+
+        Args:
+            plans: of all open steps.
+        """
         for memory in self.values():
             memory.check(lengths, peaks)
+        for pool, ids in self.references(plans).items():
+            pool.check(ids)
         store.arena.check([used for pool, _ in self.pools for used in pool.used_ranges()])
 
 

@@ -6,9 +6,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import ref
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
 from memory.blocks.copying import refuse_to_copy
+from memory.blocks.journal import ExitOnStack
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
 from memory.interface import OpenStep, Sequence
 from memory.kernels import Scoring
@@ -47,25 +47,9 @@ class StepOwner(Protocol):
     def begin(self, step: Step) -> None: ...
     def commit(self, opened: OpenStep, kept: Int64s) -> None: ...
     def abort(self, opened: OpenStep) -> None: ...
+    def begin_run(self, sequences: list[Sequence], block: ref[Any] | None) -> Any: ...
+    def end_run(self, run: Any, *, is_complete: bool) -> None: ...
     def want_stages(self) -> None: ...
-
-
-class _Leave:
-    """Makes `Step.__exit__`, a new function at each access, which only a `with` statement keeps, on its stack.
-
-    When that is gone, the block has been left, even if an interrupt came before the first line of `__exit__`.
-    """
-
-    @overload
-    def __get__(self, step: None, owner: type[Step]) -> Callable[..., None]: ...
-    @overload
-    def __get__(self, step: Step, owner: type[Step] | None = None) -> partial[None]: ...
-    def __get__(self, step: Step | None, owner: type[Step] | None = None) -> Callable[..., None]:
-        if step is None:
-            return Step._leave
-        leave = partial(step._leave)
-        step._block = ref(leave)
-        return leave
 
 
 class Step:
@@ -100,7 +84,8 @@ class Step:
     __reduce_ex__ = refuse_to_copy("make a step where the memory is")
 
     @property
-    def _owner(self) -> StepOwner:
+    def owner(self) -> StepOwner:
+        """Return what keeps all layer memories in step. Raises StepError: the memory is gone."""
         if (owner := self._owner_or_none()) is None:
             raise StepError("the memory of this step is gone; keep the memory as long as its steps are used")
         return owner
@@ -110,17 +95,17 @@ class Step:
             raise StepError("this step has been entered before; make a new one with memory.step(...)")
         self._is_spent = True
         try:
-            self._owner.begin(self)
+            self.owner.begin(self)
             if self.tokens.late is not None:
                 # Only leaving the step checks these tokens: until then, clamp them for the model's embedding.
-                last = self._owner.spec.vocab_size - 1
+                last = self.owner.spec.vocab_size - 1
                 self.token_ids[self._late_rows] = self.tokens.late.on_device.clamp(0, last).to(self.token_ids.device)
         except BaseException:
             self._abort()
             raise
         return self
 
-    __exit__ = _Leave()
+    __exit__ = ExitOnStack()
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -132,12 +117,12 @@ class Step:
                 return
             self._check_served()
             if self.tokens.late is not None:
-                self.tokens.arrive(self.sequences, self._owner.spec.vocab_size)
+                self.tokens.arrive(self.sequences, self.owner.spec.vocab_size)
                 packed.token_ids[output_rows(packed, "all")] = self.tokens.flat
             kept = packed.counts.copy()
             for sequence, n_tokens in self._accepted.items():
                 kept[packed.place[self.sequences.index(sequence)]] = n_tokens
-            self._owner.commit(opened, kept)
+            self.owner.commit(opened, kept)
         finally:
             self._abort()
 
@@ -163,16 +148,16 @@ class Step:
         self._begun.clear()
         if self._opened is not None and not self._opened.is_settled:
             with suppress(SequenceError):  # its memory is gone, or of another process
-                self._owner.abort(self._opened)
+                self.owner.abort(self._opened)
 
     # For models
 
     def check_model(self, spec: MemorySpec) -> None:
         """Raise StepError unless this step is open and its memory was made for a model of this spec."""
         self._entered()
-        if spec is not self._owner.checked_spec:
-            self._owner.spec.check_model(spec)
-            self._owner.checked_spec = spec
+        if spec is not self.owner.checked_spec:
+            self.owner.spec.check_model(spec)
+            self.owner.checked_spec = spec
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float | None = None,
@@ -270,20 +255,20 @@ class Step:
         opened = self._entered()
         counts, place = opened.packed.counts, None if opened.stage is None else opened.stage.layout
         is_of_few = counts[0] <= _FEW_TOKENS and (counts == counts[0]).all()
-        if place is None or self._served or not is_of_few or not self._owner.layers.can_capture(opened.plans):
+        if place is None or self._served or not is_of_few or not self.owner.layers.can_capture(opened.plans):
             return None
         return place, int(counts[0]), self.outputs
 
     def recordings_of(self, model: object) -> OrderedDict[Hashable, Any] | None:
         """Return what is kept of a model's steps with plans at the same addresses; None if plans have no fixed ones."""
         if (stage := self._entered().stage) is None:
-            self._owner.want_stages()
+            self.owner.want_stages()
         return None if stage is None else stage.recordings_of(model)
 
     def serve_all(self) -> None:
         """Note that every layer memory was used, because the recording of a step with this layout was replayed."""
         self._entered()
-        self._served = set(self._owner.places.values())
+        self._served = set(self.owner.places.values())
 
     @contextmanager
     def while_captured(self) -> Iterator[Step]:
@@ -318,7 +303,7 @@ class Step:
         packed = self._entered().packed
         if not isinstance(accepted, Mapping):
             raise BatchError(f"{accepted!r} accepts nothing; give {{sequence: number of tokens to keep}}")
-        horizons = self._owner.layers.horizons_after(packed)
+        horizons = self.owner.layers.horizons_after(packed)
         for sequence, n_tokens in accepted.items():
             if sequence not in self.sequences:
                 raise SequenceError(f"{sequence!r} is not in this step; accept only what was fed")
@@ -354,7 +339,7 @@ class Step:
 
     def _claim(self, layer: int, name: str | None, kind: str) -> tuple[Place, Any]:
         """Return the place of the layer memory that a call names, and its plan. Raises StepError if it has served."""
-        opened, owner, spec = self._entered(), self._owner, self._owner.spec
+        opened, owner, spec = self._entered(), self.owner, self.owner.spec
         if spec.device.type == "meta":
             raise StepError("a dry run has no tensors; leave the model out of the step")
         place = owner.places.get((layer, kind, name)) if isinstance(layer, int) else None
@@ -372,9 +357,9 @@ class Step:
 
     def _check_served(self) -> None:
         """Raise StepError if a layer memory was not used: it would lack these tokens for ever."""
-        if self._owner.spec.device.type == "meta":
+        if self.owner.spec.device.type == "meta":
             return
-        for (layer, kind, name), place in self._owner.places.items():
+        for (layer, kind, name), place in self.owner.places.items():
             if place not in self._served:
                 raise StepError(
                     f"the step ended before the {kind} memory {name!r} of layer {layer} was used; run the whole model "

@@ -1,5 +1,7 @@
-"""A Ctrl-C at every bytecode: what runs is traced, and at the chosen place the signal is raised as Python would raise
-it.
+"""An exception at every bytecode: what runs is traced, and at the chosen place a signal comes.
+
+The signal is that of Ctrl-C, or of a timer whose handler raises. What another thread raises by
+`PyThreadState_SetAsyncExc` comes at the same places as the latter.
 
 A place is a bytecode of the library that runs, the first time that it does. By default some of them are tried, and
 where functions of chosen files begin and end: there it is that no `try` helps. `INTERRUPTS=all` tries each.
@@ -25,12 +27,27 @@ REGION = tuple(str(ROOT / package) + os.sep for package in ("memory", "chat"))
 TRIES_ALL = os.environ.get("INTERRUPTS") == "all"
 
 
-@cache
-def _returns(code: CodeType) -> set[int]:
-    """Find what returns a variable after a `del`: no handler runs there, because Python runs one at calls and loops.
+class TimedOutError(Exception):
+    """What the handler of a timer raises, and another thread."""
 
-    `uninterrupted_call` builds on this; elsewhere a place too many only makes a test stricter.
+
+def _time_out(number: int, frame: FrameType | None) -> None:
+    raise TimedOutError
+
+
+HANDLERS: dict[int, Callable[[int, FrameType | None], Any]] = {
+    signal.SIGINT: signal.default_int_handler, signal.SIGALRM: _time_out
+}  # fmt: skip
+
+
+@cache
+def _returns(code: CodeType, number: int) -> set[int]:
+    """Find what returns a variable: no handler runs there, because Python runs one at calls and loops.
+
+    With Ctrl-C only after a `del`, on which `uninterrupted_call` builds: elsewhere it is held back.
     """
+    if number != signal.SIGINT:
+        return {i.offset for i in dis.get_instructions(code) if i.opname == "RETURN_VALUE"}
     found = set[int]()
     for a, b, c in zip(*(islice(dis.get_instructions(code), i, None) for i in range(3)), strict=False):
         if (a.opname, b.opname, c.opname) == ("DELETE_FAST", "LOAD_FAST", "RETURN_VALUE"):
@@ -52,11 +69,11 @@ Place = tuple[CodeType, int]
 
 
 class _Tracer:
-    """Lists places, and raises SIGINT before the chosen one runs for the first time."""
+    """Lists places, and raises a signal before the chosen one runs for the first time."""
 
-    def __init__(self, chosen: Place | None) -> None:
+    def __init__(self, chosen: Place | None, number: int) -> None:
         self.places: dict[Place, None] = {}
-        self._chosen = chosen
+        self._chosen, self._number = chosen, number
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "call":
@@ -65,18 +82,21 @@ class _Tracer:
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode":
             place = frame.f_code, frame.f_lasti
-            if place not in self.places and place[1] not in _returns(frame.f_code):
+            if place not in self.places and place[1] not in _returns(frame.f_code, self._number):
                 self.places[place] = None
                 if place == self._chosen:
                     sys.settrace(None)  # else a handler would run between bytecodes where Python lets none run
-                    signal.raise_signal(signal.SIGINT)
+                    signal.raise_signal(self._number)
         return self
 
 
-def interrupted(call: Callable[[], Any], chosen: Place | None) -> tuple[Outcome, list[Place]]:
-    """Call it, with a Ctrl-C before the chosen place."""
-    outcome, tracer, old = Outcome(None, has_returned=False, was_interrupted=False), _Tracer(chosen), sys.gettrace()
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+def interrupted(
+    call: Callable[[], Any], chosen: Place | None, number: int = signal.SIGINT
+) -> tuple[Outcome, list[Place]]:
+    """Call it, with a signal before the chosen place."""
+    tracer, old = _Tracer(chosen, number), sys.gettrace()
+    outcome = Outcome(None, has_returned=False, was_interrupted=False)
+    previous = signal.signal(number, HANDLERS[number])
     try:
         sys.settrace(tracer)
         try:
@@ -85,11 +105,11 @@ def interrupted(call: Callable[[], Any], chosen: Place | None) -> tuple[Outcome,
             time.sleep(0)  # what waited until the call had returned is raised here
         finally:
             sys.settrace(old)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TimedOutError):
         outcome.was_interrupted = True
     finally:
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler has not been put back"
-        signal.signal(signal.SIGINT, previous)
+        assert signal.getsignal(number) is HANDLERS[number], "the handler has not been put back"
+        signal.signal(number, previous)
     return outcome, list(tracer.places)
 
 
@@ -97,6 +117,7 @@ def try_places(
     attempt: Callable[[], tuple[Callable[[], Any], Callable[[Outcome], None]]],
     n_default: int,
     edges: tuple[str, ...] = (),
+    number: int = signal.SIGINT,
 ) -> int:
     """Interrupt a call at its places, one after the other.
 
@@ -104,11 +125,12 @@ def try_places(
         attempt: makes all anew; what to call, and what must be true afterwards.
         n_default: about so many places by default, evenly spread.
         edges: files; there the first and the last place of each function are tried as well.
+        number: of the signal.
     Returns:
         How many places were tried.
     """
     call, verify = attempt()
-    outcome, places = interrupted(call, None)
+    outcome, places = interrupted(call, None, number)
     assert outcome.has_returned and not outcome.was_interrupted
     verify(outcome)
     chosen = (
@@ -117,7 +139,7 @@ def try_places(
     n_tried = 0
     for place in chosen:
         call, verify = attempt()
-        outcome, found = interrupted(call, place)
+        outcome, found = interrupted(call, place, number)
         if place not in found:  # what has been kept from the calls before, this one need not do
             continue
         n_tried += 1

@@ -19,7 +19,7 @@ from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
 from memory.blocks.table import BlockTable
 from memory.errors import BatchError, IntegrityError, StepError
-from memory.interface import Dropped, Encoded, Packed, Stretch
+from memory.interface import Dropped, Encoded, Packed, References, Stretch
 from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.specs import CrossAttentionSpec
 
@@ -215,3 +215,7 @@ class CrossAttentionCache:
             self._check_slot(slot)
         if is_all:
             self._table.check(lengths)
+
+    def references(self, plans: list[CrossPlan]) -> References:
+        """Return what slots refer to: a step allocates nothing."""
+        return {self.pool: self._table.references}

@@ -21,7 +21,7 @@ from memory.blocks.holdings import Holding, LiveRows, Record
 from memory.blocks.layout import BlockLayout
 from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
-from memory.interface import Dropped, LayerMemory, Packed, Stretch
+from memory.interface import Dropped, LayerMemory, Packed, References, Stretch
 from memory.kernels import Scoring
 from memory.sequences.batch import requests_of
 from memory.specs import AttentionSpec
@@ -107,6 +107,10 @@ class HostedAttention:
 
     def moved(self, slot: int, *, is_far: bool) -> None:
         """Note that a slot's pages are in host memory from now on, or on the device."""
+        self._stores[0].journal.before(self._put_back, slot, slot in self._far_slots)
+        self._put_back(slot, is_far)
+
+    def _put_back(self, slot: int, is_far: bool) -> None:
         (self._far_slots.add if is_far else self._far_slots.discard)(slot)
 
     def _of(self, slot: int) -> Attention:
@@ -206,7 +210,7 @@ class HostedAttention:
 
     def release(self, slot: int) -> None:
         self._of(slot).release(slot)
-        self._far_slots.discard(slot)
+        self.moved(slot, is_far=False)
 
     def horizon(self, slot: int) -> int:
         return self._of(slot).horizon(slot)
@@ -237,6 +241,15 @@ class HostedAttention:
         for memory, is_far in ((self.near, False), (self.far, True)):
             own = {slot: length for slot, length in lengths.items() if self.is_far(slot) == is_far}
             memory.check(own, peaks, is_all=is_all)
+
+    def references(self, plans: list[HostedPlan]) -> References:
+        """Return the references to blocks on the device and to those in host memory."""
+        parts = [part for plan in plans for part in plan.parts]
+        near, far = (
+            memory.references([part.plan for part in parts if part.memory is memory])
+            for memory in (self.near, self.far)
+        )
+        return near | far
 
 
 def _given(part: PartPlan, rows: tuple[Tensor, Tensor, Tensor | None], scoring: Scoring) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
 from memory.blocks.table import BlockTable
 from memory.errors import IntegrityError, SpecError
-from memory.interface import Packed, Stretch
+from memory.interface import Packed, References, Stretch
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
 from memory.quantization import Shaped, Storage
 from memory.sequences.drop import CannotDrop
@@ -135,7 +135,6 @@ class QuantizedAttention(CannotDrop):
             () if store.is_dry else tuple(map(store.flat, own)) for own in fields
         ]
         self._table = BlockTable(self.bodies, "quantised pages")
-        self._open_plans: dict[int, QuantizedPlan] = {}
 
     def _bound_fields(self, spec: AttentionSpec) -> list[Shaped]:
         """Return the fields of a block for bounds, if a selection reads them."""
@@ -173,13 +172,11 @@ class QuantizedAttention(CannotDrop):
             for i in n_new.nonzero()[0].tolist():  # so that `commit` cannot fail
                 self._table.reserve(int(packed.slots[i]), int(n_blocks[i]), int(n_blocks[i] + n_new[i]))
             folding, reads = (n_blocks - n_read) * group_pages, self._reads(packed, exact, body)
-            plan = QuantizedPlan(packed, exact, folding, n_new, fresh, self._targets(fresh), reads)
+            return QuantizedPlan(packed, exact, folding, n_new, fresh, self._targets(fresh), reads)
         except BaseException:
             self.bodies.release(fresh)
             self.exact.commit(exact, packed.nothing)
             raise
-        self._open_plans[id(plan)] = plan
-        return plan
 
     def _targets(self, fresh: Int64s) -> dict[int, Tensor]:
         if self._store.is_dry or not len(fresh):
@@ -242,7 +239,6 @@ class QuantizedAttention(CannotDrop):
             reference.write_rows_(flat, targets[part.element_size()], part.flatten(1))
 
     def commit(self, plan: QuantizedPlan, kept: Int64s) -> None:
-        del self._open_plans[id(plan)]
         self.exact.commit(plan.exact, kept)
         ends = plan.n_new.cumsum()
         for i in plan.n_new.nonzero()[0].tolist():
@@ -309,4 +305,8 @@ class QuantizedAttention(CannotDrop):
         for slot in lengths:
             self._check_slot(slot, peaks[slot])
         if is_all:
-            self._table.check(lengths, (plan.fresh for plan in self._open_plans.values()))
+            self._table.check(lengths)
+
+    def references(self, plans: list[QuantizedPlan]) -> References:
+        bodies = {self.bodies: [*self._table.references, *(plan.fresh for plan in plans)]}
+        return self.exact.references([plan.exact for plan in plans]) | bodies

@@ -131,6 +131,23 @@ class Arena:
             self._heaps[n_bytes, from_top] = heap
         return heap
 
+    def rebuild(self, used_ranges: Seq[tuple[int, int]]) -> None:
+        """Make all bytes free that are not in one of these ranges, whatever the books say.
+
+        Cost: O(ranges log ranges).
+        """
+        starts, ends = zip(*sorted(used_ranges), strict=True) if used_ranges else ((), ())
+        gaps = zip((0, *ends), (*starts, self.capacity_bytes), strict=True)
+        self._ends = {start: end for start, end in gaps if start < end}
+        self._starts = {end: start for start, end in self._ends.items()}
+        self._heaps = {}
+        self.free_bytes = sum(end - start for start, end in self._ends.items())
+
+    @property
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """Return the byte ranges [start, end) that are free."""
+        return list(self._ends.items())
+
     def check(self, used_ranges: Seq[tuple[int, int]]) -> None:
         """Raise IntegrityError unless `used_ranges` and the free ranges tile the arena exactly.
 

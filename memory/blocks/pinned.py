@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memory.blocks.journal import Journal
 from memory.blocks.store import Store, reserve
 from memory.errors import HOST_UNIT
 
@@ -24,16 +25,21 @@ _PORTABLE_AND_MAPPED = 1 | 2
 """Flags of `cudaHostRegister`: pinned for every context of the process, at addresses that devices read and write."""
 
 
-def host_store(n_bytes: int, device: torch.device, attention: HostAttention, *, poison: bool) -> Store:
+def host_store(
+    n_bytes: int, device: torch.device, attention: HostAttention, *, poison: bool, journal: Journal
+) -> Store:  # fmt: skip
     """Make a store in host memory, for a memory on `device`. Its tensors are of the device whose kernels read them.
 
     Raises SpecError: the host cannot allocate, or pin, so many bytes.
     """
     if device.type != "cuda":  # the CPU's memory is the host's already, and "meta" has none
-        return Store(n_bytes, device, poison=poison, unit=HOST_UNIT)
+        return Store(n_bytes, device, poison=poison, unit=HOST_UNIT, journal=journal)
     index = torch.cuda.current_device() if device.index is None else device.index
     place = _HOST if attention == "compute" else torch.device("cuda", index)
-    return Store(n_bytes, place, poison=poison, unit=HOST_UNIT, reserve=lambda n, of: _reserve_pinned(n, of, index))
+    return Store(
+        n_bytes, place, poison=poison, unit=HOST_UNIT, journal=journal,
+        reserve=lambda n, of: _reserve_pinned(n, of, index),
+    )  # fmt: skip
 
 
 def _reserve_pinned(n_bytes: int, place: torch.device, index: int) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 
 from memory.blocks.arena import Arena
 from memory.blocks.arrays import EMPTY, Int64s
+from memory.blocks.journal import Journal
 from memory.errors import CapacityError, IntegrityError
 
 
@@ -47,17 +48,20 @@ class BlockPool:
         addresses: (n_ids,) byte address of each block; meaningless for ids not in use.
         counts: (n_ids,) references to each block, 0 when free.
         tables: what refers to the blocks, as long as it lives, for `book_bytes`.
+        journal: of the memory. All that a pool says follows from its tables and from open steps: see `recount`.
     """
 
     def __init__(
-        self, arena: Arena, name: str, block_bytes: int, *, from_top: bool, on_change: Callable[[int, int], None]
-    ) -> None:
+        self, arena: Arena, name: str, block_bytes: int, *, from_top: bool, on_change: Callable[[int, int], None],
+        journal: Journal | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.block_bytes = block_bytes
         self.n_used = 0
         self.addresses = np.zeros(16, np.int64)
         self.counts = np.zeros(16, np.int64)
         self.tables: WeakSet[Sized] = WeakSet()
+        self.journal = Journal() if journal is None else journal
         self._arena = arena
         self._from_top = from_top
         self._on_change = on_change
@@ -102,7 +106,11 @@ class BlockPool:
                 self.counts[block] += 1
 
     def release(self, ids: Int64s) -> None:
-        """Remove a reference from each block; blocks without any are freed."""
+        """Remove a reference from each block; blocks without any are freed. In a change it waits until that counts."""
+        if len(ids):
+            self.journal.after(self._release, ids)
+
+    def _release(self, ids: Int64s) -> None:
         if len(ids) > _FEW:
             np.subtract.at(self.counts, ids, 1)
             freed: list[int] = np.unique(ids[self.counts[ids] == 0]).tolist()
@@ -119,6 +127,18 @@ class BlockPool:
         for first, end, (start,) in _runs(self.block_bytes, np.sort(self.addresses[freed])):
             self._arena.free(start, (end - first) * self.block_bytes)
             self._on_change(start, (end - first) * self.block_bytes)
+
+    def recount(self, references: Iterable[Int64s]) -> None:
+        """Count references anew from arrays of ids, one for each reference held anywhere, and list the free ids.
+
+        `Arena.rebuild` must follow. What an interrupted call left of the tables may be of different lengths.
+        """
+        n_ids = max(len(self.addresses), len(self.counts))
+        self.addresses = np.pad(self.addresses, (0, n_ids - len(self.addresses)))
+        held = np.concatenate([EMPTY, *references])
+        self.counts = np.bincount(held, minlength=n_ids)
+        self._free_ids = np.flatnonzero(self.counts == 0)[::-1].tolist()
+        self.n_used = n_ids - len(self._free_ids)
 
     def frozen(self) -> BlockPool:
         """Return a copy to look at, whose addresses, counts and book bytes stay as they are now."""

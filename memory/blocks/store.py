@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from memory.blocks import staging as uploads
 from memory.blocks.arena import Arena
 from memory.blocks.arrays import Int64s
+from memory.blocks.journal import Journal
 from memory.blocks.layout import BlockLayout, Field
 from memory.blocks.pool import BlockPool, _runs
 from memory.blocks.staging import Placed
@@ -42,6 +43,7 @@ class Store:
     Args:
         reserve: (bytes, device) -> that tensor, uint8; memory of the device unless given.
         unit: of the arena's refusals: `CapacityError.unit`.
+        journal: of the memory; its own unless given.
         poison: fill every block with NaN when it is allocated and when it is freed, so that reading memory that was not
             written shows at once. For tests: it costs a write of every block.
     """
@@ -54,8 +56,11 @@ class Store:
         poison: bool,
         reserve: Callable[[int, torch.device], Tensor] = reserve,
         unit: str = BUDGET_UNIT,
+        journal: Journal | None = None,
     ) -> None:
         self.arena = Arena(capacity_bytes, unit)
+        self.journal = Journal() if journal is None else journal
+        self._pools: weakref.WeakSet[BlockPool] = weakref.WeakSet()  # each of them refers to the store
         self.device = device
         self.stages = uploads.Stages(device)
         self.is_dry = device.type == "meta"
@@ -87,7 +92,19 @@ class Store:
         return self._bytes.view(field.dtype)[field.offset_bytes // field.dtype.itemsize :]
 
     def make_pool(self, name: str, layout: BlockLayout, *, from_top: bool) -> BlockPool:
-        return BlockPool(self.arena, name, layout.block_bytes, from_top=from_top, on_change=self._poison_block)
+        pool = BlockPool(
+            self.arena, name, layout.block_bytes, from_top=from_top, on_change=self._poison_block, journal=self.journal
+        )
+        self._pools.add(pool)
+        return pool
+
+    def rebuild(self, references: Mapping[BlockPool, list[Int64s]]) -> None:
+        """Compute anew which blocks and bytes are free, from the ids that are referred to, by pool."""
+        for pool in self._pools:
+            pool.recount(references.get(pool, []))
+        self.arena.rebuild([used for pool in self._pools for used in pool.used_ranges()])
+        for start, end in self.arena.free_ranges if self._poison else ():
+            self._poison_block(start, end - start)
 
     def upload(self, array: Int64s, *, room: bool = False) -> Tensor:
         """Upload an array of a plan for the kernels, as `memory.blocks.staging.upload` does."""

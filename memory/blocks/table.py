@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -130,9 +129,22 @@ class BlockTable:
 
     def set(self, slot: int, ids: Int64s, **numbers: int) -> None:
         """Make a slot refer to these blocks, whose references pass to it, and set its numbers."""
+        self._note(slot)
         self._leave(slot)
         self._rows[slot] = _Row(_Buffer(ids, slot), 0, len(ids))
         self._set_numbers(slot, numbers)
+
+    def _note(self, slot: int) -> None:
+        """Note what a slot refers to, which is about to change."""
+        values = [column.get(slot, 0) for column in self.numbers.values()]
+        self.pool.journal.before(self._put_back, slot, self._rows.get(slot), values)
+
+    def _put_back(self, slot: int, row: _Row | None, values: list[int]) -> None:
+        if row is None:
+            self._rows.pop(slot, None)
+        else:
+            self._rows[slot] = row
+        self._set_numbers(slot, dict(zip(self.numbers, values, strict=True)))
 
     def _set_numbers(self, slot: int, numbers: dict[str, int]) -> None:
         for name, value in numbers.items():
@@ -153,25 +165,32 @@ class BlockTable:
             room = np.empty(2 * end + 16, np.int64)
             ids = self[slot]
             room[: len(ids)] = ids
-            self._leave(slot)
+            # One assignment: the slot refers to the same blocks as before, whatever interrupts this.
             self._rows[slot] = _Row(_Buffer(room, slot), 0, len(ids))
+            if row is not None and row.buffer.writer == slot:
+                row.buffer.writer = -1
 
     def replace(self, slot: int, at: int, ids: Int64s) -> None:
         """Make a slot refer to these blocks from its block number `at` on, instead of those that it has there.
 
         The slot takes over the references to the new ones; those to the old ones are the caller's.
         """
+        self._note(slot)
         row, n = self._rows.get(slot), at + len(ids)
         if row is None or not row.buffer.may_write(slot, row.start + at, row.start + n):
             room = np.empty(n + max(n, 16), np.int64)
             room[:at] = self[slot][:at]
             self._leave(slot)
             row = _Row(_Buffer(room, slot), 0, 0)
+        elif at < row.end - row.start:
+            overwritten = slice(row.start + at, row.end)
+            self.pool.journal.before(_write, row.buffer.ids, overwritten, row.buffer.ids[overwritten].copy())
         row.buffer.ids[row.start + at : row.start + n] = ids
         self._rows[slot] = _Row(row.buffer, row.start, row.start + n)
 
     def leave_behind(self, slot: int, n: int) -> Int64s:
         """Take the first `n` blocks from a slot; return them with the references to them."""
+        self._note(slot)
         row, ids = self._rows[slot], self[slot][:n]
         self._rows[slot] = row.cut(n, len(row))
         return ids
@@ -180,11 +199,13 @@ class BlockTable:
         """Release a slot's blocks behind the first `n_kept`."""
         row = self._rows.get(slot)
         if row is not None and n_kept < len(row):
+            self._note(slot)
             self._rows[slot] = row.cut(0, n_kept)
             self._release(row.cut(n_kept, len(row)))
 
     def release(self, slot: int) -> None:
         """Release all blocks of a slot."""
+        self._note(slot)
         for column in self.numbers.values():
             column.pop(slot, None)
         row = self._rows.get(slot)
@@ -241,13 +262,17 @@ class BlockTable:
         numbers = {name: int(record[name][0]) for name in self.numbers}
         self.set(slot, ids, **numbers)
 
-    def check(self, open_slots: Iterable[int], in_flight: Iterable[Int64s] = ()) -> None:
-        """Raise IntegrityError if a slot that is not open has blocks, or if references do not match.
+    @property
+    def references(self) -> list[Int64s]:
+        """Return the ids of each slot's blocks: an array for each reference to a block."""
+        return [part for row in self._rows.values() for part in row.parts()]
 
-        Args:
-            in_flight: blocks of open steps, which no slot refers to yet.
-        """
+    def check(self, open_slots: Iterable[int]) -> None:
+        """Raise IntegrityError if a slot that is not open has blocks."""
         held = self._rows.keys() | {slot for column in self.numbers.values() for slot in column}
         if closed := held - set(open_slots):
             raise IntegrityError(f"{self._what} are held for slots that are not open: {sorted(closed)}")
-        self.pool.check(itertools.chain((row.ids for row in self._rows.values()), in_flight))
+
+
+def _write(ids: Int64s, entries: slice, values: Int64s) -> None:
+    ids[entries] = values

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from memory.blocks.arrays import EMPTY, Int64s
+from memory.blocks.journal import Journal
 from memory.errors import IntegrityError, SequenceError
 from memory.interface import Dropped, Packed, Sequence, SequenceOwner
-from memory.sequences.interrupts import uninterrupted
 from memory.sequences.token_buffer import Checkpoint, TokenBuffer, common_prefix, is_roomy
+
+_COLUMNS = ("lengths", "peaks", "_writable", "is_busy", "is_away", "_is_checkpoint")
+"""Names of the arrays of a ledger that have an element for each slot."""
 
 
 class Ledger:
     """Holds the slots, lengths and tokens of all sequences. Slots are reused, ids are not.
 
+    The records of a slot are its handle, length, peak, buffer of tokens, drops, and whether it is swapped out. All else
+    follows from them: see `rebuild`.
+
+    Args:
+        journal: of the memory.
     Attributes:
         lengths, peaks: (n_slots,) tokens held, and the furthest position ever reached.
         is_busy, is_away: (n_slots,) True while the sequence is in an open step, and while it is swapped out.
@@ -26,7 +34,8 @@ class Ledger:
         n_drops: number of the latest drop.
     """
 
-    def __init__(self, owner: SequenceOwner) -> None:
+    def __init__(self, owner: SequenceOwner, journal: Journal) -> None:
+        self._journal = journal
         self.lengths = np.zeros(16, np.int64)
         self.peaks = np.zeros(16, np.int64)
         self.is_busy = np.zeros(16, np.bool_)
@@ -49,27 +58,91 @@ class Ledger:
         """Open an empty sequence in a free slot; it shares `lineage` with all that was forked from the same one."""
         if not self._free_slots:
             self._grow()
-        # The handle enters the ledger last, so that an earlier interrupt leaves nothing behind.
         slot, id = self._free_slots[-1], self._n_opened
         handle = Sequence(self._owner, id, slot, id if lineage is None else lineage, is_checkpoint=is_checkpoint)
         self._n_opened += 1
+        self._journal.before(self._forget, handle)
         self._is_checkpoint[slot] = is_checkpoint
         self.handles[slot] = handle
         del self._free_slots[-1]
         return handle
 
+    def _forget(self, handle: Sequence) -> None:
+        """Take back that a sequence was opened."""
+        self.handles.pop(handle.slot, None)
+        handle.closed = True
+
     def _grow(self) -> None:
-        """Double the slots: all columns are made before the first one is replaced, so that nothing is half grown."""
-        n = len(self.lengths)
-        counts = [np.concatenate([a, np.zeros(n, np.int64)]) for a in (self.lengths, self.peaks, self._writable)]
-        flags = [np.concatenate([a, np.zeros(n, np.bool_)]) for a in (self.is_busy, self.is_away, self._is_checkpoint)]
-        free_slots = list(range(2 * n - 1, n - 1, -1))
-        with uninterrupted():
-            self.lengths, self.peaks, self._writable = counts
-            self.is_busy, self.is_away, self._is_checkpoint = flags
-            self._free_slots = free_slots
+        """Double the slots, all of which are in use. What an exception has left half grown is of no matter."""
+        n = len(self.handles)
+        for name in _COLUMNS:
+            setattr(self, name, np.pad(getattr(self, name)[:n], (0, n)))
+        self._free_slots = list(range(2 * n - 1, n - 1, -1))
+
+    def _note(self, sequence: Sequence) -> None:
+        """Note the records of a sequence, which are about to change."""
+        slot, lineage, closed = sequence.slot, sequence.lineage, sequence.closed
+        position = int(self.lengths[slot]), int(self.peaks[slot])
+        found = self._buffers.get(slot), self._seams.get(slot), self._swapped.get(slot)
+        self._journal.before(self._put_back, sequence, lineage, closed, position, found)
+
+    def _put_back(
+        self, sequence: Sequence, lineage: int, closed: bool, position: tuple[int, int], found: tuple[Any, Any, Any]
+    ) -> None:
+        slot = sequence.slot
+        sequence.lineage, sequence.closed = lineage, closed
+        self.handles[slot], self._is_checkpoint[slot] = sequence, sequence.is_checkpoint
+        self.lengths[slot], self.peaks[slot] = position
+        columns: tuple[dict[int, Any], ...] = self._buffers, self._seams, self._swapped
+        for column, value in zip(columns, found, strict=True):
+            if value is None:
+                column.pop(slot, None)
+            else:
+                column[slot] = value
+        self.is_away[slot] = slot in self._swapped
+
+    def rebuild(self, open_slots: Iterable[Int64s], horizon_of: Callable[[int], int]) -> None:
+        """Compute all that follows from the records of the slots.
+
+        Args:
+            open_slots: of each open step.
+            horizon_of: slot -> horizon, of one that is in the budget.
+        """
+        n_slots = min(len(getattr(self, name)) for name in _COLUMNS)
+        for name in _COLUMNS:
+            setattr(self, name, getattr(self, name)[:n_slots])
+        self._free_slots = [slot for slot in range(n_slots - 1, -1, -1) if slot not in self.handles]
+        free = self._free_slots
+        self.lengths[free] = self.peaks[free] = 0
+        for by_slot in (self._buffers, self._seams, self._swapped, self._reserved):
+            for slot in by_slot.keys() - self.handles.keys():
+                del by_slot[slot]
+        self._writable[:] = 0
+        self.is_busy[:] = self.is_away[:] = False
+        self.is_away[list(self._swapped)] = True
+        for slots in open_slots:
+            self.is_busy[slots] = True
+        self._reserved = {slot: ids for slot, ids in self._reserved.items() if self.is_busy[slot]}
+        self._found_usable = []
+        self._rebuild_buffers(horizon_of)
+
+    def _rebuild_buffers(self, horizon_of: Callable[[int], int]) -> None:
+        """Find out who holds each buffer of tokens. Nobody writes to one until `reserve` has found that it may."""
+        self._families = {}
+        for held in self._buffers.values():
+            held.clear()
+        handles = sorted(self.handles.values(), key=lambda handle: (int(self.lengths[handle.slot]), handle.id))
+        for handle in handles:
+            buffer, slot = self._buffers.get(handle.slot), handle.slot
+            if buffer is not None and handle.is_checkpoint:
+                horizon = self._swapped[slot][0] if slot in self._swapped else horizon_of(slot)
+                buffer.add_checkpoint(Checkpoint(int(self.lengths[slot]), handle.id, horizon, handle))
+                self._families.setdefault(handle.lineage, {})[buffer] = None
+            elif buffer is not None:
+                buffer.live.add(slot)
 
     def close(self, sequence: Sequence) -> None:
+        self._note(sequence)
         sequence.closed = True
         del self.handles[sequence.slot]
         self._found_usable = []
@@ -135,7 +208,7 @@ class Ledger:
         buffer.live.discard(slot)
         if buffer.writer == slot:
             buffer.writer = None
-        self._trim(buffer)
+        self._journal.after(self._trim, buffer)
 
     def _go_back_to(self, slot: int, length: int) -> None:
         """Stop a slot from writing its buffer, of which others may hold more tokens; `reserve` finds out if they do."""
@@ -143,7 +216,7 @@ class Ledger:
         self._writable[slot] = 0
         if buffer is not None and buffer.writer == slot:
             buffer.writer = None
-            self._trim(buffer, length)
+            self._journal.after(self._trim, buffer, length)
 
     def _trim(self, buffer: TokenBuffer, at_least: int = 0) -> None:
         """Shrink a buffer if it is far larger than all that hold it need; one of them needs `at_least` tokens."""
@@ -155,9 +228,11 @@ class Ledger:
         """Append the first kept[i] tokens of each request. Peaks count all tokens that were fed, kept or not."""
         moved = kept.nonzero()[0]
         slots, starts, n_tokens = packed.slots[moved], packed.starts[moved], kept[moved]
+        self._journal.before(self._take_back, slots, starts, self.peaks[slots])
         self.lengths[slots] = starts + n_tokens
         self.peaks[slots] = packed.peaks[moved]
         for slot in self._reserved.keys() & slots.tolist() if self._reserved else ():
+            self._note(self.handles[slot])
             self._place(slot, self._reserved.pop(slot))
         buffers = self._buffers
         if packed.is_decode:
@@ -168,6 +243,10 @@ class Ledger:
         begins, counts = packed.cu_seqlens[moved].tolist(), n_tokens.tolist()
         for slot, start, begin, n in zip(slots.tolist(), starts.tolist(), begins, counts, strict=True):
             buffers[slot].ids[start : start + n] = packed.token_ids[begin : begin + n]
+
+    def _take_back(self, slots: Int64s, lengths: Int64s, peaks: Int64s) -> None:
+        """Put back the positions of slots; more tokens in their buffers do no harm."""
+        self.lengths[slots], self.peaks[slots] = lengths, peaks
 
     def occupy(self, slots: Int64s) -> None:
         """Note that these slots are in an open step, until `vacate`."""
@@ -180,6 +259,7 @@ class Ledger:
             del self._reserved[slot]
 
     def truncate(self, slot: int, to: int) -> None:
+        self._note(self.handles[slot])
         self.lengths[slot] = to
         self._go_back_to(slot, to)
         if slot in self._seams:
@@ -187,6 +267,7 @@ class Ledger:
 
     def reset(self, slot: int) -> None:
         """Put a slot back to position 0, as if nothing had ever been fed."""
+        self._note(self.handles[slot])
         self._leave_buffer(self.handles[slot])
         self.lengths[slot] = self.peaks[slot] = 0
         self._seams.pop(slot, None)
@@ -194,6 +275,7 @@ class Ledger:
     def drop(self, dropped: Dropped, changed_from: int) -> None:
         """Remove tokens from the middle. From `changed_from` on, memory is not what feeding the rest would give."""
         slot, tokens = dropped.slot, self.tokens(dropped.slot)
+        self._note(self.handles[slot])
         left = np.concatenate([tokens[: dropped.start], tokens[dropped.end :]])
         self._leave_buffer(self.handles[slot])
         self._place(slot, left)
@@ -219,11 +301,13 @@ class Ledger:
         own = np.asarray(tokens, np.int64).ravel()
         if len(own) and not 0 <= own.min() <= own.max() < vocab_size:
             raise ValueError(f"token ids {own.min()} ... {own.max()} are not in a vocabulary of {vocab_size}")
+        self._note(self.handles[slot])
         self._place(slot, own.copy())
         self.restore_position(slot, len(own), peak, ())
 
     def restore_position(self, slot: int, length: int, peak: int, drops: tuple[tuple[int, int], ...]) -> None:
         """Set how many of its tokens a slot holds, its peak and its drops."""
+        self._note(self.handles[slot])
         self.lengths[slot], self.peaks[slot] = length, peak
         self._seams.pop(slot, None)
         if drops:
@@ -231,11 +315,14 @@ class Ledger:
 
     def send_away(self, slot: int, horizon: int, n_bytes: int) -> None:
         """Note that a slot is swapped out, with this horizon and these bytes, until `bring_back`."""
+        self._note(self.handles[slot])
         self._swapped[slot] = horizon, n_bytes
         self.is_away[slot] = True
         self._found_usable = []
 
     def bring_back(self, slot: int) -> None:
+        if slot in self.handles:  # else it has just been closed
+            self._note(self.handles[slot])
         self._swapped.pop(slot, None)
         self.is_away[slot] = False
 
@@ -260,6 +347,7 @@ class Ledger:
         shared = [(self._buffers.get(s.slot), self._seams.get(s.slot)) for s in sources]
         for (target, own), (lineage, length, peak), (buffer, seams) in zip(before, records, shared, strict=True):
             slot = target.slot
+            self._note(target)
             self.lengths[slot], self.peaks[slot], target.lineage = length, peak, lineage
             self._seams.pop(slot, None)
             if seams:
@@ -323,6 +411,11 @@ class Ledger:
             raise SequenceError(f"{sequence!r} is swapped out; bring it back with memory.swap_in(sequence) first")
         if to_advance and sequence.is_checkpoint:
             raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
+
+    def can_change(self, sequence: Sequence) -> bool:
+        """True if a sequence is open, in the budget and in no open step."""
+        slot = sequence.slot
+        return not sequence.closed and not self.is_busy[slot] and not self.is_away[slot]
 
     def check_open(self, sequence: Sequence) -> None:
         """Raise SequenceError unless the handle is open and of this memory."""

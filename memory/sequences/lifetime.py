@@ -47,8 +47,8 @@ class Lifetime:
     def end(self, why: str, *, keeps: bool = False) -> None:
         """End it: free the parts, or hold them untouched if `keeps` is True."""
         parts = {name: getattr(self, name) for name in self.parts}
-        vars(self).update(dict.fromkeys(parts, _Ended(why, parts if keeps else None)))
-        self.why_ended = why
+        ended: dict[str, object] = dict.fromkeys(parts, _Ended(why, parts if keeps else None))
+        vars(self).update(ended | {"why_ended": why})
 
 
 _alive: weakref.WeakSet[Lifetime] = weakref.WeakSet()

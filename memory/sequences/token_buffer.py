@@ -52,6 +52,13 @@ class TokenBuffer:
         self.checkpoints: list[Checkpoint] = []
         self.longest_tail = 0
 
+    def clear(self) -> None:
+        """Forget who holds the buffer; its tokens stay."""
+        self.writer = None
+        self.live = set()
+        self.checkpoints = []
+        self.longest_tail = 0
+
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
         if checkpoint.n_tokens >= self.checkpoint_tokens:  # most new checkpoints are the longest
             self.checkpoints.append(checkpoint)

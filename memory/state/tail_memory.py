@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from memory.blocks.arrays import Int64s
 from memory.blocks.holdings import Holding, LiveRows, Record
 from memory.blocks.layout import BlockLayout
 from memory.blocks.pool import BlockPool
-from memory.interface import Packed, Stretch
+from memory.interface import Packed, References, Stretch
 from memory.state.tails import TailTable
 
 
@@ -59,6 +61,9 @@ class TailMemory:
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
         self.table.adopt(slot, record, blocks, record["base"])
+
+    def references(self, plans: list[Any]) -> References:
+        return self.table.references([plan.step for plan in plans])
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool = True) -> None:
         self.table.check(lengths, peaks, is_all=is_all)

@@ -27,7 +27,7 @@ from memory.blocks.layout import BlockLayout
 from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
 from memory.errors import IntegrityError
-from memory.interface import Dropped, Packed, Stretch
+from memory.interface import Dropped, Packed, References, Stretch
 from memory.sequences.folding import EMPTY_COLUMN, NOTHING, Columns, TailRules
 from memory.specs import RecurrentSpec, StateTensor
 
@@ -99,7 +99,6 @@ class TailTable:
         self.tails = store.make_pool("tails" + label, self.tail_layout, from_top=True)
         self._pools = (self.states, self.states, self.states, self.tails)  # of body, head, kept and tail
         self.slots = Columns.empty(16)
-        self._open_steps: dict[int, TailStep] = {}
 
     @property
     def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
@@ -161,9 +160,7 @@ class TailTable:
         except BaseException:
             self._free(fresh, np.ones(len(moves), np.bool_))
             raise
-        step = TailStep(packed, before, after, fresh)
-        self._open_steps[id(step)] = step
-        return step
+        return TailStep(packed, before, after, fresh)
 
     def _free(self, fresh: Int64s, chosen: Bools) -> None:
         """Release the blocks allocated for the `chosen` requests of a step."""
@@ -181,6 +178,8 @@ class TailTable:
             old, new = self.tails.addresses[before.tail[i]], self.tails.addresses[after.tail[i]]
             self.store.copy(int(old), int(new), self.tails.block_bytes)
         in_place = (before.head >= 0) & (after.head == before.head)
+        if np.count_nonzero(in_place):
+            self._note(step.packed.slots)
         self.slots.head_at[step.packed.slots[in_place]] = NOTHING
 
     def commit(self, step: TailStep, kept: Int64s) -> None:
@@ -191,7 +190,7 @@ class TailTable:
         if not n_staying:
             self.abort(step)
             return
-        del self._open_steps[id(step)]
+        self._note(packed.slots)
         self._free(step.fresh, ~stays)
         # Release what the requests that stay refer to no longer; a state may only have changed its role.
         differs = before.ids != after.ids
@@ -219,7 +218,6 @@ class TailTable:
 
     def abort(self, step: TailStep) -> None:
         """Release all that was allocated for a step, and leave every slot as it was."""
-        del self._open_steps[id(step)]
         self._free(step.fresh, np.ones(len(step.packed.slots), np.bool_))
 
     # Slots
@@ -233,31 +231,41 @@ class TailTable:
             pool.retain(ids[ids >= 0])
         for slot in new:
             self.release(slot)
-        self.slots.put(targets, shared)
+        self.slots.put(targets, shared)  # `release` has noted what these slots held
+
+    def _note(self, slots: Int64s | int) -> None:
+        """Note the columns of slots, which are about to change."""
+        self.store.journal.before(self._put_back, slots, self.slots.table[:, slots].copy())
+
+    def _put_back(self, slots: Int64s | int, columns: Int64s) -> None:
+        self.slots.table[:, slots] = columns
 
     def truncate(self, slot: int, to: int) -> None:
         """Forget tokens from position `to` >= horizon(slot) on, and the heads and kept states that contain them."""
         if not to:
             self.release(slot)
             return
+        self._note(slot)
         slots = self.slots
         to += int(slots.offset[slot])
         if slots.head_at[slot] > to:
             slots.head_at[slot] = NOTHING
         if slots.kept_at[slot] > to:
-            self.states.release(slots.kept[slot : slot + 1])
+            self.states.release(slots.kept[slot : slot + 1].copy())
             slots.kept_at[slot] = slots.kept[slot] = NOTHING
 
     def drop(self, dropped: Dropped) -> None:
         """Add the dropped tokens to the slot's position offset: its states still contain them."""
         slots, slot = self.slots, dropped.slot
+        self._note(slot)
         slots.floor[slot] = max(1, dropped.start, slots.floor[slot] - dropped.n_tokens)
         slots.offset[slot] += dropped.n_tokens
 
     def release(self, slot: int) -> None:
         """Release every block that the slot refers to."""
         if slot < len(self.slots):
-            ids = self.slots.ids[:, slot]
+            self._note(slot)
+            ids = self.slots.ids[:, slot].copy()
             if (ids >= 0).any():  # `share` calls this for new slots, too, which hold nothing
                 self.states.release(ids[:3][ids[:3] >= 0])
                 self.tails.release(ids[3:][ids[3:] >= 0])
@@ -336,6 +344,7 @@ class TailTable:
             raise ValueError(f"{len(states)} states and {len(tail)} tails for {record['holds']}")
         column = EMPTY_COLUMN.copy()
         column[:3], (column[3], column[4]), column[5:][holds] = record["positions"], base, [*states, *tail]
+        self._note(slot)
         self.slots.table[:, slot] = column
 
     def _column(self, slot: int) -> Int64s:
@@ -364,13 +373,12 @@ class TailTable:
             raise IntegrityError("states or tails are held for slots that are not open")
         if ahead := closed[self.slots.table[3:5, closed].any(0)].tolist():
             raise IntegrityError(f"slots that are not open have states ahead of them: {ahead}")
-        steps = self._open_steps.values()
-        for pool, columns in (
-            (self.states, [*self.slots.states, *(ids for step in steps for ids in step.fresh[:3])]),
-            (self.tails, [self.slots.tail, *(step.fresh[3] for step in steps)]),
-        ):
-            held = np.concatenate(columns)
-            pool.check([held[held >= 0]])
+
+    def references(self, steps: list[TailStep]) -> References:
+        """Return all references to blocks, of slots and of these open steps."""
+        states = [*self.slots.states, *(ids for step in steps for ids in step.fresh[:3])]
+        tails = [self.slots.tail, *(step.fresh[3] for step in steps)]
+        return {pool: [ids[ids >= 0] for ids in held] for pool, held in ((self.states, states), (self.tails, tails))}
 
     def _check_slot(self, slot: int, length: int, peak: int) -> None:
         """Raise IntegrityError unless one slot's blocks fit this length and peak of its sequence."""

@@ -17,11 +17,10 @@ from torch import Tensor
 from memory.blocks.arrays import Bools, Int64s
 from memory.blocks.store import Store
 from memory.coordinator import Coordinator
-from memory.errors import CapacityError, FormatError, SequenceError
+from memory.errors import FormatError, IntegrityError, SequenceError
 from memory.interface import Sequence
 from memory.layer_memories import Held, LayerMemories
 from memory.sequences.folding import TailRules
-from memory.sequences.interrupts import uninterrupted_call
 from memory.sequences.locking import locked
 from memory.specs import MemorySpec
 from memory.storage.family_files import (
@@ -41,6 +40,10 @@ from memory.storage.swapping import Swapping
 
 Checkpoints: TypeAlias = bool | Iterable[Sequence]
 Forks: TypeAlias = Mapping[str, Sequence]
+_CONTRADICTIONS = (
+    ArithmeticError, AttributeError, IntegrityError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What opening a file raises whose parts do not fit each other."""
 NO_FORKS: Forks = MappingProxyType({})
 _PATH = "the path of a file, such as 'alice.safetensors'"
 
@@ -103,7 +106,7 @@ class Archive:
 
     def open(self, saved: SavedFamily) -> Sequence:
         """Open the sequence that `read` has read. Raises as `HybridMemory.load`."""
-        return self._open(saved, uninterrupted_call()).sequence
+        return self._coordinator.handed_over(lambda made: self._open(saved, made)).sequence
 
     # Saving
 
@@ -165,27 +168,27 @@ class Archive:
 
     # Loading
 
-    def load(self, path: object, held: uninterrupted_call, *, only_first: bool) -> Family:
+    def load(self, path: object, *, only_first: bool) -> Family:
         """See `HybridMemory.load`; with `only_first`, open the first member of a file alone."""
-        return self._open(self._read(path, only_first=only_first), held)
+        saved = self._read(path, only_first=only_first)
+        return self._coordinator.handed_over(lambda made: self._open(saved, made))
 
     @locked
-    def _open(self, saved: SavedFamily, held: uninterrupted_call) -> Family:
-        opened = list[Sequence]()
-        with held:
-            try:
-                self._restore(saved, opened)
-                held.deliver()
-            except BaseException as error:
-                for sequence in opened:
-                    self._coordinator.withdraw(sequence)
-                if isinstance(error, CapacityError) or not isinstance(error, Exception):
-                    raise
-                # The file's checksum is right, so it was written like this: by another program, or to do harm.
-                raise FormatError(f"{saved.path} contradicts itself ({error}); save the sequence again") from error
-            members = list(zip(opened, saved.members, strict=True))
-            checkpoints = [sequence for sequence, member in members if member.kind == "checkpoint"]
-            return Family(opened[0], checkpoints, {m.name: sequence for sequence, m in members if m.kind == "fork"})
+    def _open(self, saved: SavedFamily, made: list[Sequence]) -> Family:
+        def attempt() -> list[Sequence]:
+            with self._coordinator.journal.change():
+                opened = self._restore(saved)
+                made.extend(opened)
+            return opened
+
+        try:
+            opened = self._coordinator.room.make(attempt)
+        except _CONTRADICTIONS as error:
+            # The file's checksum is right, so it was written like this: by another program, or to do harm.
+            raise FormatError(f"{saved.path} contradicts itself ({error}); save the sequence again") from error
+        members = list(zip(opened, saved.members, strict=True))
+        checkpoints = [sequence for sequence, member in members if member.kind == "checkpoint"]
+        return Family(opened[0], checkpoints, {m.name: sequence for sequence, m in members if m.kind == "fork"})
 
     def _read(self, path: object, *, only_first: bool) -> SavedFamily:
         """Read a file, by the memory's own names; warn of members that are left out. Raises FormatError."""
@@ -204,16 +207,16 @@ class Archive:
             warnings.warn(f"{place} is damaged and loaded without {', '.join(saved.damaged)}", stacklevel=4)
         return saved.renamed(names_in_files(layers).reversed)
 
-    def _restore(self, saved: SavedFamily, opened: list[Sequence]) -> None:
-        """Open the members of a file, which are added to `opened` one by one."""
+    def _restore(self, saved: SavedFamily) -> list[Sequence]:
+        """Open the members of a file, in a change that the caller has begun."""
         coordinator, ledger = self._coordinator, self._coordinator.ledger
-        lineages = dict[int, int]()
+        opened, lineages = list[Sequence](), dict[int, int]()
         for member in saved.members:
             opened.append(ledger.open(lineage=lineages.get(member.family), is_checkpoint=member.kind == "checkpoint"))
             lineages.setdefault(member.family, opened[-1].lineage)
         held, blocks = saved.blocks_for(saved.members)
         slots = {sequence.slot: own for sequence, own in zip(opened, held, strict=True)}
-        coordinator.room.make(lambda: coordinator.layers.restore_all(slots, blocks, coordinator.store))
+        coordinator.layers.restore_all(slots, blocks, coordinator.store)
         n_drops = ledger.n_drops
         for buffer, tokens in enumerate(saved.tokens):
             # All members with tokens in this buffer share them: each becomes a copy of one that stands where it did.
@@ -230,6 +233,7 @@ class Archive:
                 ledger.close(model)
         for sequence in opened:
             coordinator.check_slot(sequence.slot)
+        return opened
 
 
 class _Gathering:

@@ -31,7 +31,6 @@ from memory.errors import FormatError
 from memory.interface import Sequence
 from memory.layer_memories import Snapshot
 from memory.sequences.folding import TailRules
-from memory.sequences.interrupts import uninterrupted
 from memory.storage.files import is_local, join_path, make_folder, read_path, write_snapshot
 from memory.storage.folder_writing import BlocksFile, Entry, FolderWriting
 from memory.storage.local_files import alone_in, hold_folder, remove_abandoned
@@ -134,17 +133,13 @@ class Folders:
         snapshot, about = read_snapshot(path)
         fitted(path, snapshot, about, self._memory.spec, self._page_tokens, self._rules, self._memory.layers)
         check_weights(path, about, self._memory.spec)
-        opened = list[Sequence]()
-        with uninterrupted():
-            try:
-                return _Reading(self._memory, place, about, self._files).open(opened)
-            except BaseException as error:
-                for sequence in opened:
-                    self._memory.close_one(sequence)
-                self._memory.swapped.forget_unheld()
-                if isinstance(error, AttributeError | LookupError | ValueError | TypeError | OverflowError):
-                    raise FormatError(f"{path} contradicts itself ({error}); save the checkpoints again") from error
-                raise
+        try:
+            with self._memory.lock:
+                self._memory.mend()
+                with self._memory.journal.change():
+                    return _Reading(self._memory, place, about, self._files).open()
+        except (AttributeError, LookupError, ValueError, TypeError, OverflowError) as error:
+            raise FormatError(f"{path} contradicts itself ({error}); save the checkpoints again") from error
 
 
 def _renamed(names: Names, sizes: dict[str, int], snapshot: Snapshot) -> Snapshot:
@@ -171,12 +166,12 @@ class _Reading:
         self._names = names_in_files(memory.layers).reversed
         self._sizes = {pool.name: pool.block_bytes for pool, _ in memory.layers.pools}
 
-    def open(self, opened: list[Sequence]) -> list[Entry]:
-        """Open all; `opened` gets each as soon as it is, so that the caller can close them if this raises."""
+    def open(self) -> list[Entry]:
+        """Open all, in a change that the caller has begun."""
         parents, places = [int(about["parent"]) for about in self._entries], self._places()
         if any(not -1 <= parent < i for i, parent in enumerate(parents)):
             raise ValueError("a checkpoint comes before the one that it goes on from")
-        handles = self._with_tokens(parents, opened)
+        handles = self._with_tokens(parents)
         n_blocks = [dict.fromkeys(self._sizes, 0) for _ in parents]
         for of in places:
             for pool, (numbers, rows) in of.items():
@@ -232,7 +227,7 @@ class _Reading:
             places.append(own)
         return places
 
-    def _with_tokens(self, parents: list[int], opened: list[Sequence]) -> list[Sequence]:
+    def _with_tokens(self, parents: list[int]) -> list[Sequence]:
         """Open all checkpoints, with their tokens: each in a buffer of one that goes on from it, if any does."""
         ledger, n_tokens = self._memory.ledger, [int(about["n_tokens"]) for about in self._entries]
         bounds = np.cumsum([0, *(n - (n_tokens[p] if p >= 0 else 0) for n, p in zip(n_tokens, parents, strict=True))])
@@ -246,7 +241,6 @@ class _Reading:
                 path.append(above)
             writer = ledger.open(lineage=roots.get(path[-1]))
             roots.setdefault(path[-1], writer.lineage)
-            opened.append(writer)
             tokens = np.concatenate([own[i] for i in reversed(path)])
             peak = int(self._entries[leaf]["peak"])
             ledger.restore(writer.slot, tokens, peak, self._memory.spec.vocab_size)
@@ -258,10 +252,8 @@ class _Reading:
                 ledger.truncate(writer.slot, n_tokens[i])
                 ledger.peaks[writer.slot] = int(self._entries[i]["peak"])
                 handles[i] = ledger.open(lineage=writer.lineage, is_checkpoint=True)
-                opened.append(handles[i])
                 ledger.copy([writer], [handles[i]], partial(self._horizon_of, i))
                 ledger.check_slot(handles[i].slot)
-            opened.remove(writer)
             ledger.close(writer)
         return [handles[i] for i in range(len(parents))]
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from uuid import uuid4
@@ -21,6 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from memory.blocks.arrays import Bools, Int64s
+from memory.blocks.journal import Journal
 from memory.errors import CapacityError
 from memory.interface import Sequence
 from memory.layer_memories import Leaving, Snapshot
@@ -47,7 +49,7 @@ class Tiers:
         n_back: sequences that were swapped in so far.
         seconds_a_byte: time that reading took when something was read last; None before that.
         reclaimers: functions that free optional bytes of these tiers before a sequence is refused for lack of room:
-            missing bytes -> whether any were freed.
+            missing bytes -> whether any were freed. Who calls `put` calls them.
 
     Args:
         host_bytes: bytes that swapped-out sequences may take in host memory; None for any number.
@@ -55,15 +57,19 @@ class Tiers:
         folder: folder for files, a path or a URL. When host memory is full, what was used least recently is moved
             there; None for no files. In a local one, files of processes that were killed are removed when the first
             file is written, unless a running process has files there.
+        journal: of the memory. What is held of each slot is a record; all else follows from it: see `rebuild`.
     """
 
-    def __init__(self, host_bytes: int | None, folder: str | None, disk_bytes: int | None = None) -> None:
+    def __init__(
+        self, host_bytes: int | None, folder: str | None, disk_bytes: int | None, journal: Journal
+    ) -> None:  # fmt: skip
+        self._journal = journal
         self.host_bytes, self.disk_bytes = host_bytes, disk_bytes
         self.folder = folder
         self.reclaimers: list[Callable[[int], bool]] = []
         self._held: dict[int, Kept] = {}
         self._twins: defaultdict[str, Twins] = defaultdict(Twins)  # by pool
-        self._parcels: dict[int, Parcel] = {}  # those that were used least recently first
+        self._parcels: OrderedDict[int, Parcel] = OrderedDict()  # those that were used least recently first
         self._numbers = count()
         self._used_host_bytes = self._file_bytes = 0
         self._has_joined = False
@@ -86,7 +92,8 @@ class Tiers:
     def put(self, leaving: Leaving, sizes: dict[str, int], copy: Copy, relatives: Iterable[Leaving] = ()) -> int:
         """Keep a slot's blocks, in host memory if they fit there; return the bytes that were copied.
 
-        Raises CapacityError if there is no room in either, and what writing a file raises; then no sequence is lost.
+        Raises CapacityError if there is no room in either, before anything has changed: try again if a reclaimer has
+        freed some. Raises what writing a file raises; then no sequence is lost.
 
         Args:
             sizes: pool -> bytes of a block.
@@ -94,14 +101,12 @@ class Tiers:
         """
         slot, relatives, file_bytes = leaving.slot, list(relatives), self._file_bytes
         live = {pool: live_keys(rows) for pool, rows in leaving.live.items()}
-        while True:
-            places = {
-                pool: self._twins[pool].places_of(ids, live[pool], self._are_kept) for pool, ids in leaving.ids.items()
-            }
-            missing = {pool: of[0] < 0 for pool, of in places.items()}
-            n_bytes = sum(int(is_new.sum()) * sizes[pool] for pool, is_new in missing.items())
-            if not self._make_room(n_bytes):
-                break  # else twins may have gone
+        places = {
+            pool: self._twins[pool].places_of(ids, live[pool], self._are_kept) for pool, ids in leaving.ids.items()
+        }
+        missing = {pool: of[0] < 0 for pool, of in places.items()}
+        n_bytes = sum(int(is_new.sum()) * sizes[pool] for pool, is_new in missing.items())
+        self._make_room(n_bytes)
         snapshot = copy(missing)
         is_related = bool(relatives) or not all(is_new.all() for is_new in missing.values())
         numbers = self._pack(snapshot.blocks, apart=is_related)
@@ -119,12 +124,8 @@ class Tiers:
     def _are_kept(self, parcels: Int64s) -> Bools:
         return np.isin(parcels, np.fromiter(self._parcels, np.int64, len(self._parcels)))
 
-    def _make_room(self, n_bytes: int) -> bool:
-        """Make room in host memory, by moving what was used least recently into files; True if anything was given up.
-
-        Raises CapacityError.
-        """
-        has_reclaimed = False
+    def _make_room(self, n_bytes: int) -> None:
+        """Make room in host memory, by moving what was used least recently into files. Raises CapacityError."""
         while n_bytes > self._free_host_bytes():
             oldest = next((parcel for parcel in self._parcels.values() if parcel.blocks), None)
             if self._fits_on_disk(n_bytes if oldest is None else oldest.n_bytes):
@@ -132,8 +133,6 @@ class Tiers:
                     break  # it is larger than all of host memory: `_pack` writes it at once
                 self._to_file(oldest)
                 self._used_host_bytes -= oldest.n_bytes
-            elif any([reclaim(n_bytes) for reclaim in self.reclaimers]):  # noqa: C419 - all of them, not the first
-                has_reclaimed = True
             else:
                 free_bytes = int(max(0, self._free_host_bytes()))
                 raise CapacityError(
@@ -141,7 +140,6 @@ class Tiers:
                     f"memory{self._files_are_full}; give the memory a larger host_budget, or {self._remedy}",
                     needed=n_bytes, free=free_bytes,
                 )  # fmt: skip
-        return has_reclaimed
 
     @property
     def _files_are_full(self) -> str:
@@ -176,6 +174,7 @@ class Tiers:
         return numbers
 
     def _hold(self, slot: int, held: Kept) -> None:
+        self._journal.before(self._held.pop, slot, None)
         for number in held.parcels:
             self._parcels[number].n_holders += 1
         self._held[slot] = held
@@ -216,8 +215,8 @@ class Tiers:
         return Snapshot(held.records, blocks)
 
     def _read(self, number: int) -> Blocks:
-        parcel = self._parcels.pop(number)
-        self._parcels[number] = parcel  # it was used last
+        parcel = self._parcels[number]
+        self._parcels.move_to_end(number)
         if parcel.blocks:
             return parcel.blocks
         assert parcel.path is not None, "it is in a file"
@@ -258,8 +257,15 @@ class Tiers:
             twins.forget(slot)
 
     def _release(self, slot: int) -> None:
+        held = self._held[slot]
+        self._journal.before(self._held.__setitem__, slot, held)
+        del self._held[slot]
+        self._journal.after(self._let_go, held.parcels)
+
+    def _let_go(self, numbers: list[int]) -> None:
+        """Count a holder less of these parcels, and remove those that have none."""
         gone = list[Parcel]()
-        for number in self._held.pop(slot).parcels:
+        for number in numbers:
             parcel = self._parcels[number]
             parcel.n_holders -= 1
             if not parcel.n_holders:
@@ -273,6 +279,26 @@ class Tiers:
         elif parcel.path is not None and parcel.is_own:
             self._file_bytes -= parcel.n_bytes
             remove_file(parcel.path)
+
+    def rebuild(self) -> None:
+        """Compute anew what follows from what is held of each slot: which parcels are needed, and their bytes.
+
+        Which blocks of the arena have twins is forgotten: what is swapped out next is copied whole.
+        """
+        self._twins.clear()
+        holders = Counter(number for held in self._held.values() for number in held.parcels)
+        for number, parcel in [*self._parcels.items()]:
+            parcel.n_holders = holders[number]
+            if parcel.is_own and parcel.path is not None and (parcel.blocks or not parcel.n_holders):
+                # It was being written, or nothing refers to it. A file system that refuses keeps it until the end.
+                with suppress(OSError):
+                    remove_file(parcel.path)
+                    parcel.path = None
+            if not parcel.n_holders:
+                del self._parcels[number]
+        own = [parcel for parcel in self._parcels.values() if parcel.is_own]
+        self._used_host_bytes = sum(parcel.n_bytes for parcel in own if parcel.blocks)
+        self._file_bytes = sum(parcel.n_bytes for parcel in own if not parcel.blocks)
 
     # What others have written
 
@@ -294,11 +320,6 @@ class Tiers:
     def other_files(self) -> set[str]:
         """Return the names of the files of `add_file` that are still needed."""
         return {Path(of.path).name for of in self._parcels.values() if of.path is not None and not of.is_own}
-
-    def forget_unheld(self) -> None:
-        """Forget parcels of `add_file` that no slot has taken."""
-        for number in [number for number, parcel in self._parcels.items() if not parcel.n_holders]:
-            del self._parcels[number]
 
     def keys_of(self, slot: int) -> dict[str, Int64s]:
         """Return for each block of a slot that is kept a number that no other block outside has."""
@@ -343,8 +364,13 @@ class Tiers:
         if not self._has_joined:
             self._join_folder()
         path = join_path(self.folder, f"{_PREFIX}{uuid4().hex}.safetensors")
-        write_snapshot(path, Snapshot({}, parcel.blocks), {}, is_lasting=False)
-        parcel.path, parcel.blocks = path, {}
+        parcel.path = path  # first: whoever finds it beside the blocks knows that it may be half written
+        try:
+            write_snapshot(path, Snapshot({}, parcel.blocks), {}, is_lasting=False)
+        except OSError:
+            parcel.path = None
+            raise
+        parcel.blocks = {}
         self._file_bytes += parcel.n_bytes
 
     def _join_folder(self) -> None:

@@ -10,10 +10,9 @@ import numpy as np
 
 from memory.blocks.arrays import Bools, Int64s
 from memory.coordinator import Coordinator
-from memory.errors import SequenceError, SpecError
+from memory.errors import CapacityError, SequenceError, SpecError
 from memory.interface import Sequence
 from memory.layer_memories import Leaving, Snapshot
-from memory.sequences.interrupts import uninterrupted
 from memory.sequences.locking import locked
 
 
@@ -35,10 +34,6 @@ class Swapping:
         )  # such a slot shares with none outside
         snapshot.blocks.update(self._memory.host_pages.snapshot(slot, length).blocks)
         return snapshot
-
-    def restore(self, slot: int, snapshot: Snapshot, shared: dict[str, Int64s] | None = None) -> None:
-        """Fill an empty slot with what the snapshot holds, beside blocks that it shares. Raises CapacityError."""
-        self._memory.room.make(lambda: self._memory.layers.restore(slot, snapshot, self._memory.store, shared))
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -65,18 +60,27 @@ class Swapping:
     @locked
     def swap_out(self, sequence: Sequence, relatives: Iterable[Sequence]) -> None:
         """See `HybridMemory.swap_out`."""
-        self._memory.ledger.check_usable(sequence, to_advance=False)
-        slot = sequence.slot
-        with uninterrupted():
-            leaving, sizes = (
-                self._leaving(sequence),
-                {pool.name: pool.block_bytes for pool, _ in self._memory.layers.pools},
-            )
-            near = [self._leaving(other) for other in self._guards(sequence, relatives)]
-            self._memory.swapped.put(leaving, sizes, lambda wanted: self.snapshot(slot, wanted), near)
-            n_bytes = sum(len(ids) * sizes[pool] for pool, ids in leaving.ids.items())
-            self._memory.ledger.send_away(slot, self._memory.layers.horizon(slot), n_bytes)
-            self._memory.layers.release(slot)
+        memory, relatives = self._memory, list(relatives)
+        memory.ledger.check_usable(sequence, to_advance=False)
+        while True:
+            near = self._guards(sequence, relatives)
+            try:
+                with memory.journal.change():
+                    self._swap_out(sequence, near)
+                return
+            except CapacityError as error:
+                # All of them, not the first one that frees something; they may close or swap in relatives.
+                if not any([reclaim(error.needed) for reclaim in memory.swapped.reclaimers]):  # noqa: C419
+                    raise
+
+    def _swap_out(self, sequence: Sequence, near: list[Sequence]) -> None:
+        memory, slot = self._memory, sequence.slot
+        leaving, sizes = self._leaving(sequence), {pool.name: pool.block_bytes for pool, _ in memory.layers.pools}
+        relatives = [self._leaving(other) for other in near]
+        memory.swapped.put(leaving, sizes, lambda wanted: self.snapshot(slot, wanted), relatives)
+        n_bytes = sum(len(ids) * sizes[pool] for pool, ids in leaving.ids.items())
+        memory.ledger.send_away(slot, memory.layers.horizon(slot), n_bytes)
+        memory.layers.release(slot)
 
     @locked
     def swap_in(self, sequence: Sequence) -> None:
@@ -85,25 +89,30 @@ class Swapping:
         slot = sequence.slot
         if not self._memory.ledger.is_away[slot]:
             raise SequenceError(f"{sequence!r} is not swapped out; it can be used as it is")
-        with uninterrupted():
-            shared = self._memory.swapped.shared_with(slot)
-            self._memory.layers.retain(shared)  # making room may close those that hold them
-            try:
-                self.restore(
-                    slot, self._memory.swapped.get(slot, {pool: ids < 0 for pool, ids in shared.items()}), shared
-                )
-            finally:
-                self._memory.layers.unretain(shared)
-            self._memory.ledger.bring_back(slot)
-            self._memory.swapped.returned(slot, self._leaving(sequence), is_checkpoint=sequence.is_checkpoint)
+        memory, found = self._memory, dict[str, Snapshot]()
+
+        def attempt() -> None:
+            # Making room may close those that hold the shared blocks: then others are read.
+            shared = memory.swapped.shared_with(slot)
+            wanted = {pool: ids < 0 for pool, ids in shared.items()}
+            key = str([(pool, of.tobytes()) for pool, of in wanted.items()])
+            if key not in found:
+                found.clear()
+                found[key] = memory.swapped.get(slot, wanted)
+            with memory.journal.change():
+                memory.layers.restore(slot, found[key], memory.store, shared)
+                memory.ledger.bring_back(slot)
+                memory.swapped.returned(slot, self._leaving(sequence), is_checkpoint=sequence.is_checkpoint)
+
+        memory.room.make(attempt)
 
     def _guards(self, sequence: Sequence, relatives: Iterable[Sequence]) -> list[Sequence]:
         """Return those relatives whose blocks never change: checkpoints in the arena."""
-        for other in (others := list(relatives)):
+        for other in (others := [other for other in relatives if other is not sequence]):
             self._memory.ledger.check_open(other)
         return [
             other for other in others
-            if other.is_checkpoint and other is not sequence and not (other.is_swapped or other.is_on_host)
+            if other.is_checkpoint and not (other.is_swapped or other.is_on_host)
         ]  # fmt: skip
 
     @locked
@@ -112,6 +121,10 @@ class Swapping:
         self._memory.ledger.check_usable(sequence, to_advance=False)
         if (pages := self._memory.host_pages) is None:
             raise SpecError('this memory has no place for pages in host memory; make it with host_pages="8GiB", say')
-        with uninterrupted():
-            self._memory.room.make(lambda: pages.move(sequence.slot, to_host=to_host))
-            self._memory.swapped.forget_twins(sequence.slot)
+
+        def attempt() -> None:
+            with self._memory.journal.change():
+                pages.move(sequence.slot, to_host=to_host)
+                self._memory.swapped.forget_twins(sequence.slot)
+
+        self._memory.room.make(attempt)

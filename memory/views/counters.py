@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from threading import RLock
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +13,7 @@ from memory.blocks.store import Store
 from memory.errors import CapacityError, SpecError
 from memory.interface import Sequence, Stretch
 from memory.sequences.ledger import Ledger
+from memory.sequences.locking import MemoryLock
 from memory.sequences.room import Holders, Need, Room, need_of
 from memory.views.usage import Inventory, Usage, measure
 
@@ -57,8 +57,9 @@ class Counted(Protocol):
     room: Room
     layers: Any
     swapped: Any
-    lock: RLock
+    lock: MemoryLock
 
+    def mend(self) -> None: ...
     def inventory(self, *sequences: Sequence) -> Inventory: ...
     def host_inventory(self, *sequences: Sequence) -> Inventory | None: ...
 
@@ -67,7 +68,13 @@ class Counters:
     """Counts the bytes of a memory. A count costs O(1) unless its docstring says otherwise."""
 
     def __init__(self, memory: Counted) -> None:
-        self._memory = memory
+        self._owner = memory
+
+    @property
+    def _memory(self) -> Counted:
+        """Return the memory, after what an exception has left half done is finished or undone."""
+        self._owner.mend()
+        return self._owner
 
     @property
     def _layers(self) -> CountedLayers:
@@ -155,7 +162,7 @@ class Counters:
         return self._memory.host_inventory(*sequences)
 
     @property
-    def lock(self) -> RLock:
+    def lock(self) -> MemoryLock:
         """Return the lock of the memory's books: while a thread holds it, several counts are of one moment."""
         return self._memory.lock
 

@@ -130,9 +130,11 @@ class Scene:
 
     def callback_give_way(self, missing_bytes: int) -> bool:
         """Close one of those that only fill the budget: a reclaimer."""
+        while self.ballast and self.ballast[-1].closed:  # an exception may have come before it was taken from the list
+            self.ballast.pop()
         if not self.ballast:
             return False
-        self.memory.close(self.ballast.pop())
+        self.memory.close(self.ballast[-1])
         return True
 
     def feed(self, requests: dict[Sequence, list[int]]) -> tuple[torch.Tensor, ...]:

@@ -17,6 +17,8 @@ from memory import HybridMemory, SpecError
 from tests.failure.points import KINDS, Kind, Outcome, call_with
 from tests.failure.scenes import SET_UPS, Logits
 from tests.failure.talking import TALKING
+from tests.interrupts import Outcome as Interrupted
+from tests.interrupts import TimedOutError, try_places
 
 _FAST = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """A folder in host memory, where there is one: fsync costs nothing there."""
@@ -164,3 +166,28 @@ def _difference(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -
     return str(
         [pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]] or (len(found), len(expected))
     )
+
+
+def interrupt(set_up: SetUp, name: str, number: int, n_places: int) -> int:
+    """Interrupt a call at its bytecodes by a signal, and look at what is left; see `tests.interrupts.try_places`.
+
+    Returns how many bytecodes were tried.
+    """
+    with tempfile.TemporaryDirectory(dir=_FAST) as folder:
+        ends = _ends_of(set_up, name, Path(folder) / "ends")
+        assert ends is not None, f"{set_up.name} has no {name}"
+
+        def attempt() -> tuple[Callable[[], Any], Callable[[Interrupted], None]]:
+            own = Path(folder) / "try"
+            shutil.rmtree(own, ignore_errors=True)
+            own.mkdir()
+            scene = set_up.make(own, name)
+
+            def verify(found: Interrupted) -> None:
+                error = None if found.has_returned else TimedOutError()
+                _verify(scene, Outcome(error=error), ends, is_exact=set_up.is_exact)
+                scene.end()
+
+            return lambda: set_up.calls[name](scene), verify
+
+        return try_places(attempt, n_places, number=number)

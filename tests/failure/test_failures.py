@@ -15,7 +15,9 @@ import pytest
 
 from tests.failure.killed import NEW, OLD, make_memory
 from tests.failure.points import ROOT
-from tests.failure.survive import EVERYTHING, survey
+from tests.failure.scenes import SET_UPS
+from tests.failure.survive import EVERYTHING, interrupt, survey
+from tests.interrupts import HANDLERS, TRIES_ALL
 
 IS_ALL = os.environ.get("FAILURES") == "all"
 SAMPLE = [
@@ -24,6 +26,12 @@ SAMPLE = [
     ("H2O", "step, accept", 43), ("full budget", "step, prompt", 71), ("engine, full budget", "engine step, ends", 47),
     ("chat", "chat save", 31), ("4 bits", "step, reclaim", 65),
 ]  # fmt: skip
+INTERRUPTED = [
+    ("hybrid", "step, decode"), ("hybrid", "step, prompt"), ("deferred delta rule", "step, accept"), ("H2O", "run"),
+    ("4 bits", "rollback"), ("hybrid, window", "fork"), ("hybrid", "reorder"), ("hybrid", "swap_out"),
+    ("swapped to files", "swap_in"), ("hybrid, replay", "save"), ("full budget", "step, prompt"),
+]  # fmt: skip
+ALL_INTERRUPTS = [(name, call) for name, set_up in SET_UPS.items() for call in set_up.calls]
 ALL = [(name, call, 1) for name, set_up in EVERYTHING.items() for call in set_up.calls]
 
 
@@ -32,6 +40,19 @@ def test_a_call_happens_whole_or_not_at_all(set_up: str, call: str, every: int) 
     found = survey([set_up], [call], every=every)
     assert found.faults == []
     assert IS_ALL or found.survived == sum(found.points.values()) > 0
+
+
+@pytest.mark.parametrize("number", HANDLERS)
+@pytest.mark.parametrize(("set_up", "call"), ALL_INTERRUPTS if TRIES_ALL else INTERRUPTED)
+def test_an_exception_at_any_bytecode_leaves_all_or_nothing(set_up: str, call: str, number: int) -> None:
+    """By the handlers of Ctrl-C and of a timer, as asynchronous exceptions come; and others go on as if nothing was."""
+    assert interrupt(EVERYTHING[set_up], call, number, n_places=6) > 3
+
+
+def test_exceptions_of_another_thread_leave_all_or_nothing() -> None:
+    """By `PyThreadState_SetAsyncExc`, in a process of its own: they may come anywhere."""
+    call = [sys.executable, "-m", "tests.failure.thrown", "60" if TRIES_ALL else "1"]
+    subprocess.run(call, check=True, cwd=ROOT)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

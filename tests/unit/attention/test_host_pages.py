@@ -25,6 +25,7 @@ from memory import (
     SpecError,
 )
 from memory.attention.offload import HostedAttention
+from memory.blocks.journal import Journal
 from memory.blocks.layout import Field
 from memory.blocks.pinned import host_store
 from memory.errors import BUDGET_UNIT, HOST_UNIT
@@ -420,7 +421,10 @@ def test_what_the_host_computes_is_sent_there_and_back(monkeypatch: pytest.Monke
         return moved(x, device)
 
     monkeypatch.setattr(Tensor, "to", spy)
-    stores: Any = [SimpleNamespace(device=torch.device(name), upload=torch.from_numpy) for name in ("cpu", "meta")]
+    stores: Any = [
+        SimpleNamespace(device=torch.device(name), upload=torch.from_numpy, journal=Journal())
+        for name in ("cpu", "meta")
+    ]
     both = HostedAttention(kind("near", 1.0, "cpu"), kind("far", 2.0, "meta"), *stores, [spec], torch.float32)
     both.moved(1, is_far=True)
     tokens = TokenLists.of([np.arange(3), np.arange(2)])
@@ -451,7 +455,7 @@ def test_host_memory_is_pinned_as_long_as_it_is_used(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
-    store = host_store(1 << 16, torch.device("cuda", 1), "compute", poison=True)
+    store = host_store(1 << 16, torch.device("cuda", 1), "compute", poison=True, journal=Journal())
     assert store.device == torch.device("cpu") and store.arena.unit == HOST_UNIT
     own = store.flat(Field(0, (1 << 16,), torch.uint8))
     address = own.data_ptr()
@@ -465,4 +469,4 @@ def test_host_memory_is_pinned_as_long_as_it_is_used(monkeypatch: pytest.MonkeyP
     assert calls[1:] == [(address,)]
     runtime.answer = 2
     with pytest.raises(SpecError, match="bytes of host memory"):
-        host_store(1 << 16, torch.device("cuda", 1), "compute", poison=False)
+        host_store(1 << 16, torch.device("cuda", 1), "compute", poison=False, journal=Journal())
