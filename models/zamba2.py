@@ -110,8 +110,7 @@ class Zamba2(Decoder):
     def __init__(self, config: Zamba2Config, checkpoint: Checkpoint) -> None:
         require(config, use_conv_bias=True, use_long_context=False)
         n_model = config.hidden_size
-        head = None if config.tie_word_embeddings else "lm_head.weight"
-        vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
+        vocabulary = Vocabulary.load(checkpoint, config, "model.embed_tokens.weight")
         rotary = Rotary(config, config.attention_head_dim, checkpoint.device) if config.use_mem_rope else None
         blocks: dict[int, _SharedBlock] = {}
         layers: list[Layer] = []

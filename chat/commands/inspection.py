@@ -248,22 +248,24 @@ def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str
         "vocabulary": spec.vocab_size,
         "layers": len(spec.layers),
         **_layers_by_kind(spec),
-        "bytes of weights when loaded": _weights_by_format(config),
+        "bytes of weights when loaded": _weights_by_format(config, checkpoint),
     }
     if checkpoint is None:
         return facts | {"loads": "its config does; there are no weights beside it"}
-    left = checkpoint.leftovers("lm_head.weight")
+    left = checkpoint.leftovers()
     return facts | {
         "tensors": len(checkpoint),
+        **({"tensors of their own, although the config ties them": list(own)} if (own := checkpoint.differing) else {}),
         **({"tensors that nobody asks for": left[:MOST_TENSORS]} if left else {}),
         "loads": "yes",
     }
 
 
-def _weights_by_format(config: PreTrainedConfig) -> dict[str, int]:
+def _weights_by_format(config: PreTrainedConfig, files: Checkpoint | None = None) -> dict[str, int]:
     """Return what the weights take for each value of `load_model(weights=...)`."""
     return {
-        name: weight_bytes(dry_model(config, config.architectures[0], weights=name)) for name in get_args(WeightFormat)
+        name: weight_bytes(dry_model(config, config.architectures[0], weights=name, files=files))
+        for name in get_args(WeightFormat)
     }
 
 

@@ -109,7 +109,7 @@ def load_model(
         checkpoint.on_taken = lambda: bar.advance(task)
         with weights_in(weights, device):
             model = build(model_class, config, checkpoint)
-    checkpoint.warn_of_leftovers("lm_head.weight")
+    checkpoint.warn_of_surprises()
     _compile_products(checkpoint, weights)
     return model
 
@@ -149,7 +149,7 @@ def from_transformers(
             _undo_rescaling(checkpoint, f"{prefix}.blocks", hf_model.config)
     with weights_in(weights, device):
         model = build(model_class, hf_model.config, checkpoint)
-    checkpoint.warn_of_leftovers("lm_head.weight")
+    checkpoint.warn_of_surprises()
     _compile_products(checkpoint, weights)
     return model
 
@@ -295,11 +295,13 @@ def spec_of_loaded(hf_model: PreTrainedModel, architecture: str) -> MemorySpec:
 
 
 def dry_model(
-    config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto", weights: WeightFormat = "auto"
-) -> LanguageModel:
+    config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto", weights: WeightFormat = "auto",
+    files: Checkpoint | None = None,
+) -> LanguageModel:  # fmt: skip
     """Make a model whose weights are on "meta": they have shapes but no numbers, so it cannot run.
 
-    Arguments and errors are those of `plan_memory`; `weights` as for `load_model`.
+    Arguments and errors are those of `plan_memory`; `weights` as for `load_model`. `files` are the model's own, if
+    there are any: they say whether it has a head of its own (`Checkpoint.tie`).
     """
     from transformers import PreTrainedConfig
 
@@ -307,7 +309,7 @@ def dry_model(
         raise SpecError(f"config={config!r} is no config of transformers; give AutoConfig.from_pretrained(folder)")
     if architecture not in ARCHITECTURES:
         raise unsupported(architecture)
-    checkpoint = DryCheckpoint(architecture, _read_dtype(dtype, config))
+    checkpoint = DryCheckpoint(architecture, _read_dtype(dtype, config), files)
     with weights_in(weights, checkpoint.device):
         return build(ARCHITECTURES[architecture], config, checkpoint)
 
