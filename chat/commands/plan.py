@@ -79,12 +79,14 @@ def plan(
 
 def _read_model(model: str, dtype: str, weights: str) -> tuple[LanguageModel, str]:
     """Read a model without its weights, and its architecture."""
+    from models.loading.dry import find_files
     from models.loading.folders import find_config, read_config
     from models.loading.load import dry_model
 
-    config, _ = read_config(find_config(model))
-    architecture = config.architectures[0]
-    return dry_model(config, architecture, dtype=dtype, weights=cast("WeightFormat", weights)), architecture
+    place = find_config(model)
+    config, _ = read_config(place)
+    architecture, format = config.architectures[0], cast("WeightFormat", weights)
+    return dry_model(config, architecture, dtype=dtype, weights=format, files=find_files(place, config)), architecture
 
 
 def _read_device(device: str) -> torch.device:

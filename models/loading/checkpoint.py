@@ -28,9 +28,6 @@ INDEX_FILE = "model.safetensors.index.json"
 _SHARD_NAME = re.compile(r"[\w.+ -]{1,200}\.safetensors")
 """Names that shards have: of files in the folder of their index, which could otherwise name any file."""
 
-_MOST_NUMBERS = 1 << 60
-"""Numbers that no tensor has: torch counts its bytes in 64 bits."""
-
 _MOST_MAPPED_BYTES = 1 << 28
 """Bytes that are read before files are mapped anew: more than that of a checkpoint need not be in memory beside the
 model."""
@@ -362,37 +359,3 @@ class SampledCheckpoint(LoadedCheckpoint):
 
     def take_as_stored(self, name: str, *shape: int) -> Tensor:
         return torch.empty_like(super().take_as_stored(name, *shape), device=self.device)
-
-
-class DryCheckpoint(Checkpoint):
-    """Has no files: every tensor that is taken exists, has the shape that is expected, and takes no memory.
-
-    Args:
-        files: a checkpoint of the same model, which says what is tied; without it the config does.
-    """
-
-    def __init__(self, name: str, dtype: torch.dtype, files: Checkpoint | None = None) -> None:
-        self._start(Path(name), torch.device("meta"), dtype)
-        self._stored = files
-
-    def __len__(self) -> int:
-        return 0
-
-    def __contains__(self, name: str) -> bool:
-        return True
-
-    def tie(self, source: str, *names: str, is_tied: bool = True, own: Collection[str] = ()) -> tuple[str, ...]:
-        if self._stored is not None and (is_tied or all(name in self._stored for name in names)):
-            return self._stored.tie(source, *names, is_tied=is_tied, own=own)
-        return tuple(source if is_tied and name not in own else name for name in names)
-
-    def scale(self, name: str, factor: float | Tensor) -> None:
-        """Does nothing: there are no numbers to scale."""
-
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        if math.prod(shape) >= _MOST_NUMBERS:
-            raise FormatError(f"{name} of {self.folder} would have the shape {list(shape)}; correct config.json")
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-
-    def take_as_stored(self, name: str, *shape: int) -> Tensor:
-        return self.take(name, *shape)

@@ -21,11 +21,11 @@ from memory.errors import FormatError, HybridMemoryError
 from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
 from models.loading.checkpoint import (
     Checkpoint,
-    DryCheckpoint,
     LoadedCheckpoint,
     SampledCheckpoint,
     UnsupportedModelError,
 )
+from models.loading.dry import DryCheckpoint
 from models.loading.folders import find_folder, read_config, unsupported
 from models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
 from models.loading.quantised_checkpoints import find_coding

@@ -70,5 +70,5 @@ def equal_in(dtype: torch.dtype, one: Tensor, other: Tensor) -> bool:
         return False
     if one.dtype is other.dtype and one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
         return True
-    pairs = zip(one.flatten().split(_AT_ONCE), other.flatten().split(_AT_ONCE), strict=True)
+    pairs = zip(*(torch.split(t.flatten(), _AT_ONCE) for t in (one, other)), strict=True)
     return all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in pairs)
