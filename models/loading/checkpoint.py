@@ -266,6 +266,16 @@ class Checkpoint:
         """
         return self._tied.decide(self, source, names, is_tied, own)
 
+    def tie_block(self, block: str, *sources: str, is_tied: bool) -> str:
+        """Return the beginning of the names by which to take a block of a layer that other layers may use as well.
+
+        It is that of the first of `sources` that is stored, unless `block` is stored and differs.
+
+        Args:
+            block, sources: what the names of the block's tensors begin with, for this layer and for all that share it.
+        """
+        return self._tied.decide_block(self, self._file_of, block, sources, is_tied)
+
     def are_equal(self, name: str, other: str) -> bool:
         """Return whether two stored tensors hold the same numbers in the checkpoint's dtype."""
         if (name in self._parts) != (other in self._parts):

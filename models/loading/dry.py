@@ -44,6 +44,11 @@ class DryCheckpoint(Checkpoint):
             return self._stored.tie(source, *names, is_tied=is_tied, own=own)
         return tuple(source if is_tied and name not in own else name for name in names)
 
+    def tie_block(self, block: str, *sources: str, is_tied: bool) -> str:
+        if self._stored is not None:
+            return self._stored.tie_block(block, *sources, is_tied=is_tied)
+        return sources[0] if is_tied else block
+
     def scale(self, name: str, factor: float | Tensor) -> None:
         """Does nothing: there are no numbers to scale."""
 

@@ -46,6 +46,22 @@ class TiedWeights:
             self._decided[source] = tuple(self._find(checkpoint, source, name, is_tied, own) for name in names)
         return self._decided[source]
 
+    def decide_block(
+        self, checkpoint: Checkpoint, names: Collection[str], block: str, sources: tuple[str, ...], is_tied: bool
+    ) -> str:
+        """Return what `Checkpoint.tie_block` returns, of a checkpoint that holds tensors of these names."""
+        if block not in self._decided:
+            held = {prefix: [n for n in names if n.startswith(prefix)] for prefix in (block, *sources)}
+            source = next((prefix for prefix in sources if held[prefix]), sources[0])
+            pairs = [(source + name.removeprefix(block), name) for name in held[block]]
+            if block == source or all(one in names and checkpoint.are_equal(one, other) for one, other in pairs):
+                self.equal.update(held[block] if block != source else ())
+                self._decided[block] = (source,)
+            else:
+                self.differing.update({f"{block}*": f"{source}*"} if is_tied else {})
+                self._decided[block] = (block,)
+        return self._decided[block][0]
+
     def _find(self, checkpoint: Checkpoint, source: str, name: str, is_tied: bool, own: Collection[str]) -> str:
         root = self.stored_as.get(source, source)
         if name not in checkpoint:

@@ -21,6 +21,8 @@ from chat.commands.inspection import inspect_path
 from memory import FormatError, HybridMemory
 from models import LanguageModel, attach, from_transformers, load_model, weight_bytes
 from models.layers import linear
+from models.loading.folders import read_config
+from models.loading.load import dry_model
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, randomise_, write_checkpoint
 from tests.models.families.llama import llama_config
 from tests.models.gguf_files import write_gguf
@@ -94,7 +96,7 @@ def warning_of(name: str) -> Any:
 def test_a_head_that_the_file_holds_is_used_although_the_config_ties_it(name: str, tmp_path: Path) -> None:
     source = hf_model(name)
     source.save_pretrained(tmp_path)
-    head = next(name for name, weight in source.named_parameters(remove_duplicate=False) if name.endswith("head.weight"))
+    head = "head.weight" if name == "rwkv" else HEAD
     edit(tmp_path, lambda t: t.update({head: drawn(source.get_output_embeddings().weight)}), tie_word_embeddings=True)
     peer = Peer.load(tmp_path)
     expected = peer.logits(TOKENS)
@@ -301,6 +303,42 @@ def test_a_t5_whose_config_says_that_its_head_is_its_own_warns_of_nothing(tmp_pa
     with no_warnings():
         load_model(tmp_path)
     check_seq2seq(tmp_path)
+
+
+# Blocks that layers share
+
+
+def test_blocks_that_layers_share_are_held_once_and_one_that_differs_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zamba2's layers 0 and 2 use one block; files hold it under the names of the first."""
+    monkeypatch.setattr(linear, "packed_dtype", lambda weight: None)
+    folder = write_checkpoint(tmp_path, CONFIGS["zamba2"]())
+    expected, n_bytes = Peer.load(folder).logits(TOKENS), weight_bytes(load_model(folder))
+    config, _ = read_config(folder)
+    assert weight_bytes(dry_model(config, config.architectures[0])) == n_bytes
+
+    def later(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        first, last = (f"model.layers.{i}.shared_transformer." for i in (0, 2))
+        return {last + n.removeprefix(first): t.clone() for n, t in tensors.items() if n.startswith(first)}
+
+    edit(folder, lambda t: t.update(later(t)))
+    with no_warnings():
+        for model in (load_model(folder), from_transformers(Peer.load(folder).model)):
+            assert_logits_close(run(model), expected)
+            assert weight_bytes(model) == n_bytes
+    edit(folder, lambda t: [t.pop(name.replace("layers.2", "layers.0")) for name in later(t)])
+    with no_warnings():
+        assert_logits_close(run(load_model(folder)), expected)
+    name = "model.layers.2.shared_transformer.feed_forward.down_proj.weight"
+    edit(folder, lambda t: t.update({n.replace("layers.2", "layers.0"): t[n].clone() for n in t if "layers.2.sh" in n}))
+    edit(folder, lambda t: t.update({name: drawn(t[name]) / 4}))
+    with warnings.catch_warnings(record=True) as caught:  # each block has adapters of the other's layers as well
+        warnings.simplefilter("always")
+        model = load_model(folder)
+    assert any(str(warning.message).startswith("model.layers.2.shared_transformer.* of ") for warning in caught)
+    assert_logits_close(run(model), Peer.load(folder).logits(TOKENS))
+    assert weight_bytes(model) > n_bytes
 
 
 # Models that are not read
