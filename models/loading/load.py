@@ -91,6 +91,8 @@ def load_model(
         FormatError: files are missing, damaged, or do not fit the config; the message names the tensor.
         UnsupportedModelError: the architecture, an option of it, or the format of quantised weights is not implemented.
         SpecError: the device, dtype or format does not exist, or the format not for this device.
+    Warns of tensors that nothing uses, and of heads and embeddings that differ although the config ties them: what the
+    files hold is used.
     Cost: reads every tensor once. On the CPU matrices are laid out for their kernels one by one: memory holds the model
     and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped. Weights that are stored
     quantised become dense in `dtype` one by one.

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from memory.errors import FormatError
 
-if TYPE_CHECKING:
-    from models.loading.checkpoint import Checkpoint
-
 _AT_ONCE = 1 << 20
 """Numbers that are compared at once: most tensors that differ do so in the first."""
+
+
+class Stored(Protocol):
+    """Says which tensors a checkpoint holds, and compares them."""
+
+    folder: Path
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def are_equal(self, name: str, other: str) -> bool: ...
 
 
 @dataclass
@@ -36,7 +44,7 @@ class TiedWeights:
     _decided: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def decide(
-        self, checkpoint: Checkpoint, source: str, names: tuple[str, ...], is_tied: bool, own: Collection[str]
+        self, checkpoint: Stored, source: str, names: tuple[str, ...], is_tied: bool, own: Collection[str]
     ) -> tuple[str, ...]:
         """Return what `Checkpoint.tie` returns; a later call does not compare numbers again."""
         if source not in self._decided:
@@ -47,7 +55,7 @@ class TiedWeights:
         return self._decided[source]
 
     def decide_block(
-        self, checkpoint: Checkpoint, names: Collection[str], block: str, sources: tuple[str, ...], is_tied: bool
+        self, checkpoint: Stored, names: Collection[str], block: str, sources: tuple[str, ...], is_tied: bool
     ) -> str:
         """Return what `Checkpoint.tie_block` returns, of a checkpoint that holds tensors of these names."""
         if block not in self._decided:
@@ -62,7 +70,7 @@ class TiedWeights:
                 self._decided[block] = (block,)
         return self._decided[block][0]
 
-    def _find(self, checkpoint: Checkpoint, source: str, name: str, is_tied: bool, own: Collection[str]) -> str:
+    def _find(self, checkpoint: Stored, source: str, name: str, is_tied: bool, own: Collection[str]) -> str:
         root = self.stored_as.get(source, source)
         if name not in checkpoint:
             if not is_tied:
@@ -76,7 +84,7 @@ class TiedWeights:
             self.equal.add(name)
             return source
         if is_tied and name not in own:
-            self.differing[name] = source
+            self.differing[name] = root
         return name
 
 
