@@ -25,8 +25,7 @@ class Bamba(Decoder):
 
     def __init__(self, config: BambaConfig, checkpoint: Checkpoint) -> None:
         n_model = config.hidden_size
-        head = None if config.tie_word_embeddings else "lm_head.weight"
-        vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
+        vocabulary = Vocabulary.load(checkpoint, config, "model.embed_tokens.weight")
         rotary = Rotary(config, head_dim_of(config), checkpoint.device, is_partial=True)
 
         def norm(name: str) -> RMSNorm:

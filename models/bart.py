@@ -21,9 +21,9 @@ from models.layers.attention import Attention, load_projections
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.norms import LayerNorm
-from models.layers.vocabulary import Vocabulary
+from models.layers.vocabulary import HEAD, Embedding, Vocabulary
 from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, check_numbers, require
+from models.loading.checkpoint import Checkpoint, check_numbers
 from models.loading.load import on_step
 
 if TYPE_CHECKING:
@@ -40,14 +40,15 @@ class Bart:
     """Implements BART: `model.encode(inputs)` runs the encoder, `logits = model(step)` the decoder."""
 
     def __init__(self, config: BartConfig, checkpoint: Checkpoint) -> None:
-        require(config, tie_word_embeddings=True)  # untied, encoder and decoder would have embeddings of their own
         check_numbers(config, "encoder_layers", "decoder_layers", "max_position_embeddings", above=0)
         self.config = config
-        n_model = config.d_model
-        scale = n_model**0.5 if config.scale_embedding else 1.0
-        self._vocabulary = Vocabulary(
-            checkpoint, "model.shared.weight", config.vocab_size, n_model, None, embedding_scale=scale
-        )
+        head, decoder, encoder = checkpoint.tie(
+            "model.shared.weight", HEAD, *(f"model.{side}.embed_tokens.weight" for side in ("decoder", "encoder")),
+            is_tied=config.tie_word_embeddings,
+        )  # fmt: skip
+        scale = config.d_model**0.5 if config.scale_embedding else 1.0
+        self._vocabulary = Vocabulary(checkpoint, config, decoder, head, embedding_scale=scale)
+        self._encoder_embedding = self._vocabulary.embedding_of(checkpoint, encoder)
         self._logits_bias = checkpoint.take_optional(
             "final_logits_bias" in checkpoint, "final_logits_bias", 1, config.vocab_size
         )
@@ -76,14 +77,14 @@ class Bart:
 
     def _encode(self, token_ids: Sequence[int]) -> Encoded:
         ids_T = read_token_ids(token_ids, self.memory_spec)
-        x_TM = self._encoder_input(self._vocabulary, ids_T, torch.arange(len(ids_T), device=ids_T.device))
+        x_TM = self._encoder_input(self._encoder_embedding, ids_T, torch.arange(len(ids_T), device=ids_T.device))
         for layer in self._encoder:
             x_TM = layer(x_TM)
         return [layer.cross.keys_and_values(x_TM) for layer in self._decoder]
 
     @on_step
     def __call__(self, step: Step) -> Tensor:
-        x_TM = self._decoder_input(self._vocabulary, step.token_ids, step.positions)
+        x_TM = self._decoder_input(self._vocabulary.embed, step.token_ids, step.positions)
         for layer in self._decoder:
             x_TM = layer(x_TM, step)
         logits = self._vocabulary.logits(step.select(x_TM))
@@ -107,13 +108,13 @@ class _Input:
         self._positions = checkpoint.take(f"{prefix}.embed_positions.weight", n_positions, config.d_model)
         self._norm = _load_norm(config, checkpoint, f"{prefix}.layernorm_embedding")
 
-    def __call__(self, vocabulary: Vocabulary, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    def __call__(self, embed: Embedding, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         n_positions = len(self._positions) - _OFFSET
         if len(positions_T) and int(positions_T.max()) >= n_positions:
             raise BatchError(
                 f"a sequence reaches position {int(positions_T.max())}; this model has only {n_positions} positions"
             )
-        return self._norm(vocabulary.embed(token_ids_T) + self._positions[positions_T + _OFFSET])
+        return self._norm(embed(token_ids_T) + self._positions[positions_T + _OFFSET])
 
 
 class _EncoderLayer:

@@ -50,8 +50,7 @@ class _DeepSeek(Decoder, ABC):
                 "angles for the first and rotates the second, so they must be equal here"
             )
         n_model = config.hidden_size
-        head = None if config.tie_word_embeddings else "lm_head.weight"
-        vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
+        vocabulary = Vocabulary.load(checkpoint, config, "model.embed_tokens.weight")
         rotary = load_latent_rotary(config, checkpoint)
 
         def norm(name: str) -> RMSNorm:

@@ -36,12 +36,10 @@ class FalconH1(Decoder):
     def __init__(self, config: FalconH1Config, checkpoint: Checkpoint) -> None:
         check_numbers(config, *(f"{name}_multiplier" for name in _MULTIPLIERS))
         n_model = config.hidden_size
-        vocabulary = Vocabulary(
+        vocabulary = Vocabulary.load(
             checkpoint,
+            config,
             "model.embed_tokens.weight",
-            config.vocab_size,
-            n_model,
-            None if config.tie_word_embeddings else "lm_head.weight",
             embedding_scale=config.embedding_multiplier,
             logits_scale=config.lm_head_multiplier,
         )

@@ -37,12 +37,10 @@ class _Gemma(Decoder, ABC):
         if config.final_logit_softcapping is not None:
             check_numbers(config, "final_logit_softcapping", above=0)
         n_model = config.hidden_size
-        vocabulary = Vocabulary(
+        vocabulary = Vocabulary.load(
             checkpoint,
+            config,
             "model.embed_tokens.weight",
-            config.vocab_size,
-            n_model,
-            None if config.tie_word_embeddings else "lm_head.weight",
             # The scale is rounded to the weights' dtype, as it was in training.
             embedding_scale=float(torch.tensor(n_model**0.5, dtype=checkpoint.dtype)),
             logits_cap=config.final_logit_softcapping,

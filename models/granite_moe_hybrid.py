@@ -34,12 +34,10 @@ class GraniteMoeHybrid(Decoder):
         check_numbers(config, "embedding_multiplier", "residual_multiplier")
         check_numbers(config, "attention_multiplier", "logits_scaling", above=0)
         n_model = config.hidden_size
-        vocabulary = Vocabulary(
+        vocabulary = Vocabulary.load(
             checkpoint,
+            config,
             "model.embed_tokens.weight",
-            config.vocab_size,
-            n_model,
-            None if config.tie_word_embeddings else "lm_head.weight",
             embedding_scale=config.embedding_multiplier,
             logits_scale=1.0 / config.logits_scaling,
         )

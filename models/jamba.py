@@ -30,8 +30,7 @@ class Jamba(Decoder):
     """Implements Jamba: each layer is a mixer, Mamba or attention, and then a gated MLP or a mixture of experts."""
 
     def __init__(self, config: JambaConfig, checkpoint: Checkpoint) -> None:
-        head = None if config.tie_word_embeddings else "lm_head.weight"
-        vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, config.hidden_size, head)
+        vocabulary = Vocabulary.load(checkpoint, config, "model.embed_tokens.weight")
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(checkpoint.take(f"model.{name}.weight", config.hidden_size), config.rms_norm_eps)

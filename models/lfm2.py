@@ -32,8 +32,7 @@ class Lfm2(Decoder):
 
     def __init__(self, config: Lfm2Config, checkpoint: Checkpoint) -> None:
         n_model = config.hidden_size
-        head = None if config.tie_word_embeddings else "lm_head.weight"
-        vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
+        vocabulary = Vocabulary.load(checkpoint, config, "model.embed_tokens.weight")
         rotary = Rotary(config, head_dim_of(config), checkpoint.device)
 
         def norm(name: str) -> RMSNorm:

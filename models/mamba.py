@@ -24,8 +24,7 @@ class _MixerStack(Decoder, ABC):
 
     def __init__(self, config: MambaConfig | Mamba2Config, checkpoint: Checkpoint) -> None:
         n_model = config.hidden_size
-        head = None if config.tie_word_embeddings else "lm_head.weight"
-        vocabulary = Vocabulary(checkpoint, "backbone.embeddings.weight", config.vocab_size, n_model, head)
+        vocabulary = Vocabulary.load(checkpoint, config, "backbone.embeddings.weight")
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(checkpoint.take(f"backbone.{name}.weight", n_model), config.layer_norm_epsilon)

@@ -37,9 +37,7 @@ class NemotronH(Decoder):
                 f"mamba_proj_bias={config.mamba_proj_bias}, use_bias={config.use_bias}; implemented are equal ones"
             )
         require(config, time_step_limit=(0.0, math.inf))
-        vocabulary = Vocabulary(
-            checkpoint, "backbone.embeddings.weight", config.vocab_size, config.hidden_size, "lm_head.weight"
-        )
+        vocabulary = Vocabulary.load(checkpoint, config, "backbone.embeddings.weight")
         layers = [_load_block(config, checkpoint, i) for i in range(config.num_hidden_layers)]
         norm = RMSNorm(checkpoint.take("backbone.norm_f.weight", config.hidden_size), config.layer_norm_epsilon)
         residual_dtype = torch.float32 if config.residual_in_fp32 else checkpoint.dtype

@@ -36,7 +36,8 @@ class Qwen35(Qwen3Next):
         text = copy(config.get_text_config())
         text.tie_word_embeddings = config.tie_word_embeddings  # the outer config decides
         root = "model.language_model"
-        super().__init__(text, checkpoint, root if f"{root}.embed_tokens.weight" in checkpoint else "model")
+        # A checkpoint that ties them may hold the head only, not the embedding.
+        super().__init__(text, checkpoint, root if f"{root}.norm.weight" in checkpoint else "model")
 
     def _delta_inputs(self, checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
         return DeltaInputs.take(checkpoint, prefix, n_model, shape)

@@ -32,8 +32,7 @@ class Qwen3Next(Decoder):
 
     def __init__(self, config: Qwen3NextConfig, checkpoint: Checkpoint, root: str = "model") -> None:
         n_model = config.hidden_size
-        head = None if config.tie_word_embeddings else "lm_head.weight"
-        vocabulary = Vocabulary(checkpoint, f"{root}.embed_tokens.weight", config.vocab_size, n_model, head)
+        vocabulary = Vocabulary.load(checkpoint, config, f"{root}.embed_tokens.weight")
         rotary = Rotary(config, head_dim_of(config), checkpoint.device, is_partial=True)
 
         def norm(name: str) -> RMSNorm:

@@ -35,9 +35,8 @@ class RecurrentGemma(Decoder):
                 f"lru_width={config.lru_width} is no multiple of num_attention_heads={config.num_attention_heads}"
             )
         n_model = config.hidden_size
-        vocabulary = Vocabulary(
-            checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model,
-            None if config.tie_word_embeddings else "lm_head.weight",
+        vocabulary = Vocabulary.load(
+            checkpoint, config, "model.embed_tokens.weight",
             # The checkpoints were trained with a scale rounded like this.
             embedding_scale=float(torch.tensor(n_model**0.5, dtype=torch.bfloat16)), logits_cap=config.logits_soft_cap,
         )  # fmt: skip

@@ -34,8 +34,7 @@ class Rwkv(Decoder):
 
     def __init__(self, config: RwkvConfig, checkpoint: Checkpoint) -> None:
         n_model, every = config.hidden_size, config.rescale_every
-        head = None if config.tie_word_embeddings else "head.weight"
-        vocabulary = Vocabulary(checkpoint, "rwkv.embeddings.weight", config.vocab_size, n_model, head)
+        vocabulary = Vocabulary.load(checkpoint, config, "rwkv.embeddings.weight", head="head.weight")
 
         def norm(name: str, eps: float = config.layer_norm_epsilon) -> LayerNorm:
             weight, bias = (checkpoint.take(f"rwkv.{name}.{part}", n_model) for part in ("weight", "bias"))

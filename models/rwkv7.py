@@ -81,8 +81,7 @@ class Rwkv7(Decoder):
     def __init__(self, config: RWKV7Config, checkpoint: Checkpoint) -> None:
         _check(config)
         n_model = config.hidden_size
-        head = None if config.tie_word_embeddings else "lm_head.weight"
-        vocabulary = Vocabulary(checkpoint, "model.embeddings.weight", config.vocab_size, n_model, head)
+        vocabulary = Vocabulary.load(checkpoint, config, "model.embeddings.weight")
 
         def norm(name: str) -> LayerNorm:
             bias = checkpoint.take_optional(config.norm_bias, f"model.{name}.bias", n_model)

@@ -22,7 +22,7 @@ from models.layers.decoder import Function
 from models.layers.linear import Linear
 from models.layers.mlp import MLP, GatedMLP
 from models.layers.norms import RMSNorm
-from models.layers.vocabulary import Vocabulary
+from models.layers.vocabulary import HEAD, Vocabulary
 from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint, check_numbers
 from models.loading.load import on_step
@@ -41,10 +41,15 @@ class T5:
         check_numbers(config, "relative_attention_max_distance", above=config.relative_attention_num_buckets // 2)
         self.config = config
         n_model, n_distances = config.d_model, config.relative_attention_max_distance
-        # Checkpoints of the first version tie the head to the embeddings; later ones have a head of their own.
-        head = "lm_head.weight" if "lm_head.weight" in checkpoint else None
+        # Checkpoints of the first version tie the head to the embeddings; later ones have a head of their own, which
+        # transformers' config says by this option only.
+        encoder, decoder, head = checkpoint.tie(
+            "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD,
+            own=() if config.scale_decoder_outputs else (HEAD,),
+        )  # fmt: skip
         scale = n_model**-0.5 if config.scale_decoder_outputs else 1.0
-        self._vocabulary = Vocabulary(checkpoint, "shared.weight", config.vocab_size, n_model, head, logits_scale=scale)
+        self._vocabulary = Vocabulary(checkpoint, config, decoder, head, logits_scale=scale)
+        self._encoder_embedding = self._vocabulary.embedding_of(checkpoint, encoder)
         self._encoder = [_EncoderLayer(config, checkpoint, i) for i in range(config.num_layers)]
         self._decoder = [_DecoderLayer(config, checkpoint, i) for i in range(config.num_decoder_layers)]
         self._encoder_norm, self._norm = (
@@ -80,7 +85,7 @@ class T5:
 
     def _encode(self, token_ids: Sequence[int]) -> Encoded:
         ids_T = read_token_ids(token_ids, self.memory_spec)
-        x_TM, positions = self._vocabulary.embed(ids_T), torch.arange(len(ids_T), device=ids_T.device)
+        x_TM, positions = self._encoder_embedding(ids_T), torch.arange(len(ids_T), device=ids_T.device)
         ahead_TT = positions - positions[:, None]
         n_buckets = self.config.relative_attention_num_buckets // 2
         buckets_TT = (

@@ -110,10 +110,9 @@ class Zamba2(Decoder):
     def __init__(self, config: Zamba2Config, checkpoint: Checkpoint) -> None:
         require(config, use_conv_bias=True, use_long_context=False)
         n_model = config.hidden_size
-        head = None if config.tie_word_embeddings else "lm_head.weight"
-        vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
+        vocabulary = Vocabulary.load(checkpoint, config, "model.embed_tokens.weight")
         rotary = Rotary(config, config.attention_head_dim, checkpoint.device) if config.use_mem_rope else None
-        blocks: dict[int, _SharedBlock] = {}
+        blocks: dict[str, _SharedBlock] = {}
         layers: list[Layer] = []
         for i, kind in enumerate(config.layers_block_type):
             prefix = f"model.layers.{i}"
@@ -125,9 +124,9 @@ class Zamba2(Decoder):
                     f"layers_block_type[{i}]={kind!r}; implemented are linear_attention and hybrid"
                 )
             n_before = config.hybrid_layer_ids.index(i)
-            owner = _owner(config, checkpoint, i, n_before)
+            owner = _block_prefix(config, checkpoint, i, n_before)
             if owner not in blocks:
-                blocks[owner] = _load_block(config, checkpoint, f"model.layers.{owner}.shared_transformer")
+                blocks[owner] = _load_block(config, checkpoint, owner.removesuffix("."))
             block = blocks[owner]
             out = Linear(checkpoint.take(f"{prefix}.linear.weight", n_model, n_model))
             mamba = _load_mamba(config, checkpoint, f"{prefix}.mamba_decoder", i)
@@ -138,14 +137,14 @@ class Zamba2(Decoder):
         super().__init__(config, checkpoint, vocabulary, layers, norm)
 
 
-def _owner(config: Zamba2Config, checkpoint: Checkpoint, i: int, n_before: int) -> int:
-    """Return the layer under whose name the checkpoint holds layer i's block.
+def _block_prefix(config: Zamba2Config, checkpoint: Checkpoint, i: int, n_before: int) -> str:
+    """Return the name under which to take layer i's block.
 
-    The layers use the blocks in turn, unless the checkpoint has a block for each layer.
+    The layers use the blocks in turn. Checkpoints hold a block once, or under the names of all its layers.
     """
-    if f"model.layers.{i}.shared_transformer.input_layernorm.weight" in checkpoint:
-        return i
-    return int(config.hybrid_layer_ids[n_before % config.num_mem_blocks])
+    prefix, turn = "model.layers.{}.shared_transformer.", n_before % config.num_mem_blocks
+    layers = config.hybrid_layer_ids[turn :: config.num_mem_blocks]
+    return checkpoint.tie_block(prefix.format(i), *map(prefix.format, layers), is_tied=config.tie_word_embeddings)
 
 
 def _load_mamba(config: Zamba2Config, checkpoint: Checkpoint, prefix: str, i: int) -> tuple[RMSNorm, Mamba2Mixer]:

@@ -22,7 +22,8 @@ from memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, R
 from memory.storage.family_files import read_family
 from memory.storage.folders import CHECKPOINTS_FILE
 from memory.storage.reading import read_snapshot
-from models.loading.checkpoint import DryCheckpoint, UnreadCheckpoint, UnsupportedModelError
+from models.loading.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
+from models.loading.dry import DryCheckpoint, find_files
 from models.loading.folders import read_config
 from models.loading.gguf import GgufFile, is_gguf, read_gguf_config
 from models.loading.load import build, dry_model, weight_bytes
@@ -221,8 +222,8 @@ def _inspect_gguf(path: Path) -> Finding:
         spec = dry_model(config, config.architectures[0]).memory_spec
         facts |= {
             "dtype": str(spec.dtype).removeprefix("torch."), "vocabulary": spec.vocab_size, "layers": len(spec.layers),
-            **_layers_by_kind(spec), "bytes of weights when loaded": _weights_by_format(config),
-            "loads": "its config does",
+            **_layers_by_kind(spec), "loads": "its config does",
+            "bytes of weights when loaded": _weights_by_format(config, find_files(path, config)),
         }  # fmt: skip
     except (UnsupportedModelError, FormatError) as error:
         facts["loads"] = f"no: {error}"
@@ -248,22 +249,24 @@ def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str
         "vocabulary": spec.vocab_size,
         "layers": len(spec.layers),
         **_layers_by_kind(spec),
-        "bytes of weights when loaded": _weights_by_format(config),
+        "bytes of weights when loaded": _weights_by_format(config, checkpoint),
     }
     if checkpoint is None:
         return facts | {"loads": "its config does; there are no weights beside it"}
-    left = checkpoint.leftovers("lm_head.weight")
+    left = checkpoint.leftovers()
     return facts | {
         "tensors": len(checkpoint),
+        **({"tensors of their own, although the config ties them": list(own)} if (own := checkpoint.differing) else {}),
         **({"tensors that nobody asks for": left[:MOST_TENSORS]} if left else {}),
         "loads": "yes",
     }
 
 
-def _weights_by_format(config: PreTrainedConfig) -> dict[str, int]:
+def _weights_by_format(config: PreTrainedConfig, files: Checkpoint | None) -> dict[str, int]:
     """Return what the weights take for each value of `load_model(weights=...)`."""
     return {
-        name: weight_bytes(dry_model(config, config.architectures[0], weights=name)) for name in get_args(WeightFormat)
+        name: weight_bytes(dry_model(config, config.architectures[0], weights=name, files=files))
+        for name in get_args(WeightFormat)
     }
 
 

@@ -56,7 +56,7 @@ def plan(
     from memory.blocks.arena import read_budget
     from models import weight_bytes
 
-    language_model, architecture = _read_model(model, dtype, weights or "auto")
+    language_model, architecture = _read_model(model, dtype, weights)
     budget_bytes, taken = read_budget(budget), None if weights is None else weight_bytes(language_model)
     if taken is not None and taken >= budget_bytes:
         raise SpecError(
@@ -77,14 +77,17 @@ def plan(
         print_plan(make_console(), report)
 
 
-def _read_model(model: str, dtype: str, weights: str) -> tuple[LanguageModel, str]:
-    """Read a model without its weights, and its architecture."""
+def _read_model(model: str, dtype: str, weights: str | None) -> tuple[LanguageModel, str]:
+    """Read a model without its weights, and its architecture; files beside the config only if weights count."""
+    from models.loading.dry import find_files
     from models.loading.folders import find_config, read_config
     from models.loading.load import dry_model
 
-    config, _ = read_config(find_config(model))
-    architecture = config.architectures[0]
-    return dry_model(config, architecture, dtype=dtype, weights=cast("WeightFormat", weights)), architecture
+    place = find_config(model)
+    config, _ = read_config(place)
+    architecture, format = config.architectures[0], cast("WeightFormat", weights or "auto")
+    files = None if weights is None else find_files(place, config)
+    return dry_model(config, architecture, dtype=dtype, weights=format, files=files), architecture
 
 
 def _read_device(device: str) -> torch.device:

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from models.layers.linear import Linear
 from models.loading.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+HEAD = "lm_head.weight"
+"""Name of the head's weights in the checkpoints of most families."""
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Looks up the embeddings of tokens, in `dtype` and times `scale`.
+
+    Attributes:
+        weight: (vocabulary, M), in any dtype.
+    """
+
+    weight: Tensor
+    dtype: torch.dtype
+    scale: float = 1.0
+
+    def __call__(self, token_ids_T: Tensor) -> Tensor:
+        """Return (T, M)."""
+        x_TM = self.weight[token_ids_T].to(self.dtype)
+        return x_TM if self.scale == 1.0 else x_TM * self.scale
 
 
 class Vocabulary:
@@ -16,28 +43,39 @@ class Vocabulary:
     single rows.
 
     Args:
-        head: name of the head's weights; None if they are the embedding's.
+        name, head: names of the embedding and of the head's weights; the same if they are one matrix.
         embedding_scale, logits_scale: factors of embeddings and logits.
         logits_cap: logits become cap * tanh(logits / cap) after that (Gemma Team 2024, "Gemma 2"); None for no cap.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, name: str, n_tokens: int, n_model: int, head: str | None, *,
-        embedding_scale: float = 1.0, logits_scale: float = 1.0, logits_cap: float | None = None,
+        self, checkpoint: Checkpoint, config: PreTrainedConfig, name: str, head: str, *, embedding_scale: float = 1.0,
+        logits_scale: float = 1.0, logits_cap: float | None = None,
     ) -> None:  # fmt: skip
-        weight = checkpoint.take(head or name, n_tokens, n_model)
+        self._name, self._shape = name, (config.vocab_size, config.hidden_size)
+        self._logits_scale, self._logits_cap = logits_scale, logits_cap
+        weight = checkpoint.take(head, *self._shape)
         self._head = Linear(weight)
-        is_shared = head is None and not self._head.is_packed
-        self._embedding = weight if is_shared else checkpoint.take_as_stored(name, n_tokens, n_model)
-        if not self._head.is_packed:
-            self._embedding = self._embedding.to(checkpoint.device, checkpoint.dtype)
-        self._dtype = checkpoint.dtype
-        self._embedding_scale, self._logits_scale, self._logits_cap = embedding_scale, logits_scale, logits_cap
+        is_shared = head == name and not self._head.is_packed
+        self.embed = Embedding(
+            weight if is_shared else self._take_rows(checkpoint, name), checkpoint.dtype, embedding_scale
+        )
 
-    def embed(self, token_ids_T: Tensor) -> Tensor:
-        """Return the embeddings of tokens, (T, M)."""
-        x_TM = self._embedding[token_ids_T].to(self._dtype)
-        return x_TM if self._embedding_scale == 1.0 else x_TM * self._embedding_scale
+    @staticmethod
+    def load(
+        checkpoint: Checkpoint, config: PreTrainedConfig, name: str, *, head: str = HEAD, **options: Any
+    ) -> Vocabulary:
+        """Load the embedding, and the head that the checkpoint holds or the config ties to it (`Checkpoint.tie`)."""
+        (head,) = checkpoint.tie(name, head, is_tied=config.tie_word_embeddings)
+        return Vocabulary(checkpoint, config, name, head, **options)
+
+    def embedding_of(self, checkpoint: Checkpoint, name: str) -> Embedding:
+        """Return the embedding of this name, with the same scale: of an encoder, say, beside the decoder's."""
+        return self.embed if name == self._name else replace(self.embed, weight=self._take_rows(checkpoint, name))
+
+    def _take_rows(self, checkpoint: Checkpoint, name: str) -> Tensor:
+        weight = checkpoint.take_as_stored(name, *self._shape)
+        return weight if self._head.is_packed else weight.to(checkpoint.device, checkpoint.dtype)
 
     def logits(self, x_TM: Tensor) -> Tensor:
         """Return logits, (T, vocabulary)."""

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from memory.errors import FormatError, HybridMemoryError
+from models.loading.tied_weights import TiedWeights, equal_in
 from models.loading.weight_signature import sample_of
 
 SINGLE_FILE = "model.safetensors"
@@ -26,9 +27,6 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _SHARD_NAME = re.compile(r"[\w.+ -]{1,200}\.safetensors")
 """Names that shards have: of files in the folder of their index, which could otherwise name any file."""
-
-_MOST_NUMBERS = 1 << 60
-"""Numbers that no tensor has: torch counts its bytes in 64 bits."""
 
 _MOST_MAPPED_BYTES = 1 << 28
 """Bytes that are read before files are mapped anew: more than that of a checkpoint need not be in memory beside the
@@ -105,17 +103,21 @@ class Checkpoint:
     def __init__(
         self, folder: Path, device: torch.device, dtype: torch.dtype, on_taken: Callable[[], None] = lambda: None
     ) -> None:
-        self.folder = folder
-        self.device = device
-        self.dtype = dtype
+        self._start(folder, device, dtype)
         self.on_taken = on_taken
-        self._taken: dict[str, bytes] = {}  # name -> sample of its numbers
-        self._factors: dict[str, float | Tensor] = {}
-        self._coding: Coding | None = None
-        self._parts: dict[str, dict[str, tuple[str, str]]] = {}  # dense tensor -> part -> file and name in it
         self._read_bytes = 0
         self._files = {name: self._open(name) for name in self._file_names()}
         self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.keys()}
+
+    def _start(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """Set what checkpoints of all kinds have."""
+        self.folder, self.device, self.dtype = folder, device, dtype
+        self.on_taken = lambda: None
+        self._taken: dict[str, bytes] = {}  # name -> sample of its numbers
+        self._factors: dict[str, float | Tensor] = {}
+        self._tied = TiedWeights()
+        self._coding: Coding | None = None
+        self._parts: dict[str, dict[str, tuple[str, str]]] = {}  # dense tensor -> part -> file and name in it
 
     def decode_with(self, coding: Coding) -> None:
         """From now on, see each tensor that is stored in parts as the dense tensor that `take` makes of them.
@@ -197,15 +199,16 @@ class Checkpoint:
 
         Such a tensor takes memory only for the parts that are read.
         """
-        if name not in self._file_of:
+        stored = self._tied.stored_as.get(name, name)
+        if stored not in self._file_of:
             close = [n for n in self._file_of if n.rsplit(".", 2)[-2:] == name.rsplit(".", 2)[-2:]][:3]
             raise FormatError(
                 f"{self.folder} has no tensor {name!r} of shape {list(shape)}{f'; similar: {close}' if close else ''}"
             )
-        tensor = self._read(name)
+        tensor = self._read(stored)
         if tensor.shape != shape:
             raise FormatError(
-                f"{name} in {self.folder} has shape {list(tensor.shape)}, its config.json says {list(shape)}"
+                f"{stored} in {self.folder} has shape {list(tensor.shape)}, its config.json says {list(shape)}"
             )
         self._note_taken(name, tensor)
         return tensor
@@ -248,14 +251,59 @@ class Checkpoint:
         """Return the tensor as `take` does if the config says that it exists (`condition`), else None."""
         return self.take(name, *shape) if condition else None
 
-    def warn_of_leftovers(self, *expected: str) -> None:
-        """Warn if tensors were not taken, except `expected` ones: then the model may not be what its config says."""
-        if left := self.leftovers(*expected):
+    def tie(self, source: str, *names: str, is_tied: bool = True, own: Collection[str] = ()) -> tuple[str, ...]:
+        """Return, for each of `names`, the name by which to take it: `source` if both are one tensor.
+
+        Names that no file holds are `source`, or `source` is the first of them that is stored. Tensors that are stored
+        and differ are used as they are; `warn_of_surprises` names them.
+
+        Args:
+            is_tied: what the config says. If it says no, each name must be stored.
+            own: names of which the config says no although the others are tied.
+        Raises:
+            FormatError: a name that is not tied is not stored.
+        Cost: reads tensors that are stored up to the first number that differs.
+        """
+        return self._tied.decide(self, source, names, is_tied, own)
+
+    def tie_block(self, block: str, *sources: str, is_tied: bool) -> str:
+        """Return the beginning of the names by which to take a block of a layer that other layers may use as well.
+
+        It is that of the first of `sources` that is stored, unless `block` is stored and differs.
+
+        Args:
+            block, sources: what the names of the block's tensors begin with, for this layer and for all that share it.
+        """
+        return self._tied.decide_block(self, self._file_of, block, sources, is_tied)
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Return whether two stored tensors hold the same numbers in the checkpoint's dtype."""
+        if (name in self._parts) != (other in self._parts):
+            return False  # one was rounded when it was quantised
+        return equal_in(self.dtype, self._read(name), self._read(other))
+
+    @property
+    def differing(self) -> Mapping[str, str]:
+        """Return name -> name of the tensor that the config ties it to, although both are stored and differ."""
+        return self._tied.differing
+
+    def warn_of_surprises(self) -> None:
+        """Warn of tensors that differ although the config ties them, and of those that were not taken.
+
+        Then the model may not be what its config says.
+        """
+        for name, source in self.differing.items():
+            warnings.warn(
+                f"{name} of {self.folder} differs from {source}, although its config says tie_word_embeddings=True; "
+                f"{name} is used, as transformers does",
+                stacklevel=3,
+            )
+        if left := self.leftovers():
             warnings.warn(f"{len(left)} tensors of {self.folder} are not used: {left[:5]}", stacklevel=3)
 
-    def leftovers(self, *expected: str) -> list[str]:
-        """Return the names of tensors that were not taken, except `expected` ones."""
-        return sorted(self._file_of.keys() - self._taken.keys() - set(expected))
+    def leftovers(self) -> list[str]:
+        """Return the names of tensors that were not taken, and are not what others are tied to."""
+        return sorted(self._file_of.keys() - self._taken.keys() - self._tied.equal)
 
 
 class UnreadCheckpoint(Checkpoint):
@@ -271,6 +319,13 @@ class UnreadCheckpoint(Checkpoint):
         self.stored: dict[str, tuple[str, tuple[int, ...]]] = {
             n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()
         }
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Compare the numbers after all: what a model holds depends on them."""
+        read = Checkpoint(self.folder, torch.device("cpu"), self.dtype)
+        if self._coding is not None:
+            read.decode_with(self._coding)
+        return read.are_equal(name, other)
 
     def _map(self, file: str, name: str) -> Tensor:
         if name.endswith("_shape"):  # of a packed tensor, whose shape is told by these numbers only
@@ -290,23 +345,17 @@ class LoadedCheckpoint(Checkpoint):
     """
 
     def __init__(self, name: str, tensors: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
-        self.folder = Path(name)
-        self.device = device
-        self.dtype = dtype
-        self.on_taken = lambda: None
-        self._taken = {}
-        self._factors = {}
+        self._start(Path(name), device, dtype)
         self._file_of = dict.fromkeys(tensors, name)
         self._tensors = tensors
 
     def _read(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def warn_of_leftovers(self, *expected: str) -> None:
-        """Warn as for files, in which a tensor of several names stands once."""
+    def leftovers(self) -> list[str]:
+        """Return names as for files, in which a tensor of several names stands once."""
         places = {self._tensors[name].data_ptr() for name in self._taken}
-        tied = (name for name, tensor in self._tensors.items() if tensor.data_ptr() in places)
-        super().warn_of_leftovers(*expected, *tied)
+        return [name for name in super().leftovers() if self._tensors[name].data_ptr() not in places]
 
 
 class SampledCheckpoint(LoadedCheckpoint):
@@ -320,30 +369,3 @@ class SampledCheckpoint(LoadedCheckpoint):
 
     def take_as_stored(self, name: str, *shape: int) -> Tensor:
         return torch.empty_like(super().take_as_stored(name, *shape), device=self.device)
-
-
-class DryCheckpoint(Checkpoint):
-    """Has no files: every tensor that is taken exists, has the shape that is expected, and takes no memory."""
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.folder = Path(name)
-        self.device = torch.device("meta")
-        self.dtype = dtype
-        self._taken = {}
-
-    def __len__(self) -> int:
-        return 0
-
-    def __contains__(self, name: str) -> bool:
-        return True
-
-    def scale(self, name: str, factor: float | Tensor) -> None:
-        """Does nothing: there are no numbers to scale."""
-
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        if math.prod(shape) >= _MOST_NUMBERS:
-            raise FormatError(f"{name} of {self.folder} would have the shape {list(shape)}; correct config.json")
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-
-    def take_as_stored(self, name: str, *shape: int) -> Tensor:
-        return self.take(name, *shape)

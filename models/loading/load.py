@@ -21,11 +21,11 @@ from memory.errors import FormatError, HybridMemoryError
 from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
 from models.loading.checkpoint import (
     Checkpoint,
-    DryCheckpoint,
     LoadedCheckpoint,
     SampledCheckpoint,
     UnsupportedModelError,
 )
+from models.loading.dry import DryCheckpoint
 from models.loading.folders import find_folder, read_config, unsupported
 from models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
 from models.loading.quantised_checkpoints import find_coding
@@ -91,6 +91,8 @@ def load_model(
         FormatError: files are missing, damaged, or do not fit the config; the message names the tensor.
         UnsupportedModelError: the architecture, an option of it, or the format of quantised weights is not implemented.
         SpecError: the device, dtype or format does not exist, or the format not for this device.
+    Warns of tensors that nothing uses, and of heads and embeddings that differ although the config ties them: what the
+    files hold is used.
     Cost: reads every tensor once. On the CPU matrices are laid out for their kernels one by one: memory holds the model
     and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped. Weights that are stored
     quantised become dense in `dtype` one by one.
@@ -109,7 +111,7 @@ def load_model(
         checkpoint.on_taken = lambda: bar.advance(task)
         with weights_in(weights, device):
             model = build(model_class, config, checkpoint)
-    checkpoint.warn_of_leftovers("lm_head.weight")
+    checkpoint.warn_of_surprises()
     _compile_products(checkpoint, weights)
     return model
 
@@ -149,7 +151,7 @@ def from_transformers(
             _undo_rescaling(checkpoint, f"{prefix}.blocks", hf_model.config)
     with weights_in(weights, device):
         model = build(model_class, hf_model.config, checkpoint)
-    checkpoint.warn_of_leftovers("lm_head.weight")
+    checkpoint.warn_of_surprises()
     _compile_products(checkpoint, weights)
     return model
 
@@ -295,11 +297,13 @@ def spec_of_loaded(hf_model: PreTrainedModel, architecture: str) -> MemorySpec:
 
 
 def dry_model(
-    config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto", weights: WeightFormat = "auto"
-) -> LanguageModel:
+    config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto", weights: WeightFormat = "auto",
+    files: Checkpoint | None = None,
+) -> LanguageModel:  # fmt: skip
     """Make a model whose weights are on "meta": they have shapes but no numbers, so it cannot run.
 
-    Arguments and errors are those of `plan_memory`; `weights` as for `load_model`.
+    Arguments and errors are those of `plan_memory`; `weights` as for `load_model`. `files` are the model's own, if
+    there are any: they say whether it has a head of its own (`Checkpoint.tie`).
     """
     from transformers import PreTrainedConfig
 
@@ -307,7 +311,7 @@ def dry_model(
         raise SpecError(f"config={config!r} is no config of transformers; give AutoConfig.from_pretrained(folder)")
     if architecture not in ARCHITECTURES:
         raise unsupported(architecture)
-    checkpoint = DryCheckpoint(architecture, _read_dtype(dtype, config))
+    checkpoint = DryCheckpoint(architecture, _read_dtype(dtype, config), files)
     with weights_in(weights, checkpoint.device):
         return build(ARCHITECTURES[architecture], config, checkpoint)
 

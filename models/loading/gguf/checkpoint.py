@@ -34,14 +34,11 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, file: GgufFile, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-        self.folder, self.device, self.dtype = file.path, device, dtype
-        self.on_taken = lambda: None
+        self._start(file.path, device, dtype)
         self._file, self._config = file, config
         kind = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}[file.architecture]
         self._names = get_tensor_name_map(kind, int(file.own("block_count")))
-        self._taken: dict[str, bytes] = {}
         self._used: set[str] = set()
-        self._factors = {}
 
     def __len__(self) -> int:
         return len(self._file)
@@ -67,10 +64,16 @@ class GgufCheckpoint(Checkpoint):
         self._note_taken(name, tensor)
         return tensor
 
-    def leftovers(self, *expected: str) -> list[str]:
+    def are_equal(self, name: str, other: str) -> bool:
+        """Return whether two tensors are stored as the same bytes; others would have to be turned into floats first."""
+        (one,), (another,) = self._sources(name), self._sources(other)
+        return self._file.holds_equal(one, another)
+
+    def leftovers(self) -> list[str]:
         """Return the names, in the file, of tensors that were not taken, but for layers that only draft tokens."""
         n_layers = self._config.num_hidden_layers
-        left = set(self._file) - self._used - {"rope_freqs.weight"}
+        equal = {stored for name in self._tied.equal for stored in self._sources(name)}
+        left = set(self._file) - self._used - equal - {"rope_freqs.weight"}
         if self._file.architecture == "rwkv7":  # its first layer has values of its own to mix, which no one reads
             left -= {f"blk.0.time_mix_v{i}.weight" for i in range(3)}
         return sorted(name for name in left if not (name.startswith("blk.") and int(layer_of(name)) >= n_layers))

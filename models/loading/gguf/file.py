@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memory.blocks.arrays import ceil_div
 from memory.errors import FormatError
 from models.loading.checkpoint import UnsupportedModelError
 from models.loading.gguf.header import check_header
@@ -123,6 +124,15 @@ class GgufFile:
     def n_bytes(self, name: str) -> int:
         """Return the bytes of a tensor in the file."""
         return int(self._tensors[name].n_bytes)
+
+    def holds_equal(self, name: str, other: str) -> bool:
+        """True if two tensors have the same type and shape, and the same bytes."""
+        one, another = (self._tensors[n] for n in (name, other))
+        if one.tensor_type != another.tensor_type or self.shape(name) != self.shape(other):
+            return False
+        n_parts = ceil_div(max(1, int(one.n_bytes)), _AT_ONCE)
+        pairs = zip(np.array_split(one.data, n_parts), np.array_split(another.data, n_parts), strict=True)
+        return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
     def is_quantised(self) -> bool:
         """True if any tensor has fewer than 16 bits a number."""

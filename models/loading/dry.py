@@ -1,0 +1,74 @@
+"""Stands for checkpoints whose numbers are not read: models of them have shapes, and take no memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from memory.errors import FormatError
+from models.loading.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
+from models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf
+from models.loading.quantised_checkpoints import find_coding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_MOST_NUMBERS = 1 << 60
+"""Numbers that no tensor has: torch counts its bytes in 64 bits."""
+
+
+class DryCheckpoint(Checkpoint):
+    """Has no files: every tensor that is taken exists, has the shape that is expected, and takes no memory.
+
+    Args:
+        files: a checkpoint of the same model, which says what is tied; without it the config does.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype, files: Checkpoint | None = None) -> None:
+        self._start(Path(name), torch.device("meta"), dtype)
+        self._stored = files
+
+    def __len__(self) -> int:
+        return 0
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def tie(self, source: str, *names: str, is_tied: bool = True, own: Collection[str] = ()) -> tuple[str, ...]:
+        if self._stored is not None and (is_tied or all(name in self._stored for name in names)):
+            return self._stored.tie(source, *names, is_tied=is_tied, own=own)
+        return tuple(source if is_tied and name not in own else name for name in names)
+
+    def tie_block(self, block: str, *sources: str, is_tied: bool) -> str:
+        if self._stored is not None:
+            return self._stored.tie_block(block, *sources, is_tied=is_tied)
+        return sources[0] if is_tied else block
+
+    def scale(self, name: str, factor: float | Tensor) -> None:
+        """Does nothing: there are no numbers to scale."""
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if math.prod(shape) >= _MOST_NUMBERS:
+            raise FormatError(f"{name} of {self.folder} would have the shape {list(shape)}; correct config.json")
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def take_as_stored(self, name: str, *shape: int) -> Tensor:
+        return self.take(name, *shape)
+
+
+def find_files(place: Path, config: PreTrainedConfig) -> Checkpoint | None:
+    """Return the checkpoint of a folder or GGUF file, unread; None if there is none that can be read."""
+    try:
+        if is_gguf(place):
+            return GgufCheckpoint(GgufFile(place), config, torch.device("cpu"), torch.float32)
+        checkpoint = UnreadCheckpoint(place, torch.float32)
+        if (coding := find_coding(config)) is not None:
+            checkpoint.decode_with(coding)
+    except (FormatError, UnsupportedModelError):
+        return None
+    return checkpoint
