@@ -128,7 +128,7 @@ class _CpuRecordings(Kept["Recording"]):
         return output.clone()
 
     def _free_bytes(self) -> int:
-        """Return the bytes that recordings may still keep; below 0 if they keep too many."""
+        """Return the bytes that recordings may still keep."""
         found = (own() for own in list(self._living.values()))
         return _MOST_BYTES - sum(recording.n_bytes for recording in found if recording is not None)
 

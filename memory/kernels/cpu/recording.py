@@ -86,7 +86,7 @@ class Recording:
         Args:
             run: returns the step's output.
             is_going_on: returns whether the step is open.
-            free_bytes: returns what recordings may still keep, below 0 if they keep too much.
+            free_bytes: returns what recordings may still keep.
         """
         before = current_watch(), _n_modes()
         self._is_going_on, self._free_bytes = is_going_on, free_bytes
@@ -103,8 +103,8 @@ class Recording:
             try:
                 self._end(*before)
             finally:  # Should a second exception interrupt that.
-                self._end(*before)
                 self._forget()
+                self._end(*before)
             raise
         return self.output
 
@@ -181,10 +181,10 @@ class Recording:
         results, given = _tensors_in(found), _tensors_in((arguments, options))
         seen = set(map(storage_of, given))
         made = [x for x in results if storage_of(x) not in seen]
-        self._own.add(made, given)
-        if self._free_bytes() < 0:
+        if sum(n_bytes for _, n_bytes in filter(None, map(storage_of, made))) > self._free_bytes():
             self.refuse("what the step computes has no room beside other recordings, or is more than all may keep")
             return
+        self._own.add(made, given)
         is_in_place = operation._schema.is_mutable
         if operation._schema.name in _OF_ANY_CONTENT or not (made or is_in_place):
             return
