@@ -64,7 +64,7 @@ class Recording:
     def __init__(self) -> None:
         self.objection: str | None = None
         self.is_first = True
-        self.served: Hashable = None
+        self.served: Any = None
         self._calls: Calls = []
         self._set_up: object = None
         self._own = StepMemory()
