@@ -47,7 +47,7 @@ _PASSES_ADDRESSES = "PASSES_ADDRESSES"
 
 
 class Recording:
-    """Holds the calls of a step. Making one runs the step: a `memory.blocks.staging.Watch`.
+    """Holds the calls of a step that it has run and heard: a `memory.blocks.staging.Watch`.
 
     An exception may come between any two bytecodes: of a signal's handler, or sent by another thread. What was put into
     the places that torch and this thread have for modes is taken away by whoever meets the exception, and ignored
@@ -121,7 +121,7 @@ class Recording:
         self._calls, self._own = [], StepMemory()
 
     def confirm(self, earlier: Recording) -> None:
-        """Object unless an earlier recording of such a step has made the same calls. A recording is confirmed once.
+        """Refuse unless an earlier recording of such a step has made the same calls. A recording is confirmed once.
 
         Arguments may differ only in where lies what the step itself has computed. That is packed now, and the output
         moves with it.
