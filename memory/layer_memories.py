@@ -37,8 +37,10 @@ class Place:
     position: int
 
 
-Places = dict[tuple[int, str, str | None], Place]
-"""(layer, kind, name) -> its place. The name may be None where a layer has only one of a kind."""
+PlaceKey = tuple[int, str, str | None]
+"""Names a place by layer, kind and name, which may be None where a layer has only one of a kind."""
+
+Places = dict[PlaceKey, Place]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
@@ -18,10 +17,12 @@ from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
 from memory.blocks.copying import refuse_to_copy
 from memory.blocks.journal import ExitOnStack
+from memory.blocks.staging import object_to_replays
+from memory.blocks.store import Store
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
 from memory.interface import OpenStep, Sequence
 from memory.kernels import Scoring
-from memory.layer_memories import LayerMemories, Place, Places
+from memory.layer_memories import LayerMemories, Place, PlaceKey, Places
 from memory.sequences.batch import TokenLists, output_rows
 from memory.specs import MemorySpec
 from memory.state.access import Recurrence, States
@@ -43,6 +44,7 @@ class StepOwner(Protocol):
     checked_spec: MemorySpec
     layers: LayerMemories
     places: Places
+    store: Store
 
     def begin(self, step: Step) -> None: ...
     def commit(self, opened: OpenStep, kept: Int64s) -> None: ...
@@ -259,16 +261,34 @@ class Step:
             return None
         return place, int(counts[0]), self.outputs
 
-    def recordings_of(self, model: object) -> OrderedDict[Hashable, Any] | None:
-        """Return what is kept of a model's steps with plans at the same addresses; None if plans have no fixed ones."""
-        if (stage := self._entered().stage) is None:
+    def recordings_of(self, model: object, make: Callable[[], Any]) -> Any:
+        """Return what the memory keeps of a model's steps, made at first; None if plans are at no fixed addresses."""
+        if self._entered().stage is None:
             self.owner.want_stages()
-        return None if stage is None else stage.recordings_of(model)
+            return None
+        return self.owner.store.stages.recordings_of(model, make)
 
-    def serve_all(self) -> None:
-        """Note that every layer memory was used, because the recording of a step with this layout was replayed."""
+    @property
+    def is_open(self) -> bool:
+        """True while this step is entered and not left."""
+        return self._opened is not None and not self._opened.is_settled
+
+    @property
+    def served(self) -> frozenset[PlaceKey]:
+        """Return which layer memories were used in this step."""
+        return frozenset(key for key, place in self.owner.places.items() if place in self._served)
+
+    def serve(self, served: frozenset[PlaceKey]) -> None:
+        """Note that layer memories were used, because the recording of a step that had used them was replayed."""
         self._entered()
-        self._served = set(self.owner.places.values())
+        self._served = {self.owner.places[key] for key in served}
+
+    def watched(self) -> Step:
+        """Return this step for a model that is recorded: it objects to reads of what other steps have otherwise."""
+        self._entered()
+        twin = object.__new__(_WatchedStep)
+        twin.__dict__ = vars(self)
+        return twin
 
     @contextmanager
     def while_captured(self) -> Iterator[Step]:
@@ -365,6 +385,15 @@ class Step:
                     f"the step ended before the {kind} memory {name!r} of layer {layer} was used; run the whole model "
                     "inside the step. Every sequence is as it was"
                 )
+
+
+class _WatchedStep(Step):
+    """Shares its attributes with a step that is recorded, and objects to reads of what a recording does not hold."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("sequences", "tokens"):
+            object_to_replays(f"the model reads step.{name}, which other steps have otherwise")
+        return super().__getattribute__(name)
 
 
 def _without_gradients() -> AbstractContextManager[object]:

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s, ceil_div
-from memory.errors import StepError
 
 _LEAST_ELEMENTS = 1 << 14
 _LEAST_ROOM = 256
@@ -48,7 +46,6 @@ class Stage:
     def __init__(self, device: torch.device, stages: Stages) -> None:
         self.device, self._stages = device, weakref.ref(stages)
         self._is_apart, self._own_key = is_apart(device), object()
-        self._recordings: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Any]] = weakref.WeakKeyDictionary()
         self._place = torch.empty(0, dtype=torch.int64, device=device)
         self._used = self._n_elements = 0
         self._is_open = False
@@ -58,16 +55,6 @@ class Stage:
     def layout(self) -> Hashable | None:
         is_whole = self._n_elements <= len(self._place)
         return (self._own_key, self._place.data_ptr(), *self._sizes) if is_whole else None
-
-    def recordings_of(self, model: object) -> OrderedDict[Hashable, Any] | None:
-        """Return what is kept of a model's steps with plans in this buffer; None if the model cannot be a weak key.
-
-        They hold addresses in the memory, so they go with it, and with the model.
-        """
-        try:
-            return self._recordings.setdefault(model, OrderedDict())
-        except TypeError:
-            return None
 
     def open(self) -> None:
         """Begin a new plan. Kernels that were launched before still read the old one before the new one is copied."""
@@ -128,12 +115,24 @@ class Stages:
         self._device = device
         self.idle: list[Stage] = []
         self.are_wanted = is_apart(device)
+        self._recordings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def take(self) -> Stage | None:
         """Return an idle buffer or a new one; None if none are wanted."""
         if not self.are_wanted:
             return None
         return self.idle.pop() if self.idle else Stage(self._device, self)
+
+    def recordings_of(self, model: object, make: Callable[[], Any]) -> Any:
+        """Return what is kept of a model's steps, made at first; None if the model cannot be a weak key.
+
+        Recordings hold addresses in the memory, so they go with it, and with the model.
+        """
+        try:
+            found = self._recordings.get(model)
+            return self._recordings.setdefault(model, make()) if found is None else found
+        except TypeError:
+            return None
 
 
 _PLAYS_DEVICE = os.environ.get("TRITON_INTERPRET") == "1"
@@ -144,9 +143,27 @@ def is_apart(device: torch.device) -> bool:
     return device.type == "cuda" or (_PLAYS_DEVICE and device.type == "cpu")
 
 
+class Watch(Protocol):
+    """Hears what the step does that this thread runs, while it is recorded or captured.
+
+    Attributes:
+        is_open: whether the step is still being recorded. An interrupt may leave a watch in its place: it is ignored.
+    """
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def refuse(self, why: str) -> None:
+        """Hear why the step cannot stand for others: note it, or raise StepError."""
+        ...
+
+    def note(self, function: Callable[..., object], arguments: tuple[Any, ...], *, sets_up: bool = False) -> None:
+        """Hear that a compiled kernel is called, or what only sets up later ones."""
+        ...
+
+
 _open_stage: ContextVar[Stage | None] = ContextVar("open_stage", default=None)
-_is_capturing: ContextVar[bool] = ContextVar("is_capturing", default=False)
-_tell_objection: ContextVar[Callable[[str], None] | None] = ContextVar("tell_objection", default=None)
+_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
 @contextmanager
@@ -171,29 +188,15 @@ def in_one_copy(stages: Stages) -> Iterator[Stage | None]:
         _open_stage.reset(token)
 
 
-@contextmanager
-def uploads_forbidden() -> Iterator[None]:
-    """Forbid uploads in the block (StepError): a captured graph would read other data when it is replayed."""
-    token = _is_capturing.set(True)
-    try:
-        yield
-    finally:
-        _is_capturing.reset(token)
+def set_watch(watch: Watch | None) -> None:
+    """Let a watch hear what this thread runs, or none."""
+    _watch.set(watch)
 
 
-@contextmanager
-def objections_noted(tell: Callable[[str], None]) -> Iterator[None]:
-    """Pass to `tell` why what runs in the block cannot be replayed: it runs all the same, once."""
-    token = _tell_objection.set(tell)
-    try:
-        yield
-    finally:
-        _tell_objection.reset(token)
-
-
-def is_recording() -> bool:
-    """True inside of `objections_noted`, while a step is recorded."""
-    return _tell_objection.get() is not None
+def current_watch() -> Watch | None:
+    """Return what hears what this thread runs; None if no step is recorded."""
+    watch = _watch.get()
+    return watch if watch is not None and watch.is_open else None
 
 
 def object_to_replays(why: str) -> None:
@@ -201,10 +204,8 @@ def object_to_replays(why: str) -> None:
 
     Raises StepError while a step is captured in a CUDA graph. On the CPU the step goes on.
     """
-    if (tell := _tell_objection.get()) is not None:
-        tell(why)
-    elif _is_capturing.get():
-        raise StepError(why)
+    if (watch := current_watch()) is not None:
+        watch.refuse(why)
 
 
 def is_placed(device: torch.device) -> bool:
@@ -242,8 +243,7 @@ def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor
     """
     if is_apart(device) or _stage_for(device) is not None:
         return _upload(array, device, room=room)
-    if (tell := _tell_objection.get()) is not None:
-        tell("the step makes an array that its plan does not hold")
+    object_to_replays("the step makes an array that its plan does not hold")
     return torch.from_numpy(array)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -38,8 +39,16 @@ class _CudaGraph:
 
     def __init__(self, run: Run, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.output = run()
+        stream = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                self.output = run()
+        except BaseException:  # An exception may also come while the block is entered, which then is not left.
+            if torch.cuda.is_current_stream_capturing():
+                with suppress(RuntimeError):
+                    self._graph.capture_end()
+            torch.cuda.set_stream(stream)
+            raise
 
     def replay(self) -> None:
         self._graph.replay()

@@ -3,8 +3,8 @@
 A decode step is some hundreds of small kernels. A GPU runs them faster than the host can launch them one by one, and
 for one sequence on a CPU, the Python between them takes as long as they do. A recording runs the same kernels at the
 same addresses again; what differs from step to step is the plan, and plans of one layout are at the same addresses
-(`memory.blocks.staging`). So a recording serves every step whose `Step.layout` is that of the recorded step: as many
-requests, of as many tokens each, with page tables of the same capacity.
+(`memory.blocks.staging`). So a recording serves every step whose `Step.layout` is that of the recorded step (as many
+requests, of as many tokens each, with page tables of the same capacity), under the same settings of torch.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable, Hashable
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memory.blocks.arguments import is_integer
-from memory.blocks.staging import is_apart, is_recording, uploads_forbidden
-from memory.errors import SpecError
+from memory.blocks.staging import current_watch, is_apart, set_watch
+from memory.errors import SpecError, StepError
+from memory.layer_memories import PlaceKey
 from memory.recorded.cuda_graphs import CudaGraphs, Run
 from memory.recorded.cuda_graphs import Recording as Graph
+from memory.recorded.kept import Kept
+from memory.sequences.interrupts import uninterrupted
 from memory.step import Step
 
 if TYPE_CHECKING:
@@ -35,18 +37,15 @@ _MOST = 64
 _MOST_ROWS = 64
 """Tokens of a step up to which it is recorded on the CPU: beside products of more rows, Python takes little time."""
 _MOST_BYTES = 256 << 20
-"""Bytes that recordings of one model keep in a memory: all that a step computes, layer by layer."""
+"""Bytes that recordings of one model keep in a memory, those that are being made included."""
 _ENOUGH = 4
 """The first steps of a layout, so many, run as ever: it takes longer to record a step than to run it."""
 
+_PENDING_STEPS = 64
+"""Steps within which a layout must come again to be recorded the second time, while no other one is."""
+_NEVER = 1 << 62
+
 Model = Callable[[Step], Tensor]
-
-
-class _State(Enum):
-    """Says why a layout has no recording: it came only once, or it cannot be recorded."""
-
-    CAME_ONCE = auto()
-    CANNOT_BE = auto()
 
 
 def run_recorded(model: Model, step: Step, *, most: int = _MOST) -> Tensor:
@@ -54,60 +53,118 @@ def run_recorded(model: Model, step: Step, *, most: int = _MOST) -> Tensor:
 
     The first four steps of a layout run as ever, the next two are recorded, and if both have made the same calls, all
     others are replayed: the same kernels on the same numbers, so logits are the same bits. A step runs as ever, too, if
-    the caller has put something into its `notes`; if its memory evicts or folds rows in it; or if the model reads
-    numbers on the host (`tolist`), as experts do.
+    the caller has put something into its `notes`; if its memory evicts or folds rows in it; within `torch.autocast`, or
+    any mode that hears torch's operations; or if the model reads, on the host, numbers (`tolist`, `numpy`), as experts
+    do, or which sequences are in the step.
 
-    What the model does may depend on the step's tensors and its numbers of tokens, not on which sequences are in it,
-    nor on anything that its Python counts or remembers, for a replay does not run that. Weights may change in place
-    between steps, not be replaced. The next step overwrites `Step.token_ids` and `Step.positions`.
+    What the model does may depend on the step's tensors and its numbers of tokens, not on anything that its Python
+    counts or remembers, for a replay does not run that. Weights may change in place between steps, not be replaced. The
+    next step overwrites `Step.token_ids` and `Step.positions`.
 
     Args:
-        most: recordings of each model that a memory keeps; those not used for longest are dropped.
+        most: recordings of each model that a memory keeps. Another one takes the place of one that was not used for
+            1,024 steps.
 
-    Cost: to record takes about three times as long as to run. A recording keeps all that a step computes, which is at
-        most 256 MiB for all recordings of a model in a memory.
+    Cost: to record takes about three times as long as to run. Recordings keep what a step computes, at most 256 MiB for
+        all of a model in a memory; a step that computes more than 128 MiB is not recorded.
     """
-    if is_apart(step.token_ids.device) or step.notes or len(step.token_ids) > _MOST_ROWS or is_recording():
+    if is_apart(step.token_ids.device) or step.notes or len(step.token_ids) > _MOST_ROWS or current_watch() is not None:
         return model(step)
-    kept, layout = step.recordings_of(model), step.layout
+    from memory.kernels.cpu.recording import has_modes  # not at import time: a device needs no compiler
+
+    if torch.is_autocast_enabled("cpu") or has_modes():
+        return model(step)
+    kept: _CpuRecordings | None = step.recordings_of(model, _CpuRecordings)
+    layout = step.layout
     if kept is None or layout is None:
         return model(step)
-    key = layout, torch.get_num_threads(), torch.is_inference_mode_enabled(), os.environ.get("HYBRID_MEMORY_KERNELS")
-    found = kept.get(key, 0)
-    if (isinstance(found, int) and found < _ENOUGH) or found is _State.CANNOT_BE:
-        _keep(kept, key, found + 1 if isinstance(found, int) else found, most)
+    key = layout, _settings("cpu")
+    found = kept.find(key)
+    if found is None and not kept.may_record(key, after=_ENOUGH, most=most):
         return model(step)
-    if isinstance(found, int) or found.is_first:
-        return _record(model, step, kept, key, found, most)
-    step.serve_all()
-    _keep(kept, key, found, most)
-    replayed: Recording = found
-    return replayed.replay().clone()
+    if found is None or found.is_first:
+        return kept.record(model, step, key, found)
+    step.serve(found.served)
+    return found.replay().clone()
 
 
-def _record(
-    model: Model, step: Step, kept: OrderedDict[Hashable, Any], key: Hashable, earlier: Any, most: int
-) -> Tensor:
-    """Record a step while it runs; the second time, compare it with the first."""
-    from memory.kernels.cpu.recording import Recording  # not at import time: a device needs no compiler
+class _CpuRecordings(Kept["Recording"]):
+    """Keeps the recordings of a model's steps in a memory, and knows the bytes of all that live."""
 
-    recording = Recording(lambda: model(step))
-    if not isinstance(earlier, int):
-        recording.confirm(earlier)
-    if recording.objection is not None:
-        _LOG.info("steps of %s run as ever, because they cannot be recorded: %s", model, recording.objection)
-    _keep(kept, key, _State.CANNOT_BE if recording.objection is not None else recording, most)
-    while sum(getattr(found, "n_bytes", 0) for found in kept.values()) > _MOST_BYTES:
-        kept.popitem(last=False)
-    return recording.output.clone()
+    def __init__(self) -> None:
+        super().__init__()
+        self._living: dict[int, weakref.ref[Recording]] = {}
+        self._pending: tuple[Hashable, int] | None = None
+
+    def may_record(self, key: Hashable, *, after: int, most: int) -> bool:
+        """As `Kept.may_record`, and no other layout is recorded that waits for its second recording."""
+        if self._pending is not None:
+            pending, begun_at = self._pending
+            if self.n_steps - begun_at <= _PENDING_STEPS:
+                after = _NEVER
+            else:
+                self.forget(pending)
+                self._pending = None
+        return super().may_record(key, after=after, most=most)
+
+    def record(self, model: Model, step: Step, key: Hashable, earlier: Recording | None) -> Tensor:
+        """Record a step while it runs; the second time, compare it with the first."""
+        from memory.kernels.cpu.recording import Recording
+
+        recording, watched = Recording(), step.watched()
+        self._living = {number: own for number, own in self._living.items() if own() is not None}
+        self._living[id(recording)] = weakref.ref(recording)
+        output = recording.run(lambda: model(watched), lambda: step.is_open, self._free_bytes)
+        recording.served = step.served
+        if earlier is not None:
+            recording.confirm(earlier)
+        self._pending = None if earlier is not None else (key, self.n_steps)
+        if recording.objection is None:
+            self.keep(key, recording)
+        else:
+            _LOG.info("steps of %s run as ever, because they cannot be recorded: %s", model, recording.objection)
+            self._pending = None
+            self.refuse(key)
+        return output.clone()
+
+    def _free_bytes(self) -> int:
+        """Return the bytes that recordings may still keep."""
+        found = (own() for own in list(self._living.values()))
+        return _MOST_BYTES - sum(recording.n_bytes for recording in found if recording is not None)
 
 
-def _keep(kept: OrderedDict[Hashable, Any], key: Hashable, found: object, most: int) -> None:
-    """Keep what was found for a layout, and drop what was not used for longest."""
-    kept[key] = found
-    kept.move_to_end(key)
-    while len(kept) > most:
-        kept.popitem(last=False)
+def _settings(device: str) -> Hashable:
+    """Return what torch and the environment are told about how to compute."""
+    return (
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.get_deterministic_debug_mode(),
+        os.environ.get("HYBRID_MEMORY_KERNELS"),
+    )
+
+
+class _NoUploads:
+    """Forbids uploads while a step is captured: a graph would read other data when it is replayed. A `Watch`."""
+
+    def __init__(self, step: Step) -> None:
+        self._step, self._is_over = step, False
+
+    @property
+    def is_open(self) -> bool:
+        return not self._is_over and self._step.is_open
+
+    def refuse(self, why: str) -> None:
+        raise StepError(why)
+
+    def note(self, function: Callable[..., object], arguments: tuple[Any, ...], *, sets_up: bool = False) -> None:
+        """Hear of kernels of the CPU, which no graph holds."""
+
+    def end(self) -> None:
+        self._is_over = True
 
 
 class RecordedModel:
@@ -128,7 +185,8 @@ class RecordedModel:
 
     Args:
         model: (step) -> logits, such as a `models.LanguageModel`; other attributes are its own.
-        most: recordings kept, on the CPU by each memory; those not used for longest are dropped.
+        most: recordings kept, on the CPU by each memory. Another one takes the place of one that was not used for
+            1,024 steps.
         record: captures a run on a device; for tests.
 
     Cost: a capture takes as long as two or three steps, and all graphs together the memory of one step's activations;
@@ -144,7 +202,7 @@ class RecordedModel:
         self.model = model
         self.most = most
         self._record = CudaGraphs() if record is None else record
-        self._recordings: OrderedDict[Hashable, Graph | _State] = OrderedDict()
+        self._kept = Kept[tuple[Graph, frozenset[PlaceKey]]]()
         self._has_warned = False
 
     def __getattr__(self, name: str) -> Any:
@@ -155,30 +213,37 @@ class RecordedModel:
     @property
     def n_recordings(self) -> int:
         """Return the number of graphs that it keeps."""
-        return sum(not isinstance(recording, _State) for recording in self._recordings.values())
+        return len(self._kept.recordings)
 
     def __call__(self, step: Step) -> Tensor:
         """Return logits (rows, vocab), as the model does."""
         if not is_apart(step.token_ids.device):
             return run_recorded(self.model, step, most=self.most)
-        layout = None if step.notes else step.layout
+        layout = None if step.notes or current_watch() is not None else step.layout
         if layout is None:
             return self.model(step)
-        found = self._recordings.get(layout)
-        if found is _State.CAME_ONCE:
-            found = self._try_to_record(step)
-        _keep(self._recordings, layout, _State.CAME_ONCE if found is None else found, self.most)
-        if found is None or isinstance(found, _State):
+        key = layout, _settings(step.token_ids.device.type)
+        found = self._kept.find(key)
+        if found is None and self._kept.may_record(key, after=1, most=self.most):
+            found = self._capture(step)
+            if found is None:
+                self._kept.refuse(key)
+            else:
+                self._kept.keep(key, found)
+        if found is None:
             return self.model(step)
-        step.serve_all()
-        found.replay()
-        return found.output.clone()
+        graph, served = found
+        step.serve(served)
+        graph.replay()
+        return graph.output.clone()
 
-    def _try_to_record(self, step: Step) -> Graph | _State:
-        """Capture a step, or warn and return CANNOT_BE. Kernels are only captured here, not run."""
+    def _capture(self, step: Step) -> tuple[Graph, frozenset[PlaceKey]] | None:
+        """Capture a step, whose kernels do not run meanwhile, or warn and return None. A Ctrl-C waits until then."""
+        watch = _NoUploads(step)
         try:
-            with uploads_forbidden(), step.while_captured() as twin:
-                return self._record(lambda: self.model(twin))
+            with uninterrupted(), step.while_captured() as twin:
+                set_watch(watch)
+                return self._record(lambda: self.model(twin)), twin.served
         except Exception as error:
             if not self._has_warned:
                 warnings.warn(
@@ -186,4 +251,7 @@ class RecordedModel:
                     stacklevel=3,
                 )
             self._has_warned = True
-            return _State.CANNOT_BE
+            return None
+        finally:
+            watch.end()
+            set_watch(None)

@@ -17,6 +17,10 @@ from models.layers import amx, blocked_kernels, finishing, huge_pages, integer_v
 from models.layers.few_rows import CompiledProduct
 from models.layers.few_rows_kernels import ProductKind
 
+PASSES_ADDRESSES = True
+"""Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
+
+
 _OUTPUTS = blocked_kernels.BLOCKS * integer_vectors.BLOCK
 _PER_CODE = {torch.float32: 1, torch.bfloat16: 2}
 _CODES = {torch.float32: np.float32, torch.bfloat16: np.uint32}

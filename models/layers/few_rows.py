@@ -17,6 +17,10 @@ from models.layers import amx, few_rows_kernels
 from models.layers.few_rows_kernels import ProductKind
 from models.layers.norms import GatedNorm, RMSNorm
 
+PASSES_ADDRESSES = True
+"""Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
+
+
 MOST_ROWS, _MOST_NUMBERS = 32, 1 << 16
 """Rows, and numbers in them, up to which one thread computes norms and gates while the others wait: that takes less
 time than calls of their own would."""

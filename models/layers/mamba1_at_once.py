@@ -27,6 +27,9 @@ from models.layers.norms import SplitNorm
 if TYPE_CHECKING:
     from memory.recurrences import Mamba1
 
+PASSES_ADDRESSES = True
+"""Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
+
 
 class Mamba1AtOnce:
     """Runs a layer's recurrence over few rows, always the same one, to the bits of its separate functions."""

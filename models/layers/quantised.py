@@ -27,6 +27,9 @@ from models.layers.few_rows import CompiledProduct
 from models.layers.few_rows_kernels import ProductKind
 from models.loading.weight_formats import IntegerFormat
 
+PASSES_ADDRESSES = True
+"""Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
+
 
 class QuantisedWeight:
     """Holds a weight (n_out, n_in) as integers of 8 or 4 bits, with a scale in bfloat16 for each group of 32 inputs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step, StepError
+from memory.blocks.staging import current_watch
 from memory.eviction import Quest
 from memory.kernels.cuda import tiles
 from memory.quantization import Quantized
@@ -17,7 +19,7 @@ from memory.recorded import RecordedModel
 from memory.recurrences import FAMILIES, Fold
 from memory.specs import LayerSpec
 from memory.state.access import States
-from tests.kernels_cuda.recorder import Recorder
+from tests.kernels_cuda.recorder import Recorded, Recorder
 from tests.subjects import make_subject
 from tests.tolerances import assert_split_close
 from tests.toy import VOCAB, average, project
@@ -314,3 +316,41 @@ def test_a_real_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             logits.append(found)
     assert recorder.n_replays == 2
     assert torch.equal(torch.cat(logits[:4]), torch.cat(logits[4:]))
+
+
+def test_a_captured_step_counts_what_it_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that leaves a layer out is refused in replays as well; an interrupt leaves nothing of a capture."""
+    spec, weights = AttentionSpec(3, 1, 16), torch.randn(VOCAB, 80, generator=torch.Generator().manual_seed(1))
+    layers = [0, 1]
+
+    def model(step: Step) -> Tensor:
+        q, k, v = weights[step.token_ids].split([48, 16, 16], dim=-1)
+        for layer in layers:
+            y = step.attend(layer, q.view(-1, 3, 16), k.reshape(-1, 1, 16), v.reshape(-1, 1, 16))
+        return step.select(y.flatten(1))
+
+    memory = HybridMemory(MemorySpec(((spec,), (spec,)), VOCAB), "1MiB", page_tokens=8)
+    recorder, sequence, is_interrupted = Recorder(monkeypatch), memory.open(), True
+
+    def record(run: Callable[[], Tensor]) -> Recorded:
+        found = recorder(run)
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return found
+
+    recorded = RecordedModel(model, record=record)
+    memory.run(recorded, {sequence: 1})
+    with pytest.raises(KeyboardInterrupt), memory.step({sequence: 2}) as step:
+        recorded(step)
+    assert current_watch() is None and not recorded.n_recordings
+    is_interrupted = False
+    memory.run(recorded, {sequence: 2})
+    assert recorded.n_recordings == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        memory.run(recorded, {sequence: 3})
+    assert recorded.n_recordings == 1 and recorder.n_replays == 0, "it is another one within autocast"
+    layers, recorded = [0], RecordedModel(model, record=record)
+    for _ in range(4):
+        with pytest.raises(StepError, match="before the attention memory"), memory.step({sequence: 4}) as step:
+            recorded(step)
+    assert sequence.length == 3

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_int64
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, Step
+from memory.blocks.staging import current_watch
+from memory.errors import StepError
+from memory.kernels.cpu.recording import Recording
+from memory.kernels.cpu.step_memory import StepMemory
 from memory.recorded import RecordedModel, run_recorded
 from models.layers.decoder import HIDDEN_STATES
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
@@ -158,6 +170,48 @@ class Lists(Attends):
         return float(sum(step.token_ids.tolist()))
 
 
+class Arrays(Attends):
+    """Switches at a position, as scaled rotary angles do."""
+
+    def factor(self, step: Step, rows: Tensor) -> float:
+        return 2.0 if step.positions.numpy().max() >= 20 else 1.0
+
+
+class Converts(Attends):
+    def factor(self, step: Step, rows: Tensor) -> float:
+        return float(np.asarray(step.positions).sum())
+
+
+class Shares(Attends):
+    def factor(self, step: Step, rows: Tensor) -> float:
+        return float(np.from_dlpack(step.positions).sum())
+
+
+class Points(Attends):
+    def factor(self, step: Step, rows: Tensor) -> float:
+        return float(c_int64.from_address(step.positions.data_ptr()).value)
+
+
+class Stores(Attends):
+    def factor(self, step: Step, rows: Tensor) -> float:
+        return float(step.positions.untyped_storage()[step.positions.storage_offset() * 8])
+
+
+class Gathers(Attends):
+    def factor(self, step: Step, rows: Tensor) -> Tensor:
+        return torch.tensor([step.positions[0], step.token_ids[0]]).sum()
+
+
+class Splits(Attends):
+    def factor(self, step: Step, rows: Tensor) -> float:
+        return float(len(torch.arange(40).tensor_split(step.positions)[0]))
+
+
+class Asks(Attends):
+    def factor(self, step: Step, rows: Tensor) -> float:
+        return float(step.sequences[0].length)
+
+
 class Items(Attends):
     def factor(self, step: Step, rows: Tensor) -> float:
         return 2.0 if bool(rows[0, 0] > 0) else 3.0
@@ -168,7 +222,12 @@ class Masks(Attends):
         return rows[rows > 0].mean()
 
 
-@pytest.mark.parametrize("kind", [Counts, CountsByTens, Lists, Items, Masks])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Counts, CountsByTens, Lists, Items, Masks, Arrays, Converts, Shares, Points, Stores, Gathers, Splits, Asks),
+    ],
+)
 def test_what_python_knows_is_not_replayed(kind: type[Attends]) -> None:
     """Numbers of the host, and shapes that depend on numbers: each step runs."""
     expected, model = kind(), kind()
@@ -203,19 +262,171 @@ def test_weights_may_change_in_place_and_threads_in_number() -> None:
     assert model.n_runs == n_runs + 1, "with another number of threads it is another recording"
 
 
-def test_recordings_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their number, and by their bytes."""
-    for limit in ("_MOST", "_MOST_BYTES"):
-        model = Attends()
-        memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
-        a, b = memory.open(), memory.open()
-        if limit == "_MOST_BYTES":
-            monkeypatch.setattr(f"memory.recorded.model.{limit}", 0)
-        for token in range(60):
-            requests = {a: token % VOCAB, b: token % VOCAB} if token % 2 else {a: token % VOCAB}
-            with memory.step(requests) as step:
-                run_recorded(model, step, most=1 if limit == "_MOST" else 64)
-        assert model.n_runs == 60
+def in_turns(model: Attends, memory: HybridMemory, n_steps: int, *, most: int = 64) -> list[int]:
+    """Feed one and two sequences by turns; returns how often the model ran for each."""
+    a, b = memory.open(), memory.open()
+    n_runs = [0, 0]
+    for token in range(n_steps):
+        before = model.n_runs
+        with memory.step({a: token % VOCAB, b: token % VOCAB} if token % 2 else {a: token % VOCAB}) as step:
+            run_recorded(model, step, most=most)
+        n_runs[token % 2] += model.n_runs - before
+    return n_runs
+
+
+def test_recordings_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two layouts that come by turns one is replayed; one that is not used for long leaves its place."""
+    model = Attends()
+    memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
+    assert in_turns(model, memory, 40, most=1) == [20, 6]
+    monkeypatch.setattr("memory.recorded.kept._IDLE_STEPS", 10)
+    a, b, n_runs = memory.open(), memory.open(), model.n_runs
+    for _ in range(30):
+        with memory.step({a: 1, b: 1}) as step:
+            run_recorded(model, step, most=1)
+    assert model.n_runs - n_runs < 15
+
+
+def test_a_recording_beyond_the_limit_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drops no other, and what all keep stays below the limit at all times, those included that are being made."""
+    made, most = list[weakref.ref[Recording]](), 0
+    make, add = Recording.__init__, StepMemory.add
+
+    def note(recording: Recording) -> None:
+        make(recording)
+        made.append(weakref.ref(recording))
+
+    def measure(memory: StepMemory, *tensors: list[Tensor]) -> None:
+        nonlocal most
+        add(memory, *tensors)
+        most = max(most, sum(found.n_bytes for own in made if (found := own()) is not None))
+
+    monkeypatch.setattr(Recording, "__init__", note)
+    monkeypatch.setattr(StepMemory, "add", measure)
+    model = Attends()
+    in_turns(model, HybridMemory(model.memory_spec, "1MiB", page_tokens=8), 20)
+    n_needed = most
+    for limit, n_runs, n_made in ((n_needed, [8, 6], 4), (n_needed - 1, [8, 60], 4), (n_needed // 8, [60, 60], 2)):
+        monkeypatch.setattr("memory.recorded.model._MOST_BYTES", limit)
+        model, most = Attends(), 0
+        made.clear()
+        assert in_turns(model, HybridMemory(model.memory_spec, "1MiB", page_tokens=8), 120) == n_runs
+        assert len(made) == n_made and most <= limit
+
+
+class LeavesOut(Attends):
+    """Does not attend from the n-th run on."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n_whole = n
+
+    def __call__(self, step: Step) -> Tensor:
+        if self.n_runs < self.n_whole:
+            return super().__call__(step)
+        self.n_runs += 1
+        return step.select(self.table[step.token_ids])
+
+
+def test_a_layer_that_is_left_out_is_missed_in_replays_as_well() -> None:
+    model = LeavesOut(0)
+    memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
+    sequence = memory.open()
+    for _ in range(12):
+        with pytest.raises(StepError, match="before the attention memory"):
+            step_on(model, memory, sequence, 1)
+    assert not sequence.length
+
+
+def test_settings_of_torch_are_those_of_the_step() -> None:
+    """Autocast, a default dtype and another mode: what is replayed was computed under the same."""
+
+    class Multiplies(Attends):
+        def factor(self, step: Step, rows: Tensor) -> Tensor:
+            return (rows @ rows.T.contiguous() + torch.ones(1)).float()
+
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **(kwargs or {}))
+            return found * 2 if function is torch.ones else found
+
+    settings: list[Callable[[], AbstractContextManager[object]]] = [
+        nullcontext, lambda: torch.autocast("cpu", torch.bfloat16), Doubles, torch.inference_mode
+    ]  # fmt: skip
+    model, expected = Multiplies(), Multiplies()
+    memories = [HybridMemory(model.memory_spec, "1MiB", page_tokens=8) for _ in range(2)]
+    a, b = (memory.open() for memory in memories)
+    for setting in (*settings, *reversed(settings)):
+        for token in range(10):
+            with setting(), memories[0].step({a: token}) as one, memories[1].step({b: token}) as two:
+                assert torch.equal(run_recorded(model, one), expected(two)), setting
+    assert model.n_runs < expected.n_runs
+
+
+def test_an_interrupt_leaves_no_mode_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every bytecode between the begin of a recording and its end, in what records and not in the model."""
+    model = Attends()
+    memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
+    sequence = memory.open()
+    step_on(model, memory, sequence, 5)
+    names, count, at = ("recording.py", "staging.py", "model.py", "kept.py"), 0, 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = frame.f_code.co_filename.endswith(names) and "memory" in frame.f_code.co_filename
+        if event == "opcode":
+            count += 1
+            if count == at:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    places = 0
+    while True:
+        at += 1 + at // 12
+        count = 0
+        kept = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
+        sequence = kept.open()
+        step_on(model, kept, sequence, 5)
+        try:
+            with kept.step({sequence: 1}) as step:
+                sys.settrace(trace)
+                try:
+                    run_recorded(model, step)
+                finally:
+                    sys.settrace(None)
+        except KeyboardInterrupt:
+            places += 1
+        else:
+            break
+        assert not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+        assert current_watch() is None
+    assert places > 20
+
+
+def test_what_a_dead_recording_left_is_ignored_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should a second interrupt come while the first one's traces are removed."""
+    model = Attends()
+    memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
+    sequence = memory.open()
+    step_on(model, memory, sequence, 5)
+    made = list[Recording]()
+    make = Recording.__init__
+
+    def note(recording: Recording) -> None:
+        make(recording)
+        made.append(recording)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recording, "__init__", note)
+        patch.setattr(Recording, "_end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            step_on(model, memory, sequence, 1)
+    assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 1
+    torch.ones(4) * 2
+    assert not made[0].n_bytes and current_watch() is None
+    step_on(model, memory, sequence, 1)
+    assert not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 def test_a_recorded_model_is_not_recorded_again() -> None:

@@ -1,44 +1,30 @@
-"""Notes which kernels a thread launches while a step is recorded (`memory.kernels.cpu.recording`)."""
+"""Tells the recording of a step which kernels it launches (`memory.kernels.cpu.recording`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
 
 from numba.core.registry import CPUDispatcher
 
-
-class Sink(Protocol):
-    """Takes a function and the arguments with which it is called, and whether that only sets up later calls."""
-
-    def __call__(
-        self, function: Callable[..., object], arguments: tuple[Any, ...], *, sets_up: bool = False
-    ) -> None: ...
-
-
-_sink: ContextVar[Sink | None] = ContextVar("sink", default=None)
+from memory.blocks.staging import current_watch
 
 
 def note(function: Callable[..., object], *arguments: Any) -> None:
     """Tell the recording of this thread, if there is one, that a function is called which sets up later kernels."""
-    if (sink := _sink.get()) is not None:
-        sink(function, arguments, sets_up=True)
+    if (watch := current_watch()) is not None:
+        watch.note(function, arguments, sets_up=True)
 
 
-@contextmanager
-def noting(sink: Sink) -> Iterator[None]:
-    """Pass what this thread launches in the block to `sink`."""
-    token = _sink.set(sink)
-    try:
-        yield
-    finally:
-        _sink.reset(token)
+class Address(int):
+    """Holds a number that a kernel takes as the address of what a tensor holds."""
 
 
 class NotedDispatcher(CPUDispatcher):
     """Calls a compiled kernel, after noting that.
+
+    A kernel declares by their names which of its arguments are addresses: those whose names end in "_at".
 
     Attributes:
         unnoted: calls it without that, and without Python.
@@ -48,7 +34,13 @@ class NotedDispatcher(CPUDispatcher):
     def unnoted(self) -> Callable[..., Any]:
         return super().__call__
 
+    @cached_property
+    def _takes_address(self) -> tuple[bool, ...]:
+        code = self.py_func.__code__
+        return tuple(name.endswith("_at") for name in code.co_varnames[: code.co_argcount])
+
     def __call__(self, *arguments: Any) -> Any:
-        if (sink := _sink.get()) is not None:
-            sink(self, arguments)
+        if (watch := current_watch()) is not None:
+            kinds = zip(self._takes_address, arguments, strict=True)
+            watch.note(self, tuple(Address(x) if is_address else x for is_address, x in kinds))
         return super().__call__(*arguments)

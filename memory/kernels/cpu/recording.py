@@ -7,6 +7,7 @@ call with its arguments: numbers, and arrays at addresses that stay, those of we
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -16,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from memory.blocks.staging import objections_noted
-from memory.kernels.cpu.launches import noting
+from memory.blocks.staging import current_watch, set_watch
 from memory.kernels.cpu.step_memory import Calls, StepMemory, storage_of
 
 _OF_ANY_CONTENT = {
@@ -32,41 +32,118 @@ _OF_ANY_CONTENT = {
 _MAY_INDEX = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 """Operations whose results have shapes that depend on numbers only if they are given a mask."""
 
+_HOST_READS = {
+    "__array__", "__dlpack__", "__format__", "__reduce_ex__", "__repr__", "const_data_ptr", "data_ptr", "numpy",
+    "storage", "tolist", "untyped_storage",
+}  # fmt: skip
+"""Functions of tensors that give their numbers, or their address, to the host. Older versions of torch lack some."""
+
+_READ_ARGUMENTS = {"as_tensor", "asarray", "new_tensor", "tensor", "tensor_split"}
+"""Functions that may read tensors which are given behind or within their first argument, without an operation."""
+
+_OWN = "memory.kernels.cpu."
+_PASSES_ADDRESSES = "PASSES_ADDRESSES"
+"""Modules outside of these kernels declare by this name that they give arrays and addresses to kernels alone."""
+
 
 class Recording:
-    """Holds the calls of a step. Making one runs the step.
+    """Holds the calls of a step that it has run and heard: a `memory.blocks.staging.Watch`.
+
+    An exception may come between any two bytecodes: of a signal's handler, or sent by another thread. What was put into
+    the places that torch and this thread have for modes is taken away by whoever meets the exception, and ignored
+    should that be interrupted as well: a recording is over at the latest when its step is.
 
     Attributes:
         output: of the run. Each replay writes to the same address.
         objection: why it cannot stand for other steps; None if nothing is known that speaks against it.
         n_bytes: of what the step has computed, which is kept.
+        served: the layer memories that the step has used, as the caller names them.
         is_first: whether it has not been confirmed.
     """
 
-    def __init__(self, run: Callable[[], Tensor]) -> None:
+    def __init__(self) -> None:
         self.objection: str | None = None
         self.is_first = True
+        self.served: Any = None
         self._calls: Calls = []
         self._set_up: object = None
         self._own = StepMemory()
-        with objections_noted(self._object), noting(self._note), _HostReads(self._object), _Operations(self):
+        self._packed_bytes = 0
+        self._is_going_on: Callable[[], bool] = _never
+        self._free_bytes: Callable[[], int] = int
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_going_on()
+
+    @property
+    def n_bytes(self) -> int:
+        return self._packed_bytes + self._own.n_bytes
+
+    def run(self, run: Callable[[], Tensor], is_going_on: Callable[[], bool], free_bytes: Callable[[], int]) -> Tensor:
+        """Run the step, and record it.
+
+        Args:
+            run: returns the step's output.
+            is_going_on: returns whether the step is open.
+            free_bytes: returns what recordings may still keep.
+        """
+        before = current_watch(), _n_modes()
+        self._is_going_on, self._free_bytes = is_going_on, free_bytes
+        try:
+            set_watch(self)
+            torch._C._push_on_torch_function_stack(_HostReads(self))
+            # Not by `with`: that sets flags of torch as well, which an interrupt would leave set.
+            torch._C._push_on_torch_dispatch_stack(_Operations(self))
             self.output = run()
-        self.n_bytes = self._own.n_bytes
+            self._end(*before)
+            if self.output.requires_grad:
+                self.refuse("the output has a gradient, which a replay does not compute")
+        except BaseException:
+            try:
+                self._end(*before)
+            finally:  # Should a second exception interrupt that.
+                self._forget()
+                self._end(*before)
+            raise
+        return self.output
+
+    def _end(self, watch: Any, n_modes: tuple[int, int]) -> None:
+        """Take away what `run` has put into the places of modes, and what came on top. It may be called again."""
+        self._is_going_on, self._free_bytes = _never, int
+        while torch._C._len_torch_dispatch_stack() > n_modes[0]:
+            torch._C._pop_torch_dispatch_stack(None)
+        while torch._C._len_torch_function_stack() > n_modes[1]:
+            torch._C._pop_torch_function_stack()
+        set_watch(watch)
+
+    def _forget(self) -> None:
+        self._calls, self._own = [], StepMemory()
 
     def confirm(self, earlier: Recording) -> None:
-        """Object unless an earlier recording of such a step has made the same calls. A recording is confirmed once.
+        """Refuse unless an earlier recording of such a step has made the same calls. A recording is confirmed once.
 
         Arguments may differ only in where lies what the step itself has computed. That is packed now, and the output
         moves with it.
         """
-        self.objection = self.objection or earlier.objection
-        if self.objection is None and self._keys() != earlier._keys():
-            self._object("two steps of the same layout have made different calls")
+        self._compare(earlier)
+        earlier._forget()
         if self.objection is None:
-            calls, output, self.n_bytes = self._own.pack(self._calls, self.output)
+            calls, output, n_bytes = self._own.pack(self._calls, self.output)
             self._calls = [(getattr(function, "unnoted", function), arguments) for function, arguments in calls]
             self.output = output.copy_(self.output)
+            self._packed_bytes = n_bytes
         self.is_first, self._own = False, StepMemory()
+
+    def _compare(self, earlier: Recording) -> None:
+        if self.objection is None and earlier.objection is not None:
+            self.refuse(earlier.objection)
+        if self.objection is None:
+            try:
+                if (self._keys(), self.served) != (earlier._keys(), earlier.served):
+                    self.refuse("two steps of the same layout have made different calls")
+            except ValueError as error:
+                self.refuse(str(error))
 
     def replay(self) -> Tensor:
         """Make the same calls again, and return the output, which the next replay overwrites."""
@@ -78,11 +155,16 @@ class Recording:
     def _keys(self) -> list[Hashable]:
         return [(id(function), self._own.key_of(arguments)) for function, arguments in self._calls]
 
-    def _object(self, why: str) -> None:
-        self.objection = self.objection or why
+    def refuse(self, why: str) -> None:
+        """Note why this cannot stand for other steps. Then nothing more is recorded, and nothing kept."""
+        if self.objection is None:
+            self.objection = why
+            self._forget()
 
-    def _note(self, function: Callable[..., object], arguments: tuple[Any, ...], *, sets_up: bool = False) -> None:
+    def note(self, function: Callable[..., object], arguments: tuple[Any, ...], *, sets_up: bool = False) -> None:
         """Note a call; one that sets up later ones, such as their threads, only if the last of these did otherwise."""
+        if self.objection is not None:
+            return
         if sets_up:
             if self._set_up == (function, arguments):
                 return
@@ -91,17 +173,24 @@ class Recording:
 
     def add_operation(self, operation: Any, arguments: tuple[Any, ...], options: dict[str, Any], found: Any) -> None:
         """Note an operation of torch that has been computed, unless its results are views of its arguments."""
+        if self.objection is not None:
+            return
         if self._needs_host(operation, arguments):
-            self._object(f"{operation} passes numbers to the host")
+            self.refuse(f"{operation} passes numbers to the host")
+            return
         results, given = _tensors_in(found), _tensors_in((arguments, options))
         seen = set(map(storage_of, given))
         made = [x for x in results if storage_of(x) not in seen]
+        if sum(n_bytes for _, n_bytes in filter(None, map(storage_of, made))) > self._free_bytes():
+            self.refuse("what the step computes has no room beside other recordings, or is more than all may keep")
+            return
         self._own.add(made, given)
         is_in_place = operation._schema.is_mutable
         if operation._schema.name in _OF_ANY_CONTENT or not (made or is_in_place):
             return
         if (made and is_in_place) or any(x.layout is not torch.strided for x in results):
-            self._object(f"nothing is known about writing the results of {operation} again")
+            self.refuse(f"nothing is known about writing the results of {operation} again")
+            return
         self._calls.append((_compute_again, (operation, arguments, options, [] if is_in_place else results)))
 
     @staticmethod
@@ -127,7 +216,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recording = recording
+        self.recording = recording
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -136,21 +225,64 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = operation(*args, **(kwargs or {}))
-        self._recording.add_operation(operation, args, kwargs or {}, found)
+        if self.recording.is_open:
+            self.recording.add_operation(operation, args, kwargs or {}, found)
         return found
 
 
 class _HostReads(TorchFunctionMode):
     """Notices that numbers are read without an operation of torch."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, recording: Recording) -> None:
         super().__init__()
-        self._tell = tell
+        self.recording = recording
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.tolist:
-            self._tell("the model reads a list of numbers on the host")
-        return function(*args, **(kwargs or {}))
+        options, name = kwargs or {}, getattr(function, "__name__", "")
+        if self.recording.is_open and self._reads(name, args, options) and not _is_for_kernels():
+            self.recording.refuse(f"the model reads numbers on the host, by {name}")
+        return function(*args, **options)
+
+    @staticmethod
+    def _reads(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        if name in _READ_ARGUMENTS:
+            own = [x for x in arguments[:1] if not isinstance(x, Tensor)]
+            return bool(_tensors_in((own, arguments[1:], options)))
+        return name in _HOST_READS
+
+
+def _is_for_kernels() -> bool:
+    """True if the caller of a function of torch passes what it gets to compiled kernels, and reads nothing of it."""
+    frame = sys._getframe(2)
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "torch":
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return False
+    return str(frame.f_globals.get("__name__")).startswith(_OWN) or _PASSES_ADDRESSES in frame.f_globals
+
+
+def _never() -> bool:
+    return False
+
+
+def _n_modes() -> tuple[int, int]:
+    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+
+
+def _is_over(mode: object) -> bool:
+    return isinstance(mode, _Operations | _HostReads) and not mode.recording.is_open
+
+
+def has_modes() -> bool:
+    """True if a mode hears or changes what torch does in this thread. Those of recordings that are over are removed.
+
+    A recording would take its operations for the model's, and a replay would pass it by.
+    """
+    while (n := torch._C._len_torch_dispatch_stack()) and _is_over(torch._C._get_dispatch_stack_at(n - 1)):
+        torch._C._pop_torch_dispatch_stack(None)
+    while (n := torch._C._len_torch_function_stack()) and _is_over(torch._C._get_function_stack_at(n - 1)):
+        torch._C._pop_torch_function_stack()
+    return _n_modes() != (0, 0)
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:

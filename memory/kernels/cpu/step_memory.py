@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memory.kernels.cpu.launches import Address
+
 Calls = list[tuple[Callable[..., object], tuple[Any, ...]]]
 """Functions, and the arguments with which they are called, one after the other."""
 
@@ -23,7 +25,7 @@ _Place = tuple[int, int]
 
 
 class StepMemory:
-    """Knows the memory that a step has allocated.
+    """Knows the memory that a step has allocated, `n_bytes` of it.
 
     It keeps all tensors that the step has used, so that nothing else comes to lie where one of them is.
     """
@@ -33,6 +35,7 @@ class StepMemory:
         self._numbers: dict[int, int] = {}
         self._sizes: list[int] = []
         self._begins: list[int] = []
+        self.n_bytes = 0
 
     def add(self, made: list[Tensor], given: list[Tensor]) -> None:
         """Keep the results of an operation, and its arguments."""
@@ -41,10 +44,7 @@ class StepMemory:
             if at not in self._numbers:
                 self._numbers[at] = len(self._sizes)
                 self._sizes.append(n_bytes)
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(self._sizes)
+                self.n_bytes += n_bytes
 
     def find(self, address: int) -> _Place | None:
         """Return the place of an address in what the step has allocated; None if it is elsewhere."""
@@ -58,7 +58,10 @@ class StepMemory:
         return (number, address - begin) if address < begin + self._sizes[number] else None
 
     def key_of(self, x: Any) -> Hashable:
-        """Return a key of an argument: the same for arguments that two recordings of one step may give."""
+        """Return a key of an argument: the same for arguments that two recordings of one step may give.
+
+        Raises ValueError for an integer that is not declared as an address, and is one in the memory of the step.
+        """
         if isinstance(x, tuple | list):
             return tuple(map(self.key_of, x))
         if isinstance(x, dict):
@@ -69,8 +72,10 @@ class StepMemory:
             return "tensor", *_sizes(x), x.dtype, self._key_at(x.data_ptr()) if x.numel() else 0
         if isinstance(x, np.ndarray):
             return "array", x.shape, x.strides, x.dtype.str, self._key_at(x.ctypes.data) if x.size else 0
-        if isinstance(x, int) and not isinstance(x, bool):
-            return self._key_at(x)
+        if isinstance(x, Address):
+            return "address", self._key_at(x)
+        if isinstance(x, int) and self.find(x) is not None:
+            raise ValueError("a kernel is given an address by an argument that is not declared as one")
         return repr(x) if isinstance(x, float | complex | np.generic | None) else (type(x).__name__, str(x))
 
     def _key_at(self, address: int) -> Hashable:
@@ -106,8 +111,8 @@ class _Moved:
             return moved.set_(self._block.untyped_storage(), at // x.itemsize, x.shape, x.stride())
         if isinstance(x, np.ndarray) and (at := self._at(x.ctypes.data)) is not None:
             return np.ndarray(x.shape, x.dtype, self._array, at, x.strides)
-        if isinstance(x, int) and not isinstance(x, bool) and (at := self._at(x)) is not None:
-            return self._block.data_ptr() + at
+        if isinstance(x, Address):
+            return int(x) if (at := self._at(x)) is None else self._block.data_ptr() + at
         return x
 
     def _at(self, address: int) -> int | None:
@@ -117,7 +122,7 @@ class _Moved:
 
 
 def _addresses_in(x: Any) -> Iterator[int]:
-    """Yield the addresses among arguments, and other integers."""
+    """Yield the addresses among arguments."""
     if isinstance(x, tuple | list | dict):
         for own in x.values() if isinstance(x, dict) else x:
             yield from _addresses_in(own)
@@ -126,7 +131,7 @@ def _addresses_in(x: Any) -> Iterator[int]:
             yield x.data_ptr()
     elif isinstance(x, np.ndarray):
         yield x.ctypes.data
-    elif isinstance(x, int):
+    elif isinstance(x, Address):
         yield x
 
 

@@ -48,5 +48,6 @@ def use_threads(n_multiplications: int) -> int:
 
 def _use(n_threads: int) -> None:
     if n_threads != getattr(_last, "n_threads", None):
+        _last.n_threads = None  # An interrupt may come before the new number is noted.
         set_num_threads(n_threads)
         _last.n_threads = n_threads

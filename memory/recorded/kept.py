@@ -1,0 +1,76 @@
+"""Keeps recordings by layouts of steps, as many as may be, and counts how often other layouts came."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+RecordingT = TypeVar("RecordingT")
+
+_MOST_SEEN = 1024
+"""Layouts without a recording that are counted."""
+_IDLE_STEPS = 1024
+"""Steps in which a recording was not used before another one may take its place.
+
+If more layouts come by turns than there may be recordings, some of them run as ever: otherwise each would be recorded
+again and again, and none replayed.
+"""
+
+
+class Kept(Generic[RecordingT]):
+    """Keeps what is known of layouts: a recording, that there can be none, or how often they came.
+
+    Threads may use it at once, for each change is a single one of a dict.
+    """
+
+    def __init__(self) -> None:
+        self.recordings: OrderedDict[Hashable, tuple[RecordingT, int]] = OrderedDict()
+        self._n_seen: OrderedDict[Hashable, int | None] = OrderedDict()
+        self.n_steps = 0
+
+    def find(self, key: Hashable) -> RecordingT | None:
+        """Return the recording of a layout that comes now, if there is one."""
+        self.n_steps += 1
+        if (found := self.recordings.get(key)) is None:
+            return None
+        self.recordings[key] = found[0], self.n_steps
+        self.recordings.move_to_end(key)
+        return found[0]
+
+    def may_record(self, key: Hashable, *, after: int, most: int) -> bool:
+        """Count a layout without a recording; true if it came `after` times before, and one more may be kept."""
+        n_before = self._n_seen.get(key, 0)
+        if n_before is not None and n_before >= after and self._make_room(most):
+            return True
+        self._note(key, None if n_before is None else n_before + 1)
+        return False
+
+    def keep(self, key: Hashable, recording: RecordingT) -> None:
+        """Keep the recording of a layout."""
+        self._n_seen.pop(key, None)
+        self.recordings[key] = recording, self.n_steps
+        self.recordings.move_to_end(key)
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the recording of a layout, which may be recorded later."""
+        self.recordings.pop(key, None)
+
+    def refuse(self, key: Hashable) -> None:
+        """Note that there can be no recording of a layout: none is made again."""
+        self.recordings.pop(key, None)
+        self._note(key, None)
+
+    def _note(self, key: Hashable, n_seen: int | None) -> None:
+        self._n_seen[key] = n_seen
+        self._n_seen.move_to_end(key)
+        while len(self._n_seen) > _MOST_SEEN:
+            self._n_seen.popitem(last=False)
+
+    def _make_room(self, most: int) -> bool:
+        """Drop recordings that were not used for long; true if one more may be kept."""
+        for key, (_, used_at) in list(self.recordings.items()):
+            if len(self.recordings) < most or self.n_steps - used_at <= _IDLE_STEPS:
+                break
+            self.recordings.pop(key, None)
+        return len(self.recordings) < most
