@@ -299,7 +299,7 @@ class Coordinator(Lifetime):
                 made.append(sequence)
             return sequence
 
-        return self.room.make(attempt)
+        return attempt() if cross_attention is None else self.room.make(attempt)
 
     @locked
     def close_one(self, sequence: Sequence) -> None:

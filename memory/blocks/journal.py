@@ -132,9 +132,10 @@ class Journal:
         self._finish()
 
     def _finish(self) -> None:
-        for act, arguments in self._after:
-            act(*arguments)
-        self._after.clear()
+        if self._after:
+            for act, arguments in self._after:
+                act(*arguments)
+            self._after.clear()
         self.is_open = False
 
     def _refuse(self) -> None:

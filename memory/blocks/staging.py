@@ -177,15 +177,16 @@ def in_one_copy(stages: Stages) -> Iterator[Stage | None]:
         yield None
         return
     stage.open()
-    token = _open_stage.set(stage)
+    previous = _open_stage.get()
     try:
+        _open_stage.set(stage)
         yield stage
         stage.send()
     except BaseException:
         stage.close()
         raise
     finally:
-        _open_stage.reset(token)
+        _open_stage.set(previous)
 
 
 def set_watch(watch: Watch | None) -> None:

@@ -205,10 +205,12 @@ class BlockTable:
 
     def release(self, slot: int) -> None:
         """Release all blocks of a slot."""
+        row = self._rows.get(slot)
+        if row is None and not any(slot in column for column in self.numbers.values()):
+            return
         self._note(slot)
         for column in self.numbers.values():
             column.pop(slot, None)
-        row = self._rows.get(slot)
         self._leave(slot)
         if row is not None:
             self._release(row)
@@ -235,10 +237,14 @@ class BlockTable:
             for ids in () if row is None else row.parts():
                 self.pool.retain(ids)
         for (slot, _), row, (_, values) in zip(pairs, shared, held, strict=True):
-            self.release(slot)
+            old = self._rows.get(slot)
+            self._note(slot)
+            self._leave(slot)
             if row is not None:
                 self._rows[slot] = row
-                self._set_numbers(slot, dict(zip(self.numbers, values, strict=True)))
+            self._set_numbers(slot, dict(zip(self.numbers, values, strict=True)))
+            if old is not None:
+                self._release(old)
 
     def holding(self, part: Part, slots: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
         """Return the blocks of slots (S,), as this part of their memory, for tokens [start, end)."""

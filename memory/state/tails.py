@@ -224,14 +224,15 @@ class TailTable:
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
         """Make slot targets[i] refer to what slot sources[i] did, all at once. Copies no tensor."""
-        new = targets.tolist()
-        self._reach(max(*sources.tolist(), *new))
+        self._reach(max(*sources.tolist(), *targets.tolist()))
         shared = self.slots.take(sources)
         for pool, ids in ((self.states, shared.states), (self.tails, shared.tail)):
             pool.retain(ids[ids >= 0])
-        for slot in new:
-            self.release(slot)
-        self.slots.put(targets, shared)  # `release` has noted what these slots held
+        old = self.slots.take(targets)
+        self._note(targets)
+        for pool, ids in ((self.states, old.states), (self.tails, old.tail)):
+            pool.release(ids[ids >= 0])
+        self.slots.put(targets, shared)
 
     def _note(self, slots: Int64s | int) -> None:
         """Note the columns of slots, which are about to change."""
@@ -264,11 +265,13 @@ class TailTable:
     def release(self, slot: int) -> None:
         """Release every block that the slot refers to."""
         if slot < len(self.slots):
-            self._note(slot)
-            ids = self.slots.ids[:, slot].copy()
-            if (ids >= 0).any():  # `share` calls this for new slots, too, which hold nothing
-                self.states.release(ids[:3][ids[:3] >= 0])
-                self.tails.release(ids[3:][ids[3:] >= 0])
+            column = self.slots.table[:, slot].copy()
+            if (column == EMPTY_COLUMN).all():
+                return
+            self.store.journal.before(self._put_back, slot, column)
+            ids = column[5:]
+            self.states.release(ids[:3][ids[:3] >= 0])
+            self.tails.release(ids[3:][ids[3:] >= 0])
             self.slots.table[:, slot] = EMPTY_COLUMN
 
     def horizon(self, slot: int) -> int:
