@@ -116,22 +116,23 @@ class Journal:
             self.abandon(run)
 
     def _begin(self, block: ref[Any] | None) -> None:
-        if self.is_open and _is_gone(self._block):
-            self._roll_back()
         if self.is_open:
-            raise SequenceError(
-                "this memory is in the middle of another change, which this call has interrupted; use it in no handler "
-                "of a signal and in no finalizer, but set a flag there and act when the other call has returned"
-            )
+            self._give_way()
         self._block = block
         self.is_open = True
         self._undo = []
 
+    def _give_way(self) -> None:
+        if _is_gone(self._block):
+            self._roll_back()
+        else:
+            raise SequenceError(
+                "this memory is in the middle of another change, which this call has interrupted; use it in no handler "
+                "of a signal and in no finalizer, but set a flag there and act when the other call has returned"
+            )
+
     def _settle(self) -> None:
         self._undo = None  # from here on the change counts
-        self._finish()
-
-    def _finish(self) -> None:
         if self._after:
             for act, arguments in self._after:
                 act(*arguments)

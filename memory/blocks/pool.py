@@ -113,7 +113,8 @@ class BlockPool:
     def _release(self, ids: Int64s) -> None:
         if len(ids) > _FEW:
             np.subtract.at(self.counts, ids, 1)
-            freed: list[int] = np.unique(ids[self.counts[ids] == 0]).tolist()
+            dead = ids[self.counts[ids] == 0]
+            freed: list[int] = np.unique(dead).tolist() if len(dead) else []
         else:
             freed = []
             for block in ids.tolist():

@@ -136,15 +136,17 @@ class BlockTable:
 
     def _note(self, slot: int) -> None:
         """Note what a slot refers to, which is about to change."""
-        values = [column.get(slot, 0) for column in self.numbers.values()]
-        self.pool.journal.before(self._put_back, slot, self._rows.get(slot), values)
+        self.pool.journal.before(self._put_back, slot, self._rows.get(slot), self._numbers_of(slot))
 
-    def _put_back(self, slot: int, row: _Row | None, values: list[int]) -> None:
+    def _put_back(self, slot: int, row: _Row | None, numbers: dict[str, int]) -> None:
         if row is None:
             self._rows.pop(slot, None)
         else:
             self._rows[slot] = row
-        self._set_numbers(slot, dict(zip(self.numbers, values, strict=True)))
+        self._set_numbers(slot, numbers)
+
+    def _numbers_of(self, slot: int) -> dict[str, int]:
+        return {name: column.get(slot, 0) for name, column in self.numbers.items()} if self.numbers else {}
 
     def _set_numbers(self, slot: int, numbers: dict[str, int]) -> None:
         for name, value in numbers.items():
@@ -206,7 +208,7 @@ class BlockTable:
     def release(self, slot: int) -> None:
         """Release all blocks of a slot."""
         row = self._rows.get(slot)
-        if row is None and not any(slot in column for column in self.numbers.values()):
+        if row is None and not (self.numbers and any(slot in column for column in self.numbers.values())):
             return
         self._note(slot)
         for column in self.numbers.values():
@@ -228,21 +230,21 @@ class BlockTable:
     def share(self, sources: Int64s, targets: Int64s) -> None:
         """Make each target refer to the blocks of its source, all at once. Copies no block."""
         pairs = [pair for pair in zip(targets.tolist(), sources.tolist(), strict=True) if pair[0] != pair[1]]
-        held = [
-            (self._rows.get(source), [column.get(source, 0) for column in self.numbers.values()])
-            for _, source in pairs
-        ]  # fmt: skip
-        shared = [None if row is None else row.shared() for row, _ in held]
-        for row in shared:
-            for ids in () if row is None else row.parts():
-                self.pool.retain(ids)
-        for (slot, _), row, (_, values) in zip(pairs, shared, held, strict=True):
+        taken: list[tuple[int, _Row | None, dict[str, int]]] = []
+        for slot, source in pairs:
+            row = self._rows.get(source)
+            if row is not None:
+                row = row.shared()
+                for ids in row.parts():
+                    self.pool.retain(ids)
+            taken.append((slot, row, self._numbers_of(source)))
+        for slot, row, numbers in taken:
             old = self._rows.get(slot)
             self._note(slot)
             self._leave(slot)
             if row is not None:
                 self._rows[slot] = row
-            self._set_numbers(slot, dict(zip(self.numbers, values, strict=True)))
+            self._set_numbers(slot, numbers)
             if old is not None:
                 self._release(old)
 

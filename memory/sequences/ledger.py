@@ -81,10 +81,9 @@ class Ledger:
 
     def _note(self, sequence: Sequence) -> None:
         """Note the records of a sequence, which are about to change."""
-        slot, lineage, closed = sequence.slot, sequence.lineage, sequence.closed
-        position = int(self.lengths[slot]), int(self.peaks[slot])
+        slot, position = sequence.slot, (self.lengths.item(sequence.slot), self.peaks.item(sequence.slot))
         found = self._buffers.get(slot), self._seams.get(slot), self._swapped.get(slot)
-        self._journal.before(self._put_back, sequence, lineage, closed, position, found)
+        self._journal.before(self._put_back, sequence, sequence.lineage, sequence.closed, position, found)
 
     def _put_back(
         self, sequence: Sequence, lineage: int, closed: bool, position: tuple[int, int], found: tuple[Any, Any, Any]
@@ -343,9 +342,12 @@ class Ledger:
             horizon_of: slot -> horizon, of a target that already remembers what its source does.
         """
         before = [(target, self._buffers.get(target.slot)) for target in targets]
-        records = [(s.lineage, int(self.lengths[s.slot]), self.peaks[s.slot]) for s in sources]
-        shared = [(self._buffers.get(s.slot), self._seams.get(s.slot)) for s in sources]
-        for (target, own), (lineage, length, peak), (buffer, seams) in zip(before, records, shared, strict=True):
+        records = [
+            (s.lineage, self.lengths.item(s.slot), self.peaks.item(s.slot),
+             self._buffers.get(s.slot), self._seams.get(s.slot))
+            for s in sources
+        ]  # fmt: skip
+        for (target, own), (lineage, length, peak, buffer, seams) in zip(before, records, strict=True):
             slot = target.slot
             self._note(target)
             self.lengths[slot], self.peaks[slot], target.lineage = length, peak, lineage

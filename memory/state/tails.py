@@ -31,6 +31,8 @@ from memory.interface import Dropped, Packed, References, Stretch
 from memory.sequences.folding import EMPTY_COLUMN, NOTHING, Columns, TailRules
 from memory.specs import RecurrentSpec, StateTensor
 
+_EMPTY_LIST: list[int] = EMPTY_COLUMN.tolist()
+
 
 @dataclass(frozen=True)
 class TailMember:
@@ -179,8 +181,8 @@ class TailTable:
             self.store.copy(int(old), int(new), self.tails.block_bytes)
         in_place = (before.head >= 0) & (after.head == before.head)
         if np.count_nonzero(in_place):
-            self._note(step.packed.slots)
-        self.slots.head_at[step.packed.slots[in_place]] = NOTHING
+            self.store.journal.before(self._put_back, step.packed.slots, before.table)
+            self.slots.head_at[step.packed.slots[in_place]] = NOTHING
 
     def commit(self, step: TailStep, kept: Int64s) -> None:
         """Keep the first kept[i] (S,) new tokens of request i, and release the blocks that it no longer refers to."""
@@ -225,20 +227,18 @@ class TailTable:
     def share(self, sources: Int64s, targets: Int64s) -> None:
         """Make slot targets[i] refer to what slot sources[i] did, all at once. Copies no tensor."""
         self._reach(max(*sources.tolist(), *targets.tolist()))
-        shared = self.slots.take(sources)
-        for pool, ids in ((self.states, shared.states), (self.tails, shared.tail)):
-            pool.retain(ids[ids >= 0])
-        old = self.slots.take(targets)
-        self._note(targets)
-        for pool, ids in ((self.states, old.states), (self.tails, old.tail)):
-            pool.release(ids[ids >= 0])
-        self.slots.put(targets, shared)
+        new, old = self.slots.take(sources), self.slots.take(targets)
+        self.store.journal.before(self._put_back, targets, old.table)
+        for pool, taken, left in ((self.states, new.states, old.states), (self.tails, new.tail, old.tail)):
+            pool.retain(taken[taken >= 0])
+            pool.release(left[left >= 0])
+        self.slots.put(targets, new)
 
     def _note(self, slots: Int64s | int) -> None:
         """Note the columns of slots, which are about to change."""
         self.store.journal.before(self._put_back, slots, self.slots.table[:, slots].copy())
 
-    def _put_back(self, slots: Int64s | int, columns: Int64s) -> None:
+    def _put_back(self, slots: Int64s | int, columns: Int64s | list[int]) -> None:
         self.slots.table[:, slots] = columns
 
     def truncate(self, slot: int, to: int) -> None:
@@ -265,13 +265,12 @@ class TailTable:
     def release(self, slot: int) -> None:
         """Release every block that the slot refers to."""
         if slot < len(self.slots):
-            column = self.slots.table[:, slot].copy()
-            if (column == EMPTY_COLUMN).all():
+            column: list[int] = self.slots.table[:, slot].tolist()
+            if column == _EMPTY_LIST:
                 return
             self.store.journal.before(self._put_back, slot, column)
-            ids = column[5:]
-            self.states.release(ids[:3][ids[:3] >= 0])
-            self.tails.release(ids[3:][ids[3:] >= 0])
+            for pool, ids in ((self.states, column[5:8]), (self.tails, column[8:])):
+                pool.release(np.array([block for block in ids if block >= 0], np.int64))
             self.slots.table[:, slot] = EMPTY_COLUMN
 
     def horizon(self, slot: int) -> int:
