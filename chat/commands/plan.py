@@ -37,8 +37,8 @@ def plan(
     weights: Annotated[
         str,
         Option(
-            help="what the budget holds beside memories: auto (weights in --dtype), int8, int8-row or int4; none, if it "
-            "is for memories alone"
+            help="what the budget holds beside memories: auto (weights in --dtype), int8, int8-row or int4; none, if "
+            "it is for memories alone"
         ),
     ] = "auto",
     is_json: Annotated[bool, Option("--json", help="print JSON")] = False,

@@ -41,10 +41,8 @@ def _answer(report: Report) -> Text:
     whole, weights = format_bytes(question.whole_bytes), format_bytes(question.weight_bytes)
     if not question.model_fits:
         return Text(f"The model does not fit into {whole}: its weights take {weights}.", style="bold red")
-    left = (
-        f", of which the weights take {weights}." if question.has_weights else f"; the weights take {weights} beside."
-    )
-    return Text(f"{report.n_sessions:,} sessions fit into {whole}{left}", style="bold green")
+    told = f", of which the weights take {weights}" if question.has_weights else f"; the weights take {weights} beside"
+    return Text(f"{report.n_sessions:,} sessions fit into {whole}{told}.", style="bold green")
 
 
 def _session_table(report: Report) -> Table:
