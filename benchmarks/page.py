@@ -43,9 +43,7 @@ def require_browser() -> None:
     try:
         import playwright.sync_api  # noqa: F401
     except ImportError:
-        raise typer.BadParameter(
-            "this needs Playwright; install it with: pip install 'hybrid-memory[browser]'"
-        ) from None
+        raise typer.BadParameter("this needs Playwright; install it with: pip install 'hybridmem[browser]'") from None
     if not Path(CHROMIUM).exists():
         raise typer.BadParameter(f"there is no browser at {CHROMIUM}: apt-get install chromium, or set CHROMIUM")
 

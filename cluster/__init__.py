@@ -1,5 +1,5 @@
 """Serves one model from many replicas: routes prompts to what can be resumed, and moves sessions between replicas.
 
-It needs the extra: pip install "hybrid-memory[cluster]". `cluster.routing` and the leases of `cluster.store` are plain
+It needs the extra: pip install "hybridmem[cluster]". `cluster.routing` and the leases of `cluster.store` are plain
 Python, without Ray; `cluster.serving` is an application of Ray Serve.
 """

@@ -18,6 +18,7 @@ from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, St
 from memory.interface import Encoded
 from memory.specs import LayerSpec
 from models.layers.attention import Attention, load_projections
+from models.layers.dry import joined
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.norms import LayerNorm
@@ -212,4 +213,4 @@ def _load_cross_attention(config: BartConfig, checkpoint: Checkpoint, prefix: st
         Linear.load(checkpoint, f"{prefix}.{name}", n_model, n_model, has_bias=True) for name in ("q_proj", "out_proj")
     )
     spec = CrossAttentionSpec(n_heads, n_heads, n_model // n_heads)
-    return CrossAttention(i, spec, query, Linear(k, v, bias=torch.cat([k_bias, v_bias])), out)
+    return CrossAttention(i, spec, query, Linear(k, v, bias=joined(k_bias, v_bias)), out)

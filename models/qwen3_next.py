@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from memory import AttentionSpec
@@ -14,6 +13,7 @@ from memory.recurrences import DeltaRuleShape
 from models.layers.attention import Attention, Rotary, head_dim_of
 from models.layers.decoder import Block, Decoder, Mixer
 from models.layers.delta_mixer import DeltaInputs, DeltaMixer
+from models.layers.dry import joined
 from models.layers.experts import MixtureOfExperts, SharedExpert, load_experts, softmax_then_choose
 from models.layers.linear import Linear
 from models.layers.mlp import GatedMLP
@@ -104,7 +104,7 @@ def load_gated_attention(
     qkv_bias = gate_bias = None
     if config.attention_bias:
         *biases, gate_bias = linears()
-        qkv_bias = torch.cat(biases)
+        qkv_bias = joined(*biases)
     out_bias = checkpoint.take_optional(config.attention_bias, f"{prefix}.o_proj.bias", n_model)
     q_norm, k_norm = (
         load_offset_norm(checkpoint, f"{prefix}.{x}_norm", spec.head_dim, config.rms_norm_eps) for x in "qk"

@@ -12,6 +12,7 @@ from memory import AttentionSpec, FormatError, Step
 from memory.recurrences import RGLRU, rg_lru_spec
 from models.layers.attention import Attention, Rotary, load_projections
 from models.layers.decoder import Block, Decoder, Mixer
+from models.layers.dry import joined
 from models.layers.linear import Linear
 from models.layers.mamba_mixers import load_conv
 from models.layers.mlp import GatedMLP
@@ -88,10 +89,8 @@ class RecurrentMixer:
             )
 
         def gates(name: str, *shape: int) -> Tensor:
-            return torch.cat(
-                [take(f"{prefix}.rg_lru.{gate}_gate_{name}", n_blocks, *shape) for gate in ("input", "recurrent")],
-                dim=-1,
-            )
+            both = (take(f"{prefix}.rg_lru.{gate}_gate_{name}", n_blocks, *shape) for gate in ("input", "recurrent"))
+            return joined(*both, dim=-1)
 
         self._rows = linear("linear_x", n_channels, n_model)
         self._gate = linear("linear_y", n_channels, n_model, config.hidden_activation)

@@ -55,6 +55,21 @@ def test_the_lowest_python_is_said_alike() -> None:
     assert metadata("transformers")["Requires-Python"].startswith(f">={lowest}")
 
 
+def test_the_distribution_is_called_hybridmem_everywhere() -> None:
+    """`hybrid-memory`, the command's name, is a project of others on the index, which a page would have installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "hybridmem"
+    assert set(project["scripts"]) == {"hybrid-memory", "hybridmem"} and len(set(project["scripts"].values())) == 1
+    kinds = ("*.md", "*.py", "*.toml", "*.yml", "*.ipynb", "run")
+    folders = (*MOST_FLAT, "docs", "notebooks", "benchmarks", "tests", "tests_clients", "tests_cluster", ".ci")
+    paths = [path for folder in folders for kind in kinds for path in (ROOT / folder).rglob(kind)]
+    paths += [path for kind in kinds for path in ROOT.glob(kind)]
+    wrong = re.compile(r"hybrid-memory\\?\[|install (?:-\S+ )*[\"']?hybrid-memory\b(?! (?:command|warmup))")
+    assert (
+        len(paths) > 900 and [path for path in paths if path != Path(__file__) and wrong.search(path.read_text())] == []
+    )
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Imports for types count as well."""
     graph = grimp.build_graph(*MOST_FLAT, cache_dir=None)

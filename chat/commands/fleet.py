@@ -15,7 +15,7 @@ ROUTERS = ("resumable", "consistent-hash", "round-robin", "load")
 
 FLEET: tuple[Option, ...] = (
     Option("replicas", "whole", 1, "engines, each with a memory of --budget, in processes of their own; more than 1 "
-           "needs hybrid-memory[cluster]", least=1, most=4096),
+           "needs hybridmem[cluster]", least=1, most=4096),
     Option("max_replicas", "whole", None, "most of them, where load adds some; unless given, as many as --replicas",
            least=1, most=4096),
     Option("cpus", "number", 1.0, "processors of a replica: its threads", least=0.1),
@@ -40,7 +40,7 @@ FLEET: tuple[Option, ...] = (
 """Options of `hybrid-memory serve` beside those of one server; the command itself reads them."""
 
 _NEEDED = {"ray": "ray[serve]"}
-_REMEDY = "pip install 'hybrid-memory[cluster]'"
+_REMEDY = "pip install 'hybridmem[cluster]'"
 
 
 def is_fleet(chosen: Chosen) -> bool:

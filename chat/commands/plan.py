@@ -20,7 +20,7 @@ def plan(
     model: Annotated[
         str, Option(help='a checkpoint\'s folder, a config.json, a hub id, or "embedded"; weights are not read')
     ] = "embedded",
-    budget: Annotated[str, Option(help="bytes for memories, such as 80GiB")] = "1GiB",
+    budget: Annotated[str, Option(help="bytes for the weights and for memories, such as 160GiB")] = "1GiB",
     context: Annotated[str, Option(help="tokens that a session may grow to, such as 32k (k is 1,024)")] = "32k",
     window: Annotated[
         int, Option(min=0, help="tokens that can be taken back without a checkpoint: the rollback window")
@@ -35,14 +35,15 @@ def plan(
         str | None, Option(help="tokens of an encoder's input, for models that have one", show_default=False)
     ] = None,
     weights: Annotated[
-        str | None,
+        str,
         Option(
-            help="the budget is for the weights as well: auto (in --dtype), int8, int8-row or int4", show_default=False
+            help="what the budget holds beside memories: auto (weights in --dtype), int8, int8-row or int4; none, if "
+            "it is for memories alone"
         ),
-    ] = None,
+    ] = "auto",
     is_json: Annotated[bool, Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Print how many sessions of a model fit into a budget, from its config alone.
+    """Print how many sessions of a model fit into a budget beside its weights, from its config alone.
 
     Also prints what eviction policies and quantised storages save, and what other engines would take.
     """
@@ -52,23 +53,18 @@ def plan(
     from chat.planning.quantities import read_share, read_tokens
     from chat.planning.report import Question, make_report
     from chat.planning.view import print_plan
-    from memory import SpecError
     from memory.blocks.arena import read_budget
     from models import weight_bytes
 
-    language_model, architecture = _read_model(model, dtype, weights)
-    budget_bytes, taken = read_budget(budget), None if weights is None else weight_bytes(language_model)
-    if taken is not None and taken >= budget_bytes:
-        raise SpecError(
-            f"weights of {taken:,} bytes leave nothing of a budget of {budget_bytes:,}; give more, or ask without "
-            "--weights"
-        )
+    is_counted = weights != "none"
+    language_model, architecture = _read_model(model, dtype, weights if is_counted else "auto")
+    budget_bytes, taken = read_budget(budget), weight_bytes(language_model)
     spec = replace(language_model.memory_spec, device=_read_device(device), model=model).with_state_dtype(
         _read_state_dtype(state_dtype)
     )
     question = Question(
-        spec, architecture, budget_bytes - (taken or 0), read_tokens("--context", context), window,
-        read_share("--keep", keep), 0 if encoder is None else read_tokens("--encoder", encoder), taken,
+        spec, architecture, budget_bytes, read_tokens("--context", context), window,
+        read_share("--keep", keep), 0 if encoder is None else read_tokens("--encoder", encoder), taken, is_counted,
     )  # fmt: skip
     report = make_report(question)
     if is_json:
@@ -77,16 +73,15 @@ def plan(
         print_plan(make_console(), report)
 
 
-def _read_model(model: str, dtype: str, weights: str | None) -> tuple[LanguageModel, str]:
-    """Read a model without its weights, and its architecture; files beside the config only if weights count."""
+def _read_model(model: str, dtype: str, weights: str) -> tuple[LanguageModel, str]:
+    """Read a model without its weights, and its architecture; what the files hold decides which heads are tied."""
     from models.loading.dry import find_files
     from models.loading.folders import find_config, read_config
     from models.loading.load import dry_model
 
     place = find_config(model)
     config, _ = read_config(place)
-    architecture, format = config.architectures[0], cast("WeightFormat", weights or "auto")
-    files = None if weights is None else find_files(place, config)
+    architecture, format, files = config.architectures[0], cast("WeightFormat", weights), find_files(place, config)
     return dry_model(config, architecture, dtype=dtype, weights=format, files=files), architecture
 
 

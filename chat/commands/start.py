@@ -42,7 +42,7 @@ def find_extra(*modules: str) -> None:
 
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        raise SpecError(f"serve needs {', '.join(missing)}; install them with: pip install 'hybrid-memory[server]'")
+        raise SpecError(f"serve needs {', '.join(missing)}; install them with: pip install 'hybridmem[server]'")
 
 
 def show(line: str) -> None:

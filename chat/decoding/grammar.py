@@ -271,7 +271,7 @@ def _library() -> Any:
     try:
         return import_module("llguidance")
     except ImportError:
-        raise SpecError('grammars need llguidance; pip install "hybrid-memory[grammar]"') from None
+        raise SpecError('grammars need llguidance; pip install "hybridmem[grammar]"') from None
 
 
 def _short(error: str) -> str:

@@ -32,9 +32,10 @@ class Question:
 
     Attributes:
         architecture: as the config has it.
-        budget_bytes: for memories, without the model's weights.
+        whole_bytes: of the budget.
         window_tokens: the rollback window.
-        weight_bytes: that were taken off the budget first; None if that was not asked for.
+        weight_bytes: of the model.
+        has_weights: whether the budget must hold them too, beside memories.
         context_tokens: that a session may grow to.
         keep: of the context, the share that policies keep (or, `Quest`, read).
         encoder_tokens: rows that an encoder says, if the model has one.
@@ -42,12 +43,22 @@ class Question:
 
     spec: MemorySpec
     architecture: str
-    budget_bytes: int
+    whole_bytes: int
     context_tokens: int
     window_tokens: int = 64
     keep: float = 0.2
     encoder_tokens: int = 0
-    weight_bytes: int | None = None
+    weight_bytes: int = 0
+    has_weights: bool = True
+
+    @property
+    def budget_bytes(self) -> int:
+        """Return the bytes for memories: 0 if the weights alone do not fit."""
+        return max(0, self.whole_bytes - self.weight_bytes) if self.has_weights else self.whole_bytes
+
+    @property
+    def model_fits(self) -> bool:
+        return not self.has_weights or self.weight_bytes <= self.whole_bytes
 
     def measure(self, spec: MemorySpec) -> SequencePlan:
         """Measure a session in a memory of this spec, which may have another policy or storage."""
@@ -91,8 +102,9 @@ class Report:
         return {
             "model": question.spec.model, "device": str(question.spec.device),
             "dtype": str(question.spec.dtype).removeprefix("torch."), "weight_bytes": question.weight_bytes,
-            "budget_bytes": question.budget_bytes, "context_tokens": question.context_tokens,
-            "rollback_window": question.window_tokens, "n_sessions": self.n_sessions, "session": asdict(session),
+            "model_fits": question.model_fits, "budget_bytes": question.budget_bytes,
+            "context_tokens": question.context_tokens, "rollback_window": question.window_tokens,
+            "n_sessions": self.n_sessions, "session": asdict(session),
             "attention_token_bytes": self.attention_token_bytes, "attention_overtakes_states_at": self.overtakes_at,
             "policies": [asdict(choice) for choice in self.policies],
             "storages": [asdict(choice) for choice in self.storages], "peers": [asdict(peer) for peer in self.peers],

@@ -18,9 +18,7 @@ def print_plan(console: Console, report: Report) -> None:
     title = f"{question.spec.model} in {dtype} on {question.spec.device}: {question.context_tokens:,} tokens a session"
     console.print(Text(harmless(title), style="bold"))
     console.print(_session_table(report))
-    console.print(
-        Text(f"{report.n_sessions:,} sessions fit into {format_bytes(question.budget_bytes)}.", style="bold green")
-    )
+    console.print(_answer(report))
     for line in _remarks(report):
         console.print(Text(line))
     for heading, choices in (
@@ -35,6 +33,16 @@ def print_plan(console: Console, report: Report) -> None:
             source for peer in report.peers for source in peer.sources
         ]:
             console.print(Text(line, style="dim"))
+
+
+def _answer(report: Report) -> Text:
+    """Return how many sessions fit, and what the weights take: of the budget, or beside it."""
+    question = report.question
+    whole, weights = format_bytes(question.whole_bytes), format_bytes(question.weight_bytes)
+    if not question.model_fits:
+        return Text(f"The model does not fit into {whole}: its weights take {weights}.", style="bold red")
+    told = f", of which the weights take {weights}" if question.has_weights else f"; the weights take {weights} beside"
+    return Text(f"{report.n_sessions:,} sessions fit into {whole}{told}.", style="bold green")
 
 
 def _session_table(report: Report) -> Table:
@@ -60,8 +68,6 @@ def _roles(n_states: int, window_tokens: int) -> str:
 
 def _remarks(report: Report) -> list[str]:
     lines = []
-    if report.question.weight_bytes is not None:
-        lines.append(f"Weights take {format_bytes(report.question.weight_bytes)} beside that.")
     if report.attention_token_bytes is not None:
         lines.append(f"A token adds {report.attention_token_bytes:,} bytes of keys and values.")
     if report.overtakes_at is not None:

@@ -1,6 +1,6 @@
 """Serves the engine to OpenAI's clients: `make_app` builds the app, `bind` and `run` put it on a port.
 
-It needs the extra: pip install "hybrid-memory[server]". The command is `hybrid-memory serve`.
+It needs the extra: pip install "hybridmem[server]". The command is `hybrid-memory serve`.
 """
 
 from chat.server.app import make_app

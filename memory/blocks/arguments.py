@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
+from memory.blocks.forked_process import check_process
 from memory.errors import HybridMemoryError, SpecError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,7 +51,8 @@ def read_device(option: str, device: Any) -> torch.device:
 
 
 def check_usable(option: str, device: torch.device) -> None:
-    """Raise SpecError unless tensors can be made on this device here."""
+    """Raise SpecError unless this machine has the device, and this process can compute with it."""
+    check_process(device)
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -157,7 +157,7 @@ def _choice(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
     if wanted in ("cuda", "triton"):
         if not _has_triton():
             raise SpecError(
-                f"{_OVERRIDE}={wanted} needs triton, which is not installed; install hybrid-memory[cuda], or unset it"
+                f"{_OVERRIDE}={wanted} needs triton, which is not installed; install hybridmem[cuda], or unset it"
             )
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise SpecError(

@@ -1,4 +1,4 @@
-"""Draws pictures of a memory: with matplotlib, which is optional (pip install 'hybrid-memory[notebooks]'), and live."""
+"""Draws pictures of a memory: with matplotlib, which is optional (pip install 'hybridmem[notebooks]'), and live."""
 
 from memory.pictures.blocks import arena_map
 from memory.pictures.forks import fork_tree

@@ -29,7 +29,7 @@ _DOTS_PER_INCH = 110
 def need_matplotlib() -> None:
     """Raise SpecError unless matplotlib is installed."""
     if find_spec("matplotlib") is None:
-        raise SpecError("plots and pictures need matplotlib; install it with: pip install 'hybrid-memory[notebooks]'")
+        raise SpecError("plots and pictures need matplotlib; install it with: pip install 'hybridmem[notebooks]'")
 
 
 def new_figure(width_inches: float, height_inches: float, title: str = "") -> Figure:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import ROPE_INIT_FUNCTIONS, PreTrainedConfig
 
 from memory import UNROTATED, AttentionSpec, Rotation, Step
+from models.layers.dry import joined
 from models.layers.linear import Linear, add_product, add_scaled, normed_products
 from models.layers.norms import RMSNorm
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
@@ -158,9 +159,7 @@ def load_projections(
     sizes = {"q_proj": n_q, "k_proj": n_kv, "v_proj": n_kv}
     weights = [checkpoint.take(f"{prefix}.{name}.weight", size, n_in or n_model) for name, size in sizes.items()]
     bias = (
-        torch.cat([checkpoint.take(f"{prefix}.{name}.bias", size) for name, size in sizes.items()])
-        if has_bias
-        else None
+        joined(*(checkpoint.take(f"{prefix}.{name}.bias", size) for name, size in sizes.items())) if has_bias else None
     )
     out_bias = checkpoint.take_optional(has_out_bias, f"{prefix}.{out}.bias", n_model)
     return Linear(*weights, bias=bias), Linear(checkpoint.take(f"{prefix}.{out}.weight", n_model, n_q), bias=out_bias)

@@ -33,6 +33,7 @@ from models.layers.integer_vectors import (
     every,
     in_every_lane,
 )
+from models.layers.row_ranges import multiply_back
 from models.layers.tile_kernels import add_while
 
 binding.initialize_native_asmparser()  # it reads `_add_pairs`
@@ -175,14 +176,16 @@ _one_by_four, _two_by_four, _four_by_two = sums_of(1, 4), sums_of(2, 4), sums_of
 
 @njit(error_model="numpy")
 def multiply_blocks(  # type: ignore[no-untyped-def]
-    codes, scales, integers, units, offsets, first, last, n_groups, block_codes, bias, activation, out, n_rows, n_out
-):
+    codes, scales, integers, units, offsets, factors, first, last, n_groups, block_codes, bias, activation, out, n_rows,
+    n_out,
+):  # fmt: skip
     """Set out = activation(x W^T + bias) of at most `MOST_ROWS` rows, for outputs of blocks from `first` to `last`.
 
     Several blocks at once share what is loaded of the rows, and their weights come in as many streams.
 
     Args:
         integers, units, offsets: what `row_units.as_integers` returns.
+        factors: from `row_ranges.in_range`.
         block_codes: codes of a block.
         others: as for `integer_tile_kernels.product`.
     """
@@ -209,6 +212,7 @@ def multiply_blocks(  # type: ignore[no-untyped-def]
                     _four_by_two(codes, own_code, n_groups, scales, own_scale, integers, t, units, offsets, own)
             for i in range(n_blocks):
                 channel = (o + i) * BLOCK
+                multiply_back(sums, i * n * BLOCK, n, factors, t)
                 finish_block(sums, i * n * BLOCK, n, bias, activation, channel, out, t * n_out + channel, n_out)
             t += n
         o += n_blocks

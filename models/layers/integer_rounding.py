@@ -20,6 +20,9 @@ from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I8, I16, INTS, R
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
+_LEAST_SCALE = np.float32(2.0**-126)
+"""Weights with smaller scales, which are denormal, count as zeros."""
+
 _DIVISORS = 7.0, 7.25, 7.5, 7.75, 8.0, 8.25, 8.5, 9.0
 """Quotients of a group's largest weight and its scale that are tried for 4 bits."""
 
@@ -109,15 +112,28 @@ def _find_largest(typing_context, group, largest, spoilt):  # type: ignore[no-un
     return types.void(group, largest, spoilt), codegen
 
 
+def _power_of_two(b: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Return the power of two of each lane's size, of those whose inverse is no denormal number, and its inverse."""
+    exponent = b.and_(b.lshr(b.bitcast(x, INTS), every(23)), every(0xFF))
+    for sign, end in (("<", every(1)), (">", every(253))):
+        exponent = b.select(b.icmp_unsigned(sign, exponent, end), end, exponent)
+    powers = (b.bitcast(b.shl(own, every(23)), FLOATS) for own in (exponent, b.sub(every(254), exponent)))
+    return next(powers), next(powers)
+
+
 @untyped_intrinsic
 def _search_scale(typing_context, group, largest, scale):  # type: ignore[no-untyped-def]
-    """Search the scale of each output for 4 bits: of those from `_DIVISORS` the one with the least squared error."""
+    """Search the scale of each output for 4 bits: of those from `_DIVISORS` the one with the least squared error.
+
+    Weights count in units of the power of two of the largest, since squares of very small ones would be zero.
+    """
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         b = builder
         source, largest_at, scale_at = _vectors(context, b, signature, arguments)
-        numbers = [b.load(b.gep(source, [I64(i)]), align=4) for i in range(GROUP)]
-        most, best, found = b.load(largest_at, align=4), ZEROS, ZEROS
+        unit, inverse = _power_of_two(b, most := b.load(largest_at, align=4))
+        numbers = [b.fmul(b.load(b.gep(source, [I64(i)]), align=4), inverse) for i in range(GROUP)]
+        most, best, found = b.fmul(most, inverse), ZEROS, ZEROS
         for divisor in _DIVISORS:
             factor = b.select(b.fcmp_ordered("==", most, ZEROS), ZEROS, b.fdiv(_floats(-divisor), most))
             products, squares = ZEROS, ZEROS
@@ -130,7 +146,7 @@ def _search_scale(typing_context, group, largest, scale):  # type: ignore[no-unt
             best, found = (
                 b.select(is_better, new, old) for new, old in ((gain, best), (b.fdiv(products, squares), found))
             )
-        b.store(found, scale_at, align=4)
+        b.store(b.fmul(found, unit), scale_at, align=4)
         return context.get_dummy_value()
 
     return types.void(group, largest, scale), codegen
@@ -200,7 +216,8 @@ def round_to_codes(weight, n_out, n_in, n_bits, n_parts, codes, scales):  # type
                 first = (o * n_groups + g) * BLOCK
                 at = o * BLOCK if is_by_row else first
                 for lane in range(BLOCK):
-                    put(scales, at + lane, scale[lane])
+                    is_denormal = abs(scale[lane]) < _LEAST_SCALE
+                    put(scales, at + lane, _ZERO if is_denormal else scale[lane])
                     scale[lane] = get(scales, at + lane)
                     scale[lane] = _ONE / scale[lane] if scale[lane] != _ZERO else _ZERO
                 if n_bits == 8:

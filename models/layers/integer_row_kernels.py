@@ -16,6 +16,7 @@ from models.layers.finishing import finish_block
 from models.layers.integer_few_rows import MOST_ROWS, sums_of
 from models.layers.integer_vectors import BLOCK, GROUP, multiplies_pairs
 from models.layers.quantised_kernels import multiply_part
+from models.layers.row_ranges import in_range, multiply_back
 from models.layers.row_units import as_integers, in_units
 
 _AHEAD_BYTES = 4096
@@ -40,26 +41,28 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
         others: as for `quantised_kernels.product`.
     """
     n_rows, n_out = out_TO.shape
-    n_in, x, out = x_TI.shape[1], x_TI.reshape(-1), out_TO.reshape(-1)
+    n_in, out = x_TI.shape[1], out_TO.reshape(-1)
     if n_rows == 0:
         return
+    x, factors = in_range(x_TI.reshape(-1), n_rows, n_in)
     if n_rows <= _MOST_AS_INTEGERS:
         integers, units, offsets = as_integers(x.view(np.uint32))
         for part in prange(n_parts):
             _multiply_part(
-                codes, scales, integers, units, offsets, n_in, bias, activation, part, n_parts, out, n_rows, n_out
-            )
+                codes, scales, integers, units, offsets, factors, n_in, bias, activation, part, n_parts, out, n_rows,
+                n_out,
+            )  # fmt: skip
         return
     rounded = np.empty_like(x)
     for t in prange(n_rows):
         in_units(x, t * n_in, n_in // GROUP, rounded)
     for part in prange(n_parts):
-        _multiply_many(codes, scales, rounded, n_in, bias, activation, part, n_parts, out, n_rows, n_out)
+        _multiply_many(codes, scales, rounded, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out)
 
 
 @njit(error_model="numpy")
 def _multiply_part(  # type: ignore[no-untyped-def]
-    codes, scales, integers, units, offsets, n_in, bias, activation, part, n_parts, out, n_rows, n_out
+    codes, scales, integers, units, offsets, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out
 ):
     """Multiply all rows, rounded to integers by `as_integers`, by the weights of one part of the outputs."""
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
@@ -80,13 +83,14 @@ def _multiply_part(  # type: ignore[no-untyped-def]
             else:
                 n = 1
                 _one(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+            multiply_back(sums, 0, n, factors, t)
             finish_block(sums, 0, n, bias, activation, channel, out, t * n_out + channel, n_out)
             t += n
 
 
 @njit(error_model="numpy")
 def _never_called(  # type: ignore[no-untyped-def]
-    codes, scales, x, n_in, bias, activation, part, n_parts, out, n_rows, n_out
+    codes, scales, x, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out
 ):
     """Take the place of `multiply_part` where compiled code must not name AVX512_BF16; nothing calls it there."""
 

@@ -21,6 +21,7 @@ from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from models.layers.finishing import finish_block
 from models.layers.integer_few_rows import AHEAD_BYTES, MOST_ROWS, multiply_blocks
 from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
+from models.layers.row_ranges import in_range, multiply_back
 from models.layers.row_units import as_integers, in_units
 from models.layers.tile_kernels import CACHED_ROW_BYTES, add_while, repeat
 
@@ -36,8 +37,8 @@ _AT_ONCE = 4
 """Groups whose sums are formed side by side, because each waits for its tiles."""
 
 
-_PAIRS = np.empty(0, np.uint32)
-"""The type of rows."""
+_HALVES = np.empty(0, np.uint16)
+"""The type of rows' numbers."""
 
 
 @untyped_intrinsic
@@ -186,7 +187,8 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
         bias, activation, n_parts: as for `blocked_kernels.product`.
         out_at: address of (n_rows, n_out) numbers of the type that `like` holds.
     """
-    x, out = array_at(x_at, n_rows * n_pairs, _PAIRS), array_at(out_at, n_rows * n_out, like)
+    rows, factors = in_range(array_at(x_at, 2 * n_rows * n_pairs, _HALVES), n_rows, 2 * n_pairs)
+    x, out = rows.view(np.uint32), array_at(out_at, n_rows * n_out, like)
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_pairs // PAIRS
     block_codes = len(codes) // n_blocks
     is_by_row = len(scales) < n_blocks * n_groups * BLOCK
@@ -195,8 +197,8 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
         integers, units, offsets = as_integers(x)
         for part in prange(n_parts):
             multiply_blocks(
-                codes, scales, integers, units, offsets, part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts,
-                n_groups, block_codes, bias, activation, out, n_rows, n_out,
+                codes, scales, integers, units, offsets, factors, part * n_blocks // n_parts,
+                (part + 1) * n_blocks // n_parts, n_groups, block_codes, bias, activation, out, n_rows, n_out,
             )  # fmt: skip
         return
     if not is_by_row:
@@ -232,6 +234,7 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
                     if is_by_row:
                         _scale(sums, at * BLOCK, scales, o * BLOCK)
                     n, channel = min(ROWS, end - t), o * BLOCK
+                    multiply_back(sums, at * BLOCK, n, factors, t)
                     finish_block(sums, at * BLOCK, n, bias, activation, channel, out, t * n_out + channel, n_out)
             start = end
         amx.release()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memory import AttentionSpec, Step
 from models.layers.attention import Rotary
+from models.layers.dry import joined
 from models.layers.linear import Linear
 from models.layers.norms import RMSNorm
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
@@ -99,11 +100,11 @@ def load_latent_attention(
     def in_order(rows: Tensor, n_before: int) -> Tensor:
         """Return rows (n_before + R, ...), the last R of them in half pairing."""
         before, rotary_rows = rows.split_with_sizes([n_before, n_rotary])
-        return torch.cat([before, rotary_rows[0::2], rotary_rows[1::2]]) if is_interleaved else rows
+        return joined(before, rotary_rows[0::2], rotary_rows[1::2]) if is_interleaved else rows
 
     def take_queries(name: str, n_in: int) -> Tensor:
         heads = take(f"{prefix}.{name}.weight", n_q, n_in).reshape(n_heads, -1, n_in)
-        return torch.cat([in_order(head, n_plain) for head in heads])
+        return joined(*(in_order(head, n_plain) for head in heads))
 
     latent = in_order(take(f"{prefix}.kv_a_proj_with_mqa.weight", n_latent + n_rotary, n_model), n_latent)
     bias = in_order(take(f"{prefix}.kv_a_proj_with_mqa.bias", n_latent + n_rotary), n_latent) if has_bias else None
@@ -121,7 +122,7 @@ def load_latent_attention(
     return LatentAttention(
         i,
         spec,
-        Linear(first, latent, bias=None if bias is None or first_bias is None else torch.cat([first_bias, bias])),
+        Linear(first, latent, bias=None if bias is None or first_bias is None else joined(first_bias, bias)),
         queries,
         RMSNorm(take(f"{prefix}.kv_a_layernorm.weight", n_latent), _NORM_EPS),
         keys_HNL,

@@ -35,6 +35,7 @@ from models.layers.integer_vectors import (
     Emitter,
     has_many_registers,
 )
+from models.layers.row_ranges import in_range, multiply_back
 
 
 def _tile(n_rows: int) -> Any:
@@ -125,16 +126,17 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
         n_parts: into how many parts the blocks are divided, one for each thread.
     """
     n_rows, n_out = out_TO.shape
-    n_in, x, out = x_TI.shape[1], x_TI.reshape(-1), out_TO.reshape(-1)
+    n_in, out = x_TI.shape[1], out_TO.reshape(-1)
+    x, factors = in_range(x_TI.reshape(-1), n_rows, n_in)
     for part in prange(n_parts):
-        multiply_part(codes, scales, x, n_in, bias, activation, part, n_parts, out, n_rows, n_out)
+        multiply_part(codes, scales, x, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out)
 
 
 @njit(error_model="numpy")
 def multiply_part(  # type: ignore[no-untyped-def]
-    codes, scales, x, n_in, bias, activation, part, n_parts, out, n_rows, n_out
+    codes, scales, x, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out
 ):
-    """Multiply all rows, which lie one after the other, by the weights of one part of the outputs."""
+    """Multiply all rows, from `row_ranges.in_range`, by the weights of one part of the outputs."""
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
     block_codes, block_scales = len(codes) // n_blocks, len(scales) // n_blocks
     step = BLOCK if block_scales > BLOCK else 0
@@ -156,5 +158,6 @@ def multiply_part(  # type: ignore[no-untyped-def]
             else:
                 n = 1
                 _tile_1(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
+            multiply_back(sums, 0, n, factors, t)
             finish_block(sums, 0, n, bias, activation, o * BLOCK, out, t * n_out + o * BLOCK, n_out)
             t += n

@@ -33,7 +33,8 @@ from models.layers.tile_kernels import repeat
 
 _LEAST, _MOST = 12, 241
 """Exponents of a group's largest number, with bfloat16's bias of 127, for which its sums are neither denormal nor
-infinite. Groups of smaller numbers count as zeros; those with larger ones make NaN."""
+infinite. Groups of smaller numbers count as zeros: their row has far larger ones (`row_ranges`). Those with infinity or
+NaN make NaN."""
 
 _WORDS = ir.VectorType(I16, 2 * BLOCK)
 _HALVES = [list(range(half * BLOCK, (half + 1) * BLOCK)) for half in range(2)]
@@ -44,7 +45,7 @@ class _Rounded:
 
     Attributes:
         integers: two vectors of float32.
-        unit: float32; 0 where numbers are so small, and NaN where they are so large, that sums would be no numbers.
+        unit: float32; 0 where numbers are so small that sums would be denormal, NaN where one is infinite or NaN.
     """
 
     def __init__(self, b: ir.IRBuilder, numbers: ir.Value) -> None:

@@ -11,6 +11,7 @@ from memory import RecurrentSpec, Step
 from memory.recurrences import TokenShift, token_shift_spec
 from memory.specs import LayerSpec
 from models.layers.decoder import Function, Mixer
+from models.layers.dry import joined
 from models.layers.linear import Linear
 from models.loading.checkpoint import Checkpoint
 
@@ -26,7 +27,7 @@ class TokenMix:
     """
 
     def __init__(self, layer: int, name: str, *weights: Tensor) -> None:
-        self._weights_K1M = torch.stack(weights)[:, None]
+        self._weights_K1M = joined(*(weight[None] for weight in weights))[:, None]
         self._layer = layer
         self.spec: RecurrentSpec = token_shift_spec(len(weights[0]), name)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from memory.errors import FormatError
 from models.loading.architectures import ARCHITECTURES, ModelClass
 from models.loading.checkpoint import UnsupportedModelError
+from models.loading.compiler import compiler_when_called
 from models.loading.gguf import GgufFile, find_gguf, is_gguf, read_gguf_config
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
 
     model_class = ARCHITECTURES[architectures[0]]  # first: its module may register a config class
     try:
-        config = AutoConfig.from_pretrained(place)
+        with compiler_when_called():
+            config = AutoConfig.from_pretrained(place)
     except Exception as error:  # its validators raise types of their own, of several libraries
         raise FormatError(f"{path} does not describe a {architectures[0]}: {error}") from error
     return config, model_class

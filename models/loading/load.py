@@ -143,7 +143,7 @@ def from_transformers(
     model_class = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if model_class is None:
         raise unsupported(names[0])
-    device = check_source(hf_model)
+    check_usable("device", device := check_source(hf_model))
     read_as = _read_dtype(hf_model.dtype if dtype == "auto" else dtype, hf_model.config)
     checkpoint = LoadedCheckpoint(names[0], _tensors_of(hf_model), device, read_as)
     for prefix, module in hf_model.named_modules():

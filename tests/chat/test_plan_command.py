@@ -23,7 +23,9 @@ GIB = 1 << 30
 
 
 def plan(name: str, *options: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["plan", "--model", str(CONFIGS / f"{name}.json"), "--json", *options])
+    """Return the plan of a published config, by default of a budget for memories alone."""
+    path = str(CONFIGS / f"{name}.json")
+    result = CliRunner().invoke(app, ["plan", "--model", path, "--json", "--weights", "none", *options])
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
 
@@ -112,17 +114,32 @@ def test_states_in_16_bits_and_weights() -> None:
     n_bytes = weight_bytes(dry_model(config, "NemotronHForCausalLM", dtype="bfloat16"))
     found = plan("nemotron-h-8b", "--context", "1k", "--budget", "80GiB", "--weights", "auto")
     assert (found["weight_bytes"], found["budget_bytes"]) == (n_bytes, 80 * GIB - n_bytes)
+    assert (
+        found["n_sessions"] == (80 * GIB - n_bytes) // sum(found["session"]["by_kind"].values()) and full["model_fits"]
+    )
+    assert full["weight_bytes"] == n_bytes and full["budget_bytes"] == GIB
+
+
+def test_no_session_fits_beside_weights_that_do_not() -> None:
+    """Unless the budget is for memories alone; the weights are told in either case."""
+    options = ["plan", "--model", str(CONFIGS / "jamba-1.5-mini.json"), "--budget", "80GiB", "--context", "2k"]
+    printed, alone = (CliRunner().invoke(app, [*options, *more]).stdout for more in ([], ["--weights", "none"]))
+    assert "The model does not fit into 80 GiB: its weights take 96.1 GiB." in printed and "sessions fit" not in printed
+    assert "sessions fit into 80 GiB; the weights take 96.1 GiB beside." in alone
+    found = plan("jamba-1.5-mini", "--budget", "80GiB", "--context", "2k", "--weights", "auto")
+    assert (found["model_fits"], found["budget_bytes"], found["n_sessions"]) == (False, 0, 0)
+    assert all(choice["n_sessions"] == 0 for name in ("policies", "storages", "peers") for choice in found[name])
 
 
 def test_a_terminal_gets_tables(tmp_path: Path) -> None:
     hostile = tmp_path / "[bold]\x1b[31mred.json"
     hostile.write_text((CONFIGS / "jamba-1.5-mini.json").read_text())
-    result = CliRunner().invoke(app, ["plan", "--model", str(hostile), "--budget", "8GiB", "--context", "2k"])
+    result = CliRunner().invoke(app, ["plan", "--model", str(hostile), "--budget", "100GiB", "--context", "2k"])
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout and "[bold]\\x1b[31mred.json" in result.stdout.replace("\n", "")
     for word in (
         "states (body, head)",
-        "sessions fit into 8 GiB",
+        "sessions fit into 100 GiB, of which the weights take 96.1 GiB.",
         "H2O",
         "4 bits",
         "llama.cpp",
@@ -163,7 +180,7 @@ def test_shares() -> None:
         (["--device", "moon"], "--device"),
         (["--dtype", "int3"], "int3"), (["--state-dtype", "int3"], "--state-dtype"),
         (["--model", "nowhere"], "nowhere"),
-        (["--model", "."], "config.json"), (["--budget", "1MiB", "--weights", "auto"], "--weights"),
+        (["--model", "."], "config.json"), (["--weights", "int3"], "int3"),
         (["--encoder", "9"], "no encoder"),
     ],
 )  # fmt: skip

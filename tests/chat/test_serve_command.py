@@ -90,7 +90,7 @@ def test_the_key_may_be_in_the_environment() -> None:
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("chat.commands.start.find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
-    assert_one_line_error([], "uvicorn", "pip install", "hybrid-memory[server]")
+    assert_one_line_error([], "uvicorn", "pip install", "hybridmem[server]")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def test_replicas_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in (["serve", "--replicas", "2"], ["cluster", "deploy", "fleet.yaml"]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1 and "several replicas need ray[serve]; install it with" in result.output
-        assert "pip install 'hybrid-memory[cluster]'" in result.output
+        assert "pip install 'hybridmem[cluster]'" in result.output
 
 
 @pytest.mark.parametrize(

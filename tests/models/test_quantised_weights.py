@@ -110,33 +110,56 @@ def test_sums_of_groups_are_exact(format: IntegerFormat, n_out: int) -> None:
 @has_exact_sums
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_numbers_at_the_ends_of_their_range_spoil_no_other_row_or_group(format: IntegerFormat) -> None:
-    """Sums of what is too small are zero, of what is too large or no number NaN, in their rows."""
+    """Sums of groups that are too small beside their row are zero, of what is no number NaN, in their rows."""
     weight = QuantisedWeight(drawn(20, 96, dtype=torch.bfloat16), format)
     x = drawn(20, 96, dtype=torch.bfloat16)
     plain = weight.multiply(x, None)
-    x[0, 40], x[1, 40], x[2, 40], x[3, :32] = float("nan"), float("inf"), -(2.0**115), 2.0**-116
+    x[0, 40], x[1, 40], x[2, 40], x[3, :32] = float("nan"), float("inf"), -float("inf"), 2.0**-116
     for rows in (range(4), range(20)):
         y = weight.multiply(x[list(rows)], None)
         assert y[:3].isnan().all() and torch.equal(y[4:], plain[4 : len(rows)])
         assert torch.equal(y[3:4], weight.multiply(F.pad(x[3:4, 32:], (32, 0)), None))
-    for size in 2.0**114, 2.0**-115:
+    for size in 2.0**114, 2.0**-115, 2.0**120, 2.0**-118:
         x = torch.full((1, 96), size, dtype=torch.bfloat16)
         ones = weight.multiply(torch.ones(1, 96, dtype=torch.bfloat16), None)
         assert torch.equal(weight.multiply(x, None), (ones.double() * size).bfloat16())
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_any_size_have_their_products(format: IntegerFormat, dtype: torch.dtype, instructions: None) -> None:
+    """Up to the largest number, beside rows of zeros and others: sums are finite wherever the product is."""
+    weight, largest = QuantisedWeight(drawn(20, 96, dtype=dtype) / 30, format), torch.finfo(dtype).max
+    for n_rows in (1, 3, 9, 40):
+        x = (torch.rand(n_rows, 96) + 1) / 2 * torch.randn(n_rows, 96).sign()
+        sizes = torch.tensor([largest, 1e37, 1e36, 1e-36, 0.0, 1.0, 1e30, 3e38])[torch.arange(n_rows) % 8, None]
+        y, expected = (
+            weight.multiply((x * sizes).to(dtype), None),
+            (x * sizes).to(dtype).double() @ weight.dense().double().T,
+        )
+        assert expected.abs().max() < largest and y.isfinite().all()
+        units = sizes.double() + (sizes == 0)
+        assert_kernel_close((y.double() / units).to(dtype), (expected / units).float(), coarser(dtype))
+    tiny = torch.full((2, 96), 1e-40)
+    expected = tiny.double() @ weight.dense().double().T
+    if dtype == torch.float32:
+        assert_kernel_close(weight.multiply(tiny, None).double().mul(1e40).float(), expected.mul(1e40).float())
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_weights_are_rounded_to_the_nearest_integer_of_their_group(format: IntegerFormat) -> None:
     """Groups of zeros and of one size stay; of others the error is bounded by the largest weight."""
-    weight = torch.randn(48, 96) * torch.logspace(-20, 20, 48)[:, None]
+    weight = torch.randn(48, 96) * torch.logspace(-34, 36, 48)[:, None]
     weight[3, 32:64], weight[4, :32] = 0.0, 0.25
     rounded = QuantisedWeight(weight, format).dense()
     n_groups = 1 if format == "int8-row" else 3
-    groups, errors = weight.view(48, n_groups, -1), (rounded - weight).view(48, n_groups, -1)
+    groups, errors = (x.double().view(48, n_groups, -1) for x in (weight, rounded - weight))
     largest = groups.abs().amax(-1, keepdim=True)
     assert (errors.abs() <= largest * {"int4": 1 / 8}.get(format, 1 / 250)).all()
     most = {"int8": 0.0055, "int8-row": 0.007, "int4": 0.085}[format]
-    assert errors.square().sum() <= groups.square().sum() * most**2
+    units = largest.clamp(min=1e-38)
+    assert (errors / units).square().sum() <= (groups / units).square().sum() * most**2
+    assert QuantisedWeight(torch.full((3, 40), 1e-38), format).dense().eq(0).all()
     if n_groups == 1:
         return
     assert rounded[3, 32:64].eq(0).all() and (rounded[4, :32] - 0.25).abs().max() < 0.25 / 200

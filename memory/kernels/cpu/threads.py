@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
 from numba import get_num_threads, set_num_threads
 from numba.np.ufunc.parallel import threading_layer
 
+from memory.blocks.forked_process import refuse_kernel
 from memory.kernels.cpu.launches import note
 
 # Reassociation lets sums use vector registers; without sums it stays off. Together with "nsz" it would let LLVM remove
@@ -51,3 +53,13 @@ def _use(n_threads: int) -> None:
         _last.n_threads = None  # An interrupt may come before the new number is noted.
         set_num_threads(n_threads)
         _last.n_threads = n_threads
+
+
+def _refuse() -> None:
+    """Let `use_threads`, which each kernel of several threads calls first, raise in a fork: the threads are missing."""
+    global _use
+    _use = refuse_kernel  # type: ignore[assignment]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from memory.errors import FormatError
 from models.loading.architectures import ARCHITECTURES
 from models.loading.checkpoint import UnsupportedModelError
+from models.loading.compiler import compiler_when_called
 from models.loading.gguf.fields import (
     Fields,
     attention_fields,
@@ -46,7 +47,8 @@ def read_gguf_config(file: GgufFile) -> PreTrainedConfig:
     model_class, model_type, describe = _BAMBA if _is_bamba(file) else _ARCHITECTURES[file.architecture]
     ARCHITECTURES[model_class]  # its module may bring a config that transformers lacks
     try:
-        config = AutoConfig.for_model(model_type, **common_fields(file), **describe(file))
+        with compiler_when_called():
+            config = AutoConfig.for_model(model_type, **common_fields(file), **describe(file))
     except (UnsupportedModelError, FormatError):
         raise
     except Exception as error:  # validators of configs raise types of their own, of several libraries

@@ -68,7 +68,7 @@ class GgufFile:
             from gguf import GGUFReader
         except ImportError as error:
             raise UnsupportedModelError(
-                f"{path} needs the gguf package, which is not installed; install hybrid-memory[gguf]"
+                f"{path} needs the gguf package, which is not installed; install hybridmem[gguf]"
             ) from error
         self.path = path
         readers = []

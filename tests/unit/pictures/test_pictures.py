@@ -314,5 +314,5 @@ def test_without_matplotlib_pictures_say_how_to_get_it(monkeypatch: pytest.Monke
     a = memory.open()
     monkeypatch.setattr("memory.pictures.canvas.find_spec", lambda name: None)
     for draw in (lambda: arena_map(memory), lambda: fork_tree(memory), lambda: layer_map(memory, a), need_matplotlib):
-        with pytest.raises(SpecError, match=r"pip install 'hybrid-memory\[notebooks\]'"):
+        with pytest.raises(SpecError, match=r"pip install 'hybridmem\[notebooks\]'"):
             draw()

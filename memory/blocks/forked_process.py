@@ -1,0 +1,109 @@
+"""Finds out whether a process that was made by `fork` can compute: threads of OpenMP and of CUDA are missing in it.
+
+OpenMP's own answer is to wait for them for ever, or to end the process. A process that `fork` made before its parent
+computed anything has nothing missing, and computes as any other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from memory.errors import SpecError
+
+_TRIAL_SECONDS = 10.0
+"""Time after which a product of a millisecond certainly waits for threads that do not exist."""
+
+_FORKED = (
+    "this process was made by os.fork (multiprocessing calls it 'fork') after its parent had {done}; threads do not "
+    "survive that; start processes by 'spawn' (multiprocessing.get_context('spawn')), or fork before anything is "
+    "computed or loaded"
+)
+
+_is_forked = False
+_missing: str | None = None
+"""What the parent had done that this process, a fork, cannot go on with; None if it can go on."""
+
+_for_child: str | None = None
+"""What a child that is made now will have as `_missing`."""
+
+_has_cuda = _for_child_has_cuda = False
+
+
+def check_process(device: torch.device) -> None:
+    """Raise SpecError if this process is a fork that cannot compute on a device. A dry run computes nothing."""
+    if not _is_forked or device.type == "meta":
+        return
+    if device.type == "cuda" and _has_cuda:
+        raise SpecError(_FORKED.format(done="started CUDA"))
+    if _missing is not None:
+        raise SpecError(_FORKED.format(done=_missing))
+    if not _torch_works():
+        raise SpecError(_FORKED.format(done="started torch's threads"))
+
+
+def refuse_kernel(*_: object) -> None:
+    """Raise SpecError: it replaces what kernels call first, in a fork of a process that has started their threads."""
+    raise SpecError(_FORKED.format(done=_missing or "run kernels"))
+
+
+@cache
+def _torch_works() -> bool:
+    """Try an operation of several threads in a fork of this fork: nothing says whether its parent ran one.
+
+    Where this process has threads beside Python's, it runs them already, and they would be missing in the fork. Other
+    systems than Linux have an OpenMP that starts threads anew in a fork.
+    """
+    tasks = Path("/proc/self/task")
+    if not tasks.exists() or len(list(tasks.iterdir())) > threading.active_count():
+        return True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, in which only torch runs
+        child = os.fork()
+    if not child:
+        try:
+            torch.set_num_threads(max(2, torch.get_num_threads()))
+            torch.ones(1 << 20).exp_()
+        finally:
+            os._exit(0)
+    end = time.monotonic() + _TRIAL_SECONDS
+    try:
+        while not os.waitpid(child, os.WNOHANG)[0]:
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return False
+            time.sleep(0.001)
+    except ChildProcessError:  # this program lets the system collect its children
+        pass
+    return True
+
+
+def _look() -> None:
+    """Note what a child that is being made will lack."""
+    global _for_child, _for_child_has_cuda
+    _for_child, _for_child_has_cuda = _missing, _has_cuda or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if (numba := sys.modules.get("numba")) is not None:
+        try:
+            numba.threading_layer()
+        except (AttributeError, ValueError):  # no kernel has started its threads, or numba is just being imported
+            return
+        _for_child = "run kernels"
+
+
+def _begin_child() -> None:
+    global _is_forked, _missing, _has_cuda
+    _is_forked, _missing, _has_cuda = True, _for_child, _for_child_has_cuda
+    _torch_works.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_look, after_in_child=_begin_child)
