@@ -17,7 +17,7 @@ from memory import FormatError, HybridMemory, MismatchError, SpecError
 from memory.prefix import PrefixCache
 from memory.storage.files import check_url, is_local, list_names
 from memory.storage.folders import CHECKPOINTS_FILE
-from models import EMBEDDED, LanguageModel
+from models import LanguageModel
 
 _BUDGET, _DEMO_BUDGET = "1GiB", "8MiB"
 _PREFIX_BYTES = "8GiB"
@@ -46,7 +46,7 @@ def memory_options(chosen: Chosen) -> dict[str, Any]:
     """Return the options of the memory. Unless a budget is given, that of the embedded model is so small that it fills:
     then whoever tries the server sees what happens.
     """
-    options, usual = chosen.arguments_of("memory"), _DEMO_BUDGET if chosen["model"] == EMBEDDED else _BUDGET
+    options, usual = chosen.arguments_of("memory"), _DEMO_BUDGET if chosen["model"] == "embedded" else _BUDGET
     return options | {"budget": options["budget"] or usual}
 
 
