@@ -127,3 +127,17 @@ def test_each_sentence_of_the_tour_has_its_condition(served: Served, make_page: 
     tokens = {"reused": 0, "replayed": 0, "computed": 20, "why": "no checkpoint is there"}
     assert said("saidOfReuse", tokens).startswith("Nothing was reused: all 20 tokens")
     assert "the model read 20; 30 were reused" in said("saidOfReuse", {**tokens, "reused": 30})
+
+
+def test_an_icon_stands_for_one_action(served: Served, make_page: MakePage) -> None:
+    """What a button does is what its name begins with: "Delete" of a message and of a conversation is one action."""
+    page = make_page(served.url)
+    say(page, CAT)
+    found = page.evaluate(
+        """() => [...document.querySelectorAll("button:has(svg.i)")].map((button) =>
+            [[...button.querySelector("svg.i").classList].at(-1), button.ariaLabel || button.innerText])"""
+    )
+    actions: dict[str, set[str]] = {}
+    for icon, name in found:
+        actions.setdefault(icon, set()).add(name.split()[0].strip(":"))
+    assert len(actions) > 10 and {icon: names for icon, names in actions.items() if len(names) > 1} == {}
