@@ -24,8 +24,11 @@ def reply(sequence: Sequence, messages: list[dict[str, str]], n_known: int = 0) 
 
 def told(name: str) -> list[dict[str, str]]:
     """Return a chat that states a name and asks for it."""
-    fact = {"role": "user", "content": f"My cat is called {name}."}
-    return [fact, {"role": "assistant", "content": "Okay, noted."}, {"role": "user", "content": "What is my cat called?"}]
+    return [
+        {"role": "user", "content": f"My cat is called {name}."},
+        {"role": "assistant", "content": "Okay, noted."},
+        {"role": "user", "content": "What is my cat called?"},
+    ]
 
 
 sequence = memory.open()
