@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -61,7 +62,7 @@ def load_factory(name: str) -> Factory:
         found: Factory = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{name!r} names no adapter ({error}); give module:factory, such as my_tests:make") from error
-    if not callable(found) or not isinstance(found(), Adapter):
+    if not callable(found) or not isinstance(_made(found), Adapter):
         raise ValueError(f"{name!r} is no function that returns a memory.testing.Adapter; give one")
     return found
 
@@ -95,18 +96,32 @@ def check(
     Args:
         setting: how large histories are; unless given, with the vocabulary of the factory's model.
     """
-    setting = setting or Setting(factory().vocab_size)
-    oracle = Oracle(factory)
+    setting = setting or Setting(_made(factory).vocab_size)
+    oracle = Oracle(partial(_made, factory))
     for name in promises:
         yield _check_one(factory, oracle, PROMISES[name], setting, range(seed, seed + n_examples))
 
 
 def check_for(factory: Factory, seconds: float, *, seed: int = 0, n_operations: int = 40) -> Result:
     """Do anything in any order, history after history, for so many seconds or until something is broken."""
-    promise, vocab_size, oracle = PROMISES["anything, in any order"], factory().vocab_size, Oracle(factory)
+    promise, vocab_size, oracle = (
+        PROMISES["anything, in any order"],
+        _made(factory).vocab_size,
+        Oracle(partial(_made, factory)),
+    )
     end = time.monotonic() + seconds
     seeds = itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(seed))
     return _check_one(factory, oracle, promise, Setting(vocab_size, n_operations=n_operations), seeds)
+
+
+def _made(factory: Factory) -> Adapter:
+    """Return a new adapter. Raises RuntimeError if it cannot be made, also for what would end this process quietly."""
+    try:
+        return factory()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"making the memory raised {type(error).__name__}: {error}") from error
 
 
 def _check_one(factory: Factory, oracle: Oracle, promise: Promise, setting: Setting, seeds: Iterable[int]) -> Result:

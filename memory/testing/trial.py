@@ -114,14 +114,15 @@ class Trial:
 
     def __init__(self, factory: Factory, oracle: Oracle, tally: Tally, window_tokens: int = 8) -> None:
         self._factory, self._oracle, self._tally, self._window_tokens = factory, oracle, tally, window_tokens
-        self._adapter: Adapter = factory()
+        self._at = 0
+        with self._guarded("making it"):
+            self._adapter: Adapter = factory()
         self._handles: dict[str, Handle] = {}
         self._parts: dict[str, Parts] = {}
         self._peaks: dict[str, int] = {}
         self._marks: dict[str, _Mark] = {}
         self._rows: list[_Row] = []
         self._loaded: set[Handle] = set()
-        self._at = 0
         self._is_out_of_reach = False
         self._unused = self._usage()
 
@@ -150,8 +151,8 @@ class Trial:
 
     @contextmanager
     def _guarded(self, who: str) -> Iterator[None]:
-        """Call what the subject raises a fault, unless it is a refusal: also what would end this process, or make a
-        test runner skip.
+        """Turn what the subject raises into a fault, unless it is a refusal: also what would end this process, or make
+        a test runner skip.
         """
         try:
             yield
@@ -169,7 +170,8 @@ class Trial:
 
     def _usage(self) -> int | None:
         try:
-            return self._adapter.usage()
+            with self._guarded("its count of bytes"):
+                return self._adapter.usage()
         except AbsentError:
             return None
 

@@ -177,6 +177,11 @@ class MovesItsCheckpoints(Honest):
             super().close(sequence)
 
 
+class EndsTheRunWhereBytesAreCounted(Honest):
+    def usage(self) -> int:
+        sys.exit(0)
+
+
 class IsNoNumber(Honest):
     def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
         return [row * np.nan for row in super().step(requests, fail_after=fail_after)]
@@ -188,6 +193,7 @@ FAILING: dict[Callable[[], HybridAdapter], str] = {
     IgnoresCheckpoints: _AFAR,
     MovesItsCheckpoints: _AFAR,
     IsNoNumber: _LONG,
+    EndsTheRunWhereBytesAreCounted: _LONG,
 }
 
 
@@ -195,6 +201,14 @@ FAILING: dict[Callable[[], HybridAdapter], str] = {
 def test_a_memory_that_does_something_else_fails(subject: Callable[[], HybridAdapter]) -> None:
     (result,) = check(subject, [FAILING[subject]], n_examples=2)
     assert result.verdict == "failed"
+
+
+def test_a_memory_that_cannot_be_made_is_an_error_that_no_runner_takes_for_a_skip() -> None:
+    def skips() -> HybridAdapter:
+        pytest.skip("not today")
+
+    with pytest.raises(RuntimeError, match="making the memory raised Skipped: not today"):
+        list(check(skips, [_LONG], n_examples=1))
 
 
 def test_refusals_fail_the_command_unless_they_are_allowed(capsys: pytest.CaptureFixture[str]) -> None:
