@@ -14,5 +14,9 @@ def pytest_addoption(parser: Any) -> None:
         "--subject", action="append", default=[], metavar="MODULE:FACTORY",
         help="makes an adapter whose memory is tested; may be repeated; unless given, all kinds of hybrid-memory",
     )  # fmt: skip
+    group.addoption(
+        "--allow-refused", action="append", default=[], metavar="NAME",
+        help="a promise that the memory may refuse, by its whole name; may be repeated",
+    )  # fmt: skip
     group.addoption("--subject-seed", type=int, default=0, help="of the first history of each promise (0)")
     group.addoption("--subject-examples", type=int, default=20, help="histories a promise (20)")

@@ -97,9 +97,9 @@ _HEAD = """# Conformance of peers
 
 Which promises of [`memory.testing`](../how-to/testing-a-memory.md) the memories of other libraries keep, on small
 random models. `python -m benchmarks conformance` writes this page; the promises are those of this library, and not
-all that others promise: a call that is not there, or that is refused with nothing changed, is *refused*. What
-*failed* broke the promise silently, or changed something and then raised an error; the smallest history is printed by
-the command.
+all that others promise: what needs a call that is not there, or of which any part is refused with nothing changed, is
+*refused*; rollbacks by more than 8 tokens may be refused. What *failed* broke the promise silently, or raised another
+error; the smallest history is printed by the command.
 
 Adapters: `benchmarks/peers/`. In transformers each sequence has a `DynamicCache` of its own, `crop` goes back, a fork
 copies the cache; "past recorded" calls `activate_past_recording` first, "forks by rows" doubles the rows of a copy

@@ -1,9 +1,9 @@
 """What the site's build adds to its pages: texts that stand elsewhere, once, and pictures of the source as it is.
 
 A page asks for one with a comment on a line of its own: `<!-- house -->`, `<!-- imports -->` or `<!-- modules PACKAGE
--->`. The home page is the README; pages of the changelog, of the notebooks and of benchmarks/results are those files.
-What docs/signatures.py writes into the reference for who reads it in the repository is left out: on the site it stands
-in full.
+-->`. The home page is the README; pages of the changelog, the examples, the notebooks and benchmarks/results are those
+files. What docs/signatures.py writes into the reference for who reads it in the repository is left out: on the site it
+stands in full.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from signatures import MADE
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-NOTEBOOKS = ROOT / "notebooks"
+NOTEBOOKS, EXAMPLES = ROOT / "notebooks", ROOT / "examples"
 _MARK = re.compile(r"^<!-- (house|imports|modules)(?: (\w+))? -->$", re.MULTILINE)
 _TO_RESULTS = re.compile(r"\]\((?:\.\./)+benchmarks/results/([\w.]+)")
 """A link as it works in the repository; on the site these files stand in results/."""
@@ -41,9 +41,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         .read_text(encoding="utf-8")
         .replace("](docs/", "](")
         .replace("](CHANGELOG.md)", "](changelog.md)")
+        .replace("](examples)", "](examples.md)")
     )
     files.append(File.generated(config, "index.md", content=readme))
     files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
+    files.append(File.generated(config, "examples.md", content=_list_examples()))
     for path in sorted(path for path in NOTEBOOKS.iterdir() if path.suffix in (".md", ".ipynb")):
         files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
     for path in sorted(path for path in RESULTS.iterdir() if path.suffix in (".md", ".png")):
@@ -58,6 +60,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return _MARK.sub(lambda match: _MAKERS[match[1]](match[2]), MADE.sub("", markdown))
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from error
+
+
+def _list_examples() -> str:
+    """Return the page of the examples: each file, under the first sentence of its docstring."""
+    parts = ["# Examples\n\nFive files of at most 60 lines, which run as they are: `python examples/NAME.py`."]
+    for path in sorted(EXAMPLES.glob("*.py")):
+        code = path.read_text(encoding="utf-8")
+        title = path.stem.replace("_", " ").capitalize()
+        parts.append(f'## {title}\n\n```python title="examples/{path.name}"\n{code}```')
+    return "\n\n".join(parts) + "\n"
 
 
 def _list_modules(package: str) -> str:

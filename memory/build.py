@@ -219,8 +219,29 @@ def kernels_of(spec: MemorySpec, fold: Fold, rollback_window: int) -> dict[str, 
     recurrent = [memory for _, memory in spec.of_kind("recurrence") if isinstance(memory, RecurrentSpec)]
     states = (state.dtype or spec.dtype for memory in recurrent for state in memory.states)
     of_states = chosen_kernels(spec.device, spec.dtype, *states, behind_tails=fold == "defer" and rollback_window > 0)
-    return chosen_kernels(spec.device, spec.dtype) | {name: of_states[name] for name in OF_STATES}
+    found = chosen_kernels(spec.device, spec.dtype) | {name: of_states[name] for name in OF_STATES}
+    return {name: _PLAIN if kernels == "reference" else kernels for name, kernels in found.items()} | _in_torch(spec)
 
+
+def _in_torch(spec: MemorySpec) -> dict[str, str]:
+    """Return what no kernel computes: recurrences of families that are not this library's, and ranks of policies."""
+    found = dict[str, str]()
+    for memory in (memory for layer in spec.layers for memory in layer):
+        if isinstance(memory, RecurrentSpec) and memory.family not in _WITH_KERNELS:
+            found[f"recurrence {memory.family}"] = f"{_PLAIN}, unless the recurrence calls kernels itself"
+        if isinstance(memory, AttentionSpec) and isinstance(memory.policy, EvictionPolicy):
+            found[f"scores and ranks of {memory.policy.label}"] = _PLAIN
+    return found
+
+
+_PLAIN = "plain torch"
+_WITH_KERNELS = frozenset(
+    {
+        *("gated_delta", "kimi_delta", "linear_attention", "mamba1", "rg_lru", "rwkv4", "rwkv7", "short_conv", "ssd"),
+        "token_shift",
+    }
+)
+"""Families whose recurrences in `memory.recurrences` call kernels."""
 
 _OF_FAMILY = {"mamba1": "selective_scan", "rg_lru": "linear_scan", "rwkv4": "wkv4", "ssd": "ssd"}
 """Kernels that recurrences of a family have for themselves."""

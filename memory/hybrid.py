@@ -384,7 +384,7 @@ class HybridMemory:
         return self.counters.usage()
 
     def kernels(self) -> dict[str, str]:
-        """Return function -> the set of kernels that computes it here; see `memory.kernels.chosen_kernels`."""
+        """Return function -> the set of kernels that computes it here, or "plain torch"; see `chosen_kernels`."""
         return kernels_of(self.spec, self.fold, self.rollback_window)
 
     def check(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_the_tour_tells_edits_branches_shows_and_fills(
             ("Edit it", "Your cat is called Luna."),
             ("Make a branch", "Each line of the tree"),
             ("Show me", "were reused"),
-            ("Start 24 replies", "It was full"),
+            ("Start 24 replies", "The budget was full"),
         ):
             page.get_by_role("button", name=verb).click()
             expect(said).to_contain_text(words)
@@ -92,3 +93,51 @@ def test_the_tour_tells_edits_branches_shows_and_fills(
         page.reload()
         expect(page.locator("#model")).to_have_text("embedded")
         expect(page.locator("#tour")).to_have_count(0)
+
+
+def test_the_tour_says_nothing_of_a_full_budget_that_is_not_full(
+    model: Slowed, tokenizer: Any, make_page: MakePage
+) -> None:
+    """On a phone, where the panel of the memory is behind a button and nothing is on the right."""
+    with serving(model, tokenizer, budget="1GiB") as server:
+        page = make_page(server.url, tour=True, size=PHONE)
+        said = page.locator("#tour [role=status]")
+        for verb in ("Tell it", "Edit it", "Make a branch", "Show me", "Start 24 replies"):
+            expect(said).not_to_contain_text("right")
+            page.get_by_role("button", name=verb).click()
+            expect(page.locator("#tour .primary")).to_have_text(re.compile("Next|Done"))
+            if verb == "Start 24 replies":
+                expect(said).to_contain_text(re.compile("All 24 replies came. The budget was not full: at most .* %"))
+            page.locator("#tour .primary").click()
+
+
+def test_each_sentence_of_the_tour_has_its_condition(served: Served, make_page: MakePage) -> None:
+    page = make_page(served.url)
+
+    def said(what: str, happened: dict[str, Any]) -> str:
+        return str(page.evaluate(f"async (it) => (await import('/page/tour.js')).{what}(it)", happened))
+
+    quiet = {"peak": 30 << 20, "budget": 1 << 30, "nMadeRoom": 0, "nSwaps": 0, "nWaiting": 5, "nWhole": 24, "n": 24}
+    assert said("saidOfFilling", quiet).startswith("All 24 replies came. The budget was not full: at most 2.9 %")
+    full = said("saidOfFilling", {**quiet, "peak": 1 << 30})
+    assert full == "The budget was full, 100 % of it in use: up to 5 conversations waited. All 24 replies came."
+    moved = said("saidOfFilling", {**quiet, "nMadeRoom": 2, "nSwaps": 3, "nWhole": 23})
+    assert moved.startswith("The budget was full: replies made room 2 times, with 3 swaps") and "23 of 24" in moved
+    assert "full" not in said("saidOfFilling", {**quiet, "budget": 0})
+    tokens = {"reused": 0, "replayed": 0, "computed": 20, "why": "no checkpoint is there"}
+    assert said("saidOfReuse", tokens).startswith("Nothing was reused: all 20 tokens")
+    assert "the model read 20; 30 were reused" in said("saidOfReuse", {**tokens, "reused": 30})
+
+
+def test_an_icon_stands_for_one_action(served: Served, make_page: MakePage) -> None:
+    """What a button does is what its name begins with: "Delete" of a message and of a conversation is one action."""
+    page = make_page(served.url)
+    say(page, CAT)
+    found = page.evaluate(
+        """() => [...document.querySelectorAll("button:has(svg.i)")].map((button) =>
+            [[...button.querySelector("svg.i").classList].at(-1), button.ariaLabel || button.innerText])"""
+    )
+    actions: dict[str, set[str]] = {}
+    for icon, name in found:
+        actions.setdefault(icon, set()).add(name.split()[0].strip(":"))
+    assert len(actions) > 10 and {icon: names for icon, names in actions.items() if len(names) > 1} == {}

@@ -36,7 +36,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     Args:
         keeps_prefixes: for its next start, in a folder; replicas share a store instead.
     """
-    from chat.commands.serving import find_places, make_engine
+    from chat.commands.serving import find_places, make_engine, memory_options
     from chat.commands.threads import set_threads
     from chat.engine.drafting import Speculation
     from chat.server import ServerOptions
@@ -45,7 +45,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     from memory.prefix import PrefixCache
     from models.loading.folders import find_folder
 
-    places = find_places(chosen, chosen.arguments_of("memory"))
+    places = find_places(chosen, memory_options(chosen))
     places = places if keeps_prefixes else replace(places, prefixes=None, save_seconds=None)
     pooling = chosen["pooling"] or find_pooling(find_folder(chosen["model"]))
     more = {"save_seconds": places.save_seconds, "pooling": pooling}
@@ -63,10 +63,10 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
 def run_server(chosen: Chosen) -> None:
     """Answer OpenAI's clients: /v1/chat/completions and /v1/completions, /v1/models, /health and /metrics."""
     find_extra("fastapi", "prometheus_client", "uvicorn")
-    from chat.commands.serving import find_places
+    from chat.commands.serving import find_places, memory_options
     from chat.server import ServerOptions, bind, make_app, run
 
-    find_places(chosen, chosen.arguments_of("memory"))  # what is wrong is said before a port is taken
+    find_places(chosen, memory_options(chosen))  # what is wrong is said before a port is taken
     has_key = bool(ServerOptions(**chosen.arguments_of("server")).all_keys)
     if is_fleet(chosen):
         run_fleet(chosen)

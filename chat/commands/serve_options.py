@@ -13,7 +13,8 @@ SERVE: tuple[Option, ...] = (
     Option("weights", "text", "auto", "int8, int8-row or int4 rounds weights to these, on the CPU; auto: --dtype"),
     Option("threads", "whole", None, "of the model on the CPU; unless given, the fewest that are hardly slower",
            least=1),
-    Option("budget", "bytes", "1GiB", "bytes that the memory may use at most, such as 512MiB", "memory"),
+    Option("budget", "bytes", None, "bytes that the memory may use at most, such as 512MiB; unless given, 1GiB, and "
+           "8MiB for the embedded model, whose page shows a full memory then", "memory"),
     Option("rollback_window", "whole", 32, "tokens by which a cached prefix may be longer than what is reused",
            "memory", least=0),
     Option("host_budget", "bytes", None, "bytes in host memory for requests that make room; unless given, any",

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chat.commands.option_table import Chosen
 from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
 from chat.server import ServerOptions
@@ -18,6 +19,7 @@ from memory.storage.files import check_url, is_local, list_names
 from memory.storage.folders import CHECKPOINTS_FILE
 from models import LanguageModel
 
+_BUDGET, _DEMO_BUDGET = "1GiB", "8MiB"
 _PREFIX_BYTES = "8GiB"
 _SAVE_SECONDS = 60.0
 """What --sessions implies, unless --prefix-bytes and --save-every say otherwise."""
@@ -38,6 +40,14 @@ class Places:
     prefix_bytes: str
     save_seconds: float | None
     memory: dict[str, Any]
+
+
+def memory_options(chosen: Chosen) -> dict[str, Any]:
+    """Return the options of the memory. Unless a budget is given, that of the embedded model is so small that it fills:
+    then whoever tries the server sees what happens.
+    """
+    options, usual = chosen.arguments_of("memory"), _DEMO_BUDGET if chosen["model"] == "embedded" else _BUDGET
+    return options | {"budget": options["budget"] or usual}
 
 
 def find_places(chosen: Mapping[str, Any], memory: dict[str, Any]) -> Places:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from chat.simulation.report import STEP_SECONDS, Report, Sample
-from memory.pictures.canvas import INK, PALETTE, entitle, literal, need_matplotlib, new_figure, plain
+from memory.pictures.canvas import INK, entitle, literal, need_matplotlib, new_figure, plain
+from memory.views.palette import COLOURS, pool_colours, shades
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,8 +81,8 @@ def _draw_bytes(axes: Axes, report: Report) -> None:
         seconds,
         [[row.by_kind[kind] / _MIB for row in rows] for kind in kinds],
         labels=[*map(literal, kinds)],
-        colors=PALETTE,
-        alpha=0.8,
+        colors=[shades()[name] for name in pool_colours(kinds)],
+        step="post",
     )
     for label, values, style in (
         ("swapped to host memory", [row.host_bytes / _MIB for row in rows], "--"),
@@ -95,8 +96,8 @@ def _draw_bytes(axes: Axes, report: Report) -> None:
 def _draw_tokens(axes: Axes, report: Report) -> None:
     rows = report.tally.samples.rows
     seconds = _seconds(rows)
-    for label in ("reused", "recomputed", "generated"):
-        axes.plot(seconds, [getattr(row, label) for row in rows], label=label)
+    for label, colour in (("reused", COLOURS["reused"]), ("recomputed", COLOURS["computed"]), ("generated", INK)):
+        axes.step(seconds, [getattr(row, label) for row in rows], where="post", color=colour, label=label)
     _label(axes, report, "tokens so far", "Tokens that were reused, computed again, and generated")
 
 
@@ -104,7 +105,7 @@ def _draw_users(axes: Axes, report: Report) -> None:
     rows = report.tally.samples.rows
     seconds = _seconds(rows)
     for label in ("running", "waiting", "silent", "paused", "swapped"):
-        axes.plot(seconds, [getattr(row, label) for row in rows], label=label)
+        axes.step(seconds, [getattr(row, label) for row in rows], where="post", label=label)
     _label(axes, report, "conversations", "What conversations were doing")
 
 

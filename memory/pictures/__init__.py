@@ -4,5 +4,6 @@ from memory.pictures.blocks import arena_map
 from memory.pictures.forks import fork_tree
 from memory.pictures.layers import layer_map
 from memory.pictures.live import Watch, watch
+from memory.views.palette import COLOURS
 
-__all__ = ["Watch", "arena_map", "fork_tree", "layer_map", "watch"]
+__all__ = ["COLOURS", "Watch", "arena_map", "fork_tree", "layer_map", "watch"]

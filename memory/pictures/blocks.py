@@ -14,7 +14,6 @@ from memory.hybrid import require_memory
 from memory.pictures.canvas import (
     FREE,
     INK,
-    PALETTE,
     Colour,
     entitle,
     ink_on,
@@ -24,6 +23,7 @@ from memory.pictures.canvas import (
     new_figure,
     plain,
 )
+from memory.views.palette import pool_colours, shades
 from memory.views.text_tables import count, format_bytes
 from memory.views.usage import Inventory
 
@@ -74,9 +74,9 @@ class Runs:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def colour(self, i: int) -> Colour:
+    def colour(self, i: int, of_pools: list[str]) -> Colour:
         """Return the colour of group i: its pool's, in a shade that differs between consecutive sequences."""
-        return lighter(PALETTE[self.pools[i] % len(PALETTE)], _SHADES[self.owners[i] % len(_SHADES)])
+        return lighter(of_pools[self.pools[i]], _SHADES[self.owners[i] % len(_SHADES)])
 
     def label(self, i: int) -> str:
         return (
@@ -119,12 +119,14 @@ def arena_map(memory: HybridMemory) -> Figure:
     top, *others = figure.subplots(1 + len(regions), 1, height_ratios=[1.3, *(n + 0.3 for n in n_rows)], squeeze=False)[
         :, 0
     ]
-    _draw(top, runs, (0, arena.capacity_bytes), max(1, arena.capacity_bytes))
+    pools = [pool.name for group in inventory.groups for pool, _ in group.pools]
+    of_pools = [shades()[name] for name in pool_colours(pools)]
+    _draw(top, runs, of_pools, (0, arena.capacity_bytes), max(1, arena.capacity_bytes))
     entitle(top, "the whole budget")
     for ax, (start, end) in zip(others, regions, strict=True):
-        _draw(ax, runs, (start, end), row_bytes)
+        _draw(ax, runs, of_pools, (start, end), row_bytes)
         entitle(ax, f"bytes from {format_bytes(start)} to {format_bytes(end)}, {format_bytes(row_bytes)} a row")
-    _explain(figure, runs, [pool.name for group in inventory.groups for pool, _ in group.pools])
+    _explain(figure, runs, of_pools, pools)
     return figure
 
 
@@ -145,7 +147,7 @@ def _row_bytes(n_bytes: int, runs: Runs) -> int:
     return 1 << math.ceil(math.log2(max(least, n_bytes / _MOST_ROWS, 1)))
 
 
-def _draw(ax: Axes, runs: Runs, region: tuple[int, int], row_bytes: int) -> None:
+def _draw(ax: Axes, runs: Runs, of_pools: list[str], region: tuple[int, int], row_bytes: int) -> None:
     from matplotlib.collections import PolyCollection
 
     start, end = region
@@ -167,7 +169,7 @@ def _draw(ax: Axes, runs: Runs, region: tuple[int, int], row_bytes: int) -> None
         boxes = PolyCollection([_box(left, right, y) for _, left, right, y in own], label=label)
         if label == "used":
             boxes.set(
-                facecolors=[runs.colour(i) for i, *_ in own],
+                facecolors=[runs.colour(i, of_pools) for i, *_ in own],
                 edgecolors=(1, 1, 1, 0.6),
                 linewidths=0 if is_coarse or least else 0.5,
             )
@@ -175,7 +177,7 @@ def _draw(ax: Axes, runs: Runs, region: tuple[int, int], row_bytes: int) -> None
             boxes.set(facecolors="none", edgecolors=_SHARED, linewidths=0, hatch="/////")
         ax.add_collection(boxes)
     for i, left, right, y in [] if is_coarse else pieces:
-        text, colour = runs.label(i), runs.colour(i)
+        text, colour = runs.label(i), runs.colour(i, of_pools)
         if (right - left) / row_bytes * _WIDTH_INCHES > _CHARACTER_INCHES * (len(text) + 1.5):
             box = {"facecolor": colour, "edgecolor": "none", "pad": 1}
             ax.text(
@@ -201,13 +203,13 @@ def _box(left: float, right: float, y: float) -> list[tuple[float, float]]:
     return [(left, y + 0.06), (right, y + 0.06), (right, y + 0.94), (left, y + 0.94)]
 
 
-def _explain(figure: Figure, runs: Runs, names: list[str]) -> None:
+def _explain(figure: Figure, runs: Runs, of_pools: list[str], names: list[str]) -> None:
     from matplotlib.artist import Artist
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles: list[Artist] = [
-        Patch(color=PALETTE[k % len(PALETTE)], label=literal(names[k])) for k in sorted(set(runs.pools.tolist()))
+        Patch(color=of_pools[k], label=literal(names[k])) for k in sorted(set(runs.pools.tolist()))
     ]
     if (runs.n_owners > 1).any():
         label = "shared by several (3, …: by sequence 3 and others)"

@@ -17,9 +17,6 @@ Colour = tuple[float, float, float]
 INK = "#767676"
 """Grey for text and lines, with a contrast of 4.5 to 1 against white and against black."""
 
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999")
-"""Colours of Okabe and Ito (2008)."""
-
 FREE = (0.5, 0.5, 0.5, 0.15)
 """Translucent grey for free bytes, so that it suits any background."""
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from memory.blocks.arrays import Int64s, ceil_div
 from memory.pictures.blocks import NO_SEQUENCE, Runs, regions_of
+from memory.views.palette import pool_colours
 from memory.views.usage import Inventory
 
 MOST_RANGES = 1024
@@ -19,7 +20,8 @@ IN_STEP, SEVERAL = -1, -2
 def arena_of(inventory: Inventory) -> dict[str, Any]:
     """Return the ranges of the arena in use, as columns that `memory.pictures.arena_map` draws as well.
 
-    `regions` are the byte ranges to draw: the whole budget without its largest free range. Each range has an index of
+    `regions` are the byte ranges to draw: the whole budget without its largest free range. `pool_colours` names the
+    colour of each pool, of `memory.views.palette.shades`. Each range has an index of
     `pools`, the id of the first sequence that refers to it (-1: an open step, -2: several), the share of its bytes that
     are in use, and the share that several sequences hold, both in percent. Cost: O(blocks).
     """
@@ -29,7 +31,13 @@ def arena_of(inventory: Inventory) -> dict[str, Any]:
     columns = _exact(runs) if len(runs) <= MOST_RANGES else _cells(runs, regions, len(pools))
     names = ("starts", "ends", "pools", "owners", "used_percent", "shared_percent")
     ranges = {name: column.tolist() for name, column in zip(names, columns, strict=True)}
-    return {"pool_names": pools, "regions": regions, "is_exact": len(runs) <= MOST_RANGES, **ranges}
+    return {
+        "pool_names": pools,
+        "pool_colours": pool_colours(pools),
+        "regions": regions,
+        "is_exact": len(runs) <= MOST_RANGES,
+        **ranges,
+    }
 
 
 def _exact(runs: Runs) -> tuple[Int64s, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 from memory.blocks.arrays import Int64s
 from memory.hybrid import require_memory
 from memory.interface import Sequence
-from memory.pictures.canvas import INK, PALETTE, legend, need_matplotlib, new_figure, plain
+from memory.pictures.canvas import INK, legend, need_matplotlib, new_figure, plain
 from memory.views.text_tables import count, format_bytes
 from memory.views.usage import Inventory
 
@@ -135,8 +135,8 @@ def fork_tree(memory: HybridMemory) -> Figure:
     plain(ax)
     ax.set(ylim=(max(1, n_rows) - 0.4, -0.6), yticks=[], xlabel="token position")
     y = 0
-    for i, root in enumerate(roots):
-        _draw(ax, memory, root, y, PALETTE[i % (len(PALETTE) - 2)])
+    for root in roots:
+        _draw(ax, memory, root, y)
         y += n_rows_of(root)
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     ax.xaxis.set_major_formatter("{x:,.0f}")
@@ -150,19 +150,19 @@ def n_rows_of(node: Node) -> int:
     return 1 + sum(map(n_rows_of, node.below))
 
 
-def _draw(ax: Axes, memory: HybridMemory, node: Node, y: int, colour: str) -> None:
+def _draw(ax: Axes, memory: HybridMemory, node: Node, y: int) -> None:
     """Draw a node in row `y`, and the nodes below it in the rows below."""
-    ax.plot([node.start, node.end], [y, y], color=colour, linewidth=1.5 if node.sequence else 3, solid_capstyle="butt")
+    ax.plot([node.start, node.end], [y, y], color=INK, linewidth=1.5 if node.sequence else 3, solid_capstyle="butt")
     if s := node.sequence:
-        fill = "none" if s.is_swapped else colour
-        ax.plot([node.end], [y], marker=_marker(s), color=colour, markerfacecolor=fill, markersize=6, clip_on=False)
+        fill = "none" if s.is_swapped else INK
+        ax.plot([node.end], [y], marker=_marker(s), color=INK, markerfacecolor=fill, markersize=6, clip_on=False)
     ax.annotate(
         label_of(node, memory), (node.end, y), (8, 0), textcoords="offset points", va="center", color=INK, fontsize=8
     )
     row = y + 1
     for below in node.below:
-        ax.plot([node.end, node.end], [y, row], color=colour, linewidth=1)
-        _draw(ax, memory, below, row, colour)
+        ax.plot([node.end, node.end], [y, row], color=INK, linewidth=1)
+        _draw(ax, memory, below, row)
         row += n_rows_of(below)
 
 

@@ -10,7 +10,8 @@ from memory.hybrid import require_memory
 from memory.interface import Sequence
 from memory.pictures.canvas import FREE, INK, legend, literal, need_matplotlib, new_figure, plain
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
-from memory.views.text_tables import PART_COLOURS, format_bytes
+from memory.views.palette import COLOURS
+from memory.views.text_tables import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -154,7 +155,7 @@ def _draw(ax: Axes, y: int, row: LayerRow, length: int) -> None:
     first = min((s.start for s in row.stretches if s.part != "head"), default=0)
     if isinstance(row.memory, CrossAttentionSpec):
         n_rows = sum(s.end for s in row.stretches)
-        ax.barh(y, max(1, length), height=0.7, color=PART_COLOURS["body"], alpha=0.35, linewidth=0, gid=f"{y} body")
+        ax.barh(y, max(1, length), height=0.7, color=COLOURS["body"], alpha=0.35, linewidth=0, gid=f"{y} body")
         ax.annotate(
             f"{n_rows:,} tokens of the encoder",
             (0, y),
@@ -168,7 +169,7 @@ def _draw(ax: Axes, y: int, row: LayerRow, length: int) -> None:
     if first > 0:
         ax.barh(y, first, height=0.7, color=FREE, linewidth=0)
     for s in row.stretches:
-        colour = PART_COLOURS[s.part]
+        colour = COLOURS[s.part]
         if s.part == "head":
             at, edge, fill = (s.end, "white", colour) if s.end >= 0 else (length, colour, "none")
             ax.plot(
@@ -226,20 +227,20 @@ def _explain(figure: Figure, rows: list[LayerRow], horizon: int) -> None:
     stretches = [s for row in rows for s in row.stretches]
     handles: list[Artist] = []
     if any(s.part == "body" and not s.is_folded for s in stretches):
-        handles.append(Patch(color=PART_COLOURS["body"], label="body: rows as they came"))
+        handles.append(Patch(color=COLOURS["body"], label="body: rows as they came"))
     if any(s.is_folded for s in stretches):
         label = "body: folded into less"
         handles.append(
-            Patch(facecolor=PART_COLOURS["body"], hatch=_HATCH, edgecolor=(1, 1, 1, 0.55), linewidth=0, label=label)
+            Patch(facecolor=COLOURS["body"], hatch=_HATCH, edgecolor=(1, 1, 1, 0.55), linewidth=0, label=label)
         )
     if any(s.part == "tail" for s in stretches):
-        handles.append(Patch(color=PART_COLOURS["tail"], label="tail: the newest rows"))
+        handles.append(Patch(color=COLOURS["tail"], label="tail: the newest rows"))
     for is_stale, label in (
         (False, "head: a state kept ready"),
         (True, "head: stale, computed again by the next step"),
     ):
         if any(s.part == "head" and (s.end < 0) == is_stale for s in stretches):
-            colour, fill = PART_COLOURS["head"], "none" if is_stale else PART_COLOURS["head"]
+            colour, fill = COLOURS["head"], "none" if is_stale else COLOURS["head"]
             handles.append(
                 Line2D([], [], linestyle="none", marker="D", color=colour, markerfacecolor=fill, label=label)
             )

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from memory.pictures.canvas import INK, PALETTE, ink_on, lighter
+from memory.pictures.canvas import INK, ink_on, lighter
 from memory.pictures.forks import Node, label_of, n_rows_of
+from memory.views.palette import shades
 from memory.views.text_tables import format_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def arena_svg(arena: dict[str, Any], budget_bytes: int) -> str:
 
 def arena_legend(arena: dict[str, Any]) -> str:
     """Return which colour is which pool, as HTML."""
-    names = [(PALETTE[i % len(PALETTE)], name) for i, name in enumerate(arena["pool_names"])]
+    of_pools = (shades()[name] for name in arena["pool_colours"])
+    names = [*zip(of_pools, arena["pool_names"], strict=True)]
     swatch = '<span style="display:inline-block;width:.7em;height:.7em;margin:0 .35em 0 .9em;background:{}"></span>{}'
     keys = "".join(swatch.format(colour, escape(name)) for colour, name in [*names, (_FREE, "free")])
     return f"{keys}<span style='margin-left:.9em'>dark line: shared by several; numbers: ids of sequences</span>"
@@ -58,21 +60,21 @@ def tree_svg(memory: HybridMemory, roots: list[Node]) -> str:
     """Draw the trees of `forks.trees_of`: sequences and checkpoints along their tokens, and the bytes of each part."""
     most = max([1, *(len(s.tokens) for root in roots for s in root.sequences)])
     body, y = list[str](), 0
-    for i, root in enumerate(roots):
-        body += _branch(memory, root, y, PALETTE[i % (len(PALETTE) - 2)], _TREE_WIDTH / most)
+    for root in roots:
+        body += _branch(memory, root, y, _TREE_WIDTH / most)
         y += n_rows_of(root)
     return _svg(y * _LINE + 4, body, f"tree of forks, up to {most:,} tokens")
 
 
-def _branch(memory: HybridMemory, node: Node, row: int, colour: str, scale: float) -> Iterator[str]:
+def _branch(memory: HybridMemory, node: Node, row: int, scale: float) -> Iterator[str]:
     """Yield a node in a row, and the nodes below it in the rows below."""
     left, right, y = _LEFT + node.start * scale, _LEFT + node.end * scale, row * _LINE + _LINE / 2
     thickness = 2 if node.sequence else 4
-    yield f'<path d="M{left:.1f} {y}H{right:.1f}" stroke="{colour}" stroke-width="{thickness}"/>'
+    yield f'<path d="M{left:.1f} {y}H{right:.1f}" stroke="{INK}" stroke-width="{thickness}"/>'
     if s := node.sequence:
-        fill, turn = "none" if s.is_swapped else colour, f' transform="rotate(45 {right:.1f} {y})"'
+        fill, turn = "none" if s.is_swapped else INK, f' transform="rotate(45 {right:.1f} {y})"'
         corner = "" if s.is_checkpoint else ' rx="4"'
-        yield f'<rect x="{right - 4:.1f}" y="{y - 4}" width="8" height="8"{corner} fill="{fill}" stroke="{colour}"'
+        yield f'<rect x="{right - 4:.1f}" y="{y - 4}" width="8" height="8"{corner} fill="{fill}" stroke="{INK}"'
         yield f"{turn if s.is_checkpoint else ''}/>"
     label = escape(label_of(node, memory))
     end = right + 10 + _CHARACTER * len(label) > WIDTH
@@ -81,8 +83,8 @@ def _branch(memory: HybridMemory, node: Node, row: int, colour: str, scale: floa
     below_row = row + 1
     for below in node.below:
         down = below_row * _LINE + _LINE / 2
-        yield f'<path d="M{right:.1f} {y}V{down}" stroke="{colour}"/>'
-        yield from _branch(memory, below, below_row, colour, scale)
+        yield f'<path d="M{right:.1f} {y}V{down}" stroke="{INK}"/>'
+        yield from _branch(memory, below, below_row, scale)
         below_row += n_rows_of(below)
 
 
@@ -104,7 +106,7 @@ def _boxes(arena: dict[str, Any], row_bytes: int) -> Iterator[Box]:
 
 def _colour(arena: dict[str, Any], i: int) -> str:
     shade = _SHADES[max(0, arena["owners"][i]) % len(_SHADES)]
-    red, green, blue = lighter(PALETTE[arena["pools"][i] % len(PALETTE)], shade)
+    red, green, blue = lighter(shades()[arena["pool_colours"][arena["pools"][i]]], shade)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 

@@ -4,7 +4,7 @@
 """
 
 from memory.testing.adapter import AbsentError, Adapter, Agreement, Factory, InjectedError, RefusedError
-from memory.testing.checking import Result, check, check_for, load_factory
+from memory.testing.checking import Result, check, check_for, is_good_enough, load_factory
 from memory.testing.hybrid_adapter import HybridAdapter
 from memory.testing.promises import PROMISES
 
@@ -20,5 +20,6 @@ __all__ = [
     "Result",
     "check",
     "check_for",
+    "is_good_enough",
     "load_factory",
 ]

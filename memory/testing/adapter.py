@@ -55,8 +55,8 @@ class Agreement:
 class Adapter(ABC):
     """Passes the kit's calls on to one memory, which is empty at first, and to its model.
 
-    A call that a memory cannot do, or not now, raises `RefusedError` and changes nothing; so does each call here that
-    an adapter does not override. Any other error counts as a fault of the memory.
+    A call that a memory cannot do, or not now, raises `RefusedError` and changes nothing; a call that an adapter does
+    not override raises `AbsentError`. Any other error counts as a fault of the memory, or of a model or policy in it.
     """
 
     vocab_size: int
@@ -78,7 +78,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def close(self, sequence: Any) -> None:
-        """Forget a sequence."""
+        """Forget a sequence, or a checkpoint."""
 
     def accept(self, sequence: Any, tokens: list[int], n_kept: int) -> Logits:
         """Feed tokens in one step, and let only the first `n_kept` of them count, which is at least 1.
@@ -96,6 +96,14 @@ class Adapter(ABC):
     def rollback(self, sequence: Any, to: int) -> None:
         """Keep the first `to` tokens of a sequence, and forget the others."""
         raise AbsentError("it has no rollback")
+
+    def checkpoint(self, sequence: Any) -> Handle:
+        """Remember where a sequence is, until the checkpoint is closed; what is fed later does not change it."""
+        raise AbsentError("it has no checkpoints")
+
+    def return_to(self, sequence: Any, checkpoint: Any) -> None:
+        """Let a sequence go on as it was when the checkpoint was taken, of it or of a relative by forks."""
+        raise AbsentError("it has no checkpoints")
 
     def fork(self, sequence: Any) -> Handle:
         """Open a new sequence that goes on where this one is."""
@@ -120,6 +128,12 @@ class Adapter(ABC):
     def can(self, call: str, *arguments: Any) -> bool | None:
         """Return whether a call with these arguments would succeed now; None if the memory does not say."""
         return None
+
+    def events(self) -> Mapping[str, int]:
+        """Return how often each event has happened inside of the memory that histories ought to reach, such as folds
+        and evictions. What stays 0 is reported as never exercised.
+        """
+        return {}
 
     def check(self) -> None:  # noqa: B027 - a memory need not have one
         """Raise any error if the memory's own books do not balance."""

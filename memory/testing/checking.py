@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -13,7 +15,8 @@ from typing import Literal
 from memory.testing.adapter import Adapter, Factory
 from memory.testing.histories import History, describe, smaller
 from memory.testing.promises import PROMISES, Draw, Promise, Setting
-from memory.testing.trial import BrokenPromiseError, Oracle, Tally, Trial
+from memory.testing.tally import Tally
+from memory.testing.trial import BrokenPromiseError, Oracle, Trial
 
 _MOST_TRIES = 150
 """Histories that are tried to make a failing one smaller."""
@@ -24,9 +27,13 @@ class Result:
     """Says what came of a promise.
 
     Attributes:
-        verdict: "refused" if in no history the memory did what the promise is about.
+        verdict: "refused" if the memory refused anything that the promise asks of it, or if there is a history in
+            which it did not do what the promise is about.
         why: what is broken, and a history that shows it; or the reason for refusals.
         seed: makes the history that broke it, before it was made smaller.
+        n_effective: histories in which the memory did what the promise is about.
+        n_refused: operations that it refused; not counted is what it may refuse, such as rollbacks from afar.
+        exercised: what happened in the histories, and how often; 0 for what never did.
     """
 
     promise: Promise
@@ -36,6 +43,9 @@ class Result:
     n_compared: int
     why: str = ""
     seed: int | None = None
+    n_effective: int = 0
+    n_refused: int = 0
+    exercised: Mapping[str, int] = field(default_factory=dict)
 
 
 def load_factory(name: str) -> Factory:
@@ -52,9 +62,25 @@ def load_factory(name: str) -> Factory:
         found: Factory = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{name!r} names no adapter ({error}); give module:factory, such as my_tests:make") from error
-    if not callable(found) or not isinstance(found(), Adapter):
+    if not callable(found) or not isinstance(_made(found), Adapter):
         raise ValueError(f"{name!r} is no function that returns a memory.testing.Adapter; give one")
     return found
+
+
+def allowed_refusals(names: Iterable[str]) -> frozenset[str]:
+    """Return the names of promises that a memory may refuse.
+
+    Raises ValueError: a name is no promise's.
+    """
+    allowed = frozenset(names)
+    if unknown := sorted(allowed - PROMISES.keys()):
+        raise ValueError(f"--allow-refused {unknown[0]!r} is no promise; choose from: {', '.join(PROMISES)}")
+    return allowed
+
+
+def is_good_enough(result: Result, allowed: frozenset[str]) -> bool:
+    """True if a promise is kept, or refused where that is allowed."""
+    return result.verdict == "passed" or (result.verdict == "refused" and result.promise.name in allowed)
 
 
 def check(
@@ -70,47 +96,60 @@ def check(
     Args:
         setting: how large histories are; unless given, with the vocabulary of the factory's model.
     """
-    setting = setting or Setting(factory().vocab_size)
-    oracle = Oracle(factory)
+    setting = setting or Setting(_made(factory).vocab_size)
+    oracle = Oracle(partial(_made, factory))
     for name in promises:
         yield _check_one(factory, oracle, PROMISES[name], setting, range(seed, seed + n_examples))
 
 
 def check_for(factory: Factory, seconds: float, *, seed: int = 0, n_operations: int = 40) -> Result:
     """Do anything in any order, history after history, for so many seconds or until something is broken."""
-    promise, setting, oracle = PROMISES["anything, in any order"], Setting(factory().vocab_size), Oracle(factory)
-    setting = Setting(setting.vocab_size, n_operations=n_operations)
-    end, total = time.monotonic() + seconds, Result(promise, "refused", 0, 0, 0)
-    while time.monotonic() < end and total.verdict != "failed":
-        found = _check_one(
-            factory, oracle, promise, setting, range(seed + total.n_histories, seed + total.n_histories + 8)
-        )
-        total = Result(
-            promise, found.verdict, total.n_histories + found.n_histories, total.n_operations + found.n_operations,
-            total.n_compared + found.n_compared, found.why, found.seed,
+    promise, vocab_size, oracle = (
+        PROMISES["anything, in any order"],
+        _made(factory).vocab_size,
+        Oracle(partial(_made, factory)),
+    )
+    end = time.monotonic() + seconds
+    seeds = itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(seed))
+    return _check_one(factory, oracle, promise, Setting(vocab_size, n_operations=n_operations), seeds)
+
+
+def _made(factory: Factory) -> Adapter:
+    """Return a new adapter. Raises RuntimeError if it cannot be made, also for what would end this process quietly."""
+    try:
+        return factory()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"making the memory raised {type(error).__name__}: {error}") from error
+
+
+def _check_one(factory: Factory, oracle: Oracle, promise: Promise, setting: Setting, seeds: Iterable[int]) -> Result:
+    tally, done = Tally(), list[bool]()
+
+    def result(verdict: Literal["passed", "failed", "refused"], why: str = "", seed: int | None = None) -> Result:
+        return Result(
+            promise, verdict, len(done), tally.operations, tally.compared, why, seed, sum(done), tally.n_refused,
+            tally.exercised,
         )  # fmt: skip
-    return total
 
-
-def _check_one(factory: Factory, oracle: Oracle, promise: Promise, setting: Setting, seeds: range) -> Result:
-    tally, n_done = Tally(), 0
-    for n, seed in enumerate(seeds):
+    for seed in seeds:
         history = tuple(promise.make(Draw(setting, seed)))
-        before = tally.done[promise.needs]
+        n_before = tally.done[promise.needs]
+        done.append(False)
         try:
-            Trial(factory, oracle, tally).run(history)
+            Trial(factory, oracle, tally, setting.window).run(history)
         except BrokenPromiseError as broken:
-            history, broken = _shrunk(factory, oracle, history, broken)
-            why = f"{broken}\n  after, and in, the last of\n{describe(history)}"
-            return Result(promise, "failed", n + 1, tally.operations, tally.compared, why, seed)
-        n_done += tally.done[promise.needs] > before
-    verdict: Literal["passed", "refused"] = "passed" if n_done else "refused"
-    why = "" if n_done else tally.why or "it does not say, or has nothing that could fail"
-    return Result(promise, verdict, len(seeds), tally.operations, tally.compared, why)
+            history, broken = _shrunk(factory, oracle, history, broken, setting.window)
+            return result("failed", f"{broken}\n  after, and in, the last of\n{describe(history)}", seed)
+        done[-1] = tally.done[promise.needs] > n_before
+    if tally.n_refused or not done or not all(done):
+        return result("refused", tally.first_reason)
+    return result("passed")
 
 
 def _shrunk(
-    factory: Factory, oracle: Oracle, history: History, broken: BrokenPromiseError
+    factory: Factory, oracle: Oracle, history: History, broken: BrokenPromiseError, window_tokens: int
 ) -> tuple[History, BrokenPromiseError]:
     """Return a smaller history that breaks something as well, and what."""
     history, n_tries = history[: broken.at + 1], 0
@@ -120,7 +159,7 @@ def _shrunk(
             if n_tries > _MOST_TRIES:
                 return history, broken
             try:
-                Trial(factory, oracle, Tally()).run(less)
+                Trial(factory, oracle, Tally(), window_tokens).run(less)
             except BrokenPromiseError as found:
                 if found.kind != broken.kind:
                     continue

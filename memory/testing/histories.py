@@ -72,6 +72,22 @@ class Rollback:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """Remembers where a sequence is, by a name of its own."""
+
+    source: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ReturnTo:
+    """Lets a sequence go on as it was when the checkpoint of that name was taken."""
+
+    name: str
+    checkpoint: str
+
+
+@dataclass(frozen=True)
 class Fork:
     """Opens a sequence that goes on where another is."""
 
@@ -103,7 +119,7 @@ class Close:
 
 @dataclass(frozen=True)
 class CloseAll:
-    """Forgets every sequence: then no byte may be in use."""
+    """Forgets every sequence and checkpoint: then no byte may be in use."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +134,7 @@ class Misuse:
     how: str
 
 
-Operation = Open | Step | Rollback | Fork | Reorder | Reload | Close | CloseAll | Misuse
+Operation = Open | Step | Rollback | Checkpoint | ReturnTo | Fork | Reorder | Reload | Close | CloseAll | Misuse
 History = tuple[Operation, ...]
 
 

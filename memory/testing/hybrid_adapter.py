@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from memory.errors import HybridMemoryError, IntegrityError, StepError
+from memory.errors import CapacityError, RollbackError
 from memory.eviction import EvictionPolicy
 from memory.hybrid import HybridMemory
 from memory.interface import Encoded, Sequence
-from memory.specs import AttentionSpec, MemorySpec
+from memory.sequences.folding import FoldPoints, TailRules
+from memory.specs import AttentionSpec, MemorySpec, RecurrentSpec
 from memory.step import Step
 from memory.testing.adapter import Adapter, Agreement, InjectedError, Logits, RefusedError
 
@@ -48,29 +52,38 @@ class HybridAdapter(Adapter):
         self.vocab_size = spec.vocab_size
         self.agreement = Agreement(_ROUNDING.get(spec.dtype, 2e-2), forgets(spec), same_bits)
         self.model, self._encoder = model, encoder
+        self._events = Counter(dict.fromkeys(_events_of(self.memory), 0))
 
     def open(self) -> Sequence:
         opened: Sequence = _ask(self.memory.open, encoder=self._encoder)
         return opened
 
     def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
-        def feed() -> tuple[Tensor, ...]:
-            with self.memory.step(requests, outputs="all") as step:
-                if fail_after is not None:
-                    _fail(step, fail_after)
-                return step.split(self.model(step))
-
-        return [rows.float().numpy(force=True) for rows in _ask(feed)]
+        with self._entered(requests) as step:
+            if fail_after is not None:
+                _fail(step, fail_after)
+            rows = step.split(self.model(step))
+        return [part.float().numpy(force=True) for part in rows]
 
     def accept(self, sequence: Any, tokens: list[int], n_kept: int) -> Logits:
-        def feed() -> Tensor:
-            with self.memory.step({sequence: tokens}, outputs="all") as step:
-                logits: Tensor = self.model(step)
-                step.accept({sequence: n_kept})
-                return logits
-
-        accepted: Logits = _ask(feed).float().numpy(force=True)
+        with self._entered({sequence: tokens}) as step:
+            logits: Tensor = self.model(step)
+            _ask(step.accept, {sequence: n_kept})
+        accepted: Logits = logits.float().numpy(force=True)
         return accepted
+
+    @contextmanager
+    def _entered(self, requests: Mapping[Any, list[int]]) -> Iterator[Step]:
+        """Enter a step, which the memory may refuse. What is raised within is a fault of the model, or of a policy or a
+        recurrence that it runs.
+        """
+        before = {sequence: self.length(sequence) for sequence in requests}
+        with ExitStack() as stack:
+            yield _ask(stack.enter_context, self.memory.step(requests, outputs="all"))
+        for sequence, start in before.items():
+            ends = _events_of(self.memory, self.length(sequence))
+            self._events.update(ends)
+            self._events.subtract(_events_of(self.memory, start))
 
     def close(self, sequence: Any) -> None:
         _ask(self.memory.close, sequence)
@@ -80,6 +93,13 @@ class HybridAdapter(Adapter):
 
     def rollback(self, sequence: Any, to: int) -> None:
         _ask(self.memory.rollback, sequence, to)
+
+    def checkpoint(self, sequence: Any) -> Sequence:
+        checkpoint: Sequence = _ask(self.memory.checkpoint, sequence)
+        return checkpoint
+
+    def return_to(self, sequence: Any, checkpoint: Any) -> None:
+        _ask(self.memory.rollback, sequence, checkpoint)
 
     def fork(self, sequence: Any) -> Sequence:
         fork: Sequence = _ask(self.memory.fork, sequence)
@@ -101,6 +121,9 @@ class HybridAdapter(Adapter):
     def can(self, call: str, *arguments: Any) -> bool | None:
         return self.memory.can_rollback(*arguments) if call == "rollback" else None
 
+    def events(self) -> Mapping[str, int]:
+        return self._events
+
     def check(self) -> None:
         self.memory.check()
 
@@ -111,15 +134,37 @@ def forgets(spec: MemorySpec) -> bool:
     return any(isinstance(spec.policy, EvictionPolicy) or spec.storage is not None for spec in attention)
 
 
+def _events_of(memory: HybridMemory, length: int = 0) -> dict[str, int]:
+    """Return how often each event happens while a sequence of this memory grows to a length."""
+    found, window = dict[str, int](), memory.rollback_window
+    specs = [spec for layer in memory.spec.layers for spec in layer]
+    if any(isinstance(spec, RecurrentSpec) for spec in specs):
+        found["folds of states"] = _passed(TailRules.of(memory.fold, window).points, length)
+    for spec in specs:
+        if not isinstance(spec, AttentionSpec):
+            continue
+        if isinstance(spec.policy, EvictionPolicy):
+            points = FoldPoints(window, spec.policy.every)
+            n_rows = _passed(points, length) * spec.policy.every
+            found["rows evicted"] = max(0, n_rows - spec.policy.budget_tokens)
+        else:
+            found["pages filled"] = length // memory.page_tokens
+        if spec.storage is not None:
+            found["groups rounded"] = _passed(FoldPoints(window, spec.storage.group), length)
+    return found
+
+
+def _passed(points: FoldPoints, length: int) -> int:
+    return int(points.count(np.array([length]))[0])
+
+
 def _ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call the memory; its own errors are refusals, but for those that are no answers to a call: faults of its books,
-    and of the model or a recurrence in a step.
+    """Call the memory. That it has no room, or does not reach so far back, is a refusal; every other error is a fault:
+    the kit has asked for nothing else that may be refused.
     """
     try:
         return call(*arguments, **options)
-    except (IntegrityError, StepError):
-        raise
-    except HybridMemoryError as error:
+    except (CapacityError, RollbackError) as error:
         raise RefusedError(f"{type(error).__name__}: {error}") from error
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from memory.testing.histories import (
+    Checkpoint,
     Close,
     CloseAll,
     Fork,
@@ -15,6 +16,7 @@ from memory.testing.histories import (
     Operation,
     Reload,
     Reorder,
+    ReturnTo,
     Rollback,
     Step,
 )  # fmt: skip
@@ -26,7 +28,8 @@ class Setting:
 
     Attributes:
         vocab_size: tokens are below this.
-        window: so many tokens a memory is expected to take back; more are asked for as well, and may be refused.
+        window: so many tokens, counted from the furthest position that a sequence reached, a memory must take back;
+            more are asked for as well, and may be refused.
         n_operations: of a history of everything.
     """
 
@@ -41,7 +44,7 @@ class Promise:
 
     Attributes:
         group: the invariant of the design that it belongs to.
-        needs: the operation without which it says nothing, by its class's name; or "Fault", of a layer, "Answer", to
+        needs: the operation that each history must have done, by its class's name; or "Fault", of a layer, "Answer", to
             the question whether it can, or "Return", a rollback of what was loaded.
         make: draws a history.
     """
@@ -150,6 +153,22 @@ def _begin_again(d: Draw) -> list[Operation]:
     return [*d.prompt(), *d.ones("a", 3), Rollback("a", 10**6), d.feed("a", 12), *d.ones("a", 3)]
 
 
+@_promise("a checkpoint is returned to from afar", "exactness", "ReturnTo")
+def _checkpoint(d: Draw) -> list[Operation]:
+    found = [*d.prompt(), *d.ones("a", 2), Checkpoint("a", "mark")]
+    for _ in range(2):
+        found += [d.feed("a", d.random.randint(20, 60)), *d.ones("a", 2), ReturnTo("a", "mark"), *d.ones("a", 3)]
+    return found
+
+
+@_promise("a checkpoint stays as it was, whatever its family does", "isolation", "ReturnTo")
+def _checkpoint_stays(d: Draw) -> list[Operation]:
+    n_tokens, found = d.back(), d.prompt()
+    found += [*d.ones("a", n_tokens), Checkpoint("a", "mark"), Rollback("a", n_tokens), *d.ones("a", 3), Fork("a", "b")]
+    found += [d.feed("b", d.random.randint(1, 40)), ReturnTo("b", "mark"), *d.ones("b", 2)]
+    return [*found, ReturnTo("a", "mark"), *d.ones("a", 2), Close("b"), ReturnTo("a", "mark"), *d.ones("a", 2)]
+
+
 @_promise("a saved sequence goes on as it was", "exactness", "Reload")
 def _saved(d: Draw) -> list[Operation]:
     found = [*d.prompt("a"), *d.ones("a", 3), *d.prompt("b"), Reload("a", anew=d.random.random() < 0.5)]
@@ -222,7 +241,7 @@ def _can(d: Draw) -> list[Operation]:
 
 @_promise("bytes in use are those of open sequences", "no lies", "CloseAll")
 def _usage(d: Draw) -> list[Operation]:
-    found = [*d.prompt("a"), Fork("a", "b"), *d.prompt("c"), *d.ones("b", 2)]
+    found = [*d.prompt("a"), Fork("a", "b"), Checkpoint("a", "mark"), *d.prompt("c"), *d.ones("b", 2)]
     return [*found, CloseAll(), *d.prompt("d"), *d.ones("d", 2), CloseAll()]
 
 
@@ -246,12 +265,16 @@ def _any(d: Draw, names: list[str], new: str) -> Operation:
     if not names or (len(names) < 8 and r.random() < 0.08):
         return Open(new)
     name, other = r.choice(names), r.choice(names)
-    kind = r.choices(("step", "fail", "rollback", "fork", "reorder", "reload", "close", "misuse"), _WEIGHTS)[0]
+    kind = r.choices([*_WEIGHTS], [*_WEIGHTS.values()])[0]
     if kind == "rollback":
         n_tokens = r.choice((d.back(), d.back(), r.randint(1, 60)))
         return Rollback(name, n_tokens)
     if kind == "fork" and len(names) < 8:
         return Fork(name, new)
+    if kind == "checkpoint":
+        return Checkpoint(name, f"mark of {name}")
+    if kind == "return":
+        return ReturnTo(name, f"mark of {name}")
     if kind == "reorder":
         return Reorder(tuple({name: other, other: r.choice(names)}.items()))
     if kind == "reload":
@@ -265,4 +288,7 @@ def _any(d: Draw, names: list[str], new: str) -> Operation:
     return Step(requests, fail_after=r.randrange(5) if kind == "fail" else None)
 
 
-_WEIGHTS = (50, 5, 18, 8, 6, 3, 5, 4)
+_WEIGHTS = {
+    "step": 50, "fail": 5, "rollback": 18, "checkpoint": 4, "return": 6, "fork": 8, "reorder": 6, "reload": 3,
+    "close": 5, "misuse": 4,
+}  # fmt: skip

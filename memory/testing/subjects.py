@@ -102,4 +102,21 @@ def all_subjects() -> dict[str, Callable[[], Adapter]]:
     return found
 
 
+_BACK = frozenset(
+    {
+        "tokens taken back leave no trace",
+        "a part of a chunk taken back leaves no trace",
+        "a sequence can go back twice, and back and forth",
+        "a checkpoint stays as it was, whatever its family does",
+        "a saved sequence can go back",
+        "a fork can go back, and its origin stays",
+        "it says what it can",
+        "anything, in any order",
+    }
+)
+REFUSED: dict[str, frozenset[str]] = {
+    "hybrid, no rollback window": _BACK,  # It takes nothing back but everything.
+    "hybrid, small budget": frozenset({"anything, in any order"}),  # Eight sequences do not fit.
+}
+"""Subject -> promises that it refuses, in part at least."""
 _DEFERRING = ("gated_delta", "mamba1", "rwkv7", "ssd")

@@ -7,23 +7,30 @@ from typing import Any
 import pytest
 
 from memory.testing.adapter import Factory
-from memory.testing.checking import check, load_factory
+from memory.testing.checking import allowed_refusals, check, load_factory
 from memory.testing.promises import PROMISES
-from memory.testing.subjects import all_subjects
+from memory.testing.subjects import REFUSED, all_subjects
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
     """Take each subject that the command line names."""
     names = metafunc.config.getoption("subject")
-    subjects = {name: load_factory(name) for name in names} if names else all_subjects()
-    metafunc.parametrize("factory", subjects.values(), ids=subjects.keys())
+    try:
+        subjects = {name: load_factory(name) for name in names} if names else all_subjects()
+        allowed = allowed_refusals(metafunc.config.getoption("allow_refused"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    own = {} if names else REFUSED
+    chosen = [(factory, allowed | own.get(name, frozenset())) for name, factory in subjects.items()]
+    metafunc.parametrize(("factory", "allowed"), chosen, ids=subjects.keys())
     metafunc.parametrize("promise", PROMISES)
 
 
-def test_a_promise_is_kept(factory: Factory, promise: str, pytestconfig: Any) -> None:
-    """Fails if the promise is broken; skips if the memory refuses what it is about."""
+def test_a_promise_is_kept(factory: Factory, allowed: frozenset[str], promise: str, pytestconfig: Any) -> None:
+    """Fails if the promise is broken, or refused; skips if it may be refused, and is."""
     seed, n_examples = pytestconfig.getoption("subject_seed"), pytestconfig.getoption("subject_examples")
     (result,) = check(factory, [promise], seed=seed, n_examples=n_examples)
-    if result.verdict == "refused":
+    if result.verdict == "refused" and promise in allowed:
         pytest.skip(result.why)
+    assert result.verdict != "refused", f'refused (--allow-refused "{promise}"): {result.why}'
     assert result.verdict == "passed", f"seed {result.seed}: {result.why}"

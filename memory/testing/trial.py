@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from memory.testing.adapter import AbsentError, Adapter, Factory, Handle, InjectedError, Logits, RefusedError
 from memory.testing.histories import (
+    Checkpoint,
     Close,
     CloseAll,
     Fed,
@@ -22,12 +24,14 @@ from memory.testing.histories import (
     Parts,
     Reload,
     Reorder,
+    ReturnTo,
     Rollback,
     Step,
     head,
     joined,
     length_of,
 )  # fmt: skip
+from memory.testing.tally import Tally
 
 
 class BrokenPromiseError(Exception):
@@ -80,17 +84,6 @@ class Oracle:
         return self._adapter.step({sequence: tokens})[0]
 
 
-@dataclass
-class Tally:
-    """Counts what was done and compared."""
-
-    operations: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    done: Counter[str] = field(default_factory=Counter)
-    compared: int = 0
-    why: str = ""
-
-
 @dataclass(frozen=True)
 class _Row:
     """Outputs that are still to be compared: those of the last tokens of `parts`, made by operation `at`."""
@@ -100,76 +93,113 @@ class _Row:
     at: int
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """Holds a checkpoint, the sequence that it was taken of, and what that sequence was then."""
+
+    handle: Handle
+    source: str
+    parts: Parts
+    peak: int
+
+
 class Trial:
     """Runs one history on a new memory.
 
     Args:
         oracle: may serve many trials of the same factory.
+        window_tokens: how far a memory must go back, from the furthest position of a sequence; what is asked for beyond
+            may be refused.
     """
 
-    def __init__(self, factory: Factory, oracle: Oracle, tally: Tally) -> None:
-        self._factory, self._oracle, self._tally = factory, oracle, tally
-        self._adapter: Adapter = factory()
+    def __init__(self, factory: Factory, oracle: Oracle, tally: Tally, window_tokens: int = 8) -> None:
+        self._factory, self._oracle, self._tally, self._window_tokens = factory, oracle, tally, window_tokens
+        self._at = 0
+        with self._guarded("making it"):
+            self._adapter: Adapter = factory()
         self._handles: dict[str, Handle] = {}
         self._parts: dict[str, Parts] = {}
+        self._peaks: dict[str, int] = {}
+        self._marks: dict[str, _Mark] = {}
         self._rows: list[_Row] = []
         self._loaded: set[Handle] = set()
-        self._at = 0
+        self._is_out_of_reach = False
         self._unused = self._usage()
 
     def run(self, history: History) -> None:
         """Raise `BrokenPromiseError` at the first operation that does not do what it must."""
         for self._at, operation in enumerate(history):
-            before = self._usage()
+            before, kind = self._usage(), type(operation).__name__
+            self._is_out_of_reach = False
             try:
-                if not self._do(operation):
-                    continue  # of a sequence that is not there, as may be in a history that was made smaller
-                self._tally.done[type(operation).__name__] += 1
+                with self._guarded("it"):
+                    is_done = self._do(operation)
+                if not is_done:
+                    continue  # The sequence is not there, as may be in a history that was made smaller.
+                self._tally.done[kind] += 1
             except RefusedError as error:
-                self._tally.refused[type(operation).__name__] += 1
-                self._tally.why = self._tally.why or str(error)
+                if isinstance(error, AbsentError):
+                    self._tally.lack(_absent_part(operation), str(error))
+                else:
+                    self._tally.refuse(kind, str(error), is_allowed=self._is_out_of_reach)
                 if self._usage() != before:
                     raise self._broken(f"it refused ({error}) and uses {self._usage()} bytes, not {before}") from error
-            except BrokenPromiseError:
-                raise
-            except Exception as error:
-                raise self._broken(f"it raised {type(error).__name__}: {error}") from error
             self._tally.operations += 1
             self._check_books()
+        self._note_events(self._adapter)
         self._compare()
+
+    @contextmanager
+    def _guarded(self, who: str) -> Iterator[None]:
+        """Turn what the subject raises into a fault, unless it is a refusal: also what would end this process, or make
+        a test runner skip.
+        """
+        try:
+            yield
+        except (BrokenPromiseError, RefusedError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise self._broken(f"{who} raised {type(error).__name__}: {error}") from error
+
+    def _note_events(self, adapter: Adapter) -> None:
+        with self._guarded("its count of events"):
+            self._tally.events.update(adapter.events())
 
     def _broken(self, why: str) -> BrokenPromiseError:
         return BrokenPromiseError(why, self._at)
 
     def _usage(self) -> int | None:
         try:
-            return self._adapter.usage()
+            with self._guarded("its count of bytes"):
+                return self._adapter.usage()
         except AbsentError:
             return None
 
     def _check_books(self) -> None:
         try:
-            self._adapter.check()
-            for name, parts in self._parts.items():
-                length = self._adapter.length(self._handles[name])
-                if length != length_of(parts):
-                    raise self._broken(f"{name} has {length_of(parts)} tokens, and the memory says {length}")
-        except AbsentError:
-            return
-        except BrokenPromiseError:
-            raise
-        except Exception as error:
-            raise self._broken(f"its own check raised {type(error).__name__}: {error}") from error
+            with self._guarded("its own check"):
+                self._adapter.check()
+                for name, parts in self._parts.items():
+                    length = self._adapter.length(self._handles[name])
+                    if length != length_of(parts):
+                        raise self._broken(f"{name} has {length_of(parts)} tokens, and the memory says {length}")
+                    self._tally.done["Length"] += 1
+        except AbsentError as error:
+            self._tally.lack("Length", str(error))
 
     def _do(self, operation: Operation) -> bool:
         """Return False if it cannot be asked for."""
         match operation:
             case Open(name) if name not in self._handles:
-                self._handles[name], self._parts[name] = self._adapter.open(), ()
+                self._handles[name], self._parts[name], self._peaks[name] = self._adapter.open(), (), 0
             case Step():
                 return self._step(operation)
             case Rollback(name, n_tokens) if self._parts.get(name):
                 self._rollback(name, max(0, length_of(self._parts[name]) - n_tokens))
+            case Checkpoint(source, name) if source in self._handles:
+                self._mark(source, name)
+            case ReturnTo(name, mark) if name in self._handles and mark in self._marks:
+                self._return_to(name, self._marks[mark])
             case Fork(source, name) if source in self._handles and name not in self._handles:
                 self._handles[name] = self._adapter.fork(self._handles[source])
                 self._copy({name: source})
@@ -178,8 +208,7 @@ class Trial:
             case Reload(name, anew) if name in self._handles:
                 self._reload([*self._handles] if anew else [name], anew)
             case Close(name) if name in self._handles:
-                self._adapter.close(self._handles.pop(name))
-                del self._parts[name]
+                self._close(name)
             case CloseAll():
                 self._close_all()
             case Misuse(name, how) if name in self._handles:
@@ -195,17 +224,22 @@ class Trial:
         asked = {self._handles[name]: list(tokens) for name, tokens in requests.items()}
         try:
             rows = self._adapter.step(asked, fail_after=operation.fail_after)
-        except InjectedError:
+        except InjectedError as error:
+            if operation.fail_after is None:
+                raise self._broken("it raised the error of a failing layer, and no layer was to fail") from error
             self._tally.done["Fault"] += 1
             return True
         for (name, tokens), logits in zip(requests.items(), rows, strict=True):
             self._parts[name] = (*self._parts[name], Fed(tokens))
+            self._peaks[name] = max(self._peaks[name], length_of(self._parts[name]))
+            self._tally.done["Fed"] += len(tokens)
             self._rows.append(_Row(self._parts[name], np.asarray(logits, np.float32), self._at))
         return True
 
     def _rollback(self, name: str, to: int) -> None:
         said = self._adapter.can("rollback", self._handles[name], to)
         self._tally.done["Answer"] += said is not None
+        self._is_out_of_reach = to < self._peaks[name] - self._window_tokens
         try:
             self._adapter.rollback(self._handles[name], to)
         except RefusedError as error:
@@ -215,19 +249,44 @@ class Trial:
         if said is False:
             raise self._broken(f"it said that it cannot go back to {to}, and did")
         self._tally.done["Return"] += self._handles[name] in self._loaded
+        self._tally.done["TakenBack"] += length_of(self._parts[name]) - to
         self._parts[name] = head(self._parts[name], to)
+        self._peaks[name] = self._peaks[name] if to else 0
+
+    def _mark(self, source: str, name: str) -> None:
+        handle = self._adapter.checkpoint(self._handles[source])
+        if name in self._marks:
+            self._adapter.close(self._marks[name].handle)
+        self._marks[name] = _Mark(handle, source, self._parts[source], self._peaks[source])
+
+    def _return_to(self, name: str, mark: _Mark) -> None:
+        self._adapter.return_to(self._handles[name], mark.handle)
+        self._parts[name], self._peaks[name] = mark.parts, mark.peak
+
+    def _forget_marks(self, name: str) -> None:
+        """Close the checkpoints that were taken of a sequence: it becomes another one."""
+        for mark in [mark for mark, its in self._marks.items() if its.source == name]:
+            self._adapter.close(self._marks.pop(mark).handle)
+
+    def _close(self, name: str) -> None:
+        self._forget_marks(name)
+        self._adapter.close(self._handles.pop(name))
+        del self._parts[name], self._peaks[name]
 
     def _reorder(self, operation: Reorder) -> bool:
         moves = {a: b for a, b in operation.moves if a in self._handles and b in self._handles}
         if not moves:
             return False
         self._adapter.reorder({self._handles[a]: self._handles[b] for a, b in moves.items()})
+        for name in moves:
+            self._forget_marks(name)
         self._copy(moves)
-        return True
+        return any(a != b for a, b in moves.items())
 
     def _copy(self, moves: dict[str, str]) -> None:
         """Note that each key is now what its value was."""
         self._parts |= {a: self._parts[b] for a, b in moves.items()}
+        self._peaks |= {a: self._peaks[b] for a, b in moves.items()}
 
     def _reload(self, names: list[str], anew: bool) -> None:
         """Load copies before the originals are closed: a memory may have no room for them."""
@@ -238,15 +297,17 @@ class Trial:
                 old.save(self._handles[name], path)
             copies = {name: new.load(path) for name, path in paths.items()}
         for name in names:
+            self._forget_marks(name)
             old.close(self._handles[name])
+        if anew:
+            self._note_events(old)
         self._adapter = new
         self._handles |= copies
         self._loaded = {*copies.values()}
 
     def _close_all(self) -> None:
         for name in list(self._handles):
-            self._adapter.close(self._handles.pop(name))
-            del self._parts[name]
+            self._close(name)
         if self._unused is None:
             raise AbsentError("it does not say what it uses")
         if self._usage() != self._unused:
@@ -261,9 +322,9 @@ class Trial:
                 adapter.step({sequence: tokens[how]})
             else:
                 adapter.rollback(sequence, length + 1 if how == "a position too large" else -1)
-        except AbsentError:
+        except (AbsentError, KeyboardInterrupt):
             raise
-        except Exception:  # in whatever words
+        except BaseException:  # It may refuse in whatever words.
             if self._usage() != before:
                 raise self._broken(f"it refused {how}, and uses {self._usage()} bytes, not {before}") from None
             return
@@ -296,7 +357,9 @@ class Trial:
                 return self._oracle.logits(steps)
             except RefusedError:
                 return self._oracle.logits(tuple(Fed(part.tokens) for part in row.parts))
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise BrokenPromiseError(f"its text, fed alone, raised {type(error).__name__}: {error}", row.at) from error
 
     def _agree(self, row: _Row, expected: Logits, spread: float, is_alike: bool) -> None:
@@ -316,3 +379,13 @@ class Trial:
             raise BrokenPromiseError(
                 f"outputs are off by {worst / spread:.2g} of their spread from recomputed ones", row.at
             )
+
+
+def _absent_part(operation: Operation) -> str:
+    """Return which of the calls an operation lacked, of a memory that does not have it."""
+    match operation:
+        case Step(fail_after=int()):
+            return "Fault"
+        case Misuse(how=how) if "position" in how:
+            return "Rollback"
+    return type(operation).__name__

@@ -12,14 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memory.views.palette import COLOURS
+
 if TYPE_CHECKING:
     from rich.console import Group
-
-PART_COLOURS = {
-    "body": "#0072B2", "tail": "#E69F00", "head": "#009E73", "checkpoints": "#CC79A7", "steps": "#56B4E9",
-    "shared": "#999999",
-}  # fmt: skip
-"""Colours of Okabe and Ito (2008), which colour-blind readers can tell apart too."""
 
 _LINE = "1px solid rgba(128,128,128,.35)"
 
@@ -117,7 +113,7 @@ def as_html(title: str, lines: list[str], bar: dict[str, int], total_bytes: int,
     for part, n_bytes in bar.items():
         if not n_bytes:
             continue
-        colour, label = PART_COLOURS[part], f"{part} {format_bytes(n_bytes)}"
+        colour, label = COLOURS[part], f"{part} {format_bytes(n_bytes)}"
         pieces.append(
             f'<div title="{escape(label)}" style="width:{100 * n_bytes / total_bytes:.3f}%;background:{colour}"></div>'
         )

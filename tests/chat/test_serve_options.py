@@ -18,6 +18,7 @@ from chat.cli import app as commands
 from chat.commands.fleet import FLEET
 from chat.commands.option_table import Chosen, Option, command_of
 from chat.commands.serve_options import SERVE
+from chat.commands.serving import memory_options
 from chat.engine.engine import Engine
 from chat.server import ServerOptions
 from memory import HybridMemory
@@ -156,6 +157,18 @@ def test_the_environment_is_refused_by_name(name: str, value: str, word: str) ->
     result, got = run([], **{name: value})
     said = " ".join(result.stderr.replace("│", " ").split())
     assert (result.exit_code, got) == (2, {}) and name in said and word in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "budget"),
+    [([], "8MiB"), (["--model", "folder"], "1GiB"), (["--budget", "3GiB"], 3 << 30), (["--model=x", "--budget=5"], 5)],
+)
+def test_the_embedded_model_has_a_budget_that_fills(arguments: list[str], budget: object) -> None:
+    found: list[dict[str, Any]] = []
+    app = typer.Typer()
+    app.command()(command_of(SERVE + FLEET, lambda chosen: found.append(memory_options(chosen)), name="serve"))
+    CliRunner().invoke(app, arguments)
+    assert found[0]["budget"] == budget
 
 
 def test_variables_of_others_are_left_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -60,9 +61,17 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
     for path in tmp_path.rglob("*.css"):
         assert not re.search(r"""(@import|url\()\s*["']?(https?:)?//""", path.read_text(encoding="utf-8")), path
 
+    check_search((tmp_path / "search" / "search_index.json").read_text(encoding="utf-8"))
     check_reference(texts)
     check_architecture(texts["architecture.html"])
     assert "<h1" in texts["changelog.html"] and "HybridMemory" in texts["changelog.html"]
+
+
+def check_search(index: str) -> None:
+    """What newcomers look for is the heading of a section, which the search lists first."""
+    titles = {unescape(entry["title"]).lower() for entry in json.loads(index)["docs"]}
+    wanted = ("plain install", "licence", "what a checkpoint costs", "fork at an earlier position", "adding a model")
+    assert [title for title in (*wanted, "examples") if title not in titles] == []
 
 
 def check_reference(texts: dict[str, str]) -> None:

@@ -27,8 +27,10 @@ from memory import (
     StateTensor,
     StepError,
 )
+from memory.build import kernels_of
+from memory.eviction import H2O
 from memory.quantization import Quantized
-from memory.recurrences import Fold, SSDShape, mamba1_spec, rg_lru_spec, short_conv_spec
+from memory.recurrences import FAMILIES, Fold, SSDShape, mamba1_spec, rg_lru_spec, short_conv_spec
 from tests.inside import books, layer_memories
 from tests.toy import VOCAB, Toy
 
@@ -343,16 +345,27 @@ def test_how_bodies_move_unless_told(specs: tuple[RecurrentSpec, ...], device: s
 
 
 def test_which_kernels_are_used_can_be_asked(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(HybridMemory(toy.memory_spec, "1MiB").kernels().values()) == {"cpu"}
+    spec = MemorySpec(((replace(DEFERRING, family="ssd"), AttentionSpec(6, 2, 4)),), vocab_size=10)
+    assert set(HybridMemory(spec, "1MiB").kernels().values()) == {"cpu"}
     for dtype in ("bfloat16", "float16"):
-        found = HybridMemory(toy.memory_spec, "1MiB", dtype=dtype, state_dtype=dtype).kernels()
+        found = HybridMemory(spec, "1MiB", dtype=dtype, state_dtype=dtype).kernels()
         assert set(found.values()) == {"cpu"}, "no dtype that a memory has falls to plain torch"
-    spec = MemorySpec(((DEFERRING,),), vocab_size=10)
     for window in (0, 8):
         found = HybridMemory(spec, "1MiB", rollback_window=window, fold="defer").kernels()
         assert set(found.values()) == {"cpu"}, "what stands behind a tail is compiled too"
+    found = HybridMemory(toy.memory_spec.with_policy(H2O(9, recent=2)), "1MiB").kernels()
+    in_torch = {name for name, kernels in found.items() if kernels.startswith("plain torch")}
+    assert in_torch == {"recurrence average", "recurrence delta", "scores and ranks of H2O(9)"}
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")
-    assert set(HybridMemory(toy.memory_spec, "1MiB").kernels().values()) == {"reference"}
+    assert set(HybridMemory(spec, "1MiB").kernels().values()) == {"plain torch"}
+
+
+def test_every_family_of_the_library_has_kernels() -> None:
+    """Those of a `Fold`, which is plain torch, are of the user's own."""
+    for family in FAMILIES.values():
+        spec, recurrence = family.example(torch.Generator())
+        own = not any("recurrence" in name for name in kernels_of(MemorySpec(((spec,),), vocab_size=10), "keep", 8))
+        assert own == (not isinstance(recurrence, Fold)), family.name
 
 
 def test_states_that_must_move_cannot_be_deferred() -> None:

@@ -81,6 +81,8 @@ def snapshot(engine: Engine, model_id: str, sequence_id: Chosen = None) -> dict[
     started = time.perf_counter()
     usage = measure(still.inventory, still.swapped_bytes, still.host_inventory, still.token_bytes)
     memory = engine.memory
+    arena = arena_of(still.inventory)
+    colours = dict(zip(arena["pool_names"], arena["pool_colours"], strict=True))
     shown: dict[str, Any] = {
         "object": "memory",
         "at": time.time(),
@@ -90,9 +92,9 @@ def snapshot(engine: Engine, model_id: str, sequence_id: Chosen = None) -> dict[
         "fold": memory.fold,
         "page_tokens": memory.page_tokens,
         "bytes": _bytes(usage),
-        "kinds": _kinds(usage),
+        "kinds": [row | {"colour": colours[row["kind"]]} for row in _kinds(usage)],
         "sequences": _sequences(usage.by_sequence) | {"n_swapped_out": still.n_swapped_out},
-        "arena": arena_of(still.inventory),
+        "arena": arena,
         "engine": engine_counts(engine),
         "sequence": still.chosen,
     }

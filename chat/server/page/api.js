@@ -159,4 +159,5 @@ export const editNode = (session, id, content) => call("POST", at(session, "/edi
 export const addItems = (session, items) => call("POST", `/v1/conversations/${encodeURIComponent(session)}/items`, { items });
 export const tokenize = (text) => call("POST", "/tokenize", { content: text });
 export const detokenize = (tokens) => call("POST", "/detokenize", { tokens });
+export const memoryNow = () => call("GET", "/v1/memory");
 export const memoryEvents = (sequence, signal) => events("GET", `/v1/memory/events?sequence=${sequence}`, undefined, { signal, quiet: true });

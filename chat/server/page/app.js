@@ -18,7 +18,7 @@ const act = (action) => () => talk.attempt(action);
 function dressUp() {
   dress("new-chat", "plus").append("New conversation");
   dress("open-sidebar", "menu"); dress("close-sidebar", "close");
-  dress("open-inspector", "branch"); dress("close-inspector", "close");
+  dress("open-inspector", "panel"); dress("close-inspector", "close");
   dress("undo", "undo", "Undo: back to where the conversation was");
   dress("redo", "redo", "Redo");
   dress("export", "save", "Export this conversation as JSON");
@@ -35,7 +35,7 @@ function drawList() {
       h("button", { type: "button", class: "session", "aria-current": isOpen ? "page" : null, onclick: act(async () => { layout.closeAll(); await talk.open(session.id); messages.follow(); }) },
         h("bdi", { class: "name" }, title), h("span", { class: "quiet" }, [ago(session.updated_at), count(session.n_nodes, "message"), session.pinned ? "pinned" : ""].filter(Boolean).join(" · "))),
       h("span", { class: "session-tools" },
-        iconButton("edit", `Rename ${title}`, act(async () => {
+        iconButton("rename", `Rename ${title}`, act(async () => {
           const name = await askName(session.title);
           if (name === null) return;
           await api.rename(session.id, name);

@@ -42,7 +42,7 @@ function words(one) {
 
 function readColours() {
   const style = getComputedStyle(canvas), read = (name) => style.getPropertyValue(`--${name}`).trim();
-  return { pools: Array.from({ length: 8 }, (_, i) => read(`pool-${i}`)), free: read("free"), surface: read("surface"), ink: read("ink") };
+  return { pool: read, free: read("free"), surface: read("surface"), ink: read("ink") };
 }
 
 /** Draw the arena of a snapshot. */
@@ -63,6 +63,7 @@ export function draw(data, chosen) {
   paint.fillStyle = colours.free;
   for (let row = 0; row < ROWS; row += 1) paint.fillRect(0, row * (ROW + GAP), width, ROW);
   boxes = [];
+  const of_pools = arena.pool_colours.map(colours.pool);
   let before = 0;
   const perByte = width / rowBytes, own = data.sequence?.id;
   for (const [start, end] of arena.regions) {
@@ -73,14 +74,14 @@ export function draw(data, chosen) {
       while (at < stop) {
         const row = Math.floor(at / rowBytes), until = Math.min(stop, (row + 1) * rowBytes);
         boxes.push({ x: (at - row * rowBytes) * perByte, y: row * (ROW + GAP), w: Math.max(1, (until - at) * perByte), pool: arena.pool_names[arena.pools[i]],
-          colour: colours.pools[arena.pools[i] % 8], owner: arena.owners[i], shared: arena.shared_percent[i], used: arena.used_percent[i], bytes: arena.ends[i] - arena.starts[i] });
+          colour: of_pools[arena.pools[i]], owner: arena.owners[i], shared: arena.shared_percent[i], used: arena.used_percent[i], bytes: arena.ends[i] - arena.starts[i] });
         at = until;
       }
     }
     before += end - start;
   }
   for (const one of boxes) {
-    paint.globalAlpha = (one.owner >= 0 && one.owner % 2 ? 0.72 : 1) * (0.35 + 0.65 * one.used / 100);
+    paint.globalAlpha = one.used < 34 ? 0.4 : one.used < 67 ? 0.7 : 1;
     paint.fillStyle = one.colour;
     paint.fillRect(one.x, one.y, one.w, ROW);
   }
@@ -92,7 +93,7 @@ export function draw(data, chosen) {
   }
   paint.fillStyle = colours.ink;
   for (const one of boxes) if (own !== undefined && one.owner === own) paint.fillRect(one.x, one.y + ROW - 2, Math.max(1, one.w - 1), 2);
-  update(legend, arena.pool_names.map((name, i) => h("span", null, h("i", { class: `swatch pool-${i % 8}` }), name)),
+  update(legend, arena.pool_names.map((name, i) => h("span", null, h("i", { class: `swatch is-${arena.pool_colours[i]}` }), name)),
     h("span", null, h("i", { class: "swatch shared-line" }), "shared"), h("span", null, h("i", { class: "swatch own-line" }), "of the one chosen"));
   const hidden = data.bytes.budget - total;
   caption.textContent = total ? `${bytes(rowBytes)} a row${hidden > 0 ? `; ${bytes(hidden)} are free, and left out` : ""}` : "Nothing is in use.";

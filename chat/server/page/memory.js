@@ -9,7 +9,6 @@ import * as arena from "/page/arena.js";
 import * as sequence from "/page/sequence.js";
 import * as sequences from "/page/sequences.js";
 
-export const POOL_COLOURS = 8;
 const parts = {};
 let chosen = "newest";
 let listening = null;
@@ -114,9 +113,9 @@ function show(data) {
 function drawMeter(data) {
   const { budget, used, host, disk, beside } = data.bytes;
   const bar = h("div", { class: "meter", role: "img", "aria-label": `${bytes(used)} of ${bytes(budget)} in use` });
-  const kinds = data.kinds.map((kind, i) => ({ ...kind, i })).filter((kind) => kind.total);
+  const kinds = data.kinds.filter((kind) => kind.total);
   for (const kind of kinds) {
-    const piece = h("span", { class: `pool-${kind.i % POOL_COLOURS}` });
+    const piece = h("span", { class: `is-${kind.colour}` });
     piece.style.flexGrow = kind.total / budget;
     bar.append(piece);
   }
@@ -124,7 +123,7 @@ function drawMeter(data) {
   free.style.flexGrow = Math.max(0, 1 - used / budget);
   bar.append(free);
   const rows = kinds.map((kind) => h("tr", null,
-    h("th", { scope: "row" }, h("i", { class: `swatch pool-${kind.i % POOL_COLOURS}` }), term(kind.kind.includes("page") ? "pages" : kind.kind.includes("tail") ? "tails" : "states", kind.kind)),
+    h("th", { scope: "row" }, h("i", { class: `swatch is-${kind.colour}` }), term(kind.kind.includes("page") ? "pages" : kind.kind.includes("tail") ? "tails" : "states", kind.kind)),
     h("td", { class: "quiet" }, `${kind.group.replace("_", " ")}, ${count(kind.n_layers, "layer")}`), h("td", { class: "number" }, bytes(kind.total))));
   const outside = [["swapped out to host memory", host], ["swapped out to files", disk], ["offloaded pages", beside["offloaded pages"]]]
     .filter(([, n]) => n).map(([words, n]) => h("tr", null, h("th", { scope: "row", colspan: "2" }, h("i", { class: "swatch outside" }), term("swapped", words)), h("td", { class: "number" }, bytes(n))));

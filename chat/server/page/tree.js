@@ -6,6 +6,7 @@ import { $, h, s } from "/page/dom.js";
 import { describe } from "/page/costs.js";
 import { bytes, clip, count } from "/page/format.js";
 
+const STEPS = ["○", "◐", "●"]; // what going somewhere costs: nothing, a part of the prompt, all of it
 const ROW = 34, LANE = 16, LEFT = 14, CHARACTER = 6.9, MARGIN = 6;
 const items = new Map(); // id of a node -> its element, of the rows that are drawn
 let rows = [];
@@ -19,9 +20,7 @@ export function start() {
     h("p", { class: "empty" }, "The tree of this conversation appears here. Each edit, regenerated reply and branch is one more line, and none is lost."),
     h("div", { id: "tree", hidden: true }),
     h("div", { class: "legend" },
-      h("span", null, h("i", { class: "dot level-0" }), "free to go to"),
-      h("span", null, h("i", { class: "dot level-1" }), "some tokens"),
-      h("span", null, h("i", { class: "dot level-2" }), "the whole prompt")));
+      ["free to go to", "some tokens", "the whole prompt"].map((words, level) => h("span", null, h("b", null, STEPS[level]), words))));
   subscribe(draw);
   new ResizeObserver(() => { shown = null; draw(); }).observe($("tree-panel"));
   let isDue = false; // scrolling says so more often than the screen can show it
@@ -126,7 +125,7 @@ function focus(i) {
 function item(row, i) {
   const { node, lane } = row, cost = describe(node.cost), { width, head } = shown, isHead = node.id === head;
   const left = x(lane) + 13, who = node.role === "assistant" ? "A reply" : node.role === "user" ? "Your message" : node.role;
-  const room = Math.floor((width - left - 10 - (cost.short.length + 1) * CHARACTER * 0.95) / CHARACTER);
+  const room = Math.floor((width - left - 10 - (cost.short.length + 3) * CHARACTER * 0.95) / CHARACTER);
   const own = node.bytes && node.bytes.own + node.bytes.shared ? `${bytes(node.bytes.own)} of its own, ${bytes(node.bytes.shared)} shared` : "no checkpoint of its own";
   const tip = `${cost.words}\n${own}\n${count(node.position, "token")} up to here${node.pinned ? "\npinned" : ""}`;
   const snippet = clip(node.text.slice(0, 400).replace(/\s+/g, " ").trim() || "(empty)", Math.max(3, room));
@@ -148,5 +147,5 @@ function item(row, i) {
   s("circle", { class: "dot", cx: x(lane), cy: y(i), r: node.role === "assistant" ? 5.5 : 4.5 }),
   node.pinned && s("circle", { class: "pinned", cx: x(lane), cy: y(i), r: 8.5 }),
   s("text", { class: "snippet", x: left, y: y(i) + 4.5 }, snippet, " "),
-  s("text", { class: `cost level-${cost.level}`, x: width - 8, y: y(i) + 4, "text-anchor": "end" }, cost.short));
+  s("text", { class: `cost level-${cost.level}`, x: width - 8, y: y(i) + 4, "text-anchor": "end" }, cost.short && `${cost.short} ${STEPS[cost.level]}`));
 }

@@ -17,7 +17,7 @@ from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, 
 from memory.errors import HybridMemoryError, SequenceError
 from memory.eviction import H2O, Quest, Recent
 from memory.quantization import Quantized
-from memory.views import text_tables as tables_module
+from memory.views.palette import COLOURS
 from memory.views.text_tables import Table, format_bytes
 from tests.inside import layer_memories
 from tests.toy import Toy
@@ -304,7 +304,7 @@ def test_html_takes_its_colours_from_the_page() -> None:
         assert set(re.findall(r"background:([^;\"]+)", html)) <= {
             "transparent",
             "rgba(128,128,128,.15)",
-            *tables_module.PART_COLOURS.values(),
+            *COLOURS.values(),
         }
 
 

@@ -1,0 +1,76 @@
+"""Counts what a memory has done, has refused and does not have, so that a report can say what it never showed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+EXERCISED = {
+    "Step": "steps",
+    "Rollback": "rollbacks",
+    "ReturnTo": "returns to checkpoints",
+    "Fork": "forks",
+    "Reorder": "reorderings",
+    "Reload": "sequences saved and loaded",
+    "Fault": "steps that failed",
+    "Misuse": "wrong calls refused",
+    "Answer": "answers to whether it can go back",
+    "Length": "lengths compared",
+    "CloseAll": "bytes compared",
+    "Fed": "tokens fed",
+    "TakenBack": "tokens taken back",
+}
+"""What is counted as done -> words for it."""
+_REQUIRED = frozenset({"Open", "Step", "Close"})
+"""Calls that every memory has: to say that one is absent is to refuse it."""
+
+
+@dataclass
+class Tally:
+    """Counts what came of the operations of a promise's histories.
+
+    Attributes:
+        done: operations that had an effect, and what `EXERCISED` names besides.
+        refused: operations that a memory must do, and refused.
+        absent: operations that it does not have.
+        events: what happened inside of the memory, by the adapter's words.
+        why: the first reason for each of "refused", "absent" and "out of reach", which a memory may refuse.
+    """
+
+    operations: int = 0
+    compared: int = 0
+    done: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    absent: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+    why: dict[str, str] = field(default_factory=dict)
+
+    def lack(self, kind: str, why: str) -> None:
+        """Count a call that the memory says it does not have."""
+        if kind in _REQUIRED:
+            self.refuse(kind, why)
+            return
+        self.absent[kind] += 1
+        self.why.setdefault("absent", why)
+
+    def refuse(self, kind: str, why: str, *, is_allowed: bool = False) -> None:
+        """Count a refusal; `is_allowed`: of what a memory need not do."""
+        if not is_allowed:
+            self.refused[kind] += 1
+        self.why.setdefault("out of reach" if is_allowed else "refused", why)
+
+    @property
+    def n_refused(self) -> int:
+        """Return how many operations were refused that must be done, or were absent at times and done at others."""
+        return self.refused.total() + sum(n for kind, n in self.absent.items() if self.done[kind])
+
+    @property
+    def first_reason(self) -> str:
+        """Return the reason that says most about why a promise was not shown."""
+        found = (self.why.get(kind) for kind in ("refused", "absent", "out of reach"))
+        return next(filter(None, found), "it does not say, or has nothing that could fail")
+
+    @property
+    def exercised(self) -> dict[str, int]:
+        """Return how often each thing happened, 0 for what never did."""
+        return {words: self.done[kind] for kind, words in EXERCISED.items()} | self.events
