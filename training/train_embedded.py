@@ -85,13 +85,15 @@ STAGES = (
     # Then words of any letters. Repeating what was just said is the shortest way to learn how to copy several tokens;
     # without it, that takes many times as many steps to begin.
     Stage(
-        4400,
+        3600,
         2e-3,
         (
-            Phase(0.17, 72, 16, spelt=0.63, echoes=0.35, talk=(0.0, 0.0, 0.15), asks=0.6, most_facts=3),
-            Phase(0.37, 128, 10, spelt=0.81, echoes=0.12, talk=(0.0, 0.15, 0.35), most_facts=6),
-            Phase(0.62, 224, 6, spelt=0.83, echoes=0.05, invented=0.3, talk=(0.0, 0.2, 0.5)),
-            Phase(1.0, 320, 5, spelt=0.83, echoes=0.02, invented=0.3, talk=(0.0, 0.3, 0.6)),
+            Phase(0.21, 72, 16, spelt=0.63, echoes=0.35, talk=(0.0, 0.0, 0.15), asks=0.6, most_facts=3),
+            Phase(0.38, 128, 10, spelt=0.81, echoes=0.12, talk=(0.0, 0.15, 0.35), most_facts=6),
+            Phase(0.51, 200, 6, spelt=0.84, echoes=0.05, invented=0.3, talk=(0.0, 0.2, 0.5)),
+            Phase(0.72, 256, 10, spelt=0.82, echoes=0.03, invented=0.3, talk=(0.0, 0.2, 0.5)),
+            Phase(0.87, 320, 8, spelt=0.69, echoes=0.02, invented=0.3, talk=(0.0, 0.25, 0.55)),
+            Phase(1.0, 224, 12, spelt=0.81, echoes=0.01, invented=0.3, talk=(0.0, 0.15, 0.45), most_facts=5),
         ),
     ),
 )
