@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from chat.commands.inspect import inspect
 from chat.commands.plan import plan
 from chat.commands.serve import serve
 from chat.commands.simulate import simulate
-from chat.commands.start import load, one_line_errors
+from chat.commands.start import ABOUT_EMBEDDED, load, one_line_errors
 
 if TYPE_CHECKING:
     from chat.console import Reply
@@ -106,6 +107,8 @@ def chat(
         from chat.commands.terminal import Settings, run_terminal
 
         language_model, tokenizer = load(model, device, dtype, weights)
+        if model == "embedded" and sys.stdin.isatty():
+            typer.echo(ABOUT_EMBEDDED, err=True)
         run_terminal(language_model, tokenizer, Settings(budget, system, max_tokens, temperature, seed, resume))
 
 
@@ -183,6 +186,8 @@ def demo(
 
         console = make_console()
         language_model, tokenizer = load(model, device, dtype, weights)
+        if model == "embedded":
+            console.print(ABOUT_EMBEDDED, highlight=False)
         with live_stage(console) as on_word:
             report = run_demo(
                 language_model, tokenizer, n_users=users, n_turns=turns, seed=seed, budget=budget, on_word=on_word

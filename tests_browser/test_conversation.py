@@ -43,6 +43,21 @@ def test_a_conversation_has_a_name_a_tree_and_its_costs(cats: Any) -> None:
     assert re.search(r"Going here is (free: |from |the whole prompt, )", label)
 
 
+def test_the_page_suggests_what_the_embedded_model_can_talk_about(page: Any) -> None:
+    suggestions = page.locator(".suggestion")
+    expect(page.locator(".welcome")).to_contain_text("names, cities, colours and numbers")
+    suggestions.filter(has_text="My cat").click()
+    expect(last_reply(page)).to_have_text("Okay, noted.")
+    settled(page)
+    expect(suggestions).to_have_text(["What is my cat called?"])
+    say(page, "My favourite colour is red.")
+    expect(suggestions).to_have_text(["What is my favourite colour?", "What is my cat called?"])
+    suggestions.first.click()
+    settled(page)
+    expect(bubbles(page)).to_have_count(6)
+    expect(suggestions).to_have_text(["What is my cat called?"])
+
+
 def test_a_message_that_is_edited_and_answered_is_a_sibling(cats: Any) -> None:
     act(bubbles(cats).first, "Edit")
     cats.get_by_role("textbox", name="The new text").fill("My cat is called Luna.")

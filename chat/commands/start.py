@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from models import LanguageModel
     from models.loading.weight_formats import WeightFormat
 
+ABOUT_EMBEDDED = (
+    "The embedded model is tiny, and talks about nothing but what you tell it: names, cities, colours and numbers, "
+    'spelt as you like. Say "My cat is called Tom." or "I live in Berlin.", change your mind, and ask: "What is my '
+    'cat called?"'
+)
+
 
 def load(model: str, device: str, dtype: str, weights: str) -> tuple[LanguageModel, Tokenizer]:
     """Load a model and its tokenizer by a folder, a hub id or "embedded". Raises the library's errors."""

@@ -142,6 +142,7 @@ def test_the_demo_prints_its_table_and_succeeds() -> None:
     result = CliRunner().invoke(app, ["demo", "--users", "3", "--turns", "4"])
     assert result.exit_code == 0, result.output
     for words in (
+        "model is tiny",  # What it can talk about is said first.
         "expected",
         "user 3",
         "fork A",

@@ -41,6 +41,7 @@ shows no other name.
 OTHERS = (
     "python -m benchmarks.mutants",
     "python -m memory.testing",
+    "python -m training.evaluate",
     "pytest --pyargs memory.testing",
     "python -m pytest",
     "python3 -m venv",

@@ -6,6 +6,7 @@ import * as messages from "/page/messages.js";
 import * as tree from "/page/tree.js";
 import * as memory from "/page/memory.js";
 import * as layout from "/page/layout.js";
+import * as suggestions from "/page/suggestions.js";
 import * as tips from "/page/tips.js";
 import * as tour from "/page/tour.js";
 import { askKey, askName, openSettings } from "/page/settings.js";
@@ -120,12 +121,20 @@ async function upload(file) {
   await talk.open(made.id);
 }
 
+const suggestion = (text) => h("button", { type: "button", class: "suggestion", onclick: () => { $("text").value = text; grow(); submit(); } }, text);
+
 function greeting() {
-  const say = (text) => h("button", { type: "button", class: "suggestion", onclick: () => { $("text").value = text; grow(); submit(); } }, text);
+  const isEmbedded = state.model === "embedded";
   return h("div", { class: "welcome" }, h("h2", null, "Talk, change your mind, go back"),
     h("p", null, "Every message can be edited, answered again or branched from, and nothing that was computed is lost. The tree shows each way; the memory shows what it takes."),
-    state.model === "embedded" ? h("div", { class: "suggestions" }, say("My cat is called Milo."), say("My favourite colour is green.")) : "",
-    state.model === "embedded" ? h("p", { class: "quiet" }, "The embedded model is tiny: it remembers names, colours, cities, foods and numbers, and says so.") : "");
+    isEmbedded ? h("div", { class: "suggestions" }, ...suggestions.beginnings().map(suggestion)) : "",
+    isEmbedded ? h("p", { class: "quiet" }, suggestions.ABOUT) : "");
+}
+
+/** Questions that the embedded model can answer now, below its newest reply. */
+function furtherQuestions(path) {
+  const texts = state.model === "embedded" ? suggestions.questions(path.filter((node) => node.role === "user").map((node) => node.text)) : [];
+  return texts.length ? h("div", { class: "suggestions" }, ...texts.map(suggestion)) : null;
 }
 
 function keys(event) {
@@ -156,6 +165,7 @@ async function start() {
   api.onKeyNeeded(askKey);
   dressUp();
   messages.onEmpty(greeting);
+  messages.onReply(furtherQuestions);
   messages.start(); tree.start(); tips.start(); startComposer(); layout.start();
   subscribe(draw);
   $("new-chat").addEventListener("click", () => { layout.closeAll(); talk.startNew(); $("text").focus(); });

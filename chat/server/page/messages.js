@@ -15,9 +15,13 @@ let sticks = true;
 let most = AT_ONCE; // messages that are shown: of thousands the newest, until more are asked for
 let shownSession = null;
 let greeting = () => null;
+let further = () => null;
 
 /** Set what is shown where there is no message yet. */
 export function onEmpty(make) { greeting = make; }
+
+/** Set what is shown below the newest reply: an element for the path that ends in it, or null. */
+export function onReply(make) { further = make; }
 
 export function start() {
   const scroll = $("scroll");
@@ -38,6 +42,9 @@ function draw() {
   } else if (path.length && path.at(-1).role === "user") {
     shown.push(keyed("answer", path.at(-1).id, () => h("p", { class: "offer" },
       h("button", { type: "button", class: "primary", onclick: () => talk.attempt(() => talk.answer(path.at(-1).id)) }, "Answer this"))));
+  } else if (path.length && isReply(path.at(-1)) && editing === null) {
+    const more = further(path);
+    if (more) shown.push(keyed("further", more.textContent, () => more));
   }
   if (state.trouble) shown.push(keyed("trouble", state.trouble, () => trouble(state.trouble)));
   if (!shown.length) shown.push(keyed("empty", state.model, () => greeting()));
