@@ -139,6 +139,8 @@ def make_facts_dialogue(
     asks: float = 0.5,
     most_facts: int = 6,
     unknown: float = 0.1,
+    changes: float = 0.25,
+    alike: float = 0.0,
 ) -> list[Turn]:
     """Make a dialogue of `n_turns` turns about facts of any words; it ends in a question.
 
@@ -147,6 +149,8 @@ def make_facts_dialogue(
         asks: share of questions among the turns that are no small talk.
         most_facts: facts told at most, changes aside.
         unknown: share of questions for what was never told.
+        changes: share of tellings that change a fact told before.
+        alike: share of new facts whose values are of a kind that was told before, and so are easily taken for it.
     """
     told: dict[str, tuple[Fact, str]] = {}
     turns: list[Turn] = []
@@ -159,18 +163,26 @@ def make_facts_dialogue(
         told[fact.key] = (fact, value)
         return value
 
+    def choose() -> Fact:
+        fact = choose_fact(rng, words)
+        if told and rng.random() < alike:
+            kinds = {other.kind for other, _ in told.values()}
+            while fact.kind not in kinds:
+                fact = choose_fact(rng, words)
+        return fact
+
     while len(turns) < n_turns:
         is_last, roll = len(turns) == n_turns - 1, rng.random()
         if not is_last and roll < talk:
             turns.append(small_talk(rng))
         elif not told or (not is_last and roll < talk + (1 - asks) * (1 - talk)):
-            is_change = bool(told) and (len(told) >= most_facts or rng.random() < 0.25)
-            fact = rng.choice(list(told.values()))[0] if is_change else choose_fact(rng, words)
+            is_change = bool(told) and (len(told) >= most_facts or rng.random() < changes)
+            fact = rng.choice(list(told.values()))[0] if is_change else choose()
             is_change = fact.key in told
             value = tell(fact)
             text = rng.choice(fact.change if is_change else fact.say).format(value)
             if len(told) < most_facts and rng.random() < 0.15:
-                other = choose_fact(rng, words)
+                other = choose()
                 if other.key not in told:
                     second = tell(other)
                     joined = other.joined.format(second)

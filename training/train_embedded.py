@@ -55,6 +55,7 @@ class Phase:
         talk: shares of small talk that a dialogue may have.
         asks: share of questions among the other turns of dialogues of any letters.
         most_facts: facts that these have at most.
+        changes, alike: see `training.facts.make_facts_dialogue`.
     """
 
     until: float
@@ -66,6 +67,8 @@ class Phase:
     talk: tuple[float, ...] = (0.1, 0.35, 0.6)
     asks: float = 0.5
     most_facts: int = 7
+    changes: float = 0.25
+    alike: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,16 @@ STAGES = (
             Phase(0.72, 256, 10, spelt=0.82, echoes=0.03, invented=0.3, talk=(0.0, 0.2, 0.5)),
             Phase(0.87, 320, 8, spelt=0.69, echoes=0.02, invented=0.3, talk=(0.0, 0.25, 0.55)),
             Phase(1.0, 224, 12, spelt=0.81, echoes=0.01, invented=0.3, talk=(0.0, 0.15, 0.45), most_facts=5),
+        ),
+    ),
+    # Then what is still wrong at times: the latest of several values of a fact, and facts of one kind beside each other.
+    Stage(
+        2400,
+        1e-3,
+        (
+            Phase(0.5, 192, 14, 0.85, 0.01, 0.3, (0.0, 0.1, 0.3), asks=0.45, most_facts=5, changes=0.5, alike=0.5),
+            Phase(0.8, 288, 9, 0.8, 0.01, 0.3, (0.0, 0.2, 0.5), asks=0.45, most_facts=7, changes=0.5, alike=0.5),
+            Phase(1.0, 224, 12, 0.8, 0.01, 0.3, (0.0, 0.15, 0.5), asks=0.45, most_facts=6, changes=0.4, alike=0.4),
         ),
     ),
 )
@@ -168,7 +181,10 @@ def make_batch(
             turns = make_echo_dialogue(rng, words, n_turns)
         elif roll < phase.echoes + phase.spelt:
             most_facts = rng.randint(1, phase.most_facts)
-            turns = make_facts_dialogue(rng, words, n_turns, talk=talk, asks=phase.asks, most_facts=most_facts)
+            turns = make_facts_dialogue(
+                rng, words, n_turns, talk=talk, asks=phase.asks, most_facts=most_facts, changes=phase.changes,
+                alike=phase.alike,
+            )  # fmt: skip
         else:
             turns = make_dialogue(rng, n_turns, talk=talk, invented=phase.invented)
         ids, labels = encode(tokenizer, turns)
@@ -206,7 +222,7 @@ def train(
     seed: int = 0,
     threads: int = 1,
     resume: Annotated[
-        Path | None, typer.Option(help="a checkpoint of the second stage; only the third one is run")
+        Path | None, typer.Option(help="a checkpoint of the stage before the last one; only the last one is run")
     ] = None,
     questions: Annotated[int, typer.Option(help="asked at the end, of each kind of word in each situation")] = 400,
 ) -> None:
