@@ -103,9 +103,10 @@ def run_in_chunks(
         finally:
             _return_to(memory, checkpoints)
     except CapacityError as error:
-        if error.unit == BUDGET_UNIT and not is_in_model:  # its numbers are those of one chunk
-            slots = np.array([s.slot for s in sequences])
-            raise memory.counters.lack_of_room(slots, tokens.counts, max_tokens) from None
+        if error.unit == BUDGET_UNIT and not is_in_model:  # The error counts one chunk; report the whole request.
+            slots, counters = np.array([s.slot for s in sequences]), memory.counters
+            least_bytes = error.needed + counters.free_bytes - error.free
+            raise counters.lack_of_room(slots, tokens.counts, max_tokens, least_bytes=least_bytes) from None
         raise
     finally:
         _return_to(memory, checkpoints)  # again, because a Ctrl-C may have interrupted the first

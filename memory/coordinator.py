@@ -13,10 +13,11 @@ from torch import Tensor
 from memory.blocks.arrays import Int64s
 from memory.blocks.staging import in_one_copy
 from memory.blocks.store import Store
-from memory.errors import BUDGET_UNIT, BatchError, CapacityError, SequenceError
+from memory.errors import BUDGET_UNIT, HOST_UNIT, BatchError, CapacityError, SequenceError
 from memory.interface import Dropped, Encoded, OpenStep, Packed, Plans, Sequence
 from memory.layer_memories import LayerMemories, PagesOnHost, Places, SwappedOut
 from memory.sequences.batch import TokenLists, pack
+from memory.sequences.compactor import Compactor
 from memory.sequences.interrupts import uninterrupted, uninterrupted_call
 from memory.sequences.ledger import Ledger
 from memory.sequences.lifetime import Lifetime
@@ -82,7 +83,11 @@ class Coordinator(Lifetime):
         self.host_pages = host_pages
         self.ledger = Ledger(self)
         self.open_steps: dict[OpenStep, None] = {}
-        self.room = Room(store.arena, layers, self.ledger, _abort_abandoned_of(self), on_grid=spec.is_cut_on_grid)
+        moving = {BUDGET_UNIT: (layers, store)} | ({} if host_pages is None else {HOST_UNIT: host_pages.place})
+        compactors = {unit: Compactor(*place, self.ledger, self.open_steps) for unit, place in moving.items()}
+        self.room = Room(
+            store.arena, layers, self.ledger, compactors, _abort_abandoned_of(self), on_grid=spec.is_cut_on_grid
+        )
 
     # Steps
 

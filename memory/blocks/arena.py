@@ -15,6 +15,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from memory.blocks.arrays import Int64s
 from memory.blocks.layout import ALIGNMENT_BYTES
 from memory.errors import BUDGET_UNIT, IntegrityError, SpecError
 
@@ -102,6 +103,20 @@ class Arena:
                 self._enlist(-end if from_top else start, 0, end - start, from_top)
         self.free_bytes -= len(addresses) * n_bytes
         return addresses
+
+    def take(self, start: int, n_bytes: int) -> None:
+        """Allocate the first `n_bytes` of the free range that begins at `start`. Cost: O(log free ranges)."""
+        end = self._ends.pop(start)
+        del self._starts[end]
+        if start + n_bytes < end:
+            self._ends[start + n_bytes], self._starts[end] = end, start + n_bytes
+            self._enlist(start + n_bytes, 0, end - start - n_bytes, from_top=False)
+        self.free_bytes -= n_bytes
+
+    def free_ranges(self) -> tuple[Int64s, Int64s]:
+        """Return (n,) starts and ends of all free ranges, in order. Cost: O(n log n)."""
+        starts, ends = (np.fromiter(names, np.int64, len(self._ends)) for names in (self._ends, self._starts))
+        return np.sort(starts), np.sort(ends)
 
     def free(self, start: int, n_bytes: int) -> None:
         """Free a range. Cost: O(log free ranges)."""

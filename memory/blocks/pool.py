@@ -127,6 +127,11 @@ class BlockPool:
         twin._frozen_book_bytes = self.book_bytes  # the tables of the copy are those of the pool, which goes on
         return twin
 
+    def within(self, start: int, end: int) -> Int64s:
+        """Return the ids of the blocks in use at addresses [start, end)."""
+        ids: Int64s = ((self.addresses >= start) & (self.addresses < end) & (self.counts > 0)).nonzero()[0]
+        return ids
+
     def used_ranges(self) -> list[tuple[int, int]]:
         """Return the byte range [start, end) of each block in use."""
         starts = self.addresses[self.counts > 0].tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +15,7 @@ from memory.errors import HOST_UNIT, CapacityError
 from memory.interface import Sequence, Stretch
 from memory.sequences.batch import count_tokens
 from memory.sequences.chunks import cut_anywhere, cut_on_grid
+from memory.sequences.compactor import Compactor
 from memory.sequences.ledger import Ledger
 
 _T = TypeVar("_T")
@@ -136,19 +137,22 @@ class Room:
     Attributes:
         reclaimers: called with the bytes that are missing; each frees what is optional, and returns True if it has
             freed anything.
+        compactors: `CapacityError.unit` -> what moves blocks there.
     Args:
         abort_abandoned: aborts steps that an interrupt left open, and returns True if there was any.
         on_grid: True if runs cut requests on the grid of `memory.sequences.chunks`.
     """
 
     def __init__(
-        self, arena: Arena, holders: Holders, ledger: Ledger, abort_abandoned: Callable[[], bool], *, on_grid: bool
-    ) -> None:
+        self, arena: Arena, holders: Holders, ledger: Ledger, compactors: Mapping[str, Compactor],
+        abort_abandoned: Callable[[], bool], *, on_grid: bool,
+    ) -> None:  # fmt: skip
         self.arena = arena
         self.on_grid = on_grid
         self.reclaimers: list[Callable[[int], bool]] = []
         self._holders = holders
         self._ledger = ledger
+        self.compactors = compactors
         self._abort_abandoned = abort_abandoned
 
     def need(self, slots: Int64s, counts: Int64s, max_tokens: int) -> Need:
@@ -189,20 +193,35 @@ class Room:
         self.make(attempt)
 
     def make(self, attempt: Callable[[], _T]) -> _T:
-        """Return what `attempt` returns. Where it lacks room, free what is optional and call it again.
+        """Return what `attempt` returns. Where it lacks room, make some and call it again.
 
-        Nothing is freed for what the whole budget could not hold.
+        Where bytes lie apart, blocks are moved together if that is cheap; else what is optional is freed; and if there
+        is nothing more to free, blocks are moved at any cost. Nothing is freed for what the whole budget cannot hold.
         """
+        least_bytes = 0
         while True:
             try:
                 return attempt()
             except CapacityError as error:
                 if self._abort_abandoned():
                     continue
-                if error.unit == HOST_UNIT:  # only closing checkpoints that are in host memory makes room there
-                    can_help = any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
-                else:
-                    can_help = error.needed <= self.arena.capacity_bytes
-                missing_bytes = max(1, error.needed - error.free)
-                if not can_help or not any(reclaim(missing_bytes) for reclaim in [*self.reclaimers]):
+                # A layer memory that refuses does not count those that have not planned yet: so ask for more each time.
+                least_bytes = max(error.needed, 2 * least_bytes) if error.needed <= error.free else 0
+                if self._compact(error, least_bytes) or self._reclaim(error):
+                    continue
+                if not self._compact(error, least_bytes, at_any_cost=True):
                     raise
+
+    def _compact(self, error: CapacityError, least_bytes: int, *, at_any_cost: bool = False) -> bool:
+        """Move blocks if that can help: enough bytes are free. True if any block has moved."""
+        n_bytes = min(least_bytes, error.free)
+        return n_bytes > 0 and self.compactors[error.unit].make_room(n_bytes, at_any_cost=at_any_cost)
+
+    def _reclaim(self, error: CapacityError) -> bool:
+        """Free what is optional. True if anything was freed."""
+        if error.unit == HOST_UNIT:  # only closing checkpoints that are in host memory makes room there
+            can_help = any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
+        else:
+            can_help = error.needed <= self.arena.capacity_bytes
+        missing_bytes = max(1, error.needed - error.free)
+        return can_help and any(reclaim(missing_bytes) for reclaim in [*self.reclaimers])

@@ -11,7 +11,7 @@ import numpy as np
 from memory.blocks.arguments import read_count
 from memory.blocks.arrays import Int64s
 from memory.blocks.store import Store
-from memory.errors import CapacityError, SpecError
+from memory.errors import BUDGET_UNIT, CapacityError, SpecError
 from memory.interface import Sequence, Stretch
 from memory.sequences.ledger import Ledger
 from memory.sequences.room import Holders, Need, Room, need_of
@@ -90,6 +90,11 @@ class Counters:
     def used_bytes(self) -> int:
         """Return the bytes of the budget in use."""
         return self._memory.store.arena.used_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Return the bytes of the budget that were moved so far, to join free ranges."""
+        return self._memory.room.compactors[BUDGET_UNIT].moved_bytes
 
     def bytes_by_pool(self) -> dict[str, int]:
         """Return the bytes in use by pool, as `usage().by_kind` without its cost. Cost: O(pools)."""
@@ -198,9 +203,15 @@ class Counters:
         """
         self._memory.room.require(sequences, counts, max_tokens)
 
-    def lack_of_room(self, slots: Int64s, counts: Int64s, max_tokens: int) -> CapacityError:
-        """Return the error for requests that do not fit, with the bytes that all of them need together."""
-        return self._memory.room.lack(slots, counts, max_tokens)
+    def lack_of_room(
+        self, slots: Int64s, counts: Int64s, max_tokens: int, *, least_bytes: int = 0
+    ) -> CapacityError:  # fmt: skip
+        """Return the error for requests that do not fit, with the bytes that all of them need together.
+
+        Args:
+            least_bytes: that they are known to need on top of what is held now.
+        """
+        return self._memory.room.lack(slots, counts, max_tokens, least_bytes=least_bytes)
 
     def bytes_at(self, n_tokens: int) -> int:
         """Return the bytes that a sequence of so many tokens holds between steps if it shares none."""
