@@ -85,9 +85,8 @@ class Coordinator(Lifetime):
         self.open_steps: dict[OpenStep, None] = {}
         moving = {BUDGET_UNIT: (layers, store)} | ({} if host_pages is None else {HOST_UNIT: host_pages.place})
         compactors = {unit: Compactor(*place, self.ledger, self.open_steps) for unit, place in moving.items()}
-        self.room = Room(
-            store.arena, layers, self.ledger, compactors, _abort_abandoned_of(self), on_grid=spec.is_cut_on_grid
-        )
+        abort_abandoned = _abort_abandoned_of(self)
+        self.room = Room(store.arena, self.ledger, compactors, abort_abandoned, on_grid=spec.is_cut_on_grid)
 
     # Steps
 
@@ -108,12 +107,8 @@ class Coordinator(Lifetime):
     def _plan(self, packed: Packed) -> Plans:
         try:
             return self.layers.begin(packed, self.store.arena.free_bytes)
-        except CapacityError as error:
-            if error.unit != BUDGET_UNIT:
-                raise
-            # The layer memories that had not planned yet need room as well.
-            n_tokens = len(packed.token_ids)
-            raise self.room.lack(packed.slots, packed.counts, n_tokens, least_bytes=error.needed) from None
+        except CapacityError as error:  # It counts the layer memories that had planned; report what all of them need.
+            raise self.room.lack_of_step(packed.slots, packed.counts, error) from None
 
     @locked
     def commit(self, opened: OpenStep, kept: Int64s) -> None:
@@ -327,7 +322,7 @@ class Coordinator(Lifetime):
             self.rollback(sequence, dropped.start, None)
         elif dropped.n_tokens:
             with uninterrupted():
-                self.room.make(lambda: self.layers.drop(dropped, self.store.arena.free_bytes))
+                self.room.make(lambda: self.layers.drop(dropped))
                 ledger.drop(dropped, dropped.start + (not self.layers.has_states))
 
     # Looking inside

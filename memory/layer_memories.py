@@ -172,9 +172,8 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
             self.commit(plans, packed.nothing)
             # The layer memories that had planned before held blocks as well: count them as needed.
             if isinstance(error, CapacityError) and error.unit == BUDGET_UNIT:
-                raise CapacityError.of(
-                    "the step needs at least", error.needed + free_bytes - error.free, free_bytes
-                ) from None
+                needed = error.needed + free_bytes - error.free
+                raise CapacityError.of("the step needs at least", needed, free_bytes, error.capacity) from None
             raise
         return plans
 
@@ -209,10 +208,10 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     def horizon(self, slot: int) -> int:
         return max([0, *[memory.horizon(slot) for memory in self.values()]])
 
-    def drop(self, dropped: Dropped, free_bytes: int) -> None:
+    def drop(self, dropped: Dropped) -> None:
         """Drop tokens from the middle of a slot, in all layer memories or none. Raises DropError or CapacityError."""
         # Reversed, because recurrences come last: they refuse at once, before attention copies its rows.
-        drop_from_all(reversed(self.values()), dropped, free_bytes)
+        drop_from_all(list(reversed(self.values())), dropped)
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {name: ids for memory in self.values() for name, ids in memory.blocks_of(slot).items()}
@@ -232,11 +231,6 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         for memory in self.values():
             n_bytes += memory.bytes_for(stretch)
         return n_bytes
-
-    @property
-    def block_bytes(self) -> list[int]:
-        """Return the bytes of one block of each pool."""
-        return [pool.block_bytes for pool, _ in self.pools]
 
     def held_bytes(self, *slots: int) -> int:
         """Return the bytes of all blocks that these slots refer to; what they share with each other counts once."""
@@ -360,7 +354,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
             if isinstance(error, CapacityError):
                 n_bytes = sum(n * pools[name].block_bytes for name, n in n_blocks.items())
                 who = "the sequence needs" if len(slots) == 1 else f"the {len(slots)} sequences and checkpoints need"
-                raise CapacityError.of(who, n_bytes, free_bytes, error.unit) from None
+                raise CapacityError.of(who, n_bytes, free_bytes, error.capacity, error.unit) from None
             raise
         finally:
             for name, ids in fresh.items():

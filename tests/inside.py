@@ -153,5 +153,5 @@ def shake(memory: HybridMemory) -> int:
     So every block that can move does, where an allocation that lacks room moves some.
     """
     for compactor in (compactors := memory._coordinator.room.compactors.values()):
-        compactor.make_room(compactor._store.arena.free_bytes, at_any_cost=True)
+        compactor.make_room(compactor.store.arena.free_bytes, at_any_cost=True)
     return sum(compactor.moved_bytes for compactor in compactors)

@@ -85,7 +85,9 @@ class BlockPool:
         if len(addresses) < n:
             for address in addresses:
                 arena.free(address, self.block_bytes)
-            raise CapacityError.of(f"{n} x {self.name} need", needed, arena.free_bytes, arena.unit)
+            raise CapacityError.of(
+                f"{n} x {self.name} need", needed, arena.free_bytes, arena.capacity_bytes, arena.unit
+            )
         del self._free_ids[len(self._free_ids) - n :]
         self.addresses[ids], self.counts[ids] = addresses, 1
         self.n_used += n

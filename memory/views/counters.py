@@ -13,8 +13,9 @@ from memory.blocks.arrays import Int64s
 from memory.blocks.store import Store
 from memory.errors import BUDGET_UNIT, CapacityError, SpecError
 from memory.interface import Sequence, Stretch
+from memory.sequences.compactor import Holders
 from memory.sequences.ledger import Ledger
-from memory.sequences.room import Holders, Need, Room, need_of
+from memory.sequences.room import Need, Room, need_of
 from memory.views.usage import Inventory, Usage, measure
 
 _MOST_TOKENS = 1 << 40
