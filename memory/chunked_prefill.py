@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
-from memory.errors import BUDGET_UNIT, BatchError, CapacityError, StepError
+from memory.errors import BatchError, CapacityError, StepError
 from memory.interface import Requests, Sequence
 from memory.sequences.batch import count_tokens, read_pairs, read_tokens
 from memory.sequences.chunks import cut_anywhere, cut_on_grid
@@ -103,10 +103,9 @@ def run_in_chunks(
         finally:
             _return_to(memory, checkpoints)
     except CapacityError as error:
-        if error.unit == BUDGET_UNIT and not is_in_model:  # The error counts one chunk; report the whole request.
-            slots, counters = np.array([s.slot for s in sequences]), memory.counters
-            least_bytes = error.needed + counters.free_bytes - error.free
-            raise counters.lack_of_room(slots, tokens.counts, max_tokens, least_bytes=least_bytes) from None
+        if not is_in_model:  # The error counts one chunk; report the whole request.
+            slots = np.array([s.slot for s in sequences])
+            raise memory.counters.lack_of_room(slots, tokens.counts, max_tokens, error) from None
         raise
     finally:
         _return_to(memory, checkpoints)  # again, because a Ctrl-C may have interrupted the first

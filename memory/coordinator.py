@@ -17,7 +17,7 @@ from memory.errors import BUDGET_UNIT, HOST_UNIT, BatchError, CapacityError, Seq
 from memory.interface import Dropped, Encoded, OpenStep, Packed, Plans, Sequence
 from memory.layer_memories import LayerMemories, PagesOnHost, Places, SwappedOut
 from memory.sequences.batch import TokenLists, pack
-from memory.sequences.compactor import Compactor
+from memory.sequences.compactor import Compactor, Holders
 from memory.sequences.interrupts import uninterrupted, uninterrupted_call
 from memory.sequences.ledger import Ledger
 from memory.sequences.lifetime import Lifetime
@@ -83,7 +83,9 @@ class Coordinator(Lifetime):
         self.host_pages = host_pages
         self.ledger = Ledger(self)
         self.open_steps: dict[OpenStep, None] = {}
-        moving = {BUDGET_UNIT: (layers, store)} | ({} if host_pages is None else {HOST_UNIT: host_pages.place})
+        moving: dict[str, tuple[Holders, Store]] = {BUDGET_UNIT: (layers, store)}
+        if host_pages is not None:
+            moving[HOST_UNIT] = (host_pages, host_pages.place[1])
         compactors = {unit: Compactor(*place, self.ledger, self.open_steps) for unit, place in moving.items()}
         abort_abandoned = _abort_abandoned_of(self)
         self.room = Room(store.arena, self.ledger, compactors, abort_abandoned, on_grid=spec.is_cut_on_grid)
@@ -106,9 +108,9 @@ class Coordinator(Lifetime):
 
     def _plan(self, packed: Packed) -> Plans:
         try:
-            return self.layers.begin(packed, self.store.arena.free_bytes)
+            return self.layers.begin(packed)
         except CapacityError as error:  # It counts the layer memories that had planned; report what all of them need.
-            raise self.room.lack_of_step(packed.slots, packed.counts, error) from None
+            raise self.room.lack(packed.slots, packed.counts, None, error) from None
 
     @locked
     def commit(self, opened: OpenStep, kept: Int64s) -> None:

@@ -15,7 +15,7 @@ from memory.blocks.holdings import LiveRows, Record
 from memory.blocks.layout import BlockLayout
 from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
-from memory.errors import BUDGET_UNIT, CapacityError
+from memory.errors import CapacityError
 from memory.interface import Dropped, LayerMemory, Packed, Plans, Sequence, Stretch
 from memory.sequences.drop import drop_from_all
 from memory.specs import LayerSpec
@@ -122,6 +122,10 @@ class PagesOnHost(Protocol):
     def place(self) -> tuple[LayerMemories, Store]: ...
     def has(self, slot: int) -> bool: ...
     def move(self, slot: int, *, to_host: bool) -> None: ...
+    @property
+    def pools(self) -> Iterator[tuple[BlockPool, BlockLayout]]: ...
+    def bytes_for(self, stretch: Stretch) -> Int64s: ...
+    def held_bytes(self, *slots: int) -> int: ...
     def blocks_of(self, slot: int) -> dict[str, Int64s]: ...
     def snapshot(self, slot: int, length: int) -> Snapshot: ...
     def inventory(self, sequences: list[Sequence], lengths: Int64s, slots: Int64s) -> Any: ...
@@ -160,20 +164,16 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
 
     # Steps
 
-    def begin(self, packed: Packed, free_bytes: int) -> Plans:
-        """Plan and begin a step in all layer memories. Raises CapacityError with nothing changed."""
+    def begin(self, packed: Packed) -> Plans:
+        """Plan and begin a step in all layer memories. Raises CapacityError, of one of them, with nothing changed."""
         plans: Plans = {}
         try:
             for name, memory in self.items():
                 plans[name] = memory.plan(packed)
             for name, plan in plans.items():
                 self[name].begin(plan)
-        except BaseException as error:
+        except BaseException:
             self.commit(plans, packed.nothing)
-            # The layer memories that had planned before held blocks as well: count them as needed.
-            if isinstance(error, CapacityError) and error.unit == BUDGET_UNIT:
-                needed = error.needed + free_bytes - error.free
-                raise CapacityError.of("the step needs at least", needed, free_bytes, error.capacity) from None
             raise
         return plans
 

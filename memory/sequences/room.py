@@ -153,37 +153,41 @@ class Room:
         self.compactors = compactors
         self._abort_abandoned = abort_abandoned
 
-    def need(self, slots: Int64s, counts: Int64s, max_tokens: int) -> Need:
-        """Compute the bytes that a run of requests for slots (S,) of counts (S,) tokens needs; see `need_of`."""
-        return self._need(slots, counts, max_tokens, on_grid=self.on_grid)
+    def need(self, slots: Int64s, counts: Int64s, max_tokens: int | None, unit: str = BUDGET_UNIT) -> Need:
+        """Compute the bytes that requests for slots (S,) of counts (S,) tokens need; see `need_of`.
 
-    def _need(
-        self, slots: Int64s, counts: Int64s, max_tokens: int, *, on_grid: bool, unit: str = BUDGET_UNIT
-    ) -> Need:  # fmt: skip
-        lengths, peaks = self._ledger.lengths[slots], self._ledger.peaks[slots]
-        return need_of(self.compactors[unit].layers, slots, lengths, peaks, counts, max_tokens, on_grid=on_grid)
+        Args:
+            max_tokens: of the steps of a run; None: the requests are one step.
+        """
+        lengths, peaks, is_run = self._ledger.lengths[slots], self._ledger.peaks[slots], max_tokens is not None
+        return need_of(
+            self.compactors[unit].layers, slots, lengths, peaks, counts, max_tokens or int(counts.sum()),
+            on_grid=self.on_grid and is_run,
+        )  # fmt: skip
 
     def refusal(self, need: Need) -> CapacityError:
         """Return the error for requests that do not fit, into this budget or now."""
         return need.refusal(self.arena)
 
-    def lack(self, slots: Int64s, counts: Int64s, max_tokens: int, *, least_bytes: int = 0) -> CapacityError:
-        """Return the error for a run that does not fit; its new bytes are `least_bytes` or more."""
-        return self.refusal(self.need(slots, counts, max_tokens).at_least(least_bytes))
+    def lack(
+        self, slots: Int64s, counts: Int64s, max_tokens: int | None, error: CapacityError | None = None
+    ) -> CapacityError:  # fmt: skip
+        """Return the error for requests that do not fit, with the bytes that all of them need.
 
-    def lack_of_step(self, slots: Int64s, counts: Int64s, error: CapacityError) -> CapacityError:
-        """Return the error for a step that does not fit, from that of the layer memory that has refused it."""
-        if error.unit == HOST_UNIT:
-            is_there = np.array([self._ledger.handles[slot].is_on_host for slot in slots.tolist()])
-            slots, counts = slots[is_there], counts[is_there]
-        need = self._need(slots, counts, int(counts.sum()), on_grid=False, unit=error.unit)
-        return need.at_least(error.needed).refusal(self.compactors[error.unit].store.arena)
+        Args:
+            error: that of a part of them, which was met on the way. All is as it was before.
+        """
+        unit = BUDGET_UNIT if error is None else error.unit
+        need, arena = self.need(slots, counts, max_tokens, unit), self.compactors[unit].store.arena
+        if error is not None:
+            need = need.at_least(error.needed + arena.free_bytes - error.free)
+        return need.refusal(arena)
 
     def refuse_hopeless(self, sequences: list[Sequence], values: list[Any]) -> None:
         """Raise CapacityError if these are thousands of tokens that never fit; only their number is read."""
         if set(map(type, values)) != {int} and (counts := count_tokens(values)).sum() > _MANY_TOKENS:
             slots = self._ledger.check_all_usable(sequences)
-            need = self._need(slots, counts, int(counts.sum()), on_grid=False)
+            need = self.need(slots, counts, None)
             if need.total_bytes > self.arena.capacity_bytes:
                 raise self.refusal(need)
 

@@ -135,11 +135,12 @@ class Tiers:
             elif any([reclaim(n_bytes) for reclaim in self.reclaimers]):  # noqa: C419 - all of them, not the first
                 has_reclaimed = True
             else:
-                free_bytes = int(max(0, self._free_host_bytes()))
+                free_bytes, used_bytes = int(max(0, self._free_host_bytes())), sum(self.used_bytes)
                 raise CapacityError(
                     f"what the sequence holds, {n_bytes:,} bytes, does not fit into {free_bytes:,} bytes of host "
-                    f"memory{self._files_are_full}; give the memory a larger host_budget, or {self._remedy}",
-                    needed=n_bytes, free=free_bytes,
+                    f"memory{self._files_are_full}; give the memory a larger host_budget, of "
+                    f"{used_bytes + n_bytes:,} bytes, or {self._remedy}",
+                    needed=n_bytes, free=free_bytes, capacity=self.host_bytes or 0,
                 )  # fmt: skip
         return has_reclaimed
 

@@ -205,14 +205,14 @@ class Counters:
         self._memory.room.require(sequences, counts, max_tokens)
 
     def lack_of_room(
-        self, slots: Int64s, counts: Int64s, max_tokens: int, *, least_bytes: int = 0
+        self, slots: Int64s, counts: Int64s, max_tokens: int, error: CapacityError | None = None
     ) -> CapacityError:  # fmt: skip
-        """Return the error for requests that do not fit, with the bytes that all of them need together.
+        """Return the error for a run that does not fit, with the bytes that all requests need together.
 
         Args:
-            least_bytes: that they are known to need on top of what is held now.
+            error: that of one of its steps, if one was refused.
         """
-        return self._memory.room.lack(slots, counts, max_tokens, least_bytes=least_bytes)
+        return self._memory.room.lack(slots, counts, max_tokens, error)
 
     def bytes_at(self, n_tokens: int) -> int:
         """Return the bytes that a sequence of so many tokens holds between steps if it shares none."""

@@ -21,7 +21,7 @@ from memory.specs import LayerSpec, RecurrentSpec
 from tests.subjects import IS_FULL
 
 ROOM = 1 << 50
-NAMED = re.compile(r"larger budget, of ([\d,]+) bytes")
+NAMED = re.compile(r"(larger budget, of|more host_pages,|larger host_budget, of) ([\d,]+) bytes")
 
 
 @cache
@@ -29,11 +29,12 @@ def recurrence(family: str) -> RecurrentSpec:
     return FAMILIES[family].example(torch.Generator().manual_seed(0))[0]
 
 
-def named_in(error: CapacityError) -> int:
-    """The budget that a message tells its reader to give."""
+def named_in(error: CapacityError) -> dict[str, int]:
+    """What a message tells its reader to give: option -> bytes."""
     found = NAMED.search(str(error))
     assert found, str(error)
-    return int(found[1].replace(",", ""))
+    option = next(name for name in ("host_pages", "host_budget", "budget") if name in found[1])
+    return {option: int(found[2].replace(",", ""))}
 
 
 class Case:
@@ -67,13 +68,16 @@ class Case:
             self.spec = self.spec.with_storage(
                 rng.choice(storages), layers=rng.sample(whole, rng.randint(1, len(whole)))
             )
+        self.has_host_pages = bool(whole) and rng.random() < 0.4
         self.options: dict[str, Any] = {
             "rollback_window": rng.choice([0, 1, 4, 32, 100]), "page_tokens": page_tokens,
             "fold": rng.choice([None, "keep", "replay", "defer"]), "device": "meta",
         }  # fmt: skip
 
-    def memory(self, budget: int) -> HybridMemory:
-        return HybridMemory(self.spec, budget, **self.options)
+    def memory(self, **sizes: int) -> HybridMemory:
+        """A memory with budgets of these bytes; those that are not given have room for anything."""
+        rooms = {"budget": ROOM, "host_pages": ROOM} if self.has_host_pages else {"budget": ROOM}
+        return HybridMemory(self.spec, **(self.options | rooms | sizes))
 
     def open(self, memory: HybridMemory, n_rows: int) -> Any:
         if not self.has_encoder:
@@ -87,7 +91,7 @@ def case(rng: random.Random) -> Case:
     while True:
         try:
             found = Case(rng)
-            found.memory(ROOM)
+            found.memory()
         except SpecError:
             continue
         return found
@@ -161,6 +165,13 @@ def history(one: Case) -> list[tuple[str, Call]]:
 
         return swap
 
+    def moved(at: float) -> Call:
+        def move(memory: HybridMemory, sequences: list[Any]) -> None:
+            if one.has_host_pages and (source := pick(memory, sequences, at)):
+                (memory.to_device if source.is_on_host else memory.to_host)(source)
+
+        return move
+
     for _ in range(rng.randint(3, 16)):
         at, move = rng.random(), rng.random()
         if move < 0.2 or not calls:
@@ -177,23 +188,46 @@ def history(one: Case) -> list[tuple[str, Call]]:
             calls.append(("rollback", taken_back(at, rng.random())))
         elif move < 0.85:
             calls.append(("close", closed(at)))
-        elif move < 0.9:
+        elif move < 0.88:
             calls.append(("drop", dropped(at, rng.random(), rng.random())))
+        elif move < 0.94:
+            calls.append(("move", moved(at)))
         else:
             calls.append(("swap", swapped(at)))
     return calls
 
 
+def least_host_pages(one: Case) -> int:
+    """The fewest bytes of `host_pages` with which a memory is made."""
+    with pytest.raises(SpecError) as caught:
+        one.memory(host_pages=1)
+    return max(int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", str(caught.value)))
+
+
+def replay(calls: list[Call], memory: HybridMemory) -> None:
+    sequences = list[Any]()
+    for call in calls:
+        call(memory, sequences)
+
+
 def too_small(rng: random.Random) -> tuple[int, list[tuple[str, str]]]:
     """Count the refusals of one history, and return those whose budget is not enough: the call, and why."""
     one = case(rng)
-    roomy, calls = one.memory(ROOM), history(one)
-    peak, sequences = 0, list[Any]()
+    roomy, calls, sequences = one.memory(), history(one), list[Any]()
+    most: dict[str, int] = {"budget": 0, "host_pages": 0, "host_budget": 0}
     for _, call in calls:
         call(roomy, sequences)
-        peak = max(peak, roomy.counters.used_bytes)
-    budget = max(roomy.counters.least_bytes, int(peak * rng.uniform(0.1, 1)))
-    memory, sequences, done = one.memory(budget), list[Any](), list[Call]()
+        usage = roomy.usage()
+        used = {"budget": usage.used_bytes, "host_budget": roomy.counters.swapped_bytes[0]}
+        used["host_pages"] = usage.on_host.used_bytes if usage.on_host else 0
+        most = {option: max(n_bytes, used[option]) for option, n_bytes in most.items()}
+    sizes = {option: max(1, int(n_bytes * rng.uniform(0.1, 1))) for option, n_bytes in most.items()}
+    sizes["budget"] = max(sizes["budget"], roomy.counters.least_bytes)
+    if one.has_host_pages:
+        sizes["host_pages"] = max(sizes["host_pages"], least_host_pages(one))
+    else:
+        del sizes["host_pages"]
+    memory, sequences, done = one.memory(**sizes), list[Any](), list[Call]()
     n_refused, found = 0, list[tuple[str, str]]()
     for name, call in calls:
         try:
@@ -204,13 +238,17 @@ def too_small(rng: random.Random) -> tuple[int, list[tuple[str, str]]]:
             named, n_refused = named_in(error), n_refused + 1
             message = str(error)
             assert error.needed > error.free, message
-        larger, again = one.memory(named), list[Any]()
-        for earlier in done:
-            earlier(larger, again)
+        larger = one.memory(**(sizes | named))
         try:
-            call(larger, again)
+            replay([*done, call], larger)
         except CapacityError as error:
-            found.append((name, f"{one.spec.layers} {one.options} {message} THEN {error}"))
+            other = named_in(error)
+            if other.keys() != named.keys():  # It needs more of both, and says so of one after the other.
+                named |= other
+                larger = one.memory(**(sizes | named))
+                replay([*done, call], larger)
+            else:
+                found.append((name, f"{one.spec.layers} {one.options} {message} THEN {error}"))
         larger.check()
     memory.check()
     return n_refused, found
