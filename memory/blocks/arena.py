@@ -1,7 +1,8 @@
 """The arena allocates byte ranges of one budget for blocks of every size.
 
 It is one address space. Pages are taken from its low end, states and tails from its high end, each at its natural size,
-lowest (highest) free address first. So the split between them follows demand: nothing is padded, moved or sized ahead.
+lowest (highest) free address first. So the split between them follows demand: nothing is padded or sized ahead. What
+lies apart is joined by `memory.blocks.compaction`.
 
 `Arena` and `BlockPool` hold no tensors; `Store` holds the bytes.
 """
