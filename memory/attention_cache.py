@@ -197,8 +197,7 @@ class AttentionCache:
         return self.kernels.choose_pages(q_QHD, least, greatest, choice, self._specs[index].n_kv_heads)
 
     def write(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None) -> None:
-        n_tokens = len(plan.packed.token_ids)
-        self._specs[index].check_rows(n_tokens, self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
+        self._specs[index].check_rows(len(plan.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
         keys, values = self._keys_values[index]
         self.kernels.write_rows_(keys, plan.rows[index], k_TGD.flatten(0, 1))
         if v_TGD is not None:
@@ -260,6 +259,9 @@ class AttentionCache:
 
     # Dropping tokens
 
+    def bytes_to_drop(self, dropped: Dropped) -> int:
+        return self.grid.after_drop(dropped, self._oldest_row(dropped.slot))[3] * self.pool.block_bytes
+
     def plan_drop(self, dropped: Dropped) -> DropPlan:
         for spec in self._specs:
             if spec.rotation is None:
@@ -269,10 +271,8 @@ class AttentionCache:
                     start=dropped.start, end=dropped.end,
                 )  # fmt: skip
         oldest = self._oldest_row(dropped.slot)
-        first_page, oldest_after = self.grid.after_drop(dropped, oldest)
-        n_kept = max(0, dropped.start // self.page_tokens - first_page)
-        n_after = dropped.length - dropped.n_tokens
-        fresh = self.pool.allocate(ceil_div(n_after, self.page_tokens) - first_page - n_kept)
+        first_page, oldest_after, n_kept, n_fresh = self.grid.after_drop(dropped, oldest)
+        n_after, fresh = dropped.length - dropped.n_tokens, self.pool.allocate(n_fresh)
         try:
             if not self._store.is_dry:
                 positions = np.arange((first_page + n_kept) * self.page_tokens, n_after)

@@ -15,7 +15,7 @@ from torch import Tensor
 from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
 from memory.blocks.journal import ExitOnStack
-from memory.errors import BUDGET_UNIT, BatchError, CapacityError, StepError
+from memory.errors import BatchError, CapacityError, StepError
 from memory.interface import Requests, Sequence
 from memory.sequences.batch import count_tokens, read_pairs, read_tokens
 from memory.sequences.chunks import cut_anywhere, cut_on_grid
@@ -117,9 +117,9 @@ def run_in_chunks(
                 held.deliver()
         return outcome
     except CapacityError as error:
-        if error.unit == BUDGET_UNIT and not is_in_model:  # its numbers are those of one chunk
+        if not is_in_model:  # The error counts one chunk; report the whole request.
             slots = np.array([s.slot for s in sequences])
-            raise memory.counters.lack_of_room(slots, tokens.counts, max_tokens) from None
+            raise memory.counters.lack_of_room(slots, tokens.counts, max_tokens, error) from None
         raise
 
 

@@ -14,10 +14,11 @@ from memory.blocks.arrays import Int64s
 from memory.blocks.journal import Journal
 from memory.blocks.staging import in_one_copy
 from memory.blocks.store import Store
-from memory.errors import BUDGET_UNIT, BatchError, CapacityError, SequenceError
+from memory.errors import BUDGET_UNIT, HOST_UNIT, BatchError, CapacityError, SequenceError
 from memory.interface import Dropped, Encoded, OpenStep, Packed, Sequence
 from memory.layer_memories import LayerMemories, PagesOnHost, Places, SwappedOut
 from memory.sequences.batch import TokenLists, pack
+from memory.sequences.compactor import Compactor, Holders
 from memory.sequences.ledger import Ledger
 from memory.sequences.lifetime import Lifetime
 from memory.sequences.locking import MemoryLock, locked
@@ -94,7 +95,11 @@ class Coordinator(Lifetime):
         store.journal.rebuild = _weakly(self, Coordinator._rebuild)
         store.journal.abandon = _weakly(self, Coordinator._abandon_run)
         abort_abandoned = _weakly(self, Coordinator.abort_abandoned)
-        self.room = Room(store.arena, layers, self.ledger, abort_abandoned, on_grid=spec.is_cut_on_grid)
+        moving: dict[str, tuple[Holders, Store]] = {BUDGET_UNIT: (layers, store)}
+        if host_pages is not None:
+            moving[HOST_UNIT] = (host_pages, host_pages.place[1])
+        compactors = {unit: Compactor(*place, self.ledger, self.open_steps) for unit, place in moving.items()}
+        self.room = Room(store.arena, self.ledger, compactors, abort_abandoned, on_grid=spec.is_cut_on_grid)
 
     def mend(self) -> None:
         """Finish or undo what an exception has left half done, before anything of this memory is read."""
@@ -124,17 +129,14 @@ class Coordinator(Lifetime):
             try:
                 self._begin(step, packed)
             except CapacityError as error:
-                if error.unit != BUDGET_UNIT:
-                    raise
-                # The layer memories that had not planned yet need room as well.
-                n_tokens = len(packed.token_ids)
-                raise self.room.lack(packed.slots, packed.counts, n_tokens, least_bytes=error.needed) from None
+                # It counts the layer memories that had planned; report what all of them need.
+                raise self.room.lack(packed.slots, packed.counts, None, error) from None
 
         self.room.make(attempt)
 
     def _begin(self, step: EnteredStep, packed: Packed) -> None:
         with self.journal.change(), in_one_copy(self.store.stages) as stage:
-            opened = OpenStep(packed, self.layers.begin(packed, self.store.arena.free_bytes), stage, step.block)
+            opened = OpenStep(packed, self.layers.begin(packed), stage, step.block)
             self.journal.before(self._forget, opened)
             self.open_steps[opened] = None
             self.ledger.occupy(packed.slots)
@@ -428,7 +430,7 @@ class Coordinator(Lifetime):
 
             def attempt() -> None:
                 with self.journal.change():
-                    self.layers.drop(dropped, self.store.arena.free_bytes)
+                    self.layers.drop(dropped)
                     ledger.drop(dropped, dropped.start + (not self.layers.has_states))
 
             self.room.make(attempt)

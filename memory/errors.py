@@ -19,10 +19,10 @@ from __future__ import annotations
 BUDGET_UNIT, HOST_UNIT = "bytes", "bytes of host memory"
 """Units of a `CapacityError`: bytes of the budget, or of `HybridMemory(host_pages=...)`."""
 
+_LARGER = {BUDGET_UNIT: "give the memory a larger budget, of", HOST_UNIT: "give the memory more host_pages,"}
 _REMEDIES = {
-    BUDGET_UNIT: "close sequences or checkpoints, feed fewer tokens, or give the memory a larger budget",
-    HOST_UNIT: "close sequences or checkpoints that are there, bring one back with memory.to_device, or give the "
-    "memory more host_pages",
+    BUDGET_UNIT: "close sequences or checkpoints, feed fewer tokens",
+    HOST_UNIT: "close sequences or checkpoints that are there, bring one back with memory.to_device",
 }
 
 
@@ -42,21 +42,42 @@ class HybridMemoryError(Exception):
 
 
 class CapacityError(HybridMemoryError):
-    """The budget cannot hold what was asked for."""
+    """The budget cannot hold what was asked for.
 
-    def __init__(self, message: str, *, needed: int, free: int, unit: str = "bytes") -> None:
+    Attributes:
+        capacity: bytes of the budget, or of what `unit` names.
+    """
+
+    def __init__(self, message: str, *, needed: int, free: int, unit: str = "bytes", capacity: int = 0) -> None:
         super().__init__(message)
+        self.capacity = capacity
         self.needed = needed
         self.free = free
         self.unit = unit
 
     @staticmethod
-    def of(what: str, needed: int, free: int, unit: str = BUDGET_UNIT) -> CapacityError:
-        """Make the error for `what` ("3 x pages need"), which does not fit into `free` bytes, or only in pieces."""
-        why = "" if needed > free else ", but not in pieces large enough"
+    def of(what: str, needed: int, free: int, capacity: int, unit: str = BUDGET_UNIT) -> CapacityError:
+        """Make the error for `what` ("3 x pages need"), which does not fit into `free` bytes, or only in pieces.
+
+        Args:
+            capacity: of the budget, or of `host_pages`; the message names one that is enough.
+        """
+        why = CapacityError.why_apart(needed, free)
+        enough = capacity + needed - (0 if why else free)
         return CapacityError(
-            f"{what} {needed:,} {unit}; {free:,} are free{why}: {_REMEDIES[unit]}", needed=needed, free=free, unit=unit
-        )
+            f"{what} {needed:,} {unit}; {free:,} are free{why}: {CapacityError.remedy(unit, enough)}",
+            needed=needed, free=free, unit=unit, capacity=capacity,
+        )  # fmt: skip
+
+    @staticmethod
+    def why_apart(needed: int, free: int) -> str:
+        """Return why free bytes are of no use, though they are enough; nothing if they are not."""
+        return "" if needed > free else ", but not in pieces large enough while steps are open"
+
+    @staticmethod
+    def remedy(unit: str, enough: int, others: str = "") -> str:
+        """Return what there is to do, among it to give a capacity of `enough` bytes; `others`: instead of the usual."""
+        return f"{others or _REMEDIES[unit]}, or {_LARGER[unit]} {enough:,} bytes"
 
 
 class RollbackError(HybridMemoryError):

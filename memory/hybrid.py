@@ -367,8 +367,8 @@ class HybridMemory:
     def needed_bytes(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> int:
         """Return the bytes that one sequence needs to be fed so many tokens, in steps of `max_tokens` as `run` does.
 
-        The `n_held` tokens that it holds before are counted. The number is exact but for gaps between blocks of several
-        sizes, which the one in a `CapacityError` includes. Raises SpecError. Cost: milliseconds for a million tokens.
+        The `n_held` tokens that it holds before are counted. The number is exact: in a memory of so many bytes the
+        run fits, with fewer it does not. Raises SpecError. Cost: milliseconds for a million tokens.
         """
         return self.counters.needed_bytes(n_tokens, n_held=n_held, max_tokens=max_tokens)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -68,6 +68,10 @@ class DropsTokens(Protocol):
 
     def plan_drop(self, dropped: Dropped) -> Any:
         """Copy rows to their new places in fresh blocks. Raises DropError or CapacityError with nothing changed."""
+        ...
+
+    def bytes_to_drop(self, dropped: Dropped) -> int:
+        """Return the bytes of the blocks that `plan_drop` allocates. Raises DropError."""
         ...
 
     def drop(self, plan: Any) -> None:
@@ -256,12 +260,19 @@ class Stretch:
         slots: of each sequence; -1 for one that is not open yet.
         starts, ends: its new tokens [start, end).
         peaks: the furthest position that it has reached before, at least its start.
+        at_most: of a sequence that was rolled back, count all states that its step may write; otherwise none of them.
     """
 
     slots: Int64s
     starts: Int64s
     ends: Int64s
     peaks: Int64s
+    at_most: bool = False
+
+    def moved(self, offsets: Int64s) -> Stretch:
+        """Return the same in positions that are ahead of these by offsets (N,)."""
+        starts, ends, peaks = (at + offsets for at in (self.starts, self.ends, self.peaks))
+        return replace(self, starts=starts, ends=ends, peaks=peaks)
 
 
 Plans = dict[str, Any]

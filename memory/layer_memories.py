@@ -15,7 +15,7 @@ from memory.blocks.holdings import LiveRows, Record
 from memory.blocks.layout import BlockLayout
 from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
-from memory.errors import BUDGET_UNIT, CapacityError
+from memory.errors import CapacityError
 from memory.interface import Dropped, LayerMemory, Packed, Plans, References, Sequence, Stretch
 from memory.sequences.drop import drop_from_all
 from memory.specs import LayerSpec
@@ -124,6 +124,10 @@ class PagesOnHost(Protocol):
     def place(self) -> tuple[LayerMemories, Store]: ...
     def has(self, slot: int) -> bool: ...
     def move(self, slot: int, *, to_host: bool) -> None: ...
+    @property
+    def pools(self) -> Iterator[tuple[BlockPool, BlockLayout]]: ...
+    def bytes_for(self, stretch: Stretch) -> Int64s: ...
+    def held_bytes(self, *slots: int) -> int: ...
     def blocks_of(self, slot: int) -> dict[str, Int64s]: ...
     def snapshot(self, slot: int, length: int) -> Snapshot: ...
     def inventory(self, sequences: list[Sequence], lengths: Int64s, slots: Int64s) -> Any: ...
@@ -162,21 +166,16 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
 
     # Steps
 
-    def begin(self, packed: Packed, free_bytes: int) -> Plans:
-        """Plan and begin a step in all layer memories. Raises CapacityError with nothing changed."""
+    def begin(self, packed: Packed) -> Plans:
+        """Plan and begin a step in all layer memories. Raises CapacityError, of one of them, with nothing changed."""
         plans: Plans = {}
         try:
             for name, memory in self.items():
                 plans[name] = memory.plan(packed)
             for name, plan in plans.items():
                 self[name].begin(plan)
-        except BaseException as error:
+        except BaseException:
             self.commit(plans, packed.nothing)
-            # The layer memories that had planned before held blocks as well: count them as needed.
-            if isinstance(error, CapacityError) and error.unit == BUDGET_UNIT:
-                raise CapacityError.of(
-                    "the step needs at least", error.needed + free_bytes - error.free, free_bytes
-                ) from None
             raise
         return plans
 
@@ -211,10 +210,10 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     def horizon(self, slot: int) -> int:
         return max([0, *[memory.horizon(slot) for memory in self.values()]])
 
-    def drop(self, dropped: Dropped, free_bytes: int) -> None:
+    def drop(self, dropped: Dropped) -> None:
         """Drop tokens from the middle of a slot, in all layer memories or none. Raises DropError or CapacityError."""
         # Reversed, because recurrences come last: they refuse at once, before attention copies its rows.
-        drop_from_all(reversed(self.values()), dropped, free_bytes)
+        drop_from_all(list(reversed(self.values())), dropped)
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {name: ids for memory in self.values() for name, ids in memory.blocks_of(slot).items()}
@@ -234,11 +233,6 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         for memory in self.values():
             n_bytes += memory.bytes_for(stretch)
         return n_bytes
-
-    @property
-    def block_bytes(self) -> list[int]:
-        """Return the bytes of one block of each pool."""
-        return [pool.block_bytes for pool, _ in self.pools]
 
     def held_bytes(self, *slots: int) -> int:
         """Return the bytes of all blocks that these slots refer to; what they share with each other counts once."""
@@ -352,7 +346,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
             if isinstance(error, CapacityError):
                 n_bytes = sum(n * pools[name].block_bytes for name, n in n_blocks.items())
                 who = "the sequence needs" if len(slots) == 1 else f"the {len(slots)} sequences and checkpoints need"
-                raise CapacityError.of(who, n_bytes, free_bytes, error.unit) from None
+                raise CapacityError.of(who, n_bytes, free_bytes, error.capacity, error.unit) from None
             raise
         finally:
             for name, ids in fresh.items():

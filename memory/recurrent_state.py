@@ -91,6 +91,10 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
             )  # fmt: skip
         return dropped
 
+    def bytes_to_drop(self, dropped: Dropped) -> int:
+        """Return 0: states stay where they are."""
+        return 0
+
     def drop(self, plan: Dropped) -> None:
         self.table.drop(plan)
 

@@ -145,3 +145,13 @@ def books(memory: HybridMemory) -> dict[str, Any]:
         slots = layers["recurrence"].table.slots
         columns |= {"offset": slots.offset, "floor": slots.floor, "states": slots.table}
     return columns
+
+
+def shake(memory: HybridMemory) -> int:
+    """Join all free ranges, of the budget and of `host_pages`, as far as no open step forbids it; return bytes moved.
+
+    So every block that can move does, where an allocation that lacks room moves some.
+    """
+    for compactor in (compactors := memory._coordinator.room.compactors.values()):
+        compactor.make_room(compactor.store.arena.free_bytes, at_any_cost=True)
+    return sum(compactor.moved_bytes for compactor in compactors)

@@ -99,7 +99,7 @@ STAGES = (
             Phase(1.0, 224, 12, spelt=0.81, echoes=0.01, invented=0.3, talk=(0.0, 0.15, 0.45), most_facts=5),
         ),
     ),
-    # Then what is still wrong at times: the latest of several values of a fact, and facts of one kind beside each other.
+    # Then what is still wrong at times: the latest of several values of a fact, and several facts of one kind.
     Stage(
         2400,
         1e-3,

@@ -167,6 +167,10 @@ class CrossAttentionCache:
     def plan_drop(self, dropped: Dropped) -> None:
         """Do nothing: encoder rows stay, whatever tokens are dropped."""
 
+    def bytes_to_drop(self, dropped: Dropped) -> int:
+        """Return 0: encoder rows stay."""
+        return 0
+
     def drop(self, plan: None) -> None:
         """Do nothing, as `plan_drop`."""
 

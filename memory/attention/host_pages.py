@@ -6,11 +6,17 @@ pages are in host memory can be used as ever, unlike one that is swapped out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
+
 from memory.attention.offload import HostedAttention
 from memory.blocks.arrays import Int64s
+from memory.blocks.layout import BlockLayout
+from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
 from memory.errors import IntegrityError
-from memory.interface import Sequence
+from memory.interface import Sequence, Stretch
 from memory.layer_memories import LayerMemories, Snapshot
 from memory.views.usage import Inventory
 
@@ -51,6 +57,20 @@ class HostPages:
             self._device.take_over(slot, self._store, self._host, self._host_store)
         for cache in self._hosted:
             cache.moved(slot, is_far=to_host)
+
+    @property
+    def pools(self) -> Iterator[tuple[BlockPool, BlockLayout]]:
+        """Return every pool in host memory with the layout of its blocks."""
+        return self._host.pools
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        """Return (4, N) bytes in host memory, as `LayerMemory.bytes_for`; none of sequences on the device."""
+        are_there = np.fromiter(map(self.has, stretch.slots.tolist()), np.bool_, len(stretch.slots))
+        return self._host.bytes_for(stretch) * are_there
+
+    def held_bytes(self, *slots: int) -> int:
+        """Return the bytes of all blocks in host memory to which these slots refer."""
+        return self._host.held_bytes(*slots)
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         """Return the blocks of the slot in host memory, by pool."""

@@ -188,6 +188,9 @@ class HostedAttention:
         memory = self._of(dropped.slot)
         return memory, memory.plan_drop(dropped)
 
+    def bytes_to_drop(self, dropped: Dropped) -> int:
+        return self._of(dropped.slot).bytes_to_drop(dropped)
+
     def drop(self, plan: tuple[Attention, Any]) -> None:
         plan[0].drop(plan[1])
 

@@ -1,7 +1,8 @@
 """The arena allocates byte ranges of one budget for blocks of every size.
 
 It is one address space. Pages are taken from its low end, states and tails from its high end, each at its natural size,
-lowest (highest) free address first. So the split between them follows demand: nothing is padded, moved or sized ahead.
+lowest (highest) free address first. So the split between them follows demand: nothing is padded or sized ahead. What
+lies apart is joined by `memory.blocks.compaction`.
 
 `Arena` and `BlockPool` hold no tensors; `Store` holds the bytes.
 """
@@ -15,6 +16,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from memory.blocks.arrays import Int64s
 from memory.blocks.layout import ALIGNMENT_BYTES
 from memory.errors import BUDGET_UNIT, IntegrityError, SpecError
 
@@ -103,6 +105,20 @@ class Arena:
         self.free_bytes -= len(addresses) * n_bytes
         return addresses
 
+    def take(self, start: int, n_bytes: int) -> None:
+        """Allocate the first `n_bytes` of the free range that begins at `start`. Cost: O(log free ranges)."""
+        end = self._ends.pop(start)
+        del self._starts[end]
+        if start + n_bytes < end:
+            self._ends[start + n_bytes], self._starts[end] = end, start + n_bytes
+            self._enlist(start + n_bytes, 0, end - start - n_bytes, from_top=False)
+        self.free_bytes -= n_bytes
+
+    def free_ranges(self) -> tuple[Int64s, Int64s]:
+        """Return (n,) starts and ends of all free ranges, in order. Cost: O(n log n)."""
+        starts, ends = (np.fromiter(names, np.int64, len(self._ends)) for names in (self._ends, self._starts))
+        return np.sort(starts), np.sort(ends)
+
     def free(self, start: int, n_bytes: int) -> None:
         """Free a range. Cost: O(log free ranges)."""
         end = start + n_bytes
@@ -142,11 +158,6 @@ class Arena:
         self._starts = {end: start for start, end in self._ends.items()}
         self._heaps = {}
         self.free_bytes = sum(end - start for start, end in self._ends.items())
-
-    @property
-    def free_ranges(self) -> list[tuple[int, int]]:
-        """Return the byte ranges [start, end) that are free."""
-        return list(self._ends.items())
 
     def check(self, used_ranges: Seq[tuple[int, int]]) -> None:
         """Raise IntegrityError unless `used_ranges` and the free ranges tile the arena exactly.

@@ -89,7 +89,9 @@ class BlockPool:
         if len(addresses) < n:
             for address in addresses:
                 arena.free(address, self.block_bytes)
-            raise CapacityError.of(f"{n} x {self.name} need", needed, arena.free_bytes, arena.unit)
+            raise CapacityError.of(
+                f"{n} x {self.name} need", needed, arena.free_bytes, arena.capacity_bytes, arena.unit
+            )
         del self._free_ids[len(self._free_ids) - n :]
         self.addresses[ids], self.counts[ids] = addresses, 1
         self.n_used += n
@@ -147,6 +149,11 @@ class BlockPool:
         twin.addresses, twin.counts = self.addresses.copy(), self.counts.copy()
         twin._frozen_book_bytes = self.book_bytes  # the tables of the copy are those of the pool, which goes on
         return twin
+
+    def within(self, start: int, end: int) -> Int64s:
+        """Return the ids of the blocks in use at addresses [start, end)."""
+        ids: Int64s = ((self.addresses >= start) & (self.addresses < end) & (self.counts > 0)).nonzero()[0]
+        return ids
 
     def used_ranges(self) -> list[tuple[int, int]]:
         """Return the byte range [start, end) of each block in use."""

@@ -93,7 +93,7 @@ class Store:
 
     def make_pool(self, name: str, layout: BlockLayout, *, from_top: bool) -> BlockPool:
         pool = BlockPool(
-            self.arena, name, layout.block_bytes, from_top=from_top, on_change=self._poison_block, journal=self.journal
+            self.arena, name, layout.block_bytes, from_top=from_top, on_change=self.spoil, journal=self.journal
         )
         self._pools.add(pool)
         return pool
@@ -103,8 +103,8 @@ class Store:
         for pool in self._pools:
             pool.recount(references.get(pool, []))
         self.arena.rebuild([used for pool in self._pools for used in pool.used_ranges()])
-        for start, end in self.arena.free_ranges if self._poison else ():
-            self._poison_block(start, end - start)
+        for start, end in zip(*self.arena.free_ranges(), strict=True) if self._poison else ():
+            self.spoil(int(start), int(end - start))
 
     def upload(self, array: Int64s, *, room: bool = False) -> Tensor:
         """Upload an array of a plan for the kernels, as `memory.blocks.staging.upload` does."""
@@ -122,6 +122,15 @@ class Store:
         """Copy the bytes of one block to another."""
         if not self.is_dry:
             self._bytes[target : target + n_bytes] = self._bytes[source : source + n_bytes]
+
+    def saved(self, address: int, n_bytes: int) -> Tensor:
+        """Return a copy of a byte range, on the device; without bytes in a dry run."""
+        return self._bytes[address : address + n_bytes].clone()
+
+    def put(self, address: int, saved: Tensor) -> None:
+        """Write what `saved` returned to another byte range."""
+        if not self.is_dry:
+            self._bytes[address : address + len(saved)] = saved
 
     def read(self, addresses: Int64s, block_bytes: int) -> Tensor:
         """Copy blocks to the host, (n, block_bytes) uint8; in a dry run to "meta"."""
@@ -147,7 +156,7 @@ class Store:
                 n_bytes = (end - first) * block_bytes
                 self._bytes[target : target + n_bytes].copy_(source._bytes[address : address + n_bytes])
 
-    def _poison_block(self, address: int, n_bytes: int) -> None:
-        """Fill a block with NaN if the store is poisoned: all bits set is NaN in every floating-point dtype."""
+    def spoil(self, address: int, n_bytes: int) -> None:
+        """Fill a range with NaN if the store is poisoned: all bits set is NaN in every floating-point dtype."""
         if self._poison:
             self._bytes[address : address + n_bytes].fill_(0xFF)

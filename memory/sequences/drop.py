@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Any, NoReturn
 
-from memory.errors import BUDGET_UNIT, CapacityError, DropError
+from memory.errors import CapacityError, DropError
 from memory.interface import Dropped, DropsTokens
 
 
@@ -24,6 +24,9 @@ class CannotDrop(ABC):
             start=dropped.start, end=dropped.end,
         )  # fmt: skip
 
+    def bytes_to_drop(self, dropped: Dropped) -> NoReturn:
+        self.plan_drop(dropped)
+
     def drop(self, plan: NoReturn) -> None:
         raise AssertionError("there is no plan")
 
@@ -31,7 +34,7 @@ class CannotDrop(ABC):
         raise AssertionError("there is no plan")
 
 
-def drop_from_all(memories: Iterable[DropsTokens], dropped: Dropped, free_bytes: int) -> None:
+def drop_from_all(memories: Seq[DropsTokens], dropped: Dropped) -> None:
     """Drop tokens from all layer memories, or from none. Raises DropError or CapacityError."""
     plans: list[tuple[DropsTokens, Any]] = []
     try:
@@ -40,10 +43,11 @@ def drop_from_all(memories: Iterable[DropsTokens], dropped: Dropped, free_bytes:
     except BaseException as error:
         for memory, plan in plans:
             memory.abandon_drop(plan)
-        # The layer memories that had planned before held blocks as well: count them as needed.
-        if isinstance(error, CapacityError) and error.unit == BUDGET_UNIT:
-            needed, what = error.needed + free_bytes - error.free, "the rows behind the dropped tokens are copied and"
-            raise CapacityError.of(f"{what} need at least", needed, free_bytes) from None
+        if isinstance(error, CapacityError):  # It counts one layer memory; report what all of them copy.
+            n_bytes = [memory.bytes_to_drop(dropped) for memory in memories]
+            free_bytes = error.free + sum(n_bytes[: len(plans)])
+            what = "the rows behind the dropped tokens are copied and need"
+            raise CapacityError.of(what, sum(n_bytes), free_bytes, error.capacity, error.unit) from None
         raise
     for memory, plan in plans:
         memory.drop(plan)

@@ -150,7 +150,7 @@ class TailRules:
         """Return (4, N) states and (4, N) tails that sequences hold before, in and after a step.
 
         The last row is what forks share for good: none. A sequence that was rolled back may have a head or a kept state
-        or not, so only its tail is counted.
+        or not, so only its tail is counted, unless all that it may have is wanted.
         """
         starts, ends, is_fresh = stretch.starts, stretch.ends, stretch.peaks == stretch.starts
         old_body, new_body = self.body_at(stretch.peaks), self.body_at(np.maximum(stretch.peaks, ends))
@@ -160,11 +160,14 @@ class TailRules:
         before = is_fresh * _count(old_body > 0, old_head, old_kept)
         fresh = is_fresh * _count(moves, self.has_heads & (ends > new_body) & ~old_head, leaves)
         after = (is_fresh | (ends >= stretch.peaks)) * _count(new_body > 0, new_head, new_kept)
-        none = np.zeros_like(starts)
+        inside, none = np.maximum(before + fresh, after), np.zeros_like(starts)
+        if stretch.at_most:  # a new body, a head, and the states kept at two fold points
+            most = ~is_fresh * (1 + self.has_heads + 2 * self.keeps)
+            inside, after = inside + most, np.maximum(after, most)
         has_tail, grows = self.tail_rows > 0, ends - self.tail_at(old_body) > self.tail_rows
         was_there = has_tail & (starts > 0)
         tails = np.stack([was_there, has_tail * (1 + (was_there & grows)), none + has_tail, none]).astype(np.int64)
-        return np.stack([before, np.maximum(before + fresh, after), after, none]), tails
+        return np.stack([before, inside, after, none]), tails
 
     def _shortcuts(self, lengths: Int64s, body_at: Int64s) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return for sequences of these lengths, never rolled back, whether each has a head, and a kept state.

@@ -62,11 +62,19 @@ class PageGrid:
         """Return the earliest position whose window lies in rows [oldest, ...)."""
         return np.where(oldest > 0, oldest + (self.window or 1) - 1, 0)
 
-    def after_drop(self, dropped: Dropped, oldest: int) -> tuple[int, int]:
-        """Return the first page and the oldest row after a drop, of a sequence that holds rows from `oldest` on.
+    def after_drop(self, dropped: Dropped, oldest: int) -> tuple[int, int, int, int]:
+        """Return the first page and the oldest row after a drop, and how many pages stay and how many are new.
 
-        Raises DropError if tokens would then see rows that have left the window.
+        Of a sequence that holds rows from `oldest` on. Raises DropError if tokens would then see rows that have left
+        the window.
         """
+        first_page, oldest = self._first_after_drop(dropped, oldest)
+        n_kept = max(0, dropped.start // self.page_tokens - first_page)
+        n_pages = ceil_div(dropped.length - dropped.n_tokens, self.page_tokens) - first_page
+        return first_page, oldest, n_kept, n_pages - n_kept
+
+    def _first_after_drop(self, dropped: Dropped, oldest: int) -> tuple[int, int]:
+        """Return the first page and the oldest row after a drop. Raises DropError."""
         if self.window is None:
             return 0, 0
         n = dropped.n_tokens

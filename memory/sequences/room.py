@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from memory.blocks.arena import Arena
 from memory.blocks.arrays import Int64s, ceil_div
-from memory.blocks.layout import aligned_bytes
-from memory.errors import HOST_UNIT, CapacityError
+from memory.errors import BUDGET_UNIT, HOST_UNIT, CapacityError
 from memory.interface import Sequence, Stretch
 from memory.sequences.batch import count_tokens
 from memory.sequences.chunks import cut_anywhere, cut_on_grid
+from memory.sequences.compactor import Compactor, Holders
 from memory.sequences.ledger import Ledger
 
 _T = TypeVar("_T")
@@ -25,55 +25,50 @@ _MOST_STEPS = 1024
 """Last steps of a prompt that are computed: sequences grow, but for blocks that come and go within few steps."""
 
 
-class Holders(Protocol):
-    """Declares what is read of the layer memories of a model: a part of `memory.layer_memories.LayerMemories`."""
-
-    def bytes_for(self, stretch: Stretch) -> Int64s: ...
-    def held_bytes(self, *slots: int) -> int: ...
-    @property
-    def block_bytes(self) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class Need:
-    """Says how many bytes of the budget requests take while they are fed: exact for new sequences, else a lower bound.
+    """Says how many bytes of the budget requests take while they are fed: exact for new sequences.
 
     Attributes:
         n_tokens, n_requests: of all of them.
-        new_bytes: on top of what is held now, at the worst moment.
+        new_bytes: on top of what is held now, at the worst moment: at least so many.
         total_bytes: with what their own sequences hold.
-        spare_bytes: for gaps between blocks of several sizes: so much more is always enough, less may be.
+        most_new_bytes: returns how many at most, whatever the sequences share with others that hold it meanwhile.
     """
 
     n_tokens: int
     n_requests: int
     new_bytes: int
     total_bytes: int
-    spare_bytes: int
+    most_new_bytes: Callable[[], int]
 
     def at_least(self, new_bytes: int) -> Need:
         """Return the same need with at least so many new bytes: shared blocks are copied before they are written."""
         more = max(0, new_bytes - self.new_bytes)
         return replace(self, new_bytes=self.new_bytes + more, total_bytes=self.total_bytes + more)
 
-    def refusal(self, budget_bytes: int, free_bytes: int) -> CapacityError:
-        """Explain why there is no room: never in this budget, not now, or only in pieces that are too small."""
+    def refusal(self, arena: Arena) -> CapacityError:
+        """Explain why there is no room: never, not now, or only in pieces that are too small.
+
+        The error names a capacity that is enough for them beside all that is held now.
+        """
+        capacity, free, unit = arena.capacity_bytes, arena.free_bytes, arena.unit
         what = f"{_count(self.n_tokens, 'token')} for {_count(self.n_requests, 'sequence')}"
-        if self.total_bytes > budget_bytes:
-            least = self.total_bytes + self.spare_bytes
-            return CapacityError(
-                f"{what} need {least:,} bytes, what is held of the same included: a budget of {budget_bytes:,} can "
-                f"never hold them. Feed fewer tokens, or give the memory a larger budget, of {least:,} bytes",
-                needed=least, free=free_bytes,
-            )  # fmt: skip
-        why = "" if self.new_bytes > free_bytes else ", but not in pieces large enough"
-        least = budget_bytes + max(0, self.new_bytes - free_bytes) + self.spare_bytes
-        return CapacityError(
-            f"{what} do not fit now: they need {self.new_bytes:,} bytes more, and {free_bytes:,} of {budget_bytes:,} "
-            f"are free{why}. Close sequences or checkpoints, feed fewer tokens, or give the memory a larger budget, of "
-            f"{least:,} bytes",
-            needed=self.new_bytes, free=free_bytes,
-        )  # fmt: skip
+        apart = CapacityError.why_apart(self.new_bytes, free)
+        needed = enough = capacity + max(self.new_bytes, self.most_new_bytes()) - (0 if apart else free)
+        if self.total_bytes > capacity:
+            place = "a budget" if unit == BUDGET_UNIT else "host_pages"
+            why = (
+                f"need {self.total_bytes:,} {unit}, what is held of the same included: {place} of {capacity:,} can "
+                f"never hold them. {CapacityError.remedy(unit, enough, 'Feed fewer tokens')}"
+            )
+        else:
+            needed, remedy = self.new_bytes, CapacityError.remedy(unit, enough)
+            why = (
+                f"do not fit now: they need {needed:,} {unit} more, and {free:,} of {capacity:,} are free{apart}. "
+                f"{remedy[0].upper()}{remedy[1:]}"
+            )
+        return CapacityError(f"{what} {why}", needed=needed, free=free, unit=unit, capacity=capacity)
 
 
 def need_of(
@@ -99,30 +94,35 @@ def need_of(
         chunks = cut_anywhere(counts, max_tokens, first)
     request, step = chunks.requests, chunks.steps
     starts, stops = lengths[request] + chunks.starts, lengths[request] + chunks.ends
-    before, inside, after, _ = holders.bytes_for(
-        Stretch(slots[request], starts, stops, np.maximum(peaks[request], starts))
-    )
+    stretch = Stretch(slots[request], starts, stops, np.maximum(peaks[request], starts))
+    before, inside, after, _ = holders.bytes_for(stretch)
     # A request that is done holds all its tokens; one that goes on holds what its last step has left.
     is_done = ends <= first
     done = lengths[is_done] + counts[is_done]
     done_bytes = holders.bytes_for(Stretch(slots[is_done], done, done, np.maximum(peaks[is_done], done)))[0].sum()
     goes_on = request[1:] == request[:-1]
-    before[1:][goes_on] = after[:-1][goes_on]
-    is_first = np.append(True, ~goes_on)
-    n_steps = int(step.max()) + 1
-    grown = np.bincount(step, after - before, n_steps).cumsum()
-    steps = before[is_first].sum() + np.append(0, grown[:-1]) + np.bincount(step, inside - before, n_steps)
-    most = int(done_bytes + max(steps.max(), before[is_first].sum() + grown[-1]))
-    new_bytes = max(0, most - sum(map(holders.held_bytes, held.tolist())))
+    is_first, n_steps = np.append(True, ~goes_on), int(step.max()) + 1
+
+    def most_bytes(held: Int64s, inside: Int64s, after: Int64s) -> int:
+        """Return what all hold at the worst moment, from what each holds before its first step."""
+        before = np.empty_like(after)
+        before[is_first], before[1:][goes_on] = held, after[:-1][goes_on]
+        grown = np.bincount(step, after - before, n_steps).cumsum()
+        steps = held.sum() + np.append(0, grown[:-1]) + np.bincount(step, inside - before, n_steps)
+        return int(done_bytes + max(steps.max(), held.sum() + grown[-1]))
+
+    held_bytes = [holders.held_bytes(slot) for slot in held.tolist()]
+    new_bytes = max(0, most_bytes(before[is_first], inside, after) - sum(held_bytes))
     total_bytes = new_bytes + holders.held_bytes(*held.tolist())
-    return Need(n_tokens, len(counts), new_bytes, total_bytes, _spare_bytes(holders, len(counts), total_bytes))
 
+    def most_new_bytes() -> int:
+        """Of what a sequence holds, count only what is never written again as not copied; and nothing is freed."""
+        before, inside, after, _ = holders.bytes_for(replace(stretch, at_most=True))
+        stay, begins = holders.bytes_for(Stretch(slots, lengths, lengths, peaks))[3], starts == lengths[request]
+        held = np.where(begins & (slots[request] >= 0), stay[request], before)[is_first]
+        return most_bytes(held, inside, after) - int(stay[slots >= 0].sum())
 
-def _spare_bytes(holders: Holders, n_requests: int, total_bytes: int) -> int:
-    """Estimate the bytes lost in gaps between blocks of several sizes: at most a quarter, or a few blocks."""
-    sizes = holders.block_bytes
-    gaps_bytes = max(sum(sizes) + max(sizes, default=0), min(n_requests * sum(sizes), total_bytes // 4))
-    return aligned_bytes(gaps_bytes) if len(set(sizes)) > 1 else 0
+    return Need(n_tokens, len(counts), new_bytes, total_bytes, most_new_bytes)
 
 
 def _count(n: int, what: str) -> str:
@@ -136,38 +136,58 @@ class Room:
     Attributes:
         reclaimers: called with the bytes that are missing; each frees what is optional, and returns True if it has
             freed anything.
+        compactors: `CapacityError.unit` -> what moves blocks there.
     Args:
         abort_abandoned: aborts steps that an interrupt left open, and returns True if there was any.
         on_grid: True if runs cut requests on the grid of `memory.sequences.chunks`.
     """
 
     def __init__(
-        self, arena: Arena, holders: Holders, ledger: Ledger, abort_abandoned: Callable[[], bool], *, on_grid: bool
-    ) -> None:
+        self, arena: Arena, ledger: Ledger, compactors: Mapping[str, Compactor],
+        abort_abandoned: Callable[[], bool], *, on_grid: bool,
+    ) -> None:  # fmt: skip
         self.arena = arena
         self.on_grid = on_grid
         self.reclaimers: list[Callable[[int], bool]] = []
-        self._holders = holders
         self._ledger = ledger
+        self.compactors = compactors
         self._abort_abandoned = abort_abandoned
 
-    def need(self, slots: Int64s, counts: Int64s, max_tokens: int) -> Need:
-        """Compute the bytes that requests for slots (S,) of counts (S,) tokens need; see `need_of`."""
-        lengths, peaks = self._ledger.lengths[slots], self._ledger.peaks[slots]
-        return need_of(self._holders, slots, lengths, peaks, counts, max_tokens, on_grid=self.on_grid)
+    def need(self, slots: Int64s, counts: Int64s, max_tokens: int | None, unit: str = BUDGET_UNIT) -> Need:
+        """Compute the bytes that requests for slots (S,) of counts (S,) tokens need; see `need_of`.
+
+        Args:
+            max_tokens: of the steps of a run; None: the requests are one step.
+        """
+        lengths, peaks, is_run = self._ledger.lengths[slots], self._ledger.peaks[slots], max_tokens is not None
+        return need_of(
+            self.compactors[unit].layers, slots, lengths, peaks, counts, max_tokens or int(counts.sum()),
+            on_grid=self.on_grid and is_run,
+        )  # fmt: skip
 
     def refusal(self, need: Need) -> CapacityError:
         """Return the error for requests that do not fit, into this budget or now."""
-        return need.refusal(self.arena.capacity_bytes, self.arena.free_bytes)
+        return need.refusal(self.arena)
 
-    def lack(self, slots: Int64s, counts: Int64s, max_tokens: int, *, least_bytes: int = 0) -> CapacityError:
-        """Return the error for requests that do not fit; their new bytes are `least_bytes` or more."""
-        return self.refusal(self.need(slots, counts, max_tokens).at_least(least_bytes))
+    def lack(
+        self, slots: Int64s, counts: Int64s, max_tokens: int | None, error: CapacityError | None = None
+    ) -> CapacityError:  # fmt: skip
+        """Return the error for requests that do not fit, with the bytes that all of them need.
+
+        Args:
+            error: that of a part of them, which was met on the way. All is as it was before.
+        """
+        unit = BUDGET_UNIT if error is None else error.unit
+        need, arena = self.need(slots, counts, max_tokens, unit), self.compactors[unit].store.arena
+        if error is not None:
+            need = need.at_least(error.needed + arena.free_bytes - error.free)
+        return need.refusal(arena)
 
     def refuse_hopeless(self, sequences: list[Sequence], values: list[Any]) -> None:
         """Raise CapacityError if these are thousands of tokens that never fit; only their number is read."""
         if set(map(type, values)) != {int} and (counts := count_tokens(values)).sum() > _MANY_TOKENS:
-            need = self.need(self._ledger.check_all_usable(sequences), counts, int(counts.sum()))
+            slots = self._ledger.check_all_usable(sequences)
+            need = self.need(slots, counts, None)
             if need.total_bytes > self.arena.capacity_bytes:
                 raise self.refusal(need)
 
@@ -189,20 +209,35 @@ class Room:
         self.make(attempt)
 
     def make(self, attempt: Callable[[], _T]) -> _T:
-        """Return what `attempt` returns. Where it lacks room, free what is optional and call it again.
+        """Return what `attempt` returns. Where it lacks room, make some and call it again.
 
-        Nothing is freed for what the whole budget could not hold.
+        Where bytes lie apart, blocks are moved together if that is cheap; else what is optional is freed; and if there
+        is nothing more to free, blocks are moved at any cost. Nothing is freed for what the whole budget cannot hold.
         """
+        least_bytes = 0
         while True:
             try:
                 return attempt()
             except CapacityError as error:
                 if self._abort_abandoned():
                     continue
-                if error.unit == HOST_UNIT:  # only closing checkpoints that are in host memory makes room there
-                    can_help = any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
-                else:
-                    can_help = error.needed <= self.arena.capacity_bytes
-                missing_bytes = max(1, error.needed - error.free)
-                if not can_help or not any(reclaim(missing_bytes) for reclaim in [*self.reclaimers]):
+                # A layer memory that refuses does not count those that have not planned yet: so ask for more each time.
+                least_bytes = max(error.needed, 2 * least_bytes) if error.needed <= error.free else 0
+                if self._compact(error, least_bytes) or self._reclaim(error):
+                    continue
+                if not self._compact(error, least_bytes, at_any_cost=True):
                     raise
+
+    def _compact(self, error: CapacityError, least_bytes: int, *, at_any_cost: bool = False) -> bool:
+        """Move blocks if that can help: enough bytes are free. True if any block has moved."""
+        n_bytes = min(least_bytes, error.free)
+        return n_bytes > 0 and self.compactors[error.unit].make_room(n_bytes, at_any_cost=at_any_cost)
+
+    def _reclaim(self, error: CapacityError) -> bool:
+        """Free what is optional. True if anything was freed."""
+        if error.unit == HOST_UNIT:  # only closing checkpoints that are in host memory makes room there
+            can_help = any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
+        else:
+            can_help = error.needed <= self.arena.capacity_bytes
+        missing_bytes = max(1, error.needed - error.free)
+        return can_help and any(reclaim(missing_bytes) for reclaim in [*self.reclaimers])

@@ -121,7 +121,7 @@ class TailTable:
         self._reach(int(slots.max(initial=0)))
         offsets = np.where(slots < 0, 0, self.slots.offset.take(slots))
         if np.count_nonzero(offsets):
-            stretch = Stretch(slots, *(x + offsets for x in (stretch.starts, stretch.ends, stretch.peaks)))
+            stretch = stretch.moved(offsets)
         n_states, n_tails = self.rules.held_blocks(stretch)
         return n_states * self.states.block_bytes + n_tails * self.tails.block_bytes
 

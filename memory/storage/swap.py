@@ -134,11 +134,12 @@ class Tiers:
                 self._to_file(oldest)
                 self._used_host_bytes -= oldest.n_bytes
             else:
-                free_bytes = int(max(0, self._free_host_bytes()))
+                free_bytes, used_bytes = int(max(0, self._free_host_bytes())), sum(self.used_bytes)
                 raise CapacityError(
                     f"what the sequence holds, {n_bytes:,} bytes, does not fit into {free_bytes:,} bytes of host "
-                    f"memory{self._files_are_full}; give the memory a larger host_budget, or {self._remedy}",
-                    needed=n_bytes, free=free_bytes,
+                    f"memory{self._files_are_full}; give the memory a larger host_budget, of "
+                    f"{used_bytes + n_bytes:,} bytes, or {self._remedy}",
+                    needed=n_bytes, free=free_bytes, capacity=self.host_bytes or 0,
                 )  # fmt: skip
 
     @property

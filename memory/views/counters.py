@@ -10,11 +10,12 @@ import numpy as np
 from memory.blocks.arguments import read_count
 from memory.blocks.arrays import Int64s
 from memory.blocks.store import Store
-from memory.errors import CapacityError, SpecError
+from memory.errors import BUDGET_UNIT, CapacityError, SpecError
 from memory.interface import Sequence, Stretch
+from memory.sequences.compactor import Holders
 from memory.sequences.ledger import Ledger
 from memory.sequences.locking import MemoryLock
-from memory.sequences.room import Holders, Need, Room, need_of
+from memory.sequences.room import Need, Room, need_of
 from memory.views.usage import Inventory, Usage, measure
 
 _MOST_TOKENS = 1 << 40
@@ -97,6 +98,11 @@ class Counters:
     def used_bytes(self) -> int:
         """Return the bytes of the budget in use."""
         return self._memory.store.arena.used_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Return the bytes of the budget that were moved so far, to join free ranges."""
+        return self._memory.room.compactors[BUDGET_UNIT].moved_bytes
 
     def bytes_by_pool(self) -> dict[str, int]:
         """Return the bytes in use by pool, as `usage().by_kind` without its cost. Cost: O(pools)."""
@@ -205,9 +211,15 @@ class Counters:
         """
         self._memory.room.require(sequences, counts, max_tokens)
 
-    def lack_of_room(self, slots: Int64s, counts: Int64s, max_tokens: int) -> CapacityError:
-        """Return the error for requests that do not fit, with the bytes that all of them need together."""
-        return self._memory.room.lack(slots, counts, max_tokens)
+    def lack_of_room(
+        self, slots: Int64s, counts: Int64s, max_tokens: int, error: CapacityError | None = None
+    ) -> CapacityError:  # fmt: skip
+        """Return the error for a run that does not fit, with the bytes that all requests need together.
+
+        Args:
+            error: that of one of its steps, if one was refused.
+        """
+        return self._memory.room.lack(slots, counts, max_tokens, error)
 
     def bytes_at(self, n_tokens: int) -> int:
         """Return the bytes that a sequence of so many tokens holds between steps if it shares none."""

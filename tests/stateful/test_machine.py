@@ -23,6 +23,7 @@ from memory.blocks.store import Store
 from memory.eviction import Budget
 from memory.quantization import Storage
 from memory.recurrent_state import RecurrentState
+from tests.inside import shake
 from tests.subjects import POLICIES, STORAGES, Subject, make_subject
 from tests.toy import VOCAB, Toy
 
@@ -218,6 +219,11 @@ class Machine(RuleBasedStateMachine):
             assert sequence.is_on_host == there
         except CapacityError:
             assert sequence.is_on_host == was_there != there
+
+    @rule()
+    def move_blocks(self) -> None:
+        """As an allocation does that lacks room."""
+        shake(self.memory)
 
     @rule(index=INDEX)
     def swap_out(self, index: int) -> None:

@@ -1,0 +1,115 @@
+"""Compaction moves blocks together, so that the free ranges between them become one that is large enough.
+
+Tables refer to blocks by id, and only the pool knows where a block is. So a block moves by a copy of its bytes and one
+changed address. Blocks whose addresses an open step has read stay where they are.
+
+Which blocks move is decided before any does: those of the region with the fewest bytes to move. Let U bytes be in use
+and F be free. Cut the arena where enough free bytes for n bytes have been passed: at least F / 2n regions, of which one
+has at most 2n U / F bytes in use. So the cost grows with the bytes asked for, not with the budget.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memory.blocks.arrays import Int64s, starts_of
+from memory.blocks.pool import BlockPool
+from memory.blocks.store import Store
+
+_SCRATCH_BYTES = 1 << 22
+"""Bytes that are moved at once over a distance shorter than they are: they are copied twice."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Names a byte range of the arena that begins and ends with free bytes.
+
+    Attributes:
+        used_bytes: what has to move so that its free bytes become one range.
+    """
+
+    start: int
+    end: int
+    used_bytes: int
+
+
+def cheapest_region(store: Store, n_bytes: int, fixed: Int64s) -> Region | None:
+    """Find the region with `n_bytes` free and the fewest in use, without any of the blocks at addresses `fixed`.
+
+    Returns None if there is none, or if it is one free range already. Cost: O(free ranges log free ranges).
+    """
+    starts, ends = store.arena.free_ranges()
+    passed = starts_of(ends - starts)
+    last = passed[1:].searchsorted(passed[:-1] + n_bytes)
+    first = (last < len(starts)).nonzero()[0]
+    last = last[first]
+    fixed = np.sort(fixed)
+    is_whole = fixed.searchsorted(starts[first]) == fixed.searchsorted(ends[last])
+    first, last = first[is_whole], last[is_whole]
+    if not len(first):
+        return None
+    used_bytes = (ends[last] - starts[first]) - (passed[last + 1] - passed[first])
+    best = int(used_bytes.argmin())
+    if not used_bytes[best]:
+        return None
+    return Region(int(starts[first[best]]), int(ends[last[best]]), int(used_bytes[best]))
+
+
+def compact(store: Store, pools: Sequence[BlockPool], region: Region) -> None:
+    """Move all blocks of a region to its low end. After each move, every block is where its pool says.
+
+    Cost: the region's bytes in use, copied once or twice, and O(ids).
+    """
+    found = [pool.within(region.start, region.end) for pool in pools]
+    owners = np.repeat(np.arange(len(pools)), [len(ids) for ids in found])
+    ids = np.concatenate(found)
+    addresses = np.concatenate([pool.addresses[own] for pool, own in zip(pools, found, strict=True)])
+    order = addresses.argsort()
+    owners, ids, addresses = owners[order], ids[order], addresses[order]
+    sizes = np.array([pool.block_bytes for pool in pools])[owners]
+    distances = addresses - region.start - (sizes.cumsum() - sizes)
+    for begin, end in _moves(addresses, sizes, distances):
+        moved = {pool: ids[begin:end][owners[begin:end] == i] for i, pool in enumerate(pools)}
+        n_bytes, distance = int(sizes[begin:end].sum()), int(distances[begin])
+        _move(store, {pool: own for pool, own in moved.items() if len(own)}, int(addresses[begin]), n_bytes, distance)
+
+
+def _moves(addresses: Int64s, sizes: Int64s, distances: Int64s) -> Iterator[tuple[int, int]]:
+    """Yield [begin, end) of neighbouring blocks that move at once, as far as all blocks up to the next free range."""
+    breaks = (addresses[1:] != (addresses + sizes)[:-1]).nonzero()[0] + 1
+    bounds = [0, *breaks.tolist(), len(addresses)]
+    ends = addresses + sizes
+    for begin, stop in itertools.pairwise(bounds):
+        while begin < stop:
+            most = max(int(distances[begin]), _SCRATCH_BYTES)
+            end = int(ends[begin:stop].searchsorted(addresses[begin] + most, side="right")) + begin
+            end = max(end, begin + 1)
+            yield begin, end
+            begin = end
+
+
+def _move(store: Store, moved: dict[BlockPool, Int64s], source: int, n_bytes: int, distance: int) -> None:
+    """Move neighbouring blocks, by pool, down into the free range before them, which is as long as the distance."""
+    arena, journal, target, freed = store.arena, store.journal, source - distance, min(n_bytes, distance)
+    with journal.change():
+        arena.take(target, freed)
+        if distance < n_bytes:  # the copy overwrites what it reads
+            saved = store.saved(source, n_bytes)
+            journal.before(store.put, source, saved)
+            store.put(target, saved)
+        else:
+            store.copy(source, target, n_bytes)
+        for pool, ids in moved.items():
+            addresses = pool.addresses[ids]
+            journal.before(pool.addresses.put, ids, addresses)
+            pool.addresses[ids] = addresses - distance
+        journal.after(_free, store, source + n_bytes - freed, freed)
+
+
+def _free(store: Store, start: int, n_bytes: int) -> None:
+    store.arena.free(start, n_bytes)
+    store.spoil(start, n_bytes)
