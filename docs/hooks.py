@@ -43,8 +43,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         .replace("](CHANGELOG.md)", "](changelog.md)")
         .replace("](examples)", "](examples.md)")
     )
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
     files.append(File.generated(config, "index.md", content=readme))
-    files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
+    files.append(File.generated(config, "changelog.md", content=changelog))
     files.append(File.generated(config, "examples.md", content=_list_examples()))
     for path in sorted(path for path in NOTEBOOKS.iterdir() if path.suffix in (".md", ".ipynb")):
         files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))

@@ -1,4 +1,4 @@
-"""The house: which way imports run, how large files and functions may be."""
+"""The house: which way imports run, and how large files may be."""
 
 from __future__ import annotations
 
@@ -22,12 +22,8 @@ def test_imports_run_one_way() -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_and_functions_stay_short(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= 400
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef) and node.end_lineno:
-            assert node.end_lineno - node.lineno <= 60, f"{node.name} has {node.end_lineno - node.lineno} lines"
+def test_files_stay_short(path: Path) -> None:
+    assert path.read_text().count("\n") <= 500
 
 
 def test_importing_models_needs_only_what_transformers_lists() -> None:

@@ -141,6 +141,7 @@ def make_facts_dialogue(
     unknown: float = 0.1,
     changes: float = 0.25,
     alike: float = 0.0,
+    numbers: float = 0.0,
 ) -> list[Turn]:
     """Make a dialogue of `n_turns` turns about facts of any words; it ends in a question.
 
@@ -150,6 +151,7 @@ def make_facts_dialogue(
         most_facts: facts told at most, changes aside.
         unknown: share of questions for what was never told.
         changes: share of tellings that change a fact told before.
+        numbers: share of new facts that are numbers or colours, beside those that are drawn as ever.
         alike: share of new facts whose values are of a kind that was told before, and so are easily taken for it.
     """
     told: dict[str, tuple[Fact, str]] = {}
@@ -165,7 +167,10 @@ def make_facts_dialogue(
 
     def choose() -> Fact:
         fact = choose_fact(rng, words)
-        if told and rng.random() < alike:
+        if numbers and rng.random() < numbers:
+            sort, kind = rng.choice([pair for pair in _SORTS if pair[1] in ("number", "colour")])
+            fact = AGE if rng.random() < 0.1 else valued(f"{rng.choice(_OWNERS)} {sort}", kind)
+        elif alike and told and rng.random() < alike:
             kinds = {other.kind for other, _ in told.values()}
             while fact.kind not in kinds:
                 fact = choose_fact(rng, words)

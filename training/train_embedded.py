@@ -55,7 +55,7 @@ class Phase:
         talk: shares of small talk that a dialogue may have.
         asks: share of questions among the other turns of dialogues of any letters.
         most_facts: facts that these have at most.
-        changes, alike: see `training.facts.make_facts_dialogue`.
+        changes, alike, numbers: see `training.facts.make_facts_dialogue`.
     """
 
     until: float
@@ -69,6 +69,7 @@ class Phase:
     most_facts: int = 7
     changes: float = 0.25
     alike: float = 0.0
+    numbers: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,16 @@ STAGES = (
             Phase(0.5, 192, 14, 0.85, 0.01, 0.3, (0.0, 0.1, 0.3), asks=0.45, most_facts=5, changes=0.5, alike=0.5),
             Phase(0.8, 288, 9, 0.8, 0.01, 0.3, (0.0, 0.2, 0.5), asks=0.45, most_facts=7, changes=0.5, alike=0.5),
             Phase(1.0, 224, 12, 0.8, 0.01, 0.3, (0.0, 0.15, 0.5), asks=0.45, most_facts=6, changes=0.4, alike=0.4),
+        ),
+    ),
+    # Numbers and colours are learnt last.
+    Stage(
+        3600,
+        1e-3,
+        (
+            Phase(0.4, 224, 12, 0.9, 0.02, 0.3, (0.0, 0.15, 0.4), 0.45, 6, changes=0.45, alike=0.4, numbers=0.35),
+            Phase(0.75, 320, 8, 0.85, 0.02, 0.3, (0.0, 0.3, 0.6), 0.45, 7, changes=0.45, alike=0.4, numbers=0.35),
+            Phase(1.0, 256, 11, 0.85, 0.02, 0.3, (0.0, 0.2, 0.6), 0.45, 6, changes=0.45, alike=0.4, numbers=0.35),
         ),
     ),
 )
@@ -183,7 +194,7 @@ def make_batch(
             most_facts = rng.randint(1, phase.most_facts)
             turns = make_facts_dialogue(
                 rng, words, n_turns, talk=talk, asks=phase.asks, most_facts=most_facts, changes=phase.changes,
-                alike=phase.alike,
+                alike=phase.alike, numbers=phase.numbers,
             )  # fmt: skip
         else:
             turns = make_dialogue(rng, n_turns, talk=talk, invented=phase.invented)
