@@ -1,12 +1,13 @@
-"""Holds a Ctrl-C back while tables are being written.
+"""Holds a Ctrl-C back for a moment, so that a result is not lost on its way to the caller.
 
 Python runs the handler of a signal between two bytecodes of the main thread, so an interrupt may come anywhere: also
-between the last write of a function and its return, and before the first line of an `__exit__`. There are three ways to
-stay consistent:
+between the last write of a function and its return, and before the first line of an `__exit__`. The books of a memory
+stay whole by `memory.blocks.journal`, whatever is raised. This file is for what a journal cannot do:
 
-- `uninterrupted`: nothing is raised inside the block; a Ctrl-C that came is raised at its end, when all is done.
-- `uninterrupted_call`: nothing is raised on the way from the block to the caller either, so that a result is never
-  lost. A block that can still undo its work calls `deliver` at its end, and undoes it if that raises.
+- `uninterrupted_call`: nothing is raised on the way from the block to the caller, so that a result is never lost. A
+  block that can still undo its work calls `deliver` at its end, and undoes it if that raises.
+- `uninterrupted`: nothing is raised inside the block; a Ctrl-C that came is raised at its end, when all is done. It
+  holds back Ctrl-C and no other exception.
 - `Lease`: the block may be interrupted; whether it still runs is computed, not noted by its last line, which may never
   run.
 """
