@@ -75,7 +75,7 @@ class Decoding:
             with self.memory.step(dict.fromkeys(chosen, 1)) as step:
                 self._attend(step)
         for sequence in chosen:
-            self.memory.rollback(sequence, self.sizes.context)
+            self.memory.rollback(sequence, to=self.sizes.context)
         self._wait()
 
     def take_turns(self) -> None:

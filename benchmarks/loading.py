@@ -44,7 +44,7 @@ def answer(folder: str, name: str, n_threads: int) -> None:
     for line in map(str.strip, sys.stdin):
         if line:
             if subject is not None:
-                subject.memory.close()
+                subject.memory.close_all()
             subject = Ours(model, int(line), budget="256MiB")
             subject.prefill(draw(int(line), 64))
         _say([] if subject is None or line else [_step(subject) for _ in range(_STEPS)])

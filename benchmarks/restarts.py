@@ -56,7 +56,7 @@ def _restart(report: Report, name: str, model: LanguageModel, *, n_tokens: int, 
         started, lock = time.perf_counter(), _Stopwatch()
         n_bytes = engine.prefixes.save(folder, lock)
         save_s = time.perf_counter() - started
-        engine.memory.close()
+        engine.memory.close_all()
         loads, comes_back, reads = list[float](), list[float](), list[float]()
         for _ in range(n_rounds):
             started = time.perf_counter()
@@ -66,7 +66,7 @@ def _restart(report: Report, name: str, model: LanguageModel, *, n_tokens: int, 
             loads.append(load_s)
             comes_back.append(_first_token_s(engine, chat + next(turns)))
             assert engine.stats.n_reused >= n_tokens - 1
-            engine.memory.close()
+            engine.memory.close_all()
     report.add("next turn of a chat, s to its first token", {
         "model": name, "tokens": n_tokens, "computed again": again_s, "no restart": median(stays),
         "after a restart": median(comes_back), "allowed": 1.1 * median(stays) + median(reads),
@@ -143,7 +143,7 @@ def _tiers(report: Report, name: str, model: LanguageModel, *, n_prompts: int) -
                 seconds[tier].append(time.perf_counter() - started)
                 assert lookup.tier == ("" if tier == "computed again" else tier), lookup
                 memory.close(sequence)
-            memory.close()
+            memory.close_all()
     report.add(f"a prompt of {_SHARED + _UNIQUE:,} tokens by the tier of its checkpoint, ms to its first token", {
         "model": name, **{tier: median(samples) * 1e3 for tier, samples in seconds.items()},
         "MiB a checkpoint": n_bytes / 2**20,
@@ -174,7 +174,7 @@ def _reuse(report: Report, *, n_prompts: int) -> None:
                 at = cut
             memory.close(sequence)
         most_bytes, share = memory.counters.used_bytes, cache.stats().hit_rate
-        memory.close()
+        memory.close_all()
         return share, most_bytes
 
     ideal, n_bytes = reused("4GiB")

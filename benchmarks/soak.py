@@ -153,7 +153,7 @@ class Round:
             to = self._random.randint(self.memory.resume_point(sequence, sequence.horizon), sequence.length)
             if self.memory.can_rollback(sequence, to):
                 with self._timed():
-                    self.memory.rollback(sequence, to)
+                    self.memory.rollback(sequence, to=to)
                 self.live[sequence] = head(self.live[sequence], to)
 
     def _fork(self) -> None:
@@ -260,7 +260,7 @@ class Round:
         self.memory.check()
         usage = self.memory.usage()
         self._tally.leaked_bytes += usage.used_bytes + usage.host_bytes + usage.disk_bytes
-        self.memory.close()
+        self.memory.close_all()
 
 
 def measure(*, quick: bool, minutes: float = 30.0, seed: int = 0) -> Report:

@@ -82,7 +82,7 @@ def answer(folder: str, n_threads: int, *, quick: bool) -> None:
         times = interleave(decodes, 3 if quick else 40, n_warm_up=N_UNTIMED)
         rows.append(("decode, ms a step", {"sequences": f"{n_sequences} after {n_tokens}"} | _medians(times)))
         for subject in subjects.values():
-            subject.memory.close()
+            subject.memory.close_all()
     print(json.dumps(rows))
 
 

@@ -20,6 +20,7 @@ from memory.attention.selection import Selection
 from memory.attention_cache import AttentionCache
 from memory.blocks.arena import read_budget
 from memory.blocks.arguments import check_usable, read_device, read_dtype
+from memory.blocks.hints import OF_TRANSFORMERS, is_of_transformers
 from memory.blocks.pinned import HostAttention, host_store
 from memory.blocks.store import Store
 from memory.coordinator import Coordinator
@@ -196,6 +197,8 @@ def resolved_spec(
     state_dtype: str | torch.dtype | None,
 ) -> MemorySpec:
     """Return the spec with the device and the dtypes that `HybridMemory` was given. Raises SpecError."""
+    if is_of_transformers(spec):
+        raise SpecError(f"{type(spec).__name__} is {OF_TRANSFORMERS}")
     if not isinstance(spec, MemorySpec):
         raise SpecError(f"{spec!r} is no MemorySpec; pass model.memory_spec")
     place = spec.device if device is None else read_device("device", device)

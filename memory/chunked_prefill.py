@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
+from memory.blocks.hints import OF_TRANSFORMERS, is_of_transformers
 from memory.blocks.journal import ExitOnStack
 from memory.errors import BatchError, CapacityError, StepError
 from memory.interface import Requests, Sequence
@@ -68,6 +69,8 @@ def _check(memory: Steppable, model: Model | None, max_tokens: int) -> None:
         raise BatchError(f"max_tokens={max_tokens!r}; a step needs at least 1 token")
     if model is None and memory.spec.device.type != "meta":
         raise StepError("model=None runs only on a memory with device='meta'; pass the model")
+    if is_of_transformers(model):
+        raise StepError(f"{type(model).__name__} is {OF_TRANSFORMERS}")
     if model is not None and not callable(model):
         raise StepError(f"{model!r} is no model; call memory.run(model, requests), with a model from load_model")
 

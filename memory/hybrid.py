@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum, auto
 from html import escape
 from pathlib import Path
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, overload
 
 import torch
 from torch import Tensor
 
 from memory.blocks.arguments import read_count
 from memory.blocks.copying import refuse_to_copy
+from memory.blocks.hints import refuse_arguments, refuse_attribute
 from memory.blocks.pinned import HostAttention
 from memory.build import build, check_choices, default_fold, kernels_of, resolved_spec
 from memory.chunked_prefill import Model, run_in_chunks
@@ -29,11 +29,7 @@ from memory.storage.swapping import Swapping
 from memory.views.counters import Counters
 from memory.views.usage import Usage
 
-
-class Whole(Enum):
-    """Tells `close()` from `close(None)`, where None is a variable whose sequence was never opened."""
-
-    MEMORY = auto()
+_NOT_GIVEN: Any = object()
 
 
 class HybridMemory:
@@ -89,7 +85,10 @@ class HybridMemory:
         swap_dir: str | Path | None = None,
         disk_budget: float | str | None = None,
         poison: bool = False,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            refuse_arguments("HybridMemory", (), unknown)
         self.rollback_window = read_count("rollback_window", rollback_window, 0, "tokens")
         self.page_tokens = read_count("page_tokens", page_tokens, 1, "tokens")
         check_choices(fold, host_attention, host_pages)
@@ -131,7 +130,7 @@ class HybridMemory:
         self._coordinator.mend()
         return list(self._coordinator.ledger.handles.values())
 
-    def open(self, *, encoder: Encoded | None = None) -> Sequence:
+    def open(self, *excess: Never, encoder: Encoded | None = None, **unknown: Never) -> Sequence:
         """Open a new, empty sequence. It holds no bytes until tokens are fed. Cost: O(1).
 
         Args:
@@ -140,33 +139,45 @@ class HybridMemory:
         Raises:
             BatchError: `encoder` is missing, not wanted, or does not fit the model. CapacityError: no room for it.
         """
+        if excess or unknown:
+            refuse_arguments("memory.open", excess, unknown)
         with uninterrupted_call() as _until_return:
             return self._coordinator.handed_over(lambda made: self._coordinator.open(encoder, made))
 
-    def close(self, sequence: Sequence | Whole = Whole.MEMORY) -> None:
-        """Forget a sequence or a checkpoint, and free the bytes that no other refers to; or close the whole memory.
-
-        Closing the whole memory, as `with HybridMemory(...) as memory:` does, frees its bytes and removes the files of
-        what was swapped out. Every later use of it or of its handles raises SequenceError, but for closing it again.
+    def close(self, sequence: Sequence = _NOT_GIVEN, *excess: Never) -> None:
+        """Forget a sequence or a checkpoint, and free the bytes that no other refers to.
 
         Raises SequenceError: a bad handle, or one in an open step; then nothing has changed.
         """
-        if sequence is Whole.MEMORY:
-            self._coordinator.close()
-        else:
-            self._coordinator.close_one(sequence)
+        if excess or sequence is _NOT_GIVEN:
+            refuse_arguments("memory.close", excess, {})
+        self._coordinator.close_one(sequence)
 
-    def fork(self, sequence: Sequence) -> Sequence:
+    def close_all(self) -> None:
+        """Close the whole memory, as the end of `with HybridMemory(...) as memory:` does.
+
+        It frees all bytes and removes the files of what was swapped out. Every later use of the memory or of its
+        handles raises SequenceError, but for closing it again.
+
+        Raises SequenceError: a sequence is in an open step; then nothing has changed.
+        """
+        self._coordinator.close()
+
+    def fork(self, sequence: Sequence, *excess: Never, **unknown: Never) -> Sequence:
         """Open a new sequence that continues from the position of this one. Copies no tensor: blocks are shared until
         one side writes; only the last page, the tail and the head are copied then. Raises SequenceError."""
+        if excess or unknown:
+            refuse_arguments("memory.fork", excess, unknown)
         with uninterrupted_call() as _until_return:
             return self._copy(sequence, is_checkpoint=False)
 
-    def checkpoint(self, sequence: Sequence) -> Sequence:
+    def checkpoint(self, sequence: Sequence, *excess: Never, **unknown: Never) -> Sequence:
         """Make a checkpoint: a fork that is never advanced, to which `rollback` returns from any distance.
 
         It holds its blocks and nothing else, until it is closed. Raises SequenceError.
         """
+        if excess or unknown:
+            refuse_arguments("memory.checkpoint", excess, unknown)
         with uninterrupted_call() as _until_return:
             return self._copy(sequence, is_checkpoint=True)
 
@@ -183,7 +194,10 @@ class HybridMemory:
 
     # Going back
 
-    def rollback(self, sequence: Sequence, to: int | Sequence | None = None, *, n_tokens: int | None = None) -> None:
+    def rollback(
+        self, sequence: Sequence, *excess: Never, to: int | Sequence | None = None, n_tokens: int | None = None,
+        **unknown: Never,
+    ) -> None:  # fmt: skip
         """Return to an earlier position: later outputs are those of a sequence that never saw the tokens taken back.
 
         Copies no tensor and runs no layer. It reaches any position from `sequence.horizon` on, position 0, and what a
@@ -197,6 +211,8 @@ class HybridMemory:
             RollbackError: out of reach, or no position; .resume_at is the nearest reachable position below `.to`.
             SequenceError: a bad handle.
         """
+        if excess or unknown:
+            refuse_arguments("memory.rollback", excess, unknown)
         self._coordinator.rollback(sequence, to, n_tokens)
 
     def can_rollback(self, sequence: Sequence, to: int | Sequence) -> bool:
@@ -301,7 +317,7 @@ class HybridMemory:
 
     # Steps
 
-    def step(self, requests: Requests, *, outputs: Outputs = "last") -> Step:
+    def step(self, requests: Requests, *excess: Never, outputs: Outputs = "last", **unknown: Never) -> Step:
         """Make a step over new tokens: `with memory.step({alice: ids, bob: 7}) as step: logits = model(step)`.
 
         Args:
@@ -313,6 +329,8 @@ class HybridMemory:
             BatchError, SequenceError: here, or for tokens that were on the device on leaving. CapacityError: on
             entering, or here for thousands of tokens that the budget could never hold. Nothing has changed then.
         """
+        if excess or unknown:
+            refuse_arguments("memory.step", excess, unknown)
         sequences, values = read_pairs(requests)
         self._coordinator.mend()
         self._coordinator.room.refuse_hopeless(sequences, values)
@@ -321,8 +339,9 @@ class HybridMemory:
         return Step(self._coordinator, sequences, tokens, outputs)
 
     def run(
-        self, model: Model | None, requests: Requests, *, max_tokens: int = 512, outputs: Outputs = "last"
-    ) -> Tensor | None:
+        self, model: Model | None, requests: Requests, *excess: Never, max_tokens: int = 512,
+        outputs: Outputs = "last", **unknown: Never,
+    ) -> Tensor | None:  # fmt: skip
         """Feed requests of any size in steps of at most `max_tokens` tokens: all of them, or none.
 
         Args:
@@ -336,6 +355,8 @@ class HybridMemory:
             Whatever the model raises, or a Ctrl-C (if the last step commits then, after this has returned). Every
             sequence is then as it was before.
         """
+        if excess or unknown:
+            refuse_arguments("memory.run", excess, unknown)
         held = uninterrupted_call()  # from the last commit on, a Ctrl-C waits until this returns
         return run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs, held=held)
 
@@ -390,6 +411,14 @@ class HybridMemory:
     def check(self) -> None:
         """Check that slots, positions, references and bytes fit together. Raises IntegrityError."""
         self._coordinator.check()
+
+    if not TYPE_CHECKING:  # a type checker would otherwise accept any name
+
+        def __getattr__(self, name: str) -> object:
+            refuse_attribute(self, "HybridMemory", name)
+
+        def __getitem__(self, key: object) -> object:
+            raise TypeError("a HybridMemory has no items; memory.sequences lists its open sequences and checkpoints")
 
     def __repr__(self) -> str:
         state = self._coordinator.why_ended or self.usage().summary

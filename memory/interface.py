@@ -27,6 +27,7 @@ from torch import Tensor
 from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
 from memory.blocks.copying import refuse_to_copy
+from memory.blocks.hints import refuse_attribute
 from memory.blocks.holdings import Holding, LiveRows, Record
 from memory.errors import DropError, SequenceError
 
@@ -175,6 +176,17 @@ class Sequence:
     def is_on_host(self) -> bool:
         """True if its keys and values are in host memory: see `HybridMemory.to_host`."""
         return not self.closed and self._open_owner().is_on_host(self)
+
+    if not TYPE_CHECKING:  # a type checker would otherwise accept any name
+
+        def __getattr__(self, name: str) -> object:
+            refuse_attribute(self, "Sequence", name)
+
+        def __len__(self) -> int:
+            raise TypeError("a Sequence has no len(); use sequence.length")
+
+        def __bool__(self) -> bool:  # else `if sequence:` would ask for its len()
+            return True
 
     def _open_owner(self) -> SequenceOwner:
         if self.closed:

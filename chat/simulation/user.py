@@ -185,7 +185,7 @@ class Room:
             return "swapped in" if sequence.is_swapped else "as it stood"
         if start and start >= sequence.horizon and self._bring_back(user):
             self.here.pop(user, None)
-            self.memory.rollback(sequence, start)
+            self.memory.rollback(sequence, to=start)
             return "rollback"
         self._give_up(user, start)
         return "prefix cache"

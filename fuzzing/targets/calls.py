@@ -39,7 +39,7 @@ class PublicCalls:
         for _ in range(random.randrange(3, 25)):
             history.call()
         memory.check()
-        memory.close()
+        memory.close_all()
 
 
 class _History:

@@ -113,6 +113,8 @@ class Attached:
         self._attention = _AttentionOf(hf_model.config)
         self._forwards = [_Forward(module, _mixer_of(mix)) for module, mix in mixes]
         self._forwards.append(_Forward(hf_model, self._run, self._cache_name, "position_ids"))
+        self._prepare = hf_model.prepare_inputs_for_generation
+        hf_model.prepare_inputs_for_generation = self._check_prompt
         # Assisted generation reads the cache from the outputs by this name, so it needs a model that returns it.
         self._lifts_guard = type(hf_model)._is_stateful and self._cache_name in self._parameters
         if self._lifts_guard:
@@ -128,6 +130,8 @@ class Attached:
             forward.check()
         for forward in self._forwards:
             forward.remove()
+        if self._forwards:
+            del self._model.prepare_inputs_for_generation
         self._forwards = []
         if self._lifts_guard:
             del self._model._is_stateful
@@ -140,6 +144,16 @@ class Attached:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
+
+    def _check_prompt(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a prompt that does not continue what a HybridCache remembers, before `generate` feeds a part of it."""
+        caches = (kwargs.get(name) for name in (self._cache_name, "past_key_values"))
+        cache = next((cache for cache in caches if isinstance(cache, HybridCache)), None)
+        mask = kwargs.get("attention_mask")
+        is_whole = mask is None or mask.shape[1] == input_ids.shape[1]  # else these are a chunk of a prompt
+        if cache is not None and is_whole and kwargs.get("is_first_iteration"):
+            cache.check_prompt(input_ids)
+        return self._prepare(input_ids, *args, **kwargs)
 
     # A forward of the model
 

@@ -115,9 +115,9 @@ class HybridCache(Cache):  # type: ignore[misc]
         rows = list(zip(self._sequences, lengths, strict=True))
         for sequence, length in rows:
             if not self.memory.can_rollback(sequence, length):
-                self.memory.rollback(sequence, length)  # raises, with the reason
+                self.memory.rollback(sequence, to=length)  # raises, with the reason
         for sequence, length in rows:
-            self.memory.rollback(sequence, length)
+            self.memory.rollback(sequence, to=length)
         self._keep_columns(n_columns)
 
     def _keep_columns(self, n_columns: int) -> None:
@@ -193,6 +193,29 @@ class HybridCache(Cache):  # type: ignore[misc]
                 self.memory.close(sequence)
 
     # A forward
+
+    def check_prompt(self, input_ids: Tensor) -> None:
+        """Raise BatchError unless a prompt of `generate` (B, columns) begins with what the rows remember, and goes on.
+
+        `generate` feeds what stands behind the columns that the cache counts, whatever stands before.
+        """
+        n_columns, n_given = self.get_seq_length(), input_ids.shape[1]
+        remedy = (
+            "give the whole dialogue so far and what is new; or cache.crop(n), which keeps the first n columns; or a "
+            "new cache, HybridCache(memory, [memory.open()])"
+        )
+        if n_columns and n_given <= n_columns:
+            raise BatchError(f"a prompt of {n_given} columns for a cache that holds {n_columns}; {remedy}")
+        if len(input_ids) != len(self._sequences):
+            return  # `open_pass` refuses it
+        for row, (sequence, ids) in enumerate(zip(self._sequences, input_ids.cpu().numpy(), strict=True)):
+            held, given = sequence.tokens, ids[n_columns - sequence.length : n_columns]
+            if (differs := held != given).any():
+                at = int(differs.argmax())
+                raise BatchError(
+                    f"row {row} of the prompt has token {given[at]} where the cache remembers {held[at]}, at position "
+                    f"{at} of {len(held)}; {remedy}"
+                )
 
     @contextmanager
     def open_pass(

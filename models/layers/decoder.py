@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memory import MemorySpec, Step
+from memory.blocks.hints import refuse_attribute
 from memory.specs import LayerSpec
 from models.layers.linear import add_scaled
 from models.layers.vocabulary import Vocabulary
@@ -133,6 +134,12 @@ class Decoder:
         )  # fmt: skip
 
     gives_hidden_states = True
+
+    if not TYPE_CHECKING:  # a type checker would otherwise accept any name
+
+        def __getattr__(self, name: str) -> object:
+            refuse_attribute(self, "Decoder", name)
+
     is_recordable = True
     """Says that a step's logits depend on its tensors alone, so that `memory.recorded` may replay other steps."""
 

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Never, TypeVar
 
 import torch
 from torch import Tensor
 
 from memory import MemorySpec, SpecError, StepError
 from memory.blocks.arguments import check_usable, read_device, read_dtype
+from memory.blocks.hints import refuse_arguments
 from memory.errors import FormatError, HybridMemoryError
 from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
 from models.loading.checkpoint import (
@@ -77,6 +78,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     weights: WeightFormat = "auto",
     progress: bool | None = None,
+    **unknown: Never,
 ) -> LanguageModel:
     """Load a model for inference.
 
@@ -97,6 +99,8 @@ def load_model(
     and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped. Weights that are stored
     quantised become dense in `dtype` one by one.
     """
+    if unknown:
+        refuse_arguments("load_model", (), unknown)
     device = _read_device(device)
     folder = find_folder(path_or_hub_id)
     config, model_class, checkpoint = _open(folder, device, dtype)

@@ -341,7 +341,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("plan --state-dtype int8", 1, "int8", "bfloat16"),
     ("plan --model nobody", 1, "nobody", "'embedded'"),
     ("plan --encoder lots", 1, "lots", "32k"),
-    ("plan --budget 1MiB --weights auto", 1, "1,048,576", "without --weights"),
+    ("plan --weights int5", 1, "int5", "int8-row"),
     ("inspect /nobody", 1, "/nobody", "saved"),
     ("simulate --rate 0", 1, "rate", "above 0"),
     ("simulate --weights int5", 1, "int5", "'int8-row'"),

@@ -6,7 +6,8 @@ import json
 import re
 
 from benchmarks import architectures
-from tests.docs.pages import ROOT, read_blocks
+from memory import SpecError
+from tests.docs.pages import ROOT, read_blocks, read_prose
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,6 +29,23 @@ def test_ci_runs_its_commands() -> None:
     assert len(commands) == 4
     for command in commands:
         assert command.replace("pip install", "pip install -q") in ci or command in ci
+
+
+def test_its_lines_of_python_run_in_one_session() -> None:
+    """Those within sentences behind the ten lines, for a reader tries them there."""
+    (block,) = (block for block in read_blocks(README) if block.language == "python")
+    within = [
+        line
+        for line in re.findall(r"`([^`\n]+)`", read_prose(README))
+        if re.match(r"from \S+ import|[a-z][\w.]*\(.*\)$", line)
+    ]
+    assert "watch(memory)" in within
+    session: dict[str, object] = {}
+    for code in (block.code, *within):
+        try:
+            exec(compile(code, str(README), "exec"), session)
+        except SpecError as error:
+            assert code == "watch(memory)" and "in a notebook, and this is none" in str(error)
 
 
 def test_the_table_of_architectures_is_that_of_the_registry() -> None:

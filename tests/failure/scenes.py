@@ -180,7 +180,7 @@ class Scene:
         swap = self.folder / "swap"
         left = [p.name for p in swap.iterdir()] if swap.exists() else []
         assert left == [], f"{left} are left"
-        self.memory.close()
+        self.memory.close_all()
 
     def file(self) -> bytes:
         """Return what is in the file that is saved to."""

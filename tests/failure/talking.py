@@ -78,7 +78,7 @@ class Talk:
         assert not usage.by_sequence, f"{usage.by_sequence} are left"
         swap = self.folder / "swap"
         assert not swap.exists() or not list(swap.iterdir()), "swap files are left"
-        self.memory.close()
+        self.memory.close_all()
 
 
 @dataclass

@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[PreTrainedModel, Hybrid
         lambda m, c: m(DRAFTS, position_ids=torch.arange(3)[None], **given(c)),
     ),
     "a prompt that is cached already": (
-        BatchError, "feed only what follows", lambda m,
+        BatchError, "give the whole dialogue", lambda m,
         c: (m(PROMPT, **given(c)), generate(m, PROMPT, **given(c)))
     ),
     "a part of the model": (StepError, "call models.attach", lambda m, c: m.base_model(PROMPT, **given(c))),

@@ -216,7 +216,7 @@ class ServingWorld:
         self.memory.check()
         usage = self.memory.usage()
         assert usage.used_bytes + usage.host_bytes + usage.disk_bytes == 0, f"seed {self.seed}: {usage}"
-        self.memory.close()
+        self.memory.close_all()
 
     def _check(self, client: Client, *, may_refuse: bool) -> None:
         where = f"seed {self.seed}, {client}"

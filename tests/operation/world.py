@@ -168,7 +168,7 @@ class World:
         self.memory.check()
         usage = self.memory.usage()
         assert usage.used_bytes + usage.host_bytes + usage.disk_bytes == 0, f"seed {self.seed}: {usage}"
-        self.memory.close()
+        self.memory.close_all()
 
     def _check(self, asked: Asked) -> None:
         generation, said = asked.generation, asked.generation.token_ids

@@ -94,8 +94,8 @@ class Pair:
         wanted = max(0, moving.length - self.random.randint(1, 9))
         to = self.staying.resume_point(staying, wanted)
         assert self.moving.resume_point(moving, wanted) == to
-        self.moving.rollback(moving, to)
-        self.staying.rollback(staying, to)
+        self.moving.rollback(moving, to=to)
+        self.staying.rollback(staying, to=to)
         # through a checkpoint it may have come to where that is
         self.hosted = {p[0] for p in self.pairs if p[0].is_on_host}
 
@@ -331,7 +331,7 @@ def test_cached_prefixes_make_room_there() -> None:
         pass
     assert cache.stats().n_checkpoints == 1
     cache.insert(first)
-    memory.rollback(first, 0)
+    memory.rollback(first, to=0)
     memory.run(model, {first: [2] * 24})
     assert first.is_on_host and cache.stats().n_evicted
 

@@ -252,7 +252,7 @@ def test_owners_of_nothing_are_forgotten(way: str, tmp_path: Path) -> None:
     del owner
     assert gone() is not None
     if way == "close":
-        cache.memory.close()  # before the cache, which then cannot give anything back
+        cache.memory.close_all()  # before the cache, which then cannot give anything back
     (cache.reclaim(10**9) if way == "reclaim" else getattr(cache, way)())
     gc.collect()
     assert gone() is None

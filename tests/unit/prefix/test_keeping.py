@@ -259,7 +259,7 @@ def test_a_closed_cache_holds_nothing_and_says_so() -> None:
     assert not memory.counters.swaps.reclaimers
     with PrefixCache(memory) as fresh:
         insert(fresh, prompt(0))
-        memory.close()
+        memory.close_all()
     fresh.close()
 
 

@@ -205,6 +205,6 @@ def test_a_memory_is_made_as_it_is_written() -> None:
     assert not memory.is_open
     with pytest.raises(SequenceError), memory:
         pass
-    memory.close()
+    memory.close_all()
     cache = PrefixCache(make(HOST))
     assert np.asarray(cache.resumable()).size == 0

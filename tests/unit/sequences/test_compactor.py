@@ -156,7 +156,7 @@ def test_outputs_are_those_of_a_memory_in_which_nothing_moves(name: str, tmp_pat
             twins.remove((one, two))
         elif move < 0.35 and one.length > 3:
             to = quiet.resume_point(one, one.length - 3)
-            quiet.rollback(one, to), shaken.rollback(two, to)  # type: ignore[func-returns-value]
+            quiet.rollback(one, to=to), shaken.rollback(two, to=to)  # type: ignore[func-returns-value]
         elif move < 0.45 and has_pages:
             for memory, sequence in ((quiet, one), (shaken, two)):
                 (memory.to_device if sequence.is_on_host else memory.to_host)(sequence)

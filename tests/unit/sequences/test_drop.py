@@ -271,7 +271,7 @@ class Walk:
         if not self.memory.can_rollback(sequence, to):
             return False
         reaches = to >= sequence.horizon
-        self.memory.rollback(sequence, to)
+        self.memory.rollback(sequence, to=to)
         self.go_back(sequence, twin, to, reaches)
         return True
 
@@ -411,15 +411,15 @@ def test_after_an_approximate_drop_no_rollback_by_position_passes_its_start() ->
     memory.drop(sequence, 2, 38, approximate=True)
     assert sequence.length == 4 and sequence.horizon == 2
     assert memory.resume_point(sequence, 1) == 0
-    memory.rollback(sequence, 2)
+    memory.rollback(sequence, to=2)
     model.assert_is(memory, sequence, [0, 1], own=range(38))
-    memory.rollback(sequence, 0)
+    memory.rollback(sequence, to=0)
     model.assert_is(memory, sequence, [])
-    memory.rollback(sequence, mark)
+    memory.rollback(sequence, to=mark)
     model.assert_is(memory, sequence, range(20))
     memory.drop(sequence, 0, 19, approximate=True)
     assert sequence.length == 1 and sequence.horizon == 1
-    memory.rollback(sequence, 0)
+    memory.rollback(sequence, to=0)
     model.assert_is(memory, sequence, [])
 
 
@@ -441,7 +441,7 @@ def test_a_mark_that_dropped_tokens_is_no_shortcut_for_one_that_fed_the_same(rec
     # The sequence that dropped them, and what was forked from it since, may use the mark.
     model.feed(memory, a, range(40, 70))
     assert memory.can_rollback(memory.fork(a), 26)
-    memory.rollback(a, 26)
+    memory.rollback(a, to=26)
     model.assert_is(memory, a, [*range(8), *range(12, 30)], own=range(30))
 
 
@@ -496,17 +496,17 @@ def test_a_window_that_would_reach_back_to_rows_that_have_left() -> None:
     model.assert_is(memory, other, [*range(50), *range(52, 60)])
     with pytest.raises(DropError, match="feed what is to stay"):
         memory.drop(other, 50, 51)
-    memory.rollback(other := memory.fork(sequence), 52)  # further than the promise of 6, because a page begins there
+    memory.rollback(other := memory.fork(sequence), to=52)  # further than the promise of 6, because a page begins there
     with pytest.raises(DropError, match="feed what is to stay"):
         memory.drop(other, 50, 51)
     memory.drop(other := memory.fork(sequence), 20, 43)  # the oldest row, 44, now stands in the middle of a page
     assert other.horizon == memory.fork(other).horizon == 44 - 23 + 8
     memory.drop(sequence, 20, 46)
     model.assert_is(memory, sequence, [*range(20), *range(46, 60)])
-    memory.rollback(sequence, sequence.length - 6)
+    memory.rollback(sequence, to=sequence.length - 6)
     model.assert_is(memory, sequence, [*range(20), *range(46, 54)])
     with pytest.raises(RollbackError):
-        memory.rollback(sequence, 27)
+        memory.rollback(sequence, to=27)
 
 
 def test_a_dry_run_keeps_the_same_books() -> None:

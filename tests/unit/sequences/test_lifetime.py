@@ -195,7 +195,7 @@ def test_checkpoints_of_a_dropped_cache_make_room(uncollected: None) -> None:
     memory.check()
 
 
-# memory.close(), with memory
+# memory.close_all(), with memory
 
 
 def test_a_closed_memory_refuses_everything() -> None:
@@ -204,7 +204,7 @@ def test_a_closed_memory_refuses_everything() -> None:
     cache = PrefixCache(memory)
     cache.insert(sequence)
     arena = StorageWeakRef(arena_bytes(memory).untyped_storage())
-    memory.close()
+    memory.close_all()
     assert arena.expired() and sequence.closed
     uses: list[Callable[[], object]] = [
         memory.open, memory.usage, memory.check, lambda: memory.step({sequence: [1]}),
@@ -224,7 +224,7 @@ def test_a_closed_memory_refuses_everything() -> None:
     with pytest.raises(SequenceError, match="closed"):
         cache.open([1] * 30)
     assert "closed" in repr(memory) and "closed" in memory._repr_html_() and "closed" in repr(sequence)
-    memory.close()
+    memory.close_all()
     cache.close()
 
 
@@ -244,7 +244,7 @@ def test_a_memory_in_a_step_is_not_closed() -> None:
     sequence = opened(memory)
     with memory.step({sequence: [1]}) as step:
         with pytest.raises(SequenceError, match="open step"):
-            memory.close()
+            memory.close_all()
         TOY(step)
     assert sequence.length == 21 and not sequence.closed
     memory.check()
@@ -406,7 +406,7 @@ FORKED = """
             ]
             failed = [fails(use) for use in uses]
             repr(memory), repr(bob)
-            cache.close(), memory.close()
+            cache.close(), memory.close_all()
             sys.exit(0 if all(failed) else 1)  # runs everything that a process runs when it ends
         assert os.waitpid(child, 0)[1] == 0
         toy(step)

@@ -135,7 +135,7 @@ def history(one: Case) -> list[tuple[str, Call]]:
     def taken_back(at: float, share: float) -> Call:
         def go_back(memory: HybridMemory, sequences: list[Any]) -> None:
             if source := pick(memory, sequences, at):
-                memory.rollback(source, memory.resume_point(source, int(source.length * share)))
+                memory.rollback(source, to=memory.resume_point(source, int(source.length * share)))
 
         return go_back
 

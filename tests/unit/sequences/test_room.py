@@ -127,7 +127,7 @@ def test_nothing_is_refused_that_would_have_fitted_whatever_came_before(seed: in
             if move < 0.2:
                 sequences.append(memory.fork(sequence))
             elif move < 0.4 and sequence.length:
-                memory.rollback(sequence, memory.resume_point(sequence, rng.randint(0, sequence.length)))
+                memory.rollback(sequence, to=memory.resume_point(sequence, rng.randint(0, sequence.length)))
             elif move < 0.5 and len(sequences) > 1:
                 memory.close(sequences.pop(sequences.index(sequence)))
             else:

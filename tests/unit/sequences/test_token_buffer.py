@@ -149,7 +149,7 @@ def test_random_histories_against_lists() -> None:
         elif name == "back":
             to = rng.randint(0, len(held[sequence]))
             if memory.can_rollback(sequence, to):
-                memory.rollback(sequence, to)
+                memory.rollback(sequence, to=to)
                 held[sequence] = held[sequence][:to]
         elif name in ("fork", "mark") and len(held) < 12:
             source = rng.choice(list(held))
@@ -235,7 +235,7 @@ def test_the_nearest_position_is_that_of_a_search_through_all() -> None:
             elif name == "fork" and len(live) < 5:
                 live.append(memory.fork(rng.choice([*live, *marks])))
             elif name == "back":
-                memory.rollback(sequence, memory.resume_point(sequence, rng.randint(0, sequence.length)))
+                memory.rollback(sequence, to=memory.resume_point(sequence, rng.randint(0, sequence.length)))
             elif name == "drop" and sequence.length:
                 memory.drop(sequence, sequence.length // 2, sequence.length // 2 + 1, approximate=True)
         for mark in rng.sample(marks, len(marks) // 4):

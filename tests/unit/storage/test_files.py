@@ -363,7 +363,7 @@ def test_where_tokens_were_dropped_stays_known(tmp_path: Path) -> None:
     memory.save(sequence, tmp_path / "saved")
     loaded = other.load(tmp_path / "saved")
     for to, is_whole in ((24, False), (4, False), (3, True)):
-        other.rollback(loaded, to)
+        other.rollback(loaded, to=to)
         assert loaded.is_whole == is_whole
 
 
