@@ -117,12 +117,14 @@ def _call(name: str, arguments: list[str], returns: str) -> list[str]:
 def _arguments(parameters: list[Any]) -> Iterator[str]:
     is_keyword_only = False
     for parameter in parameters:
+        if str(parameter.annotation) == "Never":  # it is there to be refused with a hint
+            continue
         kind = str(parameter.kind.value)
         if kind == "keyword-only" and not is_keyword_only:
             yield "*"
         is_keyword_only |= kind in ("keyword-only", "variadic positional")
         stars = {"variadic positional": "*", "variadic keyword": "**"}.get(kind, "")
-        default = "" if parameter.default is None or stars else f" = {parameter.default}"
+        default = "" if parameter.default in (None, "_NOT_GIVEN") or stars else f" = {parameter.default}"
         yield f"{stars}{parameter.name}{'' if parameter.annotation is None else f': {parameter.annotation}'}{default}"
 
 

@@ -88,7 +88,7 @@ def count_tokens(values: list[Any]) -> Int64s:
             return x.numel()
         if isinstance(x, np.ndarray):
             return x.size
-        return len(x) if isinstance(x, Sized) else 1
+        return len(x) if isinstance(x, Sized) and not isinstance(x, Sequence) else 1
 
     return np.maximum(np.array([count(x) for x in values], np.int64), 1)
 

@@ -92,14 +92,14 @@ class HybridAdapter(Adapter):
         return int(sequence.length)
 
     def rollback(self, sequence: Any, to: int) -> None:
-        _ask(self.memory.rollback, sequence, to)
+        _ask(self.memory.rollback, sequence, to=to)
 
     def checkpoint(self, sequence: Any) -> Sequence:
         checkpoint: Sequence = _ask(self.memory.checkpoint, sequence)
         return checkpoint
 
     def return_to(self, sequence: Any, checkpoint: Any) -> None:
-        _ask(self.memory.rollback, sequence, checkpoint)
+        _ask(self.memory.rollback, sequence, to=checkpoint)
 
     def fork(self, sequence: Any) -> Sequence:
         fork: Sequence = _ask(self.memory.fork, sequence)
