@@ -316,7 +316,7 @@ class Coordinator(Lifetime):
         self.swapped.drop(sequence.slot)
 
     @locked
-    def copy(self, sequence: Sequence, made: list[Sequence], *, is_checkpoint: bool) -> Sequence:
+    def copy(self, sequence: Sequence, is_checkpoint: bool, made: list[Sequence]) -> Sequence:
         """Make a new sequence or checkpoint at the same position, on the same blocks. Raises SequenceError."""
         self.ledger.check_usable(sequence, to_advance=False)
         with self.journal.change():
@@ -325,8 +325,8 @@ class Coordinator(Lifetime):
             made.append(copy)
         return copy
 
-    def handed_over(self, make: Callable[[list[Sequence]], _T]) -> _T:
-        """Return what `make` returns.
+    def handed_over(self, make: Callable[..., _T], *arguments: Any) -> _T:
+        """Return what `make(*arguments, made)` returns.
 
         If an exception comes after the sequences that it has made count, and before it returns, they are closed: nobody
         has their handles.
@@ -336,7 +336,7 @@ class Coordinator(Lifetime):
         """
         made = list[Sequence]()
         try:
-            return make(made)
+            return make(*arguments, made)
         except BaseException:
             if made:
                 self._take_back(made)

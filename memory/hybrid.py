@@ -142,7 +142,7 @@ class HybridMemory:
         if excess or unknown:
             refuse_arguments("memory.open", excess, unknown)
         with uninterrupted_call() as _until_return:
-            return self._coordinator.handed_over(lambda made: self._coordinator.open(encoder, made))
+            return self._coordinator.handed_over(self._coordinator.open, encoder)
 
     def close(self, sequence: Sequence = _NOT_GIVEN, *excess: Never) -> None:
         """Forget a sequence or a checkpoint, and free the bytes that no other refers to.
@@ -182,8 +182,7 @@ class HybridMemory:
             return self._copy(sequence, is_checkpoint=True)
 
     def _copy(self, sequence: Sequence, *, is_checkpoint: bool) -> Sequence:
-        copy = self._coordinator.copy
-        return self._coordinator.handed_over(lambda made: copy(sequence, made, is_checkpoint=is_checkpoint))
+        return self._coordinator.handed_over(self._coordinator.copy, sequence, is_checkpoint)
 
     def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
         """Permute memories: each key continues as its value was, all at once. For beams: `reorder({a: b, b: b, c: a})`.

@@ -244,7 +244,8 @@ def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor
     """
     if is_apart(device) or _stage_for(device) is not None:
         return _upload(array, device, room=room)
-    object_to_replays("the step makes an array that its plan does not hold")
+    if _watch.get() is not None:  # asked here, because a step uploads ten arrays
+        object_to_replays("the step makes an array that its plan does not hold")
     return torch.from_numpy(array)
 
 

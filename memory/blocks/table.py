@@ -134,15 +134,22 @@ class BlockTable:
         self._rows[slot] = _Row(_Buffer(ids, slot), 0, len(ids))
         self._set_numbers(slot, numbers)
 
-    def _note(self, slot: int) -> None:
-        """Note what a slot refers to, which is about to change."""
-        self.pool.journal.before(self._put_back, slot, self._rows.get(slot), self._numbers_of(slot))
+    def _note_row(self, slot: int) -> None:
+        """Note where the ids of a slot are, which is about to change, while its numbers stay."""
+        self.pool.journal.before(self._put_row_back, slot, self._rows.get(slot))
 
-    def _put_back(self, slot: int, row: _Row | None, numbers: dict[str, int]) -> None:
+    def _put_row_back(self, slot: int, row: _Row | None) -> None:
         if row is None:
             self._rows.pop(slot, None)
         else:
             self._rows[slot] = row
+
+    def _note(self, slot: int) -> None:
+        """Note what a slot refers to, which is about to change, and its numbers."""
+        self.pool.journal.before(self._put_back, slot, self._rows.get(slot), self._numbers_of(slot))
+
+    def _put_back(self, slot: int, row: _Row | None, numbers: dict[str, int]) -> None:
+        self._put_row_back(slot, row)
         self._set_numbers(slot, numbers)
 
     def _numbers_of(self, slot: int) -> dict[str, int]:
@@ -177,7 +184,7 @@ class BlockTable:
 
         The slot takes over the references to the new ones; those to the old ones are the caller's.
         """
-        self._note(slot)
+        self._note_row(slot)
         row, n = self._rows.get(slot), at + len(ids)
         if row is None or not row.buffer.may_write(slot, row.start + at, row.start + n):
             room = np.empty(n + max(n, 16), np.int64)
@@ -192,7 +199,7 @@ class BlockTable:
 
     def leave_behind(self, slot: int, n: int) -> Int64s:
         """Take the first `n` blocks from a slot; return them with the references to them."""
-        self._note(slot)
+        self._note_row(slot)
         row, ids = self._rows[slot], self[slot][:n]
         self._rows[slot] = row.cut(n, len(row))
         return ids
@@ -201,7 +208,7 @@ class BlockTable:
         """Release a slot's blocks behind the first `n_kept`."""
         row = self._rows.get(slot)
         if row is not None and n_kept < len(row):
-            self._note(slot)
+            self._note_row(slot)
             self._rows[slot] = row.cut(0, n_kept)
             self._release(row.cut(n_kept, len(row)))
 

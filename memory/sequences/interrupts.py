@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import weakref
-from _thread import interrupt_main
+from _thread import get_ident, interrupt_main
 from contextlib import AbstractContextManager
 from operator import methodcaller
 from types import FrameType
@@ -37,7 +37,7 @@ _SIGINT = int(signal.SIGINT)  # an enum would be slower
 
 def _current_handler() -> Any:
     """Return the Python handler of Ctrl-C; None in other threads, which are never interrupted, or if there is none."""
-    handler = _get_handler(_SIGINT) if threading.current_thread() is threading.main_thread() else None
+    handler = _get_handler(_SIGINT) if get_ident() == threading.main_thread().ident else None
     return handler if callable(handler) else None
 
 

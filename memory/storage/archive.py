@@ -106,7 +106,7 @@ class Archive:
 
     def open(self, saved: SavedFamily) -> Sequence:
         """Open the sequence that `read` has read. Raises as `HybridMemory.load`."""
-        return self._coordinator.handed_over(lambda made: self._open(saved, made)).sequence
+        return self._coordinator.handed_over(self._open, saved).sequence
 
     # Saving
 
@@ -171,7 +171,7 @@ class Archive:
     def load(self, path: object, *, only_first: bool) -> Family:
         """See `HybridMemory.load`; with `only_first`, open the first member of a file alone."""
         saved = self._read(path, only_first=only_first)
-        return self._coordinator.handed_over(lambda made: self._open(saved, made))
+        return self._coordinator.handed_over(self._open, saved)
 
     @locked
     def _open(self, saved: SavedFamily, made: list[Sequence]) -> Family:
