@@ -199,7 +199,7 @@ class BlockTable:
 
     def leave_behind(self, slot: int, n: int) -> Int64s:
         """Take the first `n` blocks from a slot; return them with the references to them."""
-        self._note_row(slot)
+        self._note(slot)  # the caller counts what it left behind in a number
         row, ids = self._rows[slot], self[slot][:n]
         self._rows[slot] = row.cut(n, len(row))
         return ids

@@ -137,7 +137,7 @@ def test_used_bytes_of_a_dropped_memory_go_back_to_the_system(uncollected: None)
         with pytest.raises(CapacityError) as caught:
             held[0].step({held[0].open(): [1] * 400_000}).__enter__()
         kept.append(caught.value)  # as a notebook does, and with it all that its frames refer to
-        held[0].close()
+        held[0].close_all()
 
     kept: list[Exception] = []
     drops: list[Callable[[list[HybridMemory]], None]] = [list.clear, close]
@@ -328,7 +328,7 @@ def test_no_position_is_no_answer(to: Any) -> None:
     """The three agree."""
     memory = make()
     sequence = opened(memory)
-    for ask in (memory.can_rollback, memory.resume_point, memory.rollback):
+    for ask in (memory.can_rollback, memory.resume_point, lambda s, to: memory.rollback(s, to=to)):
         with pytest.raises(RollbackError, match="is no position"):
             ask(sequence, to)
 

@@ -138,9 +138,9 @@ def test_a_sequence_in_another_threads_step_is_refused() -> None:
             with pytest.raises(SequenceError, match="open step"):
                 pool.submit(call, sequence).result()
         with pytest.raises(SequenceError, match="open step"):
-            pool.submit(memory.close).result()
+            pool.submit(memory.close_all).result()
         MODEL(step)
-    ThreadPoolExecutor(1).submit(memory.close).result()
+    ThreadPoolExecutor(1).submit(memory.close_all).result()
     with pytest.raises(SequenceError, match="closed"):
         memory.open()
 
