@@ -57,14 +57,16 @@ class _History:
                 with self._memory.step({random.choice(live or self._handles): tokens}) as step:
                     self._toy(step)
                 return
-            n_arguments = random.randrange(4)
-            result = getattr(self._memory, verb)(*(self._value(verb) for _ in range(n_arguments)))
+            arguments = [self._value(verb) for _ in range(random.randrange(4))]
+            options = {"to": arguments.pop()} if verb == "rollback" and len(arguments) == 2 else {}
+            result = getattr(self._memory, verb)(*arguments, **options)
             if isinstance(result, Sequence):
                 self._handles.append(result)
         except HybridMemoryError:
             pass
         except TypeError as error:
-            if "positional argument" not in str(error):  # what Python says of too many or too few
+            # What Python and this library say of too many arguments or too few.
+            if not any(said in str(error) for said in ("positional argument", "() does not take", "() needs")):
                 raise
         if random.random() < 0.3:
             self._memory.check()
