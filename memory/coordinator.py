@@ -316,12 +316,12 @@ class Coordinator(Lifetime):
         self.swapped.drop(sequence.slot)
 
     @locked
-    def copy(self, sequence: Sequence, is_checkpoint: bool, made: list[Sequence]) -> Sequence:
+    def copy(self, sequence: Sequence, is_checkpoint: bool, holds_tail: bool, made: list[Sequence]) -> Sequence:
         """Make a new sequence or checkpoint at the same position, on the same blocks. Raises SequenceError."""
         self.ledger.check_usable(sequence, to_advance=False)
         with self.journal.change():
             copy = self.ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint)
-            self._share([sequence], [copy])
+            self._share([sequence], [copy], hold_tails=holds_tail)
             made.append(copy)
         return copy
 
@@ -349,9 +349,12 @@ class Coordinator(Lifetime):
                 if not sequence.closed:
                     self._close(sequence)
 
-    def _share(self, sources: list[Sequence], targets: list[Sequence]) -> None:
+    def _share(self, sources: list[Sequence], targets: list[Sequence], *, hold_tails: bool = True) -> None:
         """Make each target what its source was, all at once, in a change that the caller has begun."""
         self.layers.share(np.array([s.slot for s in sources]), np.array([s.slot for s in targets]))
+        if not hold_tails:
+            for source, target in zip(sources, targets, strict=True):
+                self.layers.slim(target.slot, int(self.ledger.lengths[source.slot]))
         self.ledger.copy(sources, targets, self.layers.horizon)
 
     @locked

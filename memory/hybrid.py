@@ -169,20 +169,28 @@ class HybridMemory:
         if excess or unknown:
             refuse_arguments("memory.fork", excess, unknown)
         with uninterrupted_call() as _until_return:
-            return self._copy(sequence, is_checkpoint=False)
+            return self._coordinator.handed_over(self._coordinator.copy, sequence, False, True)
 
-    def checkpoint(self, sequence: Sequence, *excess: Never, **unknown: Never) -> Sequence:
+    def checkpoint(
+        self, sequence: Sequence, *excess: Never, holds_tail: bool = True, **unknown: Never
+    ) -> Sequence:  # fmt: skip
         """Make a checkpoint: a fork that is never advanced, to which `rollback` returns from any distance.
 
-        It holds its blocks and nothing else, until it is closed. Raises SequenceError.
+        It holds its blocks and nothing else, until it is closed; those that the sequence writes next become its own.
+        That is a page, the tail and up to three states of recurrent layers.
+
+        Args:
+            holds_tail: True: who returns can go back further, as far as the sequence can now. False: it holds one state
+                and a page, and who returns cannot go back further from there. With fold="defer", and after a rollback
+                within the tail, there is no state at its position, and it holds the tail all the same.
+        Raises SequenceError.
         """
         if excess or unknown:
             refuse_arguments("memory.checkpoint", excess, unknown)
+        if not isinstance(holds_tail, bool):
+            raise SpecError(f"holds_tail={holds_tail!r}; give True or False")
         with uninterrupted_call() as _until_return:
-            return self._copy(sequence, is_checkpoint=True)
-
-    def _copy(self, sequence: Sequence, *, is_checkpoint: bool) -> Sequence:
-        return self._coordinator.handed_over(self._coordinator.copy, sequence, is_checkpoint)
+            return self._coordinator.handed_over(self._coordinator.copy, sequence, True, holds_tail)
 
     def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
         """Permute memories: each key continues as its value was, all at once. For beams: `reorder({a: b, b: b, c: a})`.

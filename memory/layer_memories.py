@@ -199,6 +199,12 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         for memory in self.values():
             memory.share(sources, targets)
 
+    def slim(self, slot: int, length: int) -> None:
+        """See `memory.state.tails.TailTable.slim`."""
+        states: Any = self.get("recurrence")
+        if states is not None:
+            states.slim(slot, length)
+
     def truncate(self, slot: int, to: int) -> None:
         for memory in self.values():
             memory.truncate(slot, to)

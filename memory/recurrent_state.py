@@ -66,6 +66,10 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
         self.reader.access.write_rows(index, plan.writes, rows)
         return outputs
 
+    def slim(self, slot: int, length: int) -> None:
+        """See `TailTable.slim`."""
+        self.table.slim(slot, length)
+
     def _require_rows(self, index: int, rows: Tensor, n_tokens: int) -> None:
         """Raise StepError unless rows have the shape, dtype and device of recurrence `index`."""
         spec, device = self.reader.specs[index], self.table.store.device

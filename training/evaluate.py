@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chat.prompts import Tokenizer, load_tokenizer
-from chat.simulation.dialogues import NAMED, NOTED, Turn, make_dialogue, messages, small_talk
+from chat.simulation.dialogues import NAMED, NOTED, UNKNOWN, Turn, make_dialogue, messages, small_talk
 from memory import HybridMemory
 from models import LanguageModel, load_model
 from models.loading.folders import find_folder
@@ -48,11 +48,13 @@ class Situation:
         n_facts: facts told, the asked one among them, in any order.
         n_changes: how often the asked fact is changed; the last statement counts.
         n_later: turns of small talk before the question.
+        is_told: False: the question is about something that nobody told; the right answer says so.
     """
 
     n_facts: int
     n_changes: int = 0
     n_later: int = 0
+    is_told: bool = True
 
 
 SITUATIONS: dict[str, Situation] = {
@@ -63,6 +65,7 @@ SITUATIONS: dict[str, Situation] = {
     "changed once": Situation(2, n_changes=1),
     "changed twice": Situation(3, n_changes=2),
     "250 tokens later": Situation(3, n_later=_LATER_TURNS),
+    "never told": Situation(3, is_told=False),
 }
 
 
@@ -79,12 +82,16 @@ def make_held_out_dialogue(rng: random.Random, words: Words, row: str, situation
         return Turn(rng.choice(fact.change if is_change else fact.say).format(value), NOTED, fact.key, value)
 
     asked = rng.choice(facts)
-    told = {asked.key: tell(asked, word())}
+    told = {asked.key: tell(asked, word())} if situation.is_told else {}
     while len(told) < situation.n_facts:
         other = choose_fact(rng, words)
+        if other.key == asked.key:
+            continue
         told.setdefault(other.key, tell(other, words.make(other.kind, held_out=True)))
     turns = list(told.values())
     rng.shuffle(turns)
+    if not situation.is_told:
+        return [*turns, Turn(rng.choice(asked.ask), UNKNOWN, asked.key, is_question=True)]
     value = told[asked.key].value
     for _ in range(situation.n_changes):
         value = word()

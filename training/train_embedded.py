@@ -55,7 +55,7 @@ class Phase:
         talk: shares of small talk that a dialogue may have.
         asks: share of questions among the other turns of dialogues of any letters.
         most_facts: facts that these have at most.
-        changes, alike, numbers: see `training.facts.make_facts_dialogue`.
+        changes, alike, numbers, unknown: see `training.facts.make_facts_dialogue`.
     """
 
     until: float
@@ -70,6 +70,7 @@ class Phase:
     changes: float = 0.25
     alike: float = 0.0
     numbers: float = 0.0
+    unknown: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,15 @@ STAGES = (
             Phase(0.4, 224, 12, 0.9, 0.02, 0.3, (0.0, 0.15, 0.4), 0.45, 6, changes=0.45, alike=0.4, numbers=0.35),
             Phase(0.75, 320, 8, 0.85, 0.02, 0.3, (0.0, 0.3, 0.6), 0.45, 7, changes=0.45, alike=0.4, numbers=0.35),
             Phase(1.0, 256, 11, 0.85, 0.02, 0.3, (0.0, 0.2, 0.6), 0.45, 6, changes=0.45, alike=0.4, numbers=0.35),
+        ),
+    ),
+    # Last, that something was never told, which few questions are about until here.
+    Stage(
+        2400,
+        7e-4,
+        (
+            Phase(0.6, 224, 12, 0.7, 0.01, 0.3, (0.0, 0.15, 0.5), 0.5, 6, 0.4, 0.4, numbers=0.2, unknown=0.3),
+            Phase(1.0, 288, 9, 0.7, 0.01, 0.3, (0.0, 0.2, 0.6), 0.5, 6, 0.4, 0.4, numbers=0.2, unknown=0.3),
         ),
     ),
 )
@@ -194,7 +204,7 @@ def make_batch(
             most_facts = rng.randint(1, phase.most_facts)
             turns = make_facts_dialogue(
                 rng, words, n_turns, talk=talk, asks=phase.asks, most_facts=most_facts, changes=phase.changes,
-                alike=phase.alike, numbers=phase.numbers,
+                alike=phase.alike, numbers=phase.numbers, unknown=phase.unknown,
             )  # fmt: skip
         else:
             turns = make_dialogue(rng, n_turns, talk=talk, invented=phase.invented)

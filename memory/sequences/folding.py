@@ -136,8 +136,15 @@ class TailRules:
         return self.mode is FoldMode.DEFER
 
     def body_at(self, peaks: Int64s) -> Int64s:
-        """Return (N,) the positions of the bodies of sequences with these peaks."""
+        """Return (N,) the positions of the bodies of sequences with these peaks.
+
+        Those of slimmed sequences (`memory.state.tails.TailTable.slim`) may be further.
+        """
         return self.points.last(peaks)
+
+    def next_fold(self, body_at: NumberT) -> NumberT:
+        """Return the first fold point behind a body: of one, or of each."""
+        return (body_at // self.fold_tokens + 1) * self.fold_tokens
 
     def tail_at(self, body_at: NumberT) -> NumberT:
         """Return the position of the first row of a tail, from that of the body: of one, or of each."""
@@ -146,17 +153,21 @@ class TailRules:
         at = body_at - self.overlap_tokens
         return at * (at > 0)
 
-    def held_blocks(self, stretch: Stretch) -> tuple[Int64s, Int64s]:
+    def held_blocks(self, stretch: Stretch, bodies: Int64s) -> tuple[Int64s, Int64s]:
         """Return (4, N) states and (4, N) tails that sequences hold before, in and after a step.
+
+        Args:
+            bodies: (N,) where their bodies are now, if that is further than the fold points say.
 
         The last row is what forks share for good: none. A sequence that was rolled back may have a head or a kept state
         or not, so only its tail is counted, unless all that it may have is wanted.
         """
         starts, ends, is_fresh = stretch.starts, stretch.ends, stretch.peaks == stretch.starts
-        old_body, new_body = self.body_at(stretch.peaks), self.body_at(np.maximum(stretch.peaks, ends))
+        old_body = np.maximum(self.body_at(stretch.peaks), bodies)
+        new_body = np.maximum(self.body_at(np.maximum(stretch.peaks, ends)), bodies)
         (old_head, old_kept), (new_head, new_kept) = self._shortcuts(starts, old_body), self._shortcuts(ends, new_body)
-        moves = (new_body > old_body) & ~(old_kept & (new_body == old_body + self.fold_tokens))
-        leaves = self.keeps & (new_body + self.fold_tokens > starts) & (new_body + self.fold_tokens < ends)
+        moves = (new_body > old_body) & ~(old_kept & (new_body == self.next_fold(old_body)))
+        leaves = self.keeps & (self.next_fold(new_body) > starts) & (self.next_fold(new_body) < ends)
         before = is_fresh * _count(old_body > 0, old_head, old_kept)
         fresh = is_fresh * _count(moves, self.has_heads & (ends > new_body) & ~old_head, leaves)
         after = (is_fresh | (ends >= stretch.peaks)) * _count(new_body > 0, new_head, new_kept)
@@ -165,7 +176,8 @@ class TailRules:
             most = ~is_fresh * (1 + self.has_heads + 2 * self.keeps)
             inside, after = inside + most, np.maximum(after, most)
         has_tail, grows = self.tail_rows > 0, ends - self.tail_at(old_body) > self.tail_rows
-        was_there = has_tail & (starts > 0)
+        is_slim = (bodies > self.body_at(stretch.peaks)) & (starts == bodies)
+        was_there = has_tail & (starts > 0) & ~is_slim
         tails = np.stack([was_there, has_tail * (1 + (was_there & grows)), none + has_tail, none]).astype(np.int64)
         return np.stack([before, inside, after, none]), tails
 
@@ -174,7 +186,7 @@ class TailRules:
 
         A head at a fold point becomes the kept state, so there is none then.
         """
-        has_kept = self.keeps & (body_at + self.fold_tokens <= lengths)
+        has_kept = self.keeps & (self.next_fold(body_at) <= lengths)
         return self.has_heads & (lengths > body_at) & ~(has_kept & (lengths % self.fold_tokens == 0)), has_kept
 
 
@@ -200,7 +212,7 @@ class Columns:
     Attributes:
         table: (9, n): body_at, head_at, kept_at, offset, floor, then the ids of body, head, kept and tail. The floor is
             the earliest position of the sequence that has a state: before it, position + offset is that of a dropped
-            token. It is at least 1 once tokens were dropped, for a rollback to position 0 needs no state.
+            token, or the sequence is slimmed. Then it is at least 1, for a rollback to position 0 needs no state.
     """
 
     table: Int64s

@@ -122,7 +122,8 @@ class TailTable:
         offsets = np.where(slots < 0, 0, self.slots.offset.take(slots))
         if np.count_nonzero(offsets):
             stretch = stretch.moved(offsets)
-        n_states, n_tails = self.rules.held_blocks(stretch)
+        bodies = np.where(slots < 0, 0, self.slots.body_at.take(slots))
+        n_states, n_tails = self.rules.held_blocks(stretch, bodies)
         return n_states * self.states.block_bytes + n_tails * self.tails.block_bytes
 
     # Steps
@@ -133,7 +134,8 @@ class TailTable:
         before = self.slots.take(packed.slots)
         if np.count_nonzero(before.offset):
             packed = _in_state_positions(packed, before.offset)
-        starts, ends, body_at = packed.starts, packed.ends, self.rules.body_at(packed.peaks)
+        starts, ends = packed.starts, packed.ends
+        body_at = np.maximum(self.rules.body_at(packed.peaks), before.body_at)
         after, fresh = Columns(before.table.copy()), np.full((4, len(ends)), NOTHING)
         after.body_at[:] = body_at
         has_head = (ends > body_at) & self.rules.has_heads
@@ -148,7 +150,7 @@ class TailTable:
         leaves = np.zeros(len(ends), np.bool_)
         if self.rules.keeps and not packed.is_decode:
             # A step that goes beyond the fold point after the body has no head there to keep: it stores that state.
-            kept_at = body_at + self.rules.fold_tokens
+            kept_at = self.rules.next_fold(body_at)
             leaves = (kept_at > starts) & (kept_at < ends)
             after.kept_at[leaves] = kept_at[leaves]
         own_head = (before.head >= 0) & (self.states.counts[before.head] == 1)
@@ -255,6 +257,25 @@ class TailTable:
             self.states.release(slots.kept[slot : slot + 1].copy())
             slots.kept_at[slot] = slots.kept[slot] = NOTHING
 
+    def slim(self, slot: int, length: int) -> None:
+        """Let a slot of this length hold the state at its position and nothing else: it reaches no earlier one then.
+
+        Where there is no such state (fold mode "defer", or after a rollback), the slot stays as it is.
+        """
+        slots, at = self.slots, length + int(self.slots.offset[slot])
+        roles = ((slots.body_at, slots.body), (slots.kept_at, slots.kept), (slots.head_at, slots.head))
+        state = next((int(ids[slot]) for where, ids in roles if where[slot] == at), NOTHING)
+        if state == NOTHING:
+            return
+        self._note(slot)
+        states, tail = slots.states[:, slot], slots.tail[slot : slot + 1]
+        gone, gone_tail = states[(states >= 0) & (states != state)].copy(), tail[tail >= 0].copy()
+        slots.body_at[slot], slots.body[slot] = at, state
+        slots.head_at[slot] = slots.head[slot] = slots.kept_at[slot] = slots.kept[slot] = slots.tail[slot] = NOTHING
+        slots.floor[slot] = max(length, slots.floor[slot])
+        self.states.release(gone)
+        self.tails.release(gone_tail)
+
     def drop(self, dropped: Dropped) -> None:
         """Add the dropped tokens to the slot's position offset: its states still contain them."""
         slots, slot = self.slots, dropped.slot
@@ -281,7 +302,7 @@ class TailTable:
 
     def horizon_after(self, packed: Packed) -> Int64s:
         """Return (S,) what `horizon` will be once the step's tokens are kept."""
-        if not np.count_nonzero(self.slots.floor):  # no slot has dropped tokens
+        if not np.count_nonzero(self.slots.floor):  # no slot has dropped tokens, or is slimmed
             return self.rules.body_at(packed.peaks)
         self._reach(int(packed.slots.max()))
         offsets, floors = self.slots.offset.take(packed.slots), self.slots.floor.take(packed.slots)
@@ -389,7 +410,7 @@ class TailTable:
             raise IntegrityError(f"slot {slot} has length {length}, and states from {floor} on")
         length, peak = length + offset, peak + offset
         expected = int(self.rules.body_at(np.array(peak)))
-        if body_at != expected:
+        if body_at < expected or (body_at > expected and not floor):
             raise IntegrityError(f"slot {slot} has its body at {body_at}, its peak {peak} puts it at {expected}")
         if not body_at <= length <= peak or (body >= 0) != (body_at > 0):
             raise IntegrityError(f"slot {slot} has length {length}, furthest {peak}, body {body} at {body_at}")

@@ -181,12 +181,14 @@ class Machine(RuleBasedStateMachine):
         self.memory.rollback(sequence, to=to)
         self.model[sequence] = parts
 
-    @rule(index=INDEX, mark=st.booleans())
-    def fork(self, index: int, mark: bool) -> None:
+    @rule(index=INDEX, mark=st.booleans(), holds_tail=st.booleans())
+    def fork(self, index: int, mark: bool, holds_tail: bool = True) -> None:
         sequence = self.pick(index, live=False)
         if sequence is not None and len(self.model) < 12:
-            copy = self.memory.checkpoint(sequence) if mark else self.memory.fork(sequence)
+            copy = self.memory.checkpoint(sequence, holds_tail=holds_tail) if mark else self.memory.fork(sequence)
             self.model[copy], self.peaks[copy] = self.model[sequence], self.peaks[sequence]
+            if mark and not holds_tail:  # it reaches its own position alone
+                self.peaks[copy] = max(self.peaks[copy], copy.length + self.window)
 
     @rule(index=INDEX, mark_index=INDEX)
     def return_to_checkpoint(self, index: int, mark_index: int) -> None:
@@ -340,6 +342,10 @@ class RoundedMachine(Machine):
         super().__init__()
         self.subject = rounded_jamba()
         self.toy = self.subject.model  # type: ignore[misc]
+
+    def recomputed(self, parts: Parts) -> torch.Tensor:
+        """In the same steps: how many rows are multiplied at once changes the rounding of 8 bits, which layers amplify."""
+        return self.subject.fresh([list(part) for part in parts], self.window)
 
     @initialize(
         window=st.sampled_from([0, 4, 9]), kib=st.sampled_from([128, 1024]), fold=st.sampled_from(["keep", "replay"])

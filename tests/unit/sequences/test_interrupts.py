@@ -104,6 +104,7 @@ OPERATIONS: dict[str, Callable[[Scene], Any]] = {
     "open": lambda s: s.memory.open(),
     "fork": lambda s: s.memory.fork(s.a),
     "checkpoint": lambda s: s.memory.checkpoint(s.a),
+    "checkpoint without a tail": lambda s: s.memory.checkpoint(s.a, holds_tail=False),
     "reorder": lambda s: s.memory.reorder({s.a: s.b, s.b: s.a}),
     "rollback": lambda s: s.memory.rollback(s.a, to=12),
     "rollback to a mark": lambda s: s.memory.rollback(s.a, to=s.mark),
@@ -116,7 +117,7 @@ OPERATIONS: dict[str, Callable[[Scene], Any]] = {
     "swap in": lambda s: s.memory.swap_in(s.away),
     "to host": lambda s: s.memory.to_host(s.a),
 }
-ALL_OR_NOTHING = ("run of one step", "run in chunks", "open", "fork", "checkpoint")
+ALL_OR_NOTHING = ("run of one step", "run in chunks", "open", "fork", "checkpoint", "checkpoint without a tail")
 """What promises to have done nothing if it raises; where a timer has raised, `run` may have done all."""
 
 

@@ -1,0 +1,170 @@
+"""A checkpoint without a tail holds one state and a page, and who returns to it goes on exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from memory import (
+    AttentionSpec,
+    CapacityError,
+    HybridMemory,
+    MemorySpec,
+    RecurrentSpec,
+    RollbackError,
+    Sequence,
+    SpecError,
+)
+from memory.recurrences import linear_attention_spec, mamba1_spec, rwkv7_spec
+from memory.rotary import UNROTATED
+from tests.inside import layer_memories
+from tests.toy import VOCAB, Toy
+
+TEXT = np.random.default_rng(0).integers(0, VOCAB, 400)
+FOLDS: Any = ["keep", "replay"]
+
+
+def make(fold: Any, **options: Any) -> tuple[HybridMemory, Toy]:
+    model = Toy()
+    usual = {"budget": "8MiB", "rollback_window": 8, "page_tokens": 4, "poison": True}
+    return HybridMemory(model.memory_spec, fold=fold, **usual | options), model
+
+
+def with_marks(memory: HybridMemory, model: Toy | None, *positions: int) -> tuple[Sequence, list[Sequence]]:
+    sequence, marks = memory.open(), []
+    for position in positions:
+        memory.run(model, {sequence: TEXT[sequence.length : position]})
+        marks.append(memory.checkpoint(sequence, holds_tail=False))
+    memory.run(model, {sequence: TEXT[sequence.length : sequence.length + 40]})
+    return sequence, marks
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("counts", [[1] * 30, [40], [3, 9, 1, 20, 2], [7, 8, 8, 9]], ids=str)
+def test_who_returns_to_a_slimmed_one_goes_on_exactly(fold: Any, counts: list[int]) -> None:
+    """At fold points and beside them, in place and by a fork, in steps of any lengths, with rollbacks behind them."""
+    memory, model = make(fold)
+    sequence, marks = with_marks(memory, model, 5, 8, 16, 29, 41, 48)
+    memory.check()
+    for i, mark in enumerate(marks):
+        fork = memory.fork(mark) if i % 2 else sequence
+        memory.rollback(fork, to=mark)
+        own, fresh = make(fold)[0], mark.length
+        anew = own.open()
+        own.run(model, {anew: TEXT[:fresh]})
+        for n in counts:
+            tokens = TEXT[fork.length : fork.length + n]
+            assert torch.allclose(memory.run(model, {fork: tokens}), own.run(model, {anew: tokens}), atol=1e-4)
+            memory.check()
+        memory.rollback(fork, n_tokens=8)
+        own.rollback(anew, n_tokens=8)
+        assert torch.allclose(memory.run(model, {fork: [3, 4]}), own.run(model, {anew: [3, 4]}), atol=1e-4)
+        memory.check()
+    assert [mark.horizon for mark in marks] == [mark.length for mark in marks]
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+def test_it_reaches_its_own_position_and_no_other(fold: Any) -> None:
+    memory, model = make(fold)
+    sequence, (mark,) = with_marks(memory, model, 30)
+    assert memory.resume_point(sequence, 26) == 0 and memory.resume_point(sequence, 33) == 30
+    memory.rollback(sequence, to=30)
+    memory.check()
+    with pytest.raises(RollbackError) as caught:
+        memory.rollback(sequence, n_tokens=1)
+    assert caught.value.horizon == 30
+    memory.rollback(sequence, to=mark)
+
+
+def dry(spec: RecurrentSpec) -> MemorySpec:
+    attention = AttentionSpec(4, 2, 8, rotation=UNROTATED)
+    return MemorySpec(((spec,), (attention,), (spec,)), VOCAB, device=torch.device("meta"))
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("spec", [mamba1_spec(256, 16, 4), linear_attention_spec(4, 32, 32), rwkv7_spec(4, 32)])
+def test_each_holds_a_state_and_a_page(fold: Any, spec: Any) -> None:
+    """A budget for 30 such checkpoints holds 30, beside the sequence and a step, and nothing else gives way."""
+    layers = dry(spec)
+    roomy = HybridMemory(layers, "1TiB", rollback_window=32, fold=fold)
+    sizes = {pool.name: pool.block_bytes for pool, _ in layer_memories(roomy).pools}
+    state, page = sizes["states"], sizes["pages"]
+    sequence, marks = roomy.open(), []
+    for _ in range(30):
+        roomy.run(None, {sequence: np.ones(100, np.int64)})
+        marks.append(roomy.checkpoint(sequence, holds_tail=False))
+        assert roomy.private_bytes(marks[-1]) == 0
+    roomy.run(None, {sequence: np.ones(100, np.int64)})
+    roomy.check()
+    assert max(roomy.private_bytes(mark) for mark in marks) <= state + page
+    assert roomy.usage().used_bytes <= roomy.needed_bytes(3200) + 30 * (state + page)
+
+
+def test_what_is_deferred_has_no_state_to_keep() -> None:
+    memory = HybridMemory(dry(linear_attention_spec(4, 32, 32)), "8MiB", rollback_window=8, fold="defer")
+    sequence, (mark,) = with_marks(memory, None, 30)
+    assert mark.horizon < 30
+    memory.rollback(sequence, to=26)
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+def test_tokens_can_be_dropped_behind_it(fold: Any) -> None:
+    memory = HybridMemory(dry(linear_attention_spec(4, 32, 32)), "8MiB", rollback_window=8, fold=fold, page_tokens=4)
+    _, (mark,) = with_marks(memory, None, 30)
+    for start, end in ((2, 9), (20, 30), (29, 30), (31, 40)):
+        fork = memory.fork(mark)
+        memory.run(None, {fork: TEXT[30:45]})
+        memory.drop(fork, start, end, approximate=True)
+        memory.check()
+        memory.run(None, {fork: TEXT[50:90]})
+        memory.check()
+        again = memory.checkpoint(fork, holds_tail=False)
+        memory.run(None, {fork: TEXT[90:110]})
+        memory.check()
+        memory.rollback(fork, to=again)
+        memory.run(None, {fork: [1] * 30})
+        memory.check()
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+def test_it_can_be_saved_and_swapped(fold: Any, tmp_path: Path) -> None:
+    memory, model = make(fold)
+    _, (mark,) = with_marks(memory, model, 30)
+    path = tmp_path / "slim.safetensors"
+    memory.save(mark, path)
+    loaded, fork = memory.load(path), memory.fork(mark)
+    expected = memory.run(model, {memory.fork(mark): TEXT[30:50]})
+    memory.swap_out(mark)
+    memory.check()
+    memory.swap_in(mark)
+    assert loaded.horizon == mark.horizon == 30
+    for each in (loaded, fork, memory.fork(mark)):
+        assert torch.allclose(memory.run(model, {each: TEXT[30:50]}), expected, atol=1e-4)
+        memory.check()
+
+
+def test_after_a_rollback_within_the_tail_it_holds_the_tail() -> None:
+    memory, model = make("keep")
+    sequence, _ = with_marks(memory, model, 30)
+    memory.rollback(sequence, n_tokens=3)
+    mark = memory.checkpoint(sequence, holds_tail=False)
+    assert mark.horizon < mark.length == 67
+    memory.check()
+    with pytest.raises(SpecError, match="True or False"):
+        memory.checkpoint(sequence, holds_tail="no")  # type: ignore[arg-type]
+
+
+def test_a_budget_that_an_error_names_is_enough_for_who_returned() -> None:
+    memory, model = make("keep", budget="48KiB")
+    sequence, marks = with_marks(memory, model, 12, 30, 50)
+    forks = [memory.fork(mark) for mark in marks]
+    with pytest.raises(CapacityError) as caught:
+        while True:
+            memory.run(model, dict.fromkeys(forks, [1] * 9))
+    memory.check()
+    assert caught.value.needed > caught.value.free
+    assert sequence.length == 90
