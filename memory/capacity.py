@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from memory.blocks.arguments import read_count
+from memory.blocks.arrays import ceil_div
 from memory.blocks.layout import ALIGNMENT_BYTES
 from memory.errors import SpecError
 from memory.eviction import EvictionPolicy
@@ -100,6 +101,25 @@ def plan_sequence(
     return SequencePlan(
         n_tokens, page_tokens, most_bytes, most_at, usage.by_kind, usage.block_bytes, step_bytes, least_bytes
     )
+
+
+def checkpoint_bytes(
+    spec: MemorySpec, *, holds_tail: bool = True, page_tokens: int = 16, encoder_tokens: int = 0, **options: Any
+) -> int:
+    """Compute the bytes that a checkpoint adds once its sequence has gone on by more than a rollback window.
+
+    Args:
+        holds_tail: as `HybridMemory.checkpoint` has it.
+        page_tokens, encoder_tokens, options: as `plan_sequence` has them.
+    Raises SpecError: an option that cannot work. Cost: milliseconds.
+    """
+    memory = HybridMemory(spec, _ROOM_BYTES, device="meta", page_tokens=page_tokens, **options)
+    sequence = memory.open(encoder=_encoded(spec, encoder_tokens))
+    n_apart = 512 * ceil_div(2 * memory.rollback_window + page_tokens, 512)  # policies and storages fold within these
+    memory.run(None, {sequence: np.zeros(n_apart + memory.rollback_window // 2 + 1, np.int64)})
+    checkpoint = memory.checkpoint(sequence, holds_tail=holds_tail)
+    memory.run(None, {sequence: np.zeros(n_apart, np.int64)})
+    return memory.private_bytes(checkpoint)
 
 
 def _lengths_that_differ(spec: MemorySpec, page_tokens: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from chat.planning.peers import Model, PeerPlan, plan_peers
 from memory import MemorySpec, SpecError
-from memory.capacity import SequencePlan, plan_sequence
+from memory.capacity import SequencePlan, checkpoint_bytes, plan_sequence
 from memory.eviction import H2O, TOVA, Budget, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
 from memory.quantization import Float8, Quantized, Storage
 
@@ -66,6 +66,12 @@ class Question:
             spec, self.context_tokens, encoder_tokens=self.encoder_tokens, rollback_window=self.window_tokens
         )
 
+    def measure_checkpoint(self, *, holds_tail: bool) -> int:
+        """Return the bytes that a checkpoint of such a session adds."""
+        return checkpoint_bytes(
+            self.spec, holds_tail=holds_tail, encoder_tokens=self.encoder_tokens, rollback_window=self.window_tokens
+        )
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -83,6 +89,7 @@ class Report:
 
     Attributes:
         attention_token_bytes: that a token adds to K/V pages that keep all; None if there are none.
+        checkpoint_bytes: that a checkpoint adds once the session has gone on, with its tail and without.
         overtakes_at: tokens from which on these pages hold more than a session's states and tails; None if one of both
             is missing.
     """
@@ -92,6 +99,7 @@ class Report:
     n_sessions: int
     attention_token_bytes: int | None
     overtakes_at: int | None
+    checkpoint_bytes: tuple[int, int]
     policies: tuple[Choice, ...]
     storages: tuple[Choice, ...]
     peers: tuple[PeerPlan, ...]
@@ -106,6 +114,7 @@ class Report:
             "context_tokens": question.context_tokens, "rollback_window": question.window_tokens,
             "n_sessions": self.n_sessions, "session": asdict(session),
             "attention_token_bytes": self.attention_token_bytes, "attention_overtakes_states_at": self.overtakes_at,
+            "checkpoint_bytes": self.checkpoint_bytes[0], "checkpoint_bytes_without_tail": self.checkpoint_bytes[1],
             "policies": [asdict(choice) for choice in self.policies],
             "storages": [asdict(choice) for choice in self.storages], "peers": [asdict(peer) for peer in self.peers],
         }  # fmt: skip
@@ -129,6 +138,7 @@ def make_report(question: Question) -> Report:
         question, session, session.fit_into(question.budget_bytes),
         attention_token_bytes=page_bytes // page_tokens if page_bytes else None,
         overtakes_at=recurrent_bytes // page_bytes * page_tokens + 1 if page_bytes and recurrent_bytes else None,
+        checkpoint_bytes=(question.measure_checkpoint(holds_tail=True), question.measure_checkpoint(holds_tail=False)),
         policies=_choices(question, policies), storages=_choices(question, storages), peers=peers,
     )  # fmt: skip
 

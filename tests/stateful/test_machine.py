@@ -344,7 +344,7 @@ class RoundedMachine(Machine):
         self.toy = self.subject.model  # type: ignore[misc]
 
     def recomputed(self, parts: Parts) -> torch.Tensor:
-        """In the same steps: how many rows are multiplied at once changes the rounding of 8 bits, which layers amplify."""
+        """In the same steps: how many rows are multiplied at once changes the rounding of 8 bits, which grows."""
         return self.subject.fresh([list(part) for part in parts], self.window)
 
     @initialize(
