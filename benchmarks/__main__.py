@@ -23,7 +23,7 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
         *(["--threads", str(threads)] if threads else []),
     ]
     commands = (
-        "parity", "bookkeeping", "rollback", "holes", "memory", "prefixes", "restarts", "agentic", "kernels",
+        "parity", "bookkeeping", "rollback", "folds", "holes", "memory", "prefixes", "restarts", "agentic", "kernels",
         "sampling", "schemas", "states", "sparse", "speculative", "drafts", "prefill", "decode", "dtypes",
         "without-bfloat16", "bridge",
     )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from memory import HybridMemory, Sequence
 from memory.recorded import run_recorded
+from memory.sequences.folding import Fold
 from models import LanguageModel
 
 VOCAB = 32_000
@@ -36,10 +37,10 @@ class Ours:
 
     def __init__(
         self, model: LanguageModel, n_sequences: int, *, rollback_window: int = 32, budget: str = "6GiB",
-        records: bool = True
+        fold: Fold | None = None, records: bool = True,
     ) -> None:  # fmt: skip
         self.model, self.records = model, records
-        self.memory = HybridMemory(model.memory_spec, budget, rollback_window=rollback_window)
+        self.memory = HybridMemory(model.memory_spec, budget, rollback_window=rollback_window, fold=fold)
         self.sequences: list[Sequence] = [self.memory.open() for _ in range(n_sequences)]
         self.next = [5] * n_sequences
 
@@ -48,6 +49,12 @@ class Ours:
             self.memory.rollback(sequence, to=0)
         with self.memory.step(zip(self.sequences, tokens, strict=True)) as step:
             self.model(step)
+
+    def rewind(self, n_tokens: int) -> None:
+        """Put all sequences behind a new prompt of so many tokens, as they were when they were new."""
+        for sequence in self.sequences:
+            self.memory.rollback(sequence, to=0)
+        self.fill(draw(len(self.sequences), n_tokens))
 
     def fill(self, tokens: Tensor) -> None:
         """Prefill prompts of any lengths."""

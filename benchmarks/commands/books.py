@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import agentic, books, holes, locks, prefixes, restarts, states
+from benchmarks import agentic, books, folds, holes, locks, prefixes, restarts, states
 from benchmarks.commands.options import BOOK_TESTS, Out, Quick, Threads, app, run
 
 
@@ -16,6 +16,12 @@ def bookkeeping(quick: Quick = False, out: Out = None, threads: Threads = None) 
 def locks_(quick: Quick = False, out: Out = None) -> None:
     """Measure what it costs that calls of several threads wait for each other, beside a step without a model."""
     run(locks.locks, (), quick, out, None)
+
+
+@app.command(name="folds")
+def folds_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure the fold modes of recurrent layers on a CPU: times of decode steps, and bytes of sessions."""
+    run(folds.folds, BOOK_TESTS, quick, out, threads)
 
 
 @app.command(name="holes")

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+
+import torch
 
 from benchmarks import architectures
 from memory import SpecError
+from memory.capacity import plan_sequence
+from models import plan_memory
+from models.loading.folders import read_config
 from tests.docs.pages import ROOT, read_blocks, read_prose
 
 README = ROOT / "README.md"
@@ -46,6 +52,21 @@ def test_its_lines_of_python_run_in_one_session() -> None:
             exec(compile(code, str(README), "exec"), session)
         except SpecError as error:
             assert code == "watch(memory)" and "in a notebook, and this is none" in str(error)
+
+
+def test_a_window_costs_what_the_plan_says() -> None:
+    """By default options: a session with a window of 64 less one with none, in states."""
+    (row,) = re.findall(r"^\| memory for a 64-token window, GPU / CPU \| (.*?) \|", README.read_text(), re.MULTILINE)
+    said = [[float(n) for n in pair] for pair in re.findall(r"([\d.]+) / ([\d.]+)", row)]
+    configs = ROOT / "tests" / "data" / "configs"
+    for name, shown in zip(("nemotron-h-8b", "qwen3-next-80b-a3b", "jamba-1.5-mini"), said, strict=True):
+        config, _ = read_config(configs / f"{name}.json")
+        spec = plan_memory(config, config.architectures[0])
+        for device, n_states in zip(("cuda", "cpu"), shown, strict=True):
+            there = replace(spec, device=torch.device(device))
+            with_window, without = (plan_sequence(there, 4096, rollback_window=n) for n in (64, 0))
+            found = (with_window.most_bytes - without.most_bytes) / with_window.block_bytes["states"]
+            assert abs(found - n_states) <= 0.05, (name, device, found)
 
 
 def test_the_table_of_architectures_is_that_of_the_registry() -> None:
