@@ -15,15 +15,15 @@ from benchmarks.workloads import CONFIGS, make_peer
 from memory import HybridMemory
 from models import HybridCache, attach
 
-MODELS = ("jamba", "bamba")
+MODELS = ("jamba", "bamba", "qwen3_5")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_N_PROMPT, _N_NEW = 64, 17
+_N_PROMPT, _N_NEW, _N_BEAMS = 64, 17, 4
 
 Clock = Callable[[], float]
 
 
 def bridge(*, quick: bool, models: Sequence[str] = MODELS, by_cpu_time: bool = False) -> Report:
-    """Generate 17 tokens behind prompts of 64, of 1 and of 8 rows, plain and attached.
+    """Generate 17 tokens behind prompts of 64, of 1 and of 8 rows, greedily and with 4 beams, plain and attached.
 
     Args:
         by_cpu_time: count the seconds that this process computes instead of the clock's. On a busy machine these are
@@ -37,13 +37,15 @@ def bridge(*, quick: bool, models: Sequence[str] = MODELS, by_cpu_time: bool = F
         for label, dtype in _DTYPES.items():
             model = make_peer(CONFIGS[name]()).to(dtype)
             for n_rows in (1, 8):
-                found = _in_turns(model, draw(n_rows, _N_PROMPT), clock, n_rounds=2 if quick else 3)
-                plain, attached = (Samples(seconds) for seconds in found)
-                report.add(f"generate, {_N_PROMPT} + {_N_NEW} tokens, ms", {
-                    "model": name, "dtype": label, "rows": n_rows, "plain": plain.median_ms,
-                    "spread": plain.spread, "attached": attached.median_ms, "its spread": attached.spread,
-                    "plain / attached": plain.median_ms / attached.median_ms,
-                })  # fmt: skip
+                for n_beams in (1, _N_BEAMS):
+                    tokens = draw(n_rows, _N_PROMPT)
+                    found = _in_turns(model, tokens, clock, n_beams, n_rounds=2 if quick else 3)
+                    plain, attached = (Samples(seconds) for seconds in found)
+                    report.add(f"generate, {_N_PROMPT} + {_N_NEW} tokens, ms", {
+                        "model": name, "dtype": label, "rows": n_rows, "beams": n_beams, "plain": plain.median_ms,
+                        "spread": plain.spread, "attached": attached.median_ms, "its spread": attached.spread,
+                        "plain / attached": plain.median_ms / attached.median_ms,
+                    })  # fmt: skip
     report.notes.append(
         "Random models of 120M parameters. Both sides run the same modules with the same weights; plain, transformers "
         "has its own cache and its own recurrent layers, attached, the memory does what they do. The cache is new in "
@@ -53,17 +55,17 @@ def bridge(*, quick: bool, models: Sequence[str] = MODELS, by_cpu_time: bool = F
 
 
 def _in_turns(
-    model: PreTrainedModel, tokens: Tensor, clock: Clock, *, n_rounds: int
+    model: PreTrainedModel, tokens: Tensor, clock: Clock, n_beams: int, *, n_rounds: int
 ) -> tuple[list[float], list[float]]:
     """Return the seconds of each call, plain and attached, after one of each that is not timed."""
     plain, attached = list[float](), list[float]()
     memory: HybridMemory | None = None
     for i in range(n_rounds + 1):
-        seconds = _generate(model, tokens, None, clock)
+        seconds = _generate(model, tokens, None, clock, n_beams)
         with attach(model) as handle:
             memory = memory or HybridMemory(handle.memory_spec, "2GiB", rollback_window=32)
-            cache = HybridCache(memory, [memory.open() for _ in tokens])
-            own = _generate(model, tokens, cache, clock)
+            cache = HybridCache(memory, [memory.open() for _ in range(n_beams * len(tokens))])
+            own = _generate(model, tokens, cache, clock, n_beams)
             cache.close()
         if i:
             plain.append(seconds)
@@ -71,11 +73,13 @@ def _in_turns(
     return plain, attached
 
 
-def _generate(model: PreTrainedModel, tokens: Tensor, cache: HybridCache | None, clock: Clock) -> float:
+def _generate(
+    model: PreTrainedModel, tokens: Tensor, cache: HybridCache | None, clock: Clock, n_beams: int
+) -> float:  # fmt: skip
     options = {} if cache is None else {"past_key_values": cache}
     started = clock()
     model.generate(
         tokens, attention_mask=torch.ones_like(tokens), min_new_tokens=_N_NEW, max_new_tokens=_N_NEW, do_sample=False,
-        **options,
+        num_beams=n_beams, **options,
     )  # fmt: skip
     return clock() - started

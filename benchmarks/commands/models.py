@@ -74,7 +74,7 @@ def large_(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
 def bridge_(
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", help=f"One of {', '.join(bridge.MODELS)}; may be repeated; both unless given."),
+        typer.Option("--model", help=f"One of {', '.join(bridge.MODELS)}; may be repeated; all unless given."),
     ] = None,
     by_cpu_time: Annotated[
         bool, typer.Option("--by-cpu-time", help="Count CPU seconds of one thread, for a machine that is busy.")
