@@ -56,7 +56,7 @@ def test_its_lines_of_python_run_in_one_session() -> None:
 
 def test_a_window_costs_what_the_plan_says() -> None:
     """By default options: a session with a window of 64 less one with none, in states."""
-    (row,) = re.findall(r"^\| memory for a 64-token window, GPU / CPU \| (.*?) \|", README.read_text(), re.MULTILINE)
+    (row,) = re.findall(r"^\| what a 64-token window adds, GPU / CPU \| (.*?) \|", README.read_text(), re.MULTILINE)
     said = [[float(n) for n in pair] for pair in re.findall(r"([\d.]+) / ([\d.]+)", row)]
     configs = ROOT / "tests" / "data" / "configs"
     for name, shown in zip(("nemotron-h-8b", "qwen3-next-80b-a3b", "jamba-1.5-mini"), said, strict=True):
