@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, Step
+from memory.blocks.hints import refuse_attribute
 from memory.interface import Encoded
 from memory.specs import LayerSpec
 from models.layers.attention import Attention, load_projections
@@ -64,6 +65,11 @@ class Bart:
             layers=tuple(layer.specs for layer in self._decoder), vocab_size=config.vocab_size, dtype=checkpoint.dtype,
             device=checkpoint.device, model=f"Bart {checkpoint.folder.name}",
         )  # fmt: skip
+
+    if not TYPE_CHECKING:  # a type checker would otherwise accept any name
+
+        def __getattr__(self, name: str) -> object:
+            refuse_attribute(self, "Decoder", name)
 
     @torch.no_grad()
     def encode(self, inputs: Sequence[Sequence[int]]) -> list[Encoded]:

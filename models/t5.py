@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from memory import UNROTATED, AttentionSpec, CrossAttentionSpec, MemorySpec, Step
+from memory.blocks.hints import refuse_attribute
 from memory.interface import Encoded
 from memory.specs import LayerSpec
 from models.bart import CrossAttention, read_token_ids
@@ -72,6 +73,11 @@ class T5:
             layers=tuple(layer.specs for layer in self._decoder), vocab_size=config.vocab_size, dtype=checkpoint.dtype,
             device=checkpoint.device, model=f"T5 {checkpoint.folder.name}",
         )  # fmt: skip
+
+    if not TYPE_CHECKING:  # a type checker would otherwise accept any name
+
+        def __getattr__(self, name: str) -> object:
+            refuse_attribute(self, "Decoder", name)
 
     @torch.no_grad()
     def encode(self, inputs: Sequence[Sequence[int]]) -> list[Encoded]:
