@@ -183,7 +183,8 @@ class HybridMemory:
             holds_tail: True: who returns can go back further, as far as the sequence can now. False: it holds one state
                 and a page, and who returns cannot go back further from there. With fold="defer", and after a rollback
                 within the tail, there is no state at its position, and it holds the tail all the same.
-        Raises SequenceError.
+        Raises:
+            SequenceError: a bad handle. SpecError: `holds_tail` is neither True nor False.
         """
         if excess or unknown:
             refuse_arguments("memory.checkpoint", excess, unknown)

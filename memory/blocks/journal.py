@@ -132,7 +132,7 @@ class Journal:
             )
 
     def _settle(self) -> None:
-        self._undo = None  # from here on the change counts
+        self._undo = None  # From here on the change counts.
         if self._after:
             for act, arguments in self._after:
                 act(*arguments)

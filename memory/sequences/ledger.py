@@ -320,7 +320,7 @@ class Ledger:
         self._found_usable = []
 
     def bring_back(self, slot: int) -> None:
-        if slot in self.handles:  # else it has just been closed
+        if slot in self.handles:  # A slot that has just been closed has noted it.
             self._note(self.handles[slot])
         self._swapped.pop(slot, None)
         self.is_away[slot] = False

@@ -80,7 +80,7 @@ def main(seconds: float) -> None:
 
     thrower = threading.Thread(target=throw)
     thrower.start()
-    while thrower.is_alive():  # an exception may come between the blocks that expect it
+    while thrower.is_alive():  # Again, because an exception may come between the blocks that expect it.
         try:
             play.go_on_whatever_comes()
             state["throws"] = False

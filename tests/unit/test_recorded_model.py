@@ -315,7 +315,7 @@ def test_a_recording_beyond_the_limit_is_made_once(monkeypatch: pytest.MonkeyPat
 
 
 class LeavesOut(Attends):
-    """Does not attend from the n-th run on."""
+    """Stands for a model that leaves its attention out from the n-th run on."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
