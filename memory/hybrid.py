@@ -16,6 +16,7 @@ from memory.blocks.hints import refuse_arguments, refuse_attribute
 from memory.blocks.pinned import HostAttention
 from memory.build import build, check_choices, default_fold, kernels_of, resolved_spec
 from memory.chunked_prefill import Model, run_in_chunks
+from memory.coordinator import Coordinator
 from memory.errors import SequenceError, SpecError
 from memory.interface import Encoded, Requests, Sequence
 from memory.sequences.batch import read_pairs, read_tokens
@@ -441,3 +442,8 @@ def require_memory(memory: object, call: str) -> None:
     """Raise SpecError unless `memory` is a HybridMemory; `call` is what the message says to call."""
     if not isinstance(memory, HybridMemory):
         raise SpecError(f"{memory!r:.80} is no HybridMemory; call {call}, with HybridMemory(model.memory_spec, budget)")
+
+
+def coordinator_of(memory: HybridMemory) -> Coordinator:
+    """Return what keeps the layers of a memory in step, for other packages of this library."""
+    return memory._coordinator

@@ -7,6 +7,7 @@ middle of a step; columns of the books, to spoil one and see that `check()` find
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -155,3 +156,24 @@ def shake(memory: HybridMemory) -> int:
     for compactor in (compactors := memory._coordinator.room.compactors.values()):
         compactor.make_room(compactor.store.arena.free_bytes, at_any_cost=True)
     return sum(compactor.moved_bytes for compactor in compactors)
+
+
+def assert_books_follow(cache: PrefixCache) -> None:
+    """Assert that the tree and the rankings of a prefix cache are what its records give when they are computed anew."""
+    kept: Any = cache._kept
+
+    def books() -> Any:
+        rankings = [
+            {
+                mark: (ranking._saved[i], ranking._held_bytes[i], ranking._used_at[i], ranking._priority[i])
+                for mark, i in ranking._places.items()
+            }
+            for ranking in (kept._ranking, kept.outside.ranking)
+        ]
+        nodes = {mark: (node.depth, node.tokens.tolist(), node.mark is mark) for mark, node in kept.nodes.items()}
+        ends = {mark for _, _, mark in kept._ends if mark in kept.records and kept.records[mark].seconds < math.inf}
+        return sorted(cache.tree().splitlines()), nodes, kept.tree.n_tokens, rankings, ends
+
+    found = books()
+    kept._rebuild()
+    assert found == books()

@@ -46,9 +46,7 @@ def _returns(code: CodeType, number: int) -> set[int]:
 
     With Ctrl-C only after a `del`, on which `uninterrupted_call` builds: elsewhere it is held back.
     """
-    if number != signal.SIGINT:
-        return {i.offset for i in dis.get_instructions(code) if i.opname == "RETURN_VALUE"}
-    found = set[int]()
+    found = {i.offset for i in dis.get_instructions(code) if i.opname == "RETURN_VALUE" and number != signal.SIGINT}
     for a, b, c in zip(*(islice(dis.get_instructions(code), i, None) for i in range(3)), strict=False):
         if (a.opname, b.opname, c.opname) == ("DELETE_FAST", "LOAD_FAST", "RETURN_VALUE"):
             found |= {b.offset, c.offset}

@@ -156,7 +156,7 @@ class SpeculativeBatch:
         """
         if self._waiting and not self._untold:
             self._advance()
-        with uninterrupted_call() as until_return:
+        with uninterrupted_call(holds_all=True) as until_return:
             new, self._untold = self._untold, []
         del until_return
         return new

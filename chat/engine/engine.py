@@ -193,7 +193,7 @@ class Engine:
             "reports_prefill": reports_prefill, "prediction": prediction,
         }  # fmt: skip
         request = self._read(token_ids, options)
-        with uninterrupted_call() as _until_return:
+        with uninterrupted_call(holds_all=True) as _until_return:
             (generation,) = self._add([request])
             return generation
 
@@ -218,7 +218,7 @@ class Engine:
             )
         first = self._read(token_ids, {**options, "sampling": wanted[0]})
         others = [replace(first, sampling=sampling, reports_prefill=False) for sampling in wanted[1:]]
-        with uninterrupted_call() as _until_return:
+        with uninterrupted_call(holds_all=True) as _until_return:
             return self._add([first, *others])
 
     def _read(self, token_ids: Any, options: dict[str, Any]) -> Request:
@@ -308,7 +308,7 @@ class Engine:
                 self._scheduler.admit(self._clock())
                 self._stepper.feed()
                 self._settle()
-            with uninterrupted_call() as until_return:
+            with uninterrupted_call(holds_all=True) as until_return:
                 finished, self._finished = self._finished, []
         del until_return  # the error of a request that failed would keep it
         return finished

@@ -67,7 +67,7 @@ def feed(
     Raises:
         As `HybridMemory.run`. The sequences and the mode are as before, and the same can be tried again.
     """
-    held = uninterrupted_call()  # until this returns, once the tokens are committed
+    held = uninterrupted_call(holds_all=True)  # until this returns, once the tokens are committed
     if count_tokens(list(requests.values())).sum() <= step_tokens:
         take_step(model, memory.step(requests, outputs=mode.outputs), mode.choose, mode.keep, held)
         return

@@ -126,7 +126,7 @@ class ChatSession:
         """
         new = [Utterance("user", _checked(text))]
         messages, turn = self._reply_to(NEW, len(self._messages), new, max_tokens, sampling, on_text)
-        with uninterrupted_call() as until_return:
+        with uninterrupted_call(holds_all=True) as until_return:
             self._keep(messages)
         del until_return
         return turn
@@ -146,7 +146,7 @@ class ChatSession:
             )
         new = [Utterance("user", _checked(text))]
         messages, turn = self._reply_to(EDITED, index, new, max_tokens, sampling, on_text)
-        with uninterrupted_call() as until_return:
+        with uninterrupted_call(holds_all=True) as until_return:
             self._keep(messages)
         del until_return
         return turn
@@ -157,7 +157,7 @@ class ChatSession:
         """Replace the last reply. Greedy sampling, or the same seed, gives the same again. Raises as `say`."""
         self._check_exchange("regenerate")
         messages, turn = self._reply_to(NEW, len(self._messages) - 1, [], max_tokens, sampling, on_text)
-        with uninterrupted_call() as until_return:
+        with uninterrupted_call(holds_all=True) as until_return:
             self._keep(messages)
         del until_return
         return turn
@@ -207,7 +207,7 @@ class ChatSession:
         with self.engine.lock:
             if self._live is not None:
                 self.wake()
-            with uninterrupted_call() as _until_return:
+            with uninterrupted_call(holds_all=True) as _until_return:
                 if self._live is not None:
                     other._live = self.engine.memory.fork(self._live)
                 self._tree.add(other, self)

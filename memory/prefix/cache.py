@@ -29,14 +29,14 @@ from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import EMPTY, Int64s
 from memory.blocks.copying import refuse_to_copy
 from memory.errors import BatchError, CapacityError, FormatError, SequenceError, SpecError
-from memory.hybrid import HybridMemory, require_memory
+from memory.hybrid import HybridMemory, coordinator_of, require_memory
 from memory.interface import Sequence
 from memory.prefix.digests import Resumable, resumable_prefixes
-from memory.prefix.kept import Kept
+from memory.prefix.kept import Kept, Record
 from memory.prefix.lookup import Lookup, PrefixStats, Tier, explain, read_prompt, read_seconds
 from memory.prefix.radix_tree import Node, first_marked, marks_below
 from memory.prefix.saved import entries_of, tree_text
-from memory.sequences.interrupts import uninterrupted, uninterrupted_call
+from memory.sequences.interrupts import uninterrupted_call
 
 _CLOSED = "this prefix cache is closed; make another one"
 
@@ -78,7 +78,7 @@ class PrefixCache:
         n_outside = 0 if max_bytes in (0, "0") else read_budget(max_bytes, "max_bytes")
         self._own: Kept | None = Kept(memory, n_outside, now)
         self._n_lookups = self._n_hits = self._n_tokens = self._n_reused = self._n_lost = 0
-        self._reclaimer = _reclaimer(weakref.ref(self), weakref.ref(memory), self._kept.nodes)
+        self._reclaimer = _reclaimer(weakref.ref(self), weakref.ref(memory), self._kept.records)
         memory.add_reclaimer(self._reclaimer)
 
     __reduce_ex__ = refuse_to_copy("make one beside each memory; it fills with what is inserted")
@@ -92,14 +92,20 @@ class PrefixCache:
     def _kept(self) -> Kept:
         if self._own is None:
             raise SequenceError(_CLOSED)
+        self._own.books.mend()
         return self._own
+
+    def _changing(self) -> AbstractContextManager[None]:
+        return self._kept.books.changing()
 
     # Looking up
 
     def find(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> Lookup:
         """Return what `open` would reuse; nothing changes. Cost: O(tokens matched); int64 arrays are not converted."""
-        self._kept.expire()
-        return self._find(read_prompt(token_ids), owner)[0]
+        tokens = read_prompt(token_ids)
+        with self._changing():
+            self._kept.expire()
+        return self._find(tokens, owner)[0]
 
     def open(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> tuple[Sequence, Lookup]:
         """Open a sequence that holds the longest reusable prefix of a prompt already.
@@ -111,20 +117,23 @@ class PrefixCache:
         tokens = read_prompt(token_ids)
         if not len(tokens):
             raise BatchError("an empty prompt has no prefix; give at least one token")
-        self._kept.expire()
-        lookup, node = self._find_in_budget(tokens, owner)
-        self._n_lookups += 1
-        self._n_tokens += lookup.n_tokens
-        if node is None or node.mark is None:
-            return self.memory.open(), lookup
-        self._kept.touch(node)
-        self._n_hits += 1
-        self._n_reused += lookup.reused
-        with uninterrupted_call() as _until_return:
-            sequence = self.memory.fork(node.mark)
-            if sequence.length > lookup.reused:
-                self.memory.rollback(sequence, to=lookup.reused)
-            return sequence, lookup
+        with uninterrupted_call(holds_all=True) as _until_return, self._changing():
+            self._kept.expire()
+            lookup, node = self._find_in_budget(tokens, owner)
+            self._n_lookups += 1
+            self._n_tokens += lookup.n_tokens
+            if node is None or node.mark is None:
+                return self.memory.open(), lookup
+            self._kept.touch(node)
+            self._n_hits += 1
+            self._n_reused += lookup.reused
+            return coordinator_of(self.memory).handed_over(self._fork, node.mark, lookup.reused), lookup
+
+    def _fork(self, checkpoint: Sequence, n_tokens: int, made: list[Sequence]) -> Sequence:
+        sequence = coordinator_of(self.memory).copy(checkpoint, False, True, made)
+        if sequence.length > n_tokens:
+            self.memory.rollback(sequence, to=n_tokens)
+        return sequence
 
     def checkpoints_of(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> list[Sequence]:
         """Return the checkpoints on the way of these tokens, the shortest first: at each, `open` could go on."""
@@ -166,8 +175,7 @@ class PrefixCache:
             if node is None or node.mark is None or not node.mark.is_swapped:
                 return lookup, node
             try:
-                with uninterrupted():
-                    self._kept.bring_back(node)
+                self._kept.bring_back(node)
             except CapacityError:
                 passed_over.add(node)
             except (FormatError, OSError):  # what its file held is computed again
@@ -243,7 +251,7 @@ class PrefixCache:
         tokens = sequence.tokens if sequence.is_whole else EMPTY
         if not len(tokens):
             return
-        with uninterrupted():
+        with kept.books.changing():
             kept.expire()
             node, checkpoint, is_new = kept.keep(sequence, tokens, owner, held_bytes)
             if is_new or seconds_to_live is not None:
@@ -266,14 +274,15 @@ class PrefixCache:
         return self._prefer(token_ids, owner, 1.0, math.inf if self.seconds_to_live is None else self.seconds_to_live)
 
     def _prefer(self, token_ids: Seq[int] | Int64s, owner: Hashable, priority: float, seconds: float) -> int:
-        self._kept.expire()
         tokens = read_prompt(token_ids)
-        node = self._find(np.append(tokens, -1), owner)[1]  # nothing goes on with -1: the whole prompt may be reused
-        if node is None or node.mark is None:
-            raise BatchError(f"no checkpoint of these {len(tokens)} tokens is cached; insert a sequence with them")
-        self._kept.prefer(node.mark, priority)
-        self._kept.let_live(node.mark, seconds)
-        return node.depth
+        with self._changing():
+            self._kept.expire()
+            node = self._find(np.append(tokens, -1), owner)[1]  # nothing goes on with -1: all tokens may be reused
+            if node is None or node.mark is None:
+                raise BatchError(f"no checkpoint of these {len(tokens)} tokens is cached; insert a sequence with them")
+            self._kept.prefer(node.mark, priority)
+            self._kept.let_live(node.mark, seconds)
+            return node.depth
 
     # Forgetting
 
@@ -283,7 +292,8 @@ class PrefixCache:
         More do so at once, up to 1/64 of the budget, so that the next calls find room. A checkpoint that shares all its
         bytes frees none: it gives way last, and only for `missing_bytes`.
         """
-        return self._kept.reclaim(missing_bytes)
+        with self._changing():
+            return self._kept.reclaim(missing_bytes)
 
     def tree(self) -> str:
         """Return all checkpoints as text, a line each behind the one that it goes on from: tokens, bytes and tier."""
@@ -315,9 +325,9 @@ class PrefixCache:
         Raises FormatError: no such folder, a damaged list, or that of another memory; nothing has changed. Cost: their
         tokens, read.
         """
-        with uninterrupted():
+        with self._changing():
             n_before = len(self._kept.nodes)
-            self._kept.add_loaded(self.memory.folders.load(folder), self.seconds_to_live)
+            self._kept.load(folder, self.seconds_to_live)
             return len(self._kept.nodes) - n_before
 
     def forget(self, token_ids: Seq[int] | Int64s, owner: Hashable = None, *, behind: int = 0) -> int:
@@ -325,11 +335,13 @@ class PrefixCache:
 
         Those that other tokens need go on: where several prompts begin alike, and at positions up to `behind`.
         """
-        return self._kept.forget(read_prompt(token_ids), owner, behind)
+        tokens = read_prompt(token_ids)
+        with self._changing():
+            return self._kept.forget(tokens, owner, behind)
 
     def clear(self) -> None:
         """Close all checkpoints and forget all tokens."""
-        with uninterrupted():
+        with self._changing():
             for checkpoint in list(self._kept.nodes):
                 self._kept.evict(checkpoint)
 
@@ -343,7 +355,7 @@ class PrefixCache:
             self._own.memory.remove_reclaimer(self._reclaimer)
             self._own.outside.close()
         if self._own is not None:
-            self._own.nodes.clear()
+            self._own.records.clear()
         self._own = None
 
     def __enter__(self) -> PrefixCache:
@@ -370,7 +382,7 @@ class PrefixCache:
 
 
 def _reclaimer(
-    cache: weakref.ref[PrefixCache], memory: weakref.ref[HybridMemory], checkpoints: dict[Sequence, Node]
+    cache: weakref.ref[PrefixCache], memory: weakref.ref[HybridMemory], checkpoints: dict[Sequence, Record]
 ) -> Callable[[int], bool]:
     """Return the function that a full memory calls for room; it refers to the cache only weakly.
 
@@ -384,7 +396,8 @@ def _reclaimer(
         assert owner is not None, "the memory is the caller"
         owner.remove_reclaimer(reclaim)
         for checkpoint in checkpoints:
-            owner.close(checkpoint)
+            if not checkpoint.closed:
+                owner.close(checkpoint)
         return bool(checkpoints)
 
     return reclaim

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from heapq import heappop, heappush
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 
 from memory.blocks.arrays import Int64s
-from memory.hybrid import HybridMemory
+from memory.errors import HybridMemoryError
+from memory.hybrid import HybridMemory, coordinator_of
 from memory.interface import Sequence
+from memory.prefix.changing import Books
 from memory.prefix.outside import Outside
 from memory.prefix.radix_tree import Node, RadixTree, marked_above, relatives
 from memory.prefix.saved import as_owner
 from memory.prefix.victims import Ranking
-from memory.sequences.interrupts import uninterrupted
-from memory.storage.folder_writing import Entry
 
 _RECLAIMED_SHARE = 64
 """Checkpoints are closed until 1/64 of the budget is freed, even if less is missing. To find those of least worth costs
@@ -28,13 +30,35 @@ _TOKEN_BYTES = 16
 """Host memory for a token of a cached prefix: in the tree, and in the checkpoint."""
 
 
+@dataclass(slots=True, eq=False)
+class Record:
+    """Says what was decided on a checkpoint.
+
+    Attributes:
+        owner: of its tokens.
+        priority: multiplies its worth; one of infinite worth never gives way.
+        seconds: it is closed when it was not used for so long.
+        used_at, clock: when it was used last, in seconds, and as the rankings count.
+    """
+
+    owner: Hashable
+    priority: float = 1
+    seconds: float = math.inf
+    used_at: float = 0
+    clock: int = 0
+
+
 class Kept:
     """Holds checkpoints at the nodes of a tree, each in the budget or outside of it.
+
+    Its records say which checkpoints there are; the tree, the rankings and the heap of ends follow from them.
 
     Args:
         max_bytes: bytes that they may take outside.
         now: returns the time in seconds.
     Attributes:
+        records: of all checkpoints.
+        books: in whose blocks all of this changes.
         n_evicted: checkpoints that were closed for lack of room.
         n_expired: checkpoints that were closed at the end of their time to live.
     """
@@ -42,6 +66,8 @@ class Kept:
     def __init__(self, memory: HybridMemory, max_bytes: int, now: Callable[[], float]) -> None:
         self.memory = memory
         self.tree = RadixTree()
+        self.records: dict[Sequence, Record] = {}
+        self.books = Books(self._rebuild)
         self.nodes: dict[Sequence, Node] = {}
         self.outside = Outside(memory, max_bytes)
         self.n_evicted = self.n_expired = 0
@@ -50,9 +76,9 @@ class Kept:
         self._now = now
         self._lot_bytes = memory.budget_bytes // _RECLAIMED_SHARE
         self._most_tokens = (memory.budget_bytes + max_bytes) // _BOOKS_SHARE // _TOKEN_BYTES
-        self._lives: dict[Sequence, tuple[float, float]] = {}  # those with a time to live -> it, and their last use
         self._ends: list[tuple[float, int, Sequence]] = []  # a heap; a checkpoint that was used since lives on
         self._numbers = count()
+        self._made: list[Sequence] = []  # checkpoints that may have no record yet
 
     @property
     def book_bytes(self) -> int:
@@ -70,39 +96,46 @@ class Kept:
         if node.mark is not None and not node.mark.is_swapped:
             return node, node.mark, False
         try:
-            checkpoint = self.memory.checkpoint(sequence)
-        except BaseException:
+            checkpoint = coordinator_of(self.memory).copy(sequence, True, True, self._made)
+        except HybridMemoryError:
             self.tree.prune(node)
             raise
-        priority = None
+        priority = 1.0
         if node.mark is not None:  # the same was computed again, and is in the budget
-            priority = self.priority(node.mark)
+            priority = self.records[node.mark].priority
             self.close(node.mark)
+        self.records[checkpoint] = Record(owner, priority)
+        self._made.clear()
+        self._mark(node, checkpoint)
+        self._ranking.add(checkpoint, node.depth - marked_above(node), held_bytes, priority)
+        self._count_saved_below(node, node.depth)
+        return node, checkpoint, True
+
+    def _mark(self, node: Node, checkpoint: Sequence) -> None:
         node.mark = checkpoint
         self.nodes[checkpoint] = node
-        self._ranking.add(checkpoint, node.depth - marked_above(node), held_bytes)
-        self._count_saved_below(node, node.depth)
-        if priority is not None:
-            self.prefer(checkpoint, priority)
-        return node, checkpoint, True
 
     def add_outside(self, tokens: Int64s, owner: Hashable, checkpoint: Sequence) -> bool:
         """Add a checkpoint that is outside of the budget; False if these tokens have one already."""
         node = self.tree.node_at(tokens, owner)
         if node.mark is not None:
             return False
-        node.mark = checkpoint
-        self.nodes[checkpoint] = node
-        self.outside.add(checkpoint, node.depth - marked_above(node), self._clock)
+        self.records[checkpoint] = Record(owner, clock=self._clock)
+        self._mark(node, checkpoint)
+        self._rank_outside(checkpoint)
         self._count_saved_below(node, node.depth)
         return True
 
-    def add_loaded(self, entries: list[Entry], seconds_to_live: float | None) -> None:
-        """Add checkpoints that are outside of the budget; even if it fails, those not added are closed.
+    def _rank_outside(self, checkpoint: Sequence) -> None:
+        node, record = self.nodes[checkpoint], self.records[checkpoint]
+        self.outside.add(checkpoint, node.depth - marked_above(node), record.clock, record.priority)
 
-        Raises FormatError: one has no owner that can be; then none is added.
+    def load(self, folder: str | Path, seconds_to_live: float | None) -> None:
+        """Add the checkpoints of a folder, which are outside of the budget; if it fails, those not added are closed.
+
+        Raises FormatError: see `PrefixCache.load`; also one has no owner that can be. Then none is added.
         """
-        left = entries[::-1]
+        left = self.memory.folders.load(folder, self._made)[::-1]
         try:
             owners = [as_owner(entry.label) for entry in left]
             while left:
@@ -116,41 +149,44 @@ class Kept:
         finally:
             for entry in left:
                 self.memory.close(entry.checkpoint)
+            self._made.clear()
 
     def touch(self, node: Node) -> None:
         """Note that the checkpoint of a node is used now."""
         self._clock += 1
         if (checkpoint := node.mark) is not None:
             self._ranking_of(checkpoint).use(checkpoint, self._clock)
-            if checkpoint in self._lives:
-                self._lives[checkpoint] = self._lives[checkpoint][0], self._now()
+            record = self.records[checkpoint]
+            record.clock = self._clock
+            if record.seconds < math.inf:
+                record.used_at = self._now()
 
     def prefer(self, checkpoint: Sequence, priority: float) -> None:
         """Multiply the worth of a checkpoint; with `math.inf` it never gives way."""
+        self.records[checkpoint].priority = priority
         self._ranking_of(checkpoint).prefer(checkpoint, priority)
-
-    def priority(self, checkpoint: Sequence) -> float:
-        """Return what `prefer` has set, or 1."""
-        return self._ranking_of(checkpoint).priority(checkpoint)
 
     def let_live(self, checkpoint: Sequence, seconds: float) -> None:
         """Let a checkpoint live so long after its last use; `math.inf`: for ever."""
-        if math.isinf(seconds):
-            self._lives.pop(checkpoint, None)
-            return
-        self._lives[checkpoint] = seconds, self._now()
-        heappush(self._ends, (self._now() + seconds, next(self._numbers), checkpoint))
+        record = self.records[checkpoint]
+        record.seconds = seconds
+        if seconds < math.inf:
+            record.used_at = self._now()
+            heappush(self._ends, (record.used_at + seconds, next(self._numbers), checkpoint))
 
     def bring_back(self, node: Node) -> None:
         """Move the checkpoint of a node back into the budget. Raises as `Outside.bring_back`, with nothing changed."""
         checkpoint = node.mark
         assert checkpoint is not None, "the caller has looked"
-        priority = self.priority(checkpoint)
         self.outside.bring_back(checkpoint)
-        held_bytes = self.memory.counters.held_bytes(checkpoint)
-        self._ranking.add(checkpoint, node.depth - marked_above(node), held_bytes)
-        self.prefer(checkpoint, priority)
+        self._rank_inside(checkpoint)
         self.touch(node)
+
+    def _rank_inside(self, checkpoint: Sequence) -> None:
+        node, record = self.nodes[checkpoint], self.records[checkpoint]
+        held_bytes = self.memory.counters.held_bytes(checkpoint)
+        self._ranking.add(checkpoint, node.depth - marked_above(node), held_bytes, record.priority)
+        self._ranking.use(checkpoint, record.clock)
 
     def _count_saved_below(self, node: Node, start: int) -> None:
         """Note that the nearest checkpoints below a node save the tokens from `start` on."""
@@ -189,10 +225,10 @@ class Kept:
     def _give_way(self, checkpoint: Sequence) -> None:
         """Move a checkpoint out of the budget; close it if that does not pay, or if there is no room outside."""
         node = self.nodes[checkpoint]
-        saved, priority = node.depth - marked_above(node), self._ranking.priority(checkpoint)
-        if self.outside.take(checkpoint, relatives(node), saved, self._clock, self._drop):
+        if self.outside.take(checkpoint, relatives(node), node.depth - marked_above(node), self._clock, self._drop):
             self._ranking.remove(checkpoint)
-            self.prefer(checkpoint, priority)
+            self.records[checkpoint].clock = self._clock
+            self._rank_outside(checkpoint)
         else:
             self._drop(checkpoint)
 
@@ -218,11 +254,11 @@ class Kept:
         now = self._now() if self._ends else 0.0
         while self._ends and self._ends[0][0] <= now:
             _, _, checkpoint = heappop(self._ends)
-            if checkpoint not in self._lives:
+            record = self.records.get(checkpoint)
+            if record is None or record.seconds == math.inf:
                 continue
-            seconds, used_at = self._lives[checkpoint]
-            if used_at + seconds > now:
-                heappush(self._ends, (used_at + seconds, next(self._numbers), checkpoint))
+            if (ends_at := record.used_at + record.seconds) > now:
+                heappush(self._ends, (ends_at, next(self._numbers), checkpoint))
             else:
                 self.n_expired += 1
                 self.evict(checkpoint)
@@ -231,9 +267,9 @@ class Kept:
         """Close a checkpoint, and return the node that it was the mark of."""
         node = self.nodes.pop(checkpoint)
         node.mark = None
-        self._lives.pop(checkpoint, None)
         self._ranking_of(checkpoint).remove(checkpoint)
         self.memory.close(checkpoint)
+        del self.records[checkpoint]
         return node
 
     def evict(self, checkpoint: Sequence) -> None:
@@ -245,11 +281,40 @@ class Kept:
     def forget(self, tokens: Int64s, owner: Hashable, behind: int) -> int:
         """See `PrefixCache.forget`."""
         n_closed = 0
-        with uninterrupted():
-            for node in reversed(self.tree.walk(tokens, owner)[1]):
-                if node.children or node.depth <= behind:
-                    break
-                if node.mark is not None:
-                    self.evict(node.mark)
-                    n_closed += 1
+        for node in reversed(self.tree.walk(tokens, owner)[1]):
+            if node.children or node.depth <= behind:
+                break
+            if node.mark is not None:
+                self.evict(node.mark)
+                n_closed += 1
         return n_closed
+
+    def _rebuild(self) -> None:
+        """Compute from the records all that follows from them. Doing it again, from anywhere within, does no harm."""
+        still_open = {*self.memory.sequences}
+        for checkpoint in self._made:
+            if checkpoint not in self.records and checkpoint in still_open:
+                self.memory.close(checkpoint)
+        self._made.clear()
+        for checkpoint in self.records.keys() - still_open:
+            del self.records[checkpoint]
+        self.tree, self._ranking = RadixTree(), Ranking()
+        self.nodes.clear()
+        self.outside.reset()
+        for checkpoint, record in [*self.records.items()]:
+            node = self.tree.node_at(checkpoint.tokens, record.owner)
+            if (other := node.mark) is not None:  # The same was computed again, and its older one was to be closed.
+                self.memory.close(other)
+                del self.records[other]
+            node.mark = checkpoint
+        for node in self.tree.nodes():
+            if node.mark is not None:
+                self.nodes[node.mark] = node
+                self._rank_outside(node.mark) if node.mark.is_swapped else self._rank_inside(node.mark)
+        self._clock = max((record.clock for record in self.records.values()), default=0)
+        self._ends = [
+            (record.used_at + record.seconds, next(self._numbers), checkpoint)
+            for checkpoint, record in self.records.items()
+            if record.seconds < math.inf
+        ]
+        heapify(self._ends)

@@ -72,14 +72,17 @@ class Outside:
             self._memory.swap_out(checkpoint, relatives=relatives)
         except (CapacityError, OSError):
             return False
-        self.add(checkpoint, saved, clock)
         self.n_moved += 1
         return True
 
-    def add(self, checkpoint: Sequence, saved: int, clock: int) -> None:
+    def add(self, checkpoint: Sequence, saved: int, clock: int, priority: float) -> None:
         """Rank a checkpoint that is outside."""
-        self.ranking.add(checkpoint, saved, self._tiers.held_bytes_of(checkpoint))
+        self.ranking.add(checkpoint, saved, self._tiers.held_bytes_of(checkpoint), priority)
         self.ranking.use(checkpoint, clock)
+
+    def reset(self) -> None:
+        """Rank nothing any more."""
+        self.ranking, self._returning = Ranking(), None
 
     def _pays(self, saved: int, n_bytes: int) -> bool:
         """True unless reading so many bytes back is known to take longer than computing so many tokens again."""

@@ -102,6 +102,14 @@ class RadixTree:
         self.roots: dict[Hashable, Node] = {}
         self.n_tokens = 0
 
+    def nodes(self) -> Iterator[Node]:
+        """Generate all nodes, those above before those below."""
+        waiting = [*self.roots.values()]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())
+
     def walk(self, tokens: Int64s, owner: Hashable) -> tuple[int, list[Node], Node | None]:
         """Return the number of tokens that match, the nodes that end within them, and the node to search further in.
 

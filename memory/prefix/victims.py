@@ -36,13 +36,13 @@ class Ranking:
     def __contains__(self, checkpoint: Sequence) -> bool:
         return checkpoint in self._places
 
-    def add(self, checkpoint: Sequence, saved: int, held_bytes: int) -> None:
+    def add(self, checkpoint: Sequence, saved: int, held_bytes: int, priority: float = 1) -> None:
         """Add a checkpoint that saves so many tokens, and refers to so many bytes."""
         if self._n_places == len(self._saved):
             self._close_gaps()
         place = self._places[checkpoint] = self._n_places
         self._n_places += 1
-        self._saved[place], self._held_bytes[place], self._priority[place] = saved, max(held_bytes, 1), 1
+        self._saved[place], self._held_bytes[place], self._priority[place] = saved, max(held_bytes, 1), priority
 
     def _close_gaps(self) -> None:
         """Close the gaps in the arrays, and leave room for as many checkpoints again."""
@@ -72,10 +72,6 @@ class Ranking:
     def prefer(self, checkpoint: Sequence, priority: float) -> None:
         """Multiply the worth of a checkpoint. One of infinite worth is never chosen."""
         self._priority[self._places[checkpoint]] = priority
-
-    def priority(self, checkpoint: Sequence) -> float:
-        """Return what `prefer` has set, or 1."""
-        return float(self._priority[self._places[checkpoint]])
 
     def ascending(
         self, clock: int, private_bytes: Callable[[list[Sequence]], Int64s]

@@ -1,4 +1,4 @@
-"""Holds a Ctrl-C back for a moment, so that a result is not lost on its way to the caller.
+"""Holds signals back for a moment, so that a result is not lost on its way to the caller.
 
 Python runs the handler of a signal between two bytecodes of the main thread, so an interrupt may come anywhere: also
 between the last write of a function and its return, and before the first line of an `__exit__`. The books of a memory
@@ -6,8 +6,7 @@ stay whole by `memory.blocks.journal`, whatever is raised. This file is for what
 
 - `uninterrupted_call`: nothing is raised on the way from the block to the caller, so that a result is never lost. A
   block that can still undo its work calls `deliver` at its end, and undoes it if that raises.
-- `uninterrupted`: nothing is raised inside the block; a Ctrl-C that came is raised at its end, when all is done. It
-  holds back Ctrl-C and no other exception.
+- `uninterrupted`: no handler of a signal runs inside the block; those of what came run at its end, when all is done.
 - `Lease`: the block may be interrupted; whether it still runs is computed, not noted by its last line, which may never
   run.
 """
@@ -32,36 +31,37 @@ except ImportError:
     from signal import signal as _set_handler
 
 
-_SIGINT = int(signal.SIGINT)  # an enum would be slower
-
-
-def _current_handler() -> Any:
-    """Return the Python handler of Ctrl-C; None in other threads, which are never interrupted, or if there is none."""
-    handler = _get_handler(_SIGINT) if get_ident() == threading.main_thread().ident else None
-    return handler if callable(handler) else None
+_CTRL_C = (int(signal.SIGINT),)  # an enum would be slower
+_NAMES = "SIGINT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2", "SIGTERM"  # Windows has some of them
+_HELD_SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
 class uninterrupted:
-    """Let a Ctrl-C wait until the block is done, so that bookkeeping is never left half-way.
+    """Let signals wait until the block is done, so that what it changes is never left half-way.
 
-    Only the main thread is ever interrupted; elsewhere, and where another program owns the signal, nothing is changed.
-    Cost: some two microseconds.
+    These are Ctrl-C and the signals that programs use for timeouts, where Python functions handle them. Only the main
+    thread is ever interrupted; elsewhere, and where another program owns a signal, nothing is changed.
+    Cost: some four microseconds.
     """
 
     def __enter__(self) -> None:
-        self._has_come = False
-        self._previous = _current_handler()
-        if self._previous is not None:
-            _set_handler(_SIGINT, self._hold)
+        self._arrived: list[int] = []
+        self._previous: dict[int, Any] = {}
+        if get_ident() != threading.main_thread().ident:
+            return
+        for number in _HELD_SIGNALS:
+            if callable(handler := _get_handler(number)):
+                self._previous[number] = handler
+                _set_handler(number, self._hold)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        self._has_come = True  # and not the frame, whose variables would live on: among them an `uninterrupted_call`
+        self._arrived.append(number)  # and not the frame, whose variables would live on: also `uninterrupted_call`
 
     def __exit__(self, *error: object) -> None:
-        if self._previous is not None:
-            _set_handler(_SIGINT, self._previous)
-            if self._has_come:
-                self._previous(_SIGINT, sys._getframe())
+        for number, handler in self._previous.items():
+            _set_handler(number, handler)
+        for number in dict.fromkeys(self._arrived):
+            self._previous[number](number, sys._getframe())
 
 
 class _End(weakref.ref[Any]):
@@ -72,43 +72,61 @@ class _End(weakref.ref[Any]):
     interrupt = interrupt_main
 
 
-_interrupt_again = methodcaller("interrupt")
-
-
 class _Waiting:
-    """Handles the signal while an `uninterrupted_call` waits, and notes that it came.
+    """Handles signals while an `uninterrupted_call` waits, and notes which of them came.
 
     It must not refer to the block, whose death ends the wait; so it keeps no frame either.
 
     Attributes:
+        previous: numbers of signals, and their handlers before.
         ends: called when the block dies, the last one first.
+        come: numbers of the signals that have come.
     """
 
-    __slots__ = ("_restore", "ends", "has_come", "previous")
+    __slots__ = ("come", "ends", "previous")
 
-    def __init__(self, previous: Any) -> None:
-        self.previous = previous
-        self.has_come = False
-        self.ends: tuple[_End, ...] = ()
-        self._restore = methodcaller("set_handler", _SIGINT, previous)
+    def __init__(self) -> None:
+        self.previous: list[tuple[int, Any]] = []
+        self.ends: list[_End] = []
+        self.come: list[int] = []
+
+    def hold(self, number: int, handler: Any, block: uninterrupted_call) -> None:
+        """Handle a signal instead of `handler`, until the block dies."""
+        self.previous.append((number, handler))
+        _set_handler(number, self)
+        self.ends.append(_End(block, methodcaller("set_handler", number, handler)))
 
     def wait_for(self, block: uninterrupted_call) -> None:
-        """Restore the handler when the block dies, and then raise a Ctrl-C that has come."""
-        self.ends = (_End(block, self._restore),)
-        if self.has_come:  # read only now, because a Ctrl-C may come during the line above
-            self.ends = (_End(block, _interrupt_again), _End(block, self._restore))
+        """When the block dies, restore the handlers, and then run those of the signals that have come."""
+        n_ready = -1
+        while n_ready != len(self.come):  # because a signal may come meanwhile
+            n_ready = len(self.come)
+            ends = [_End(block, methodcaller("interrupt", number)) for number in self.come]
+            self.ends = [*ends, *[_End(block, methodcaller("set_handler", *each)) for each in self.previous]]
+
+    def deliver(self) -> None:
+        """Run the handlers of the signals that have come."""
+        come, self.come = self.come, []
+        for number, handler in self.previous:
+            if number in come:
+                handler(number, sys._getframe())
+
+    def give_up(self) -> None:
+        """Restore the handlers now."""
+        self.ends = []
+        for number, handler in self.previous:
+            _set_handler(number, handler)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.has_come = True
+        self.come.append(number)
         if not self.ends:  # the block is only being entered, or has failed
             return
         block = self.ends[-1]()
         if block is not None and block.is_in_call(frame):
             self.wait_for(block)
         else:  # its function has returned: an error that somebody keeps holds the frame, or it died in another thread
-            self.ends = ()
-            _set_handler(_SIGINT, self.previous)
-            self.previous(number, frame)
+            self.give_up()
+            self.deliver()
 
 
 class uninterrupted_call:
@@ -119,13 +137,18 @@ class uninterrupted_call:
 
     Who keeps an error keeps the frames of all callers with their variables, also of those that go on. A function that
     has called code which may keep one writes `del held` before `return result`: no handler runs between the two.
-    Cost: some three microseconds.
+    Cost: some three microseconds, ten with `holds_all`.
+
+    Args:
+        holds_all: let the signals of timeouts wait as well; see `uninterrupted`.
     """
 
-    __slots__ = ("__weakref__", "_frame_id", "_handler")
+    __slots__ = ("__weakref__", "_frame_id", "_numbers", "_waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, *, holds_all: bool = False) -> None:
         self._frame_id = id(sys._getframe(1))  # not the frame, which would refer to this in turn
+        self._waiting: _Waiting | None = None
+        self._numbers = _HELD_SIGNALS if holds_all else _CTRL_C
 
     def is_in_call(self, frame: FrameType | None) -> bool:
         """Return True if the function that made this runs: its frame is this one, or one that waits for it."""
@@ -134,27 +157,30 @@ class uninterrupted_call:
         return frame is not None
 
     def __enter__(self) -> uninterrupted_call:
-        self._handler: _Waiting | None = None
-        previous = _current_handler()
-        if previous is not None:
-            self._handler = _Waiting(previous)
-            _set_handler(_SIGINT, self._handler)
-            self._handler.wait_for(self)
+        if get_ident() != threading.main_thread().ident:
+            return self
+        waiting = self._waiting = _Waiting()
+        try:
+            for number in self._numbers:
+                if callable(handler := _get_handler(number)):
+                    waiting.hold(number, handler, self)
+            if waiting.come:
+                waiting.wait_for(self)
+        except BaseException:  # of a signal whose turn had not come yet
+            waiting.give_up()
+            raise
         return self
 
     def deliver(self) -> None:
-        """Raise a Ctrl-C that has come so far: call it last, while the block can still undo all its work."""
-        if (handler := self._handler) is not None and handler.has_come:
-            handler.has_come = False
-            handler.wait_for(self)
-            handler.previous(_SIGINT, sys._getframe())
+        """Raise what has come so far: call it last, while the block can still undo all its work."""
+        if (waiting := self._waiting) is not None:
+            waiting.ends = waiting.ends[-len(waiting.previous) :]
+            waiting.deliver()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None and (handler := self._handler) is not None:  # the traceback would keep the variable alive
-            handler.ends = ()
-            _set_handler(_SIGINT, handler.previous)
-            if handler.has_come:
-                handler.previous(_SIGINT, sys._getframe())
+        if kind is not None and (waiting := self._waiting) is not None:  # the traceback would keep the variable alive
+            waiting.give_up()
+            waiting.deliver()
 
 
 class Lease:

@@ -120,8 +120,11 @@ class Folders:
             if is_new and (descriptor := self._folders.pop(place)) is not None:
                 os.close(descriptor)
 
-    def load(self, folder: str | os.PathLike[str]) -> list[Entry]:
+    def load(self, folder: str | os.PathLike[str], made: list[Sequence]) -> list[Entry]:
         """Open the checkpoints of a folder as swapped-out ones. Their blocks are read when they are used.
+
+        Args:
+            made: a list to which they are added before they count, for a caller whom an exception keeps from them.
 
         Raises FormatError: no such folder, a damaged list, or one of a memory that is not like this one; nothing has
         changed. Cost: the list; tokens that several checkpoints begin with are in host memory once.
@@ -137,7 +140,9 @@ class Folders:
             with self._memory.lock:
                 self._memory.mend()
                 with self._memory.journal.change():
-                    return _Reading(self._memory, place, about, self._files).open()
+                    entries = _Reading(self._memory, place, about, self._files).open()
+                    made.extend(entry.checkpoint for entry in entries)
+                    return entries
         except (AttributeError, LookupError, ValueError, TypeError, OverflowError) as error:
             raise FormatError(f"{path} contradicts itself ({error}); save the checkpoints again") from error
 

@@ -1,9 +1,10 @@
-"""A Ctrl-C anywhere in a batch, a search, an engine or a chat: no token is lost or fed twice, no sequence is left
-behind.
+"""A Ctrl-C or a timeout anywhere in a batch, a search, an engine or a chat: no token is lost or fed twice, and no
+sequence is left behind.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -23,10 +24,16 @@ from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Seque
 from memory.prefix.cache import PrefixCache
 from models import EMBEDDED
 from tests.chat.engines import scheduler_of
-from tests.interrupts import Outcome, try_places
+from tests.interrupts import HANDLERS, Outcome, try_places
 
 Attempt = tuple[Callable[[], Any], Callable[[Outcome], None]]
 STOP = 2
+
+
+@pytest.fixture(params=HANDLERS, ids=lambda number: signal.Signals(number).name)
+def number(request: pytest.FixtureRequest) -> int:
+    """The signal that comes: Ctrl-C, and the end of a time limit."""
+    return int(request.param)
 
 
 class Counting:
@@ -64,7 +71,7 @@ PROMPTS = [[4, 5, 6, 7, 4, 5, 6], [9]]
 @pytest.mark.parametrize(
     ("n_steps", "drafter", "step_tokens"), [(0, "lookup", 3), (0, "lookup", 512), (2, "lookup", 512), (2, "model", 512)]
 )
-def test_a_speculative_step_can_be_tried_again(n_steps: int, drafter: str, step_tokens: int) -> None:
+def test_a_speculative_step_can_be_tried_again(n_steps: int, drafter: str, step_tokens: int, number: int) -> None:
     """Its tokens are returned once, and fed once, whether the interrupted step had come to its commit or not."""
     model = Counting()
 
@@ -107,7 +114,7 @@ def test_a_speculative_step_can_be_tried_again(n_steps: int, drafter: str, step_
         return batch.step, verify
 
     expected: list[list[list[int]]] = []
-    assert try_places(attempt, 12, edges=("chat/decoding/speculative.py",)) > 10
+    assert try_places(attempt, 8, edges=("chat/decoding/speculative.py",), number=number) > 10
 
 
 def test_logits_that_say_nothing_leave_the_step_as_it_was() -> None:
@@ -125,7 +132,7 @@ def test_logits_that_say_nothing_leave_the_step_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("search", ["beams", "n best"])
-def test_an_interrupted_search_leaves_no_sequence(search: str) -> None:
+def test_an_interrupted_search_leaves_no_sequence(search: str, number: int) -> None:
     model = Counting()
 
     def attempt() -> Attempt:
@@ -138,7 +145,7 @@ def test_an_interrupted_search_leaves_no_sequence(search: str) -> None:
 
         return call, lambda outcome: assert_nothing_left(memory)
 
-    assert try_places(attempt, 12, edges=("chat/decoding/beams.py",)) > 15
+    assert try_places(attempt, 8, edges=("chat/decoding/beams.py",), number=number) > 15
 
 
 # The engine
@@ -158,7 +165,7 @@ def assert_all_given_back(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("what", ["first step", "later step", "last step", "submit", "cancel"])
-def test_an_interrupted_engine_goes_on(what: str) -> None:
+def test_an_interrupted_engine_goes_on(what: str, number: int) -> None:
     model = Counting()
     expected: list[list[int]] = []
 
@@ -189,7 +196,7 @@ def test_an_interrupted_engine_goes_on(what: str) -> None:
 
         return call, verify
 
-    assert try_places(attempt, 15) > 10
+    assert try_places(attempt, 12, number=number) > 10
 
 
 # Chats
@@ -210,7 +217,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupted_chat_goes_on(name: str, tokenizer: Tokenizer) -> None:
+def test_an_interrupted_chat_goes_on(name: str, tokenizer: Tokenizer, number: int) -> None:
     model = Counting(932)
     done: list[Any] = []
 
@@ -241,4 +248,4 @@ def test_an_interrupted_chat_goes_on(name: str, tokenizer: Tokenizer) -> None:
 
         return lambda: CALLS[name](session), verify
 
-    assert try_places(attempt, 10, edges=("chat/session/session.py",)) > 5
+    assert try_places(attempt, 10, edges=("chat/session/session.py",), number=number) > 5
