@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import ref
@@ -17,6 +17,7 @@ from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
 from memory.blocks.copying import refuse_to_copy
 from memory.blocks.journal import ExitOnStack
+from memory.blocks.scoped import without_gradients
 from memory.blocks.staging import object_to_replays
 from memory.blocks.store import Store
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
@@ -183,7 +184,7 @@ class Step:
         """
         place, plan = self._claim(layer, name, "attention")
         _check_tensors(q=q, k=k, **({} if v is None else {"v": v}))
-        with _without_gradients():
+        with without_gradients():
             _check_scale(scale)
             if softcap is not None and not (isinstance(softcap, int | float) and softcap > 0):
                 raise StepError(f"softcap={softcap!r}; give a positive number, or None for no cap")
@@ -206,7 +207,7 @@ class Step:
         """Attend to the encoder's output of each request: q (T, n_query_heads, head_dim) -> as q; see `attend`."""
         place, plan = self._claim(layer, name, "cross-attention")
         _check_tensors(q=q)
-        with _without_gradients():
+        with without_gradients():
             _check_scale(scale)
             scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale)
             y: Tensor = place.memory.cross_attend(plan, place.number, q.detach(), scoring)
@@ -239,7 +240,7 @@ class Step:
             self._begun.add(place)
             return recurrence(states, rows)
 
-        with _without_gradients():
+        with without_gradients():
             y: Tensor = place.memory.recur(plan, place.number, rows.detach(), begin)
         self._served.add(place)
         return y
@@ -394,11 +395,6 @@ class _WatchedStep(Step):
         if name in ("sequences", "tokens"):
             object_to_replays(f"the model reads step.{name}, which other steps have otherwise")
         return super().__getattribute__(name)
-
-
-def _without_gradients() -> AbstractContextManager[object]:
-    """Return `torch.no_grad()`, or nothing where gradients are off already: the check costs less than entering it."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _check_scale(scale: float | None) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, Step
 from memory.blocks.hints import refuse_attribute
+from memory.blocks.scoped import without_gradients
 from memory.interface import Encoded
 from memory.specs import LayerSpec
 from models.layers.attention import Attention, load_projections
@@ -71,7 +72,6 @@ class Bart:
         def __getattr__(self, name: str) -> object:
             refuse_attribute(self, "Decoder", name)
 
-    @torch.no_grad()
     def encode(self, inputs: Sequence[Sequence[int]]) -> list[Encoded]:
         """Return the cross-attention keys and values of each input, for `memory.open(encoder=...)`.
 
@@ -80,7 +80,8 @@ class Bart:
                 positions.
         Cost: one pass for each input.
         """
-        return [self._encode(token_ids) for token_ids in inputs]
+        with without_gradients():
+            return [self._encode(token_ids) for token_ids in inputs]
 
     def _encode(self, token_ids: Sequence[int]) -> Encoded:
         ids_T = read_token_ids(token_ids, self.memory_spec)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from memory import UNROTATED, AttentionSpec, CrossAttentionSpec, MemorySpec, Step
 from memory.blocks.hints import refuse_attribute
+from memory.blocks.scoped import without_gradients
 from memory.interface import Encoded
 from memory.specs import LayerSpec
 from models.bart import CrossAttention, read_token_ids
@@ -79,7 +80,6 @@ class T5:
         def __getattr__(self, name: str) -> object:
             refuse_attribute(self, "Decoder", name)
 
-    @torch.no_grad()
     def encode(self, inputs: Sequence[Sequence[int]]) -> list[Encoded]:
         """Return the cross-attention keys and values of each input, for `memory.open(encoder=...)`.
 
@@ -87,7 +87,8 @@ class T5:
             BatchError: an input has no tokens, or numbers that are no token ids.
         Cost: one pass for each input.
         """
-        return [self._encode(token_ids) for token_ids in inputs]
+        with without_gradients():
+            return [self._encode(token_ids) for token_ids in inputs]
 
     def _encode(self, token_ids: Sequence[int]) -> Encoded:
         ids_T = read_token_ids(token_ids, self.memory_spec)

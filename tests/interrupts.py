@@ -23,7 +23,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-REGION = tuple(str(ROOT / package) + os.sep for package in ("memory", "chat"))
+REGION = tuple(str(ROOT / package) + os.sep for package in ("memory", "models", "chat"))
 TRIES_ALL = os.environ.get("INTERRUPTS") == "all"
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s, ceil_div
+from memory.blocks.scoped import Scoped
 
 _LEAST_ELEMENTS = 1 << 14
 _LEAST_ROOM = 256
@@ -162,7 +163,7 @@ class Watch(Protocol):
         ...
 
 
-_open_stage: ContextVar[Stage | None] = ContextVar("open_stage", default=None)
+_open_stage = Scoped["Stage | None"]("open_stage", None)
 _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
@@ -177,16 +178,13 @@ def in_one_copy(stages: Stages) -> Iterator[Stage | None]:
         yield None
         return
     stage.open()
-    previous = _open_stage.get()
     try:
-        _open_stage.set(stage)
-        yield stage
+        with _open_stage.set_to(stage):
+            yield stage
         stage.send()
     except BaseException:
         stage.close()
         raise
-    finally:
-        _open_stage.set(previous)
 
 
 def set_watch(watch: Watch | None) -> None:

@@ -92,11 +92,11 @@ class PrefixCache:
     def _kept(self) -> Kept:
         if self._own is None:
             raise SequenceError(_CLOSED)
-        self._own.books.mend()
+        self._own.mend()
         return self._own
 
     def _changing(self) -> AbstractContextManager[None]:
-        return self._kept.books.changing()
+        return self._kept.changing()
 
     # Looking up
 
@@ -251,7 +251,7 @@ class PrefixCache:
         tokens = sequence.tokens if sequence.is_whole else EMPTY
         if not len(tokens):
             return
-        with kept.books.changing():
+        with kept.changing():
             kept.expire()
             node, checkpoint, is_new = kept.keep(sequence, tokens, owner, held_bytes)
             if is_new or seconds_to_live is not None:

@@ -6,7 +6,6 @@ needs no notes of how to put things back: whatever its tree and its rankings say
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 from weakref import ref
@@ -15,31 +14,32 @@ from memory.blocks.journal import ExitOnStack
 from memory.errors import HybridMemoryError
 
 
-class Books:
-    """Are changed in blocks, `with books.changing(): ...`, and computed anew by `rebuild` if one was left half-way.
+class Changes:
+    """Knows the blocks in which books change, `with changes.open(): ...`, and whether one was left half-way.
 
     An error of ours and an OSError leave a block as they find it: what raises them has changed nothing then. Blocks may
     be within others.
     """
 
-    def __init__(self, rebuild: Callable[[], None]) -> None:
-        self._rebuild = rebuild
+    def __init__(self) -> None:
         self._blocks: list[ref[Any] | None] = []
 
-    def changing(self) -> Changing:
-        """Return a block, and before that mend what an exception has left. Cost: about a microsecond."""
-        self.mend()
+    def open(self) -> Changing:
+        """Return a block. Cost: about a microsecond."""
         return Changing(self._blocks)
 
-    def mend(self) -> None:
-        """Compute the books anew if a block was left half-way; else do nothing."""
-        if self._blocks and any(block is None or block() is None for block in self._blocks):
-            self._rebuild()
-            self._blocks[:] = [block for block in self._blocks if block is not None and block() is not None]
+    @property
+    def are_left(self) -> bool:
+        """True if a block was left half-way."""
+        return any(block is None or block() is None for block in self._blocks)
+
+    def forget_left(self) -> None:
+        """Note that the books have been computed anew."""
+        self._blocks[:] = [block for block in self._blocks if block is not None and block() is not None]
 
 
 class Changing:
-    """Is a block in which books change; see `Books.changing`."""
+    """Is a block in which books change; see `Changes`."""
 
     __slots__ = ("_block", "_blocks")
 

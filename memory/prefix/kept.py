@@ -15,7 +15,7 @@ from memory.blocks.arrays import Int64s
 from memory.errors import HybridMemoryError
 from memory.hybrid import HybridMemory, coordinator_of
 from memory.interface import Sequence
-from memory.prefix.changing import Books
+from memory.prefix.changing import Changes, Changing
 from memory.prefix.outside import Outside
 from memory.prefix.radix_tree import Node, RadixTree, marked_above, relatives
 from memory.prefix.saved import as_owner
@@ -58,7 +58,6 @@ class Kept:
         now: returns the time in seconds.
     Attributes:
         records: of all checkpoints.
-        books: in whose blocks all of this changes.
         n_evicted: checkpoints that were closed for lack of room.
         n_expired: checkpoints that were closed at the end of their time to live.
     """
@@ -67,7 +66,7 @@ class Kept:
         self.memory = memory
         self.tree = RadixTree()
         self.records: dict[Sequence, Record] = {}
-        self.books = Books(self._rebuild)
+        self._changes = Changes()
         self.nodes: dict[Sequence, Node] = {}
         self.outside = Outside(memory, max_bytes)
         self.n_evicted = self.n_expired = 0
@@ -84,6 +83,17 @@ class Kept:
     def book_bytes(self) -> int:
         """Return the bytes of host memory that the tokens of cached prefixes take."""
         return self.tree.n_tokens * _TOKEN_BYTES
+
+    def changing(self) -> Changing:
+        """Return a block in which all of this may change."""
+        self.mend()
+        return self._changes.open()
+
+    def mend(self) -> None:
+        """Compute the books anew if an exception has left a block half-way; else do nothing."""
+        if self._changes.are_left:
+            self._rebuild()
+            self._changes.forget_left()
 
     # Adding and using
 

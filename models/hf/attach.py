@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from threading import Lock
 from types import TracebackType
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 import transformers
@@ -23,6 +23,8 @@ from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
 
 from memory import AttentionSpec, BatchError, MemorySpec, StepError
+from memory.blocks.journal import ExitOnStack
+from memory.blocks.scoped import without_gradients
 from memory.errors import HybridMemoryError
 from models.hf.cache import HybridCache
 from models.hf.mixers import MIXERS, Mix, Module
@@ -162,6 +164,7 @@ class Attached:
         given = dict(zip(names, args, strict=False)) | kwargs
         if self._cache_name == "cache":
             _rename_cache(given)
+        self._attention.mend()
         cache = given.get(self._cache_name)
         try:
             self._check(given, cache) if isinstance(cache, HybridCache) else self._check_other(given)
@@ -173,7 +176,12 @@ class Attached:
             return original(**given)
         inputs = given["input_ids"], given.get("attention_mask"), given.pop("position_ids", None)
         spec = self.memory_spec
-        with torch.no_grad(), cache.open_pass(*inputs) as current, self._attention, _current(current):
+        with (
+            without_gradients(),
+            cache.open_pass(*inputs) as current,
+            self._attention.taken(),
+            CURRENT_PASS.set_to(current),
+        ):
             current.step.check_model(spec)
             if "position_ids" in self._parameters:
                 given["position_ids"] = current.position_ids
@@ -338,33 +346,50 @@ def _check_attention(module: Module, current: Pass, options: dict[str, Any]) -> 
 
 
 class _AttentionOf:
-    """Makes modules of this config call `_attend`, without masks, while the `with` block runs.
+    """Makes modules of this config call `_attend`, without masks, while blocks run: `with attention.taken(): ...`.
 
     Several threads may be inside at the same time.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config, self._lock = config, Lock()
-        self._n_inside = 0
+        self._blocks: list[ref[Any] | None] = []
+        self._before = config._attn_implementation
 
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._n_inside:
-                self._before = self._config._attn_implementation
-                self._config._attn_implementation = _ATTENTION
-            self._n_inside += 1
+    def taken(self) -> _Taken:
+        return _Taken(self)
 
-    def __exit__(self, *_: object) -> None:
+    def mend(self, left: ref[Any] | None = None) -> None:
+        """Put the config back if no block runs but the one that is left.
+
+        An exception may have come before the end of the last one could do so.
+        """
         with self._lock:
-            self._n_inside -= 1
-            if not self._n_inside:
+            self._blocks = [b for b in self._blocks if b is not None and b is not left and b() is not None]
+            if not self._blocks and self._config._attn_implementation == _ATTENTION:
                 self._config._attn_implementation = self._before
 
+    def enter(self, block: ref[Any] | None) -> None:
+        with self._lock:
+            if self._config._attn_implementation != _ATTENTION:
+                self._before = self._config._attn_implementation
+            self._blocks.append(block)
+            self._config._attn_implementation = _ATTENTION
 
-@contextmanager
-def _current(current: Pass) -> Iterator[None]:
-    token = CURRENT_PASS.set(current)
-    try:
-        yield
-    finally:
-        CURRENT_PASS.reset(token)
+
+class _Taken:
+    """Is a block of `_AttentionOf`."""
+
+    def __init__(self, attention: _AttentionOf) -> None:
+        self._attention = attention
+        self._block: ref[Any] | None = None
+
+    def __enter__(self) -> None:
+        self._attention.enter(self._block)
+
+    __exit__ = ExitOnStack()
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._attention.mend(left=self._block)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memory import BatchError, HybridMemory, Sequence, Step
+from memory.blocks.scoped import Scoped
 
 Bools = NDArray[np.bool_]
 
@@ -53,7 +53,7 @@ class Pass:
         return y.reshape(*self.shape, *y.shape[1:])
 
 
-CURRENT_PASS: ContextVar[Pass | None] = ContextVar("forward pass on a HybridCache", default=None)
+CURRENT_PASS = Scoped["Pass | None"]("forward pass on a HybridCache", None)
 """The pass of the forward call that runs now; None outside of one."""
 
 

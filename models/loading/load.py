@@ -18,6 +18,7 @@ from torch import Tensor
 from memory import MemorySpec, SpecError, StepError
 from memory.blocks.arguments import check_usable, read_device, read_dtype
 from memory.blocks.hints import refuse_arguments
+from memory.blocks.scoped import without_gradients
 from memory.errors import FormatError, HybridMemoryError
 from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
 from models.loading.checkpoint import (
@@ -65,7 +66,7 @@ def on_step(forward: ForwardT) -> ForwardT:
                 "`with memory.step({sequence: token_ids}) as step: logits = model(step)`"
             )
         args[0].check_model(model.memory_spec)
-        with torch.no_grad():
+        with without_gradients():
             return forward(model, args[0])
 
     return call  # type: ignore[return-value]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from typing import Literal, get_args
 
 import torch
 
+from memory.blocks.scoped import Scoped
 from memory.errors import SpecError
 
 IntegerFormat = Literal["int8", "int8-row", "int4"]
@@ -17,11 +16,10 @@ IntegerFormat = Literal["int8", "int8-row", "int4"]
 WeightFormat = Literal["auto", IntegerFormat]
 """Formats of `load_model(weights=...)`; "auto" is the model's dtype."""
 
-_format: ContextVar[IntegerFormat | None] = ContextVar("weights", default=None)
+_format = Scoped[IntegerFormat | None]("weights", None)
 
 
-@contextmanager
-def weights_in(weights: WeightFormat, device: torch.device) -> Iterator[None]:
+def weights_in(weights: WeightFormat, device: torch.device) -> AbstractContextManager[None]:
     """Let every product that is made meanwhile round its weights; "auto" leaves them as they are.
 
     Raises:
@@ -32,11 +30,7 @@ def weights_in(weights: WeightFormat, device: torch.device) -> Iterator[None]:
         raise SpecError(f"weights={weights!r}; give {', '.join(map(repr, formats))}")
     if weights != "auto" and device.type not in ("cpu", "meta"):
         raise SpecError(f"weights={weights!r} is for the CPU, not for {device}; give weights='auto' there")
-    token = _format.set(None if weights == "auto" else weights)
-    try:
-        yield
-    finally:
-        _format.reset(token)
+    return _format.set_to(None if weights == "auto" else weights)
 
 
 def wanted_format() -> IntegerFormat | None:

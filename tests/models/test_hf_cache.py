@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from memory import BatchError, CapacityError, HybridMemory, RollbackError, SequenceError, SpecError, StepError
 from models import ATTACHABLE, HybridCache, UnsupportedModelError, attach
 from models.hf.mixers import MIXERS
+from tests.interrupts import HANDLERS, Outcome, try_places
 from tests.models.checkpoints import CACHE_NAME, IS_RENAMED, MAMBA_CACHE_NAME
 from tests.models.hf_models import HYBRIDS, attached, generate, given, hf_model, ids, logits, padded
 from tests.tolerances import TOLERANCE, assert_logits_close
@@ -490,3 +491,26 @@ def test_a_compiled_model_is_refused() -> None:
         with pytest.raises(StepError, match=r"inside torch\.compile"):
             compiled(PROMPT, **given(cache))
         assert cache.get_seq_length() == 0
+
+
+# Exceptions from outside
+
+
+@pytest.mark.parametrize("number", HANDLERS)
+def test_an_interrupted_forward_leaves_the_model_as_it_was(number: int) -> None:
+    """Behind it the model runs with transformers' own cache, and with a HybridCache, as if nothing had been."""
+    with attached("jamba", 1) as (model, cache):
+        expected, own = logits(model, PROMPT, **given(cache)), logits(model, PROMPT, use_cache=False)
+
+        def attempt() -> tuple[Callable[[], Any], Callable[[Outcome], None]]:
+            cache.reset()
+
+            def verify(outcome: Outcome) -> None:
+                assert torch.equal(logits(model, PROMPT, use_cache=False), own) and torch.is_grad_enabled()
+                cache.reset()
+                assert torch.equal(logits(model, PROMPT, **given(cache)), expected)
+
+            return lambda: logits(model, PROMPT, **given(cache)), verify
+
+        edges = ("models/hf/attach.py", "models/hf/passes.py", "memory/blocks/scoped.py")
+        assert try_places(attempt, 20, edges, number) > 20

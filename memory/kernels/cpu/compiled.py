@@ -16,9 +16,8 @@ import pickle
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from glob import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +32,7 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 from platformdirs import user_cache_path
 
+from memory.blocks.scoped import Scoped
 from memory.kernels.cpu import progress
 from memory.kernels.cpu.launches import NotedDispatcher
 from memory.kernels.cpu.locks import FileLock
@@ -102,17 +102,12 @@ class NotCompiledError(Exception):
 
 
 _Miss = Literal["compile", "skip", "skip if another does"]
-_on_a_miss: ContextVar[_Miss] = ContextVar("on_a_miss", default="compile")
+_on_a_miss = Scoped[_Miss]("on_a_miss", "compile")
 
 
-@contextmanager
-def on_a_miss(rule: _Miss) -> Iterator[None]:
+def on_a_miss(rule: _Miss) -> AbstractContextManager[None]:
     """Say what is done about kernels that are not on disk: "skip" raises NotCompiledError instead of compiling them."""
-    token = _on_a_miss.set(rule)
-    try:
-        yield
-    finally:
-        _on_a_miss.reset(token)
+    return _on_a_miss.set_to(rule)
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:

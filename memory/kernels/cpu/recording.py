@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from memory.blocks.scoped import without_gradients
 from memory.blocks.staging import current_watch, set_watch
 from memory.kernels.cpu.step_memory import Calls, StepMemory, storage_of
 
@@ -147,7 +148,7 @@ class Recording:
 
     def replay(self) -> Tensor:
         """Make the same calls again, and return the output, which the next replay overwrites."""
-        with torch.no_grad():
+        with without_gradients():
             for function, arguments in self._calls:
                 function(*arguments)
         return self.output

@@ -1,0 +1,106 @@
+"""Things that hold while a block runs, and are put back by the end of it, wherever an exception ends it.
+
+An exception may come between any two bytecodes (see `memory.blocks.journal`): also before the line that would put back
+what a block has set. So what counts is whether the block still runs, which nobody has to note.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from operator import methodcaller
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+from weakref import ref
+
+import torch
+
+from memory.blocks.journal import ExitOnStack
+
+_T = TypeVar("_T")
+
+
+class Scoped(Generic[_T]):
+    """Holds a value of the running thread or task, which blocks set: `with variable.set_to(value): ...`.
+
+    Args:
+        name: of the context variable.
+        default: the value outside of all blocks.
+    """
+
+    def __init__(self, name: str, default: _T) -> None:
+        self._default = default
+        self._blocks: ContextVar[tuple[_Block[_T], ...]] = ContextVar(name, default=())
+
+    def get(self) -> _T:
+        """Return the value of the innermost block that runs, or the default."""
+        for block in reversed(self._blocks.get()):
+            if block.is_running:
+                return block.value
+        return self._default
+
+    def set_to(self, value: _T) -> AbstractContextManager[None]:
+        """Return a block in which `get` returns this value."""
+        return _Block(self._blocks, value)
+
+
+class _Block(Generic[_T]):
+    def __init__(self, blocks: ContextVar[tuple[_Block[_T], ...]], value: _T) -> None:
+        self.value = value
+        self._blocks = blocks
+        self._block: ref[Any] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._block is not None and self._block() is not None
+
+    def __enter__(self) -> None:
+        self._blocks.set((*(block for block in self._blocks.get() if block.is_running), self))
+
+    __exit__ = ExitOnStack()
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._block = None
+        self._blocks.set(tuple(block for block in self._blocks.get() if block.is_running))
+
+
+class _End(ref[Any]):
+    """Refers weakly to a block, with a C function that runs when the block dies."""
+
+    __slots__ = ()
+    set_gradients = torch._C._set_grad_enabled
+
+
+_switch_on = methodcaller("set_gradients", True)
+
+
+class _WithoutGradients:
+    """Is a block whose operations compute no gradients, where they are on.
+
+    `torch.no_grad` is Python code, which an exception may leave between setting the mode and putting it back: then
+    gradients would be off for the rest of the thread.
+    """
+
+    __slots__ = ("_block", "_end")
+
+    def __init__(self) -> None:
+        self._block: ref[Any] | None = None
+
+    def __enter__(self) -> None:
+        assert self._block is not None, "`__exit__` was looked up first"
+        self._end = _End(self._block(), _switch_on)
+        torch._C._set_grad_enabled(False)
+
+    __exit__ = ExitOnStack()
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        torch._C._set_grad_enabled(True)
+
+
+def without_gradients() -> AbstractContextManager[object]:
+    """Return a block whose operations compute no gradients; nothing where they are off already, which costs less."""
+    return _WithoutGradients() if torch.is_grad_enabled() else nullcontext()
