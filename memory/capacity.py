@@ -104,7 +104,7 @@ def plan_sequence(
 
 
 def checkpoint_bytes(
-    spec: MemorySpec, *, holds_tail: bool = True, page_tokens: int = 16, encoder_tokens: int = 0, **options: Any
+    spec: MemorySpec, *, holds_tail: bool = False, page_tokens: int = 16, encoder_tokens: int = 0, **options: Any
 ) -> int:
     """Compute the bytes that a checkpoint adds once its sequence has gone on by more than a rollback window.
 

@@ -173,17 +173,17 @@ class HybridMemory:
             return self._coordinator.handed_over(self._coordinator.copy, sequence, False, True)
 
     def checkpoint(
-        self, sequence: Sequence, *excess: Never, holds_tail: bool = True, **unknown: Never
+        self, sequence: Sequence, *excess: Never, holds_tail: bool = False, **unknown: Never
     ) -> Sequence:  # fmt: skip
         """Make a checkpoint: a fork that is never advanced, to which `rollback` returns from any distance.
 
-        It holds its blocks and nothing else, until it is closed; those that the sequence writes next become its own.
-        That is a page, the tail and up to three states of recurrent layers.
+        It holds one state of each recurrent layer until it is closed, and the pages that the sequence writes next or
+        forgets: at first its last page. Who returns cannot go back further from there.
 
         Args:
-            holds_tail: True: who returns can go back further, as far as the sequence can now. False: it holds one state
-                and a page, and who returns cannot go back further from there. With fold="defer", and after a rollback
-                within the tail, there is no state at its position, and it holds the tail all the same.
+            holds_tail: True: it holds the tail and up to two more states as well, so that who returns can go back as
+                far as the sequence can now. With fold="defer", and after a rollback within the tail, there is no state
+                at its position, and it holds the tail in any case.
         Raises:
             SequenceError: a bad handle. SpecError: `holds_tail` is neither True nor False.
         """

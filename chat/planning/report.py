@@ -89,7 +89,7 @@ class Report:
 
     Attributes:
         attention_token_bytes: that a token adds to K/V pages that keep all; None if there are none.
-        checkpoint_bytes: that a checkpoint adds once the session has gone on, with its tail and without.
+        checkpoint_bytes: that a checkpoint adds once the session has gone on, without its tail and with it.
         overtakes_at: tokens from which on these pages hold more than a session's states and tails; None if one of both
             is missing.
     """
@@ -114,7 +114,7 @@ class Report:
             "context_tokens": question.context_tokens, "rollback_window": question.window_tokens,
             "n_sessions": self.n_sessions, "session": asdict(session),
             "attention_token_bytes": self.attention_token_bytes, "attention_overtakes_states_at": self.overtakes_at,
-            "checkpoint_bytes": self.checkpoint_bytes[0], "checkpoint_bytes_without_tail": self.checkpoint_bytes[1],
+            "checkpoint_bytes": self.checkpoint_bytes[0], "checkpoint_bytes_with_tail": self.checkpoint_bytes[1],
             "policies": [asdict(choice) for choice in self.policies],
             "storages": [asdict(choice) for choice in self.storages], "peers": [asdict(peer) for peer in self.peers],
         }  # fmt: skip
@@ -138,7 +138,7 @@ def make_report(question: Question) -> Report:
         question, session, session.fit_into(question.budget_bytes),
         attention_token_bytes=page_bytes // page_tokens if page_bytes else None,
         overtakes_at=recurrent_bytes // page_bytes * page_tokens + 1 if page_bytes and recurrent_bytes else None,
-        checkpoint_bytes=(question.measure_checkpoint(holds_tail=True), question.measure_checkpoint(holds_tail=False)),
+        checkpoint_bytes=(question.measure_checkpoint(holds_tail=False), question.measure_checkpoint(holds_tail=True)),
         policies=_choices(question, policies), storages=_choices(question, storages), peers=peers,
     )  # fmt: skip
 

@@ -72,9 +72,9 @@ def _remarks(report: Report) -> list[str]:
         lines.append(f"A token adds {report.attention_token_bytes:,} bytes of keys and values.")
     if report.overtakes_at is not None:
         lines.append(f"From {report.overtakes_at:,} tokens on they hold more than the session's states and tail.")
-    whole, small = (format_bytes(n_bytes) for n_bytes in report.checkpoint_bytes)
-    less = "" if small == whole else f", or {small} without its tail"
-    lines.append(f"A checkpoint adds {whole}{less}, once its session has gone on.")
+    small, whole = (format_bytes(n_bytes) for n_bytes in report.checkpoint_bytes)
+    more = "" if small == whole else f", or {whole} with its tail"
+    lines.append(f"A checkpoint adds {small}{more}, once its session has gone on.")
     if report.session.step_bytes:
         lines.append(f"Steps of a prompt take up to {format_bytes(report.session.step_bytes)} more while they run.")
     return lines

@@ -191,7 +191,7 @@ def test_positions_below_a_checkpoint_are_reachable_through_it(subject: Subject)
     memory = subject.memory(WINDOW)
     sequence = memory.open()
     subject.feed(memory, sequence, [tokens[:40]])
-    mark = memory.checkpoint(sequence)
+    mark = memory.checkpoint(sequence, holds_tail=True)
     subject.feed(memory, sequence, [tokens[40:]])
     assert memory.resume_point(sequence, to=37) == 37
     assert memory.resume_point(sequence, to=45) in (40, 45)
@@ -202,13 +202,26 @@ def test_positions_below_a_checkpoint_are_reachable_through_it(subject: Subject)
     assert mark.length == 40
 
 
+def test_a_checkpoint_holds_its_own_position_alone(subject: Subject) -> None:
+    """Unless it is told to hold the tail; where there is no state at its position, it holds the tail all the same."""
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [subject.tokens(40)])
+    small, whole = memory.checkpoint(sequence), memory.checkpoint(sequence, holds_tail=True)
+    assert whole.horizon == sequence.horizon and small.horizon in (40, sequence.horizon)
+    subject.feed(memory, sequence, [subject.tokens(60, seed=1)])
+    memory.close(whole)
+    memory.rollback(sequence, to=small)
+    assert sequence.horizon == small.horizon
+
+
 def test_a_checkpoint_of_other_tokens_is_no_help_for_a_position(subject: Subject) -> None:
     """A checkpoint whose tokens have since been replaced may be returned to by name, never by position."""
     tokens = subject.tokens(100)
     memory = subject.memory(WINDOW)
     sequence = memory.open()
     subject.feed(memory, sequence, [tokens[:36], tokens[36:40]])
-    mark = memory.checkpoint(sequence)
+    mark = memory.checkpoint(sequence, holds_tail=True)
     memory.rollback(sequence, to=36)
     others = [(t + 1) % 19 for t in tokens[36:100]]
     subject.feed(memory, sequence, [others])

@@ -104,7 +104,7 @@ OPERATIONS: dict[str, Callable[[Scene], Any]] = {
     "open": lambda s: s.memory.open(),
     "fork": lambda s: s.memory.fork(s.a),
     "checkpoint": lambda s: s.memory.checkpoint(s.a),
-    "checkpoint without a tail": lambda s: s.memory.checkpoint(s.a, holds_tail=False),
+    "checkpoint with its tail": lambda s: s.memory.checkpoint(s.a, holds_tail=True),
     "reorder": lambda s: s.memory.reorder({s.a: s.b, s.b: s.a}),
     "rollback": lambda s: s.memory.rollback(s.a, to=12),
     "rollback to a mark": lambda s: s.memory.rollback(s.a, to=s.mark),

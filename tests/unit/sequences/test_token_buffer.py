@@ -185,7 +185,7 @@ def grove() -> Iterator[tuple[HybridMemory, Sequence, list[Sequence]]]:
     marks = []
     for i in range(700):
         feed(memory, sequence, [i % 1000] * 3)
-        marks.append(memory.checkpoint(sequence))
+        marks.append(memory.checkpoint(sequence, holds_tail=True))
     feed(memory, sequence, [1] * 100)
     for mark in marks[::35]:
         fork = memory.fork(mark)
