@@ -53,17 +53,18 @@ def _returns(code: CodeType, number: int) -> set[int]:
     return found
 
 
+Place = tuple[CodeType, int]
+"""A bytecode: of which code, and where in it."""
+
+
 @dataclass
 class Outcome:
-    """What came of a call: its result, unless the interrupt was raised before there was one."""
+    """What came of a call: its result, unless the interrupt was raised before there was one; and where it came."""
 
     result: Any
     has_returned: bool
     was_interrupted: bool
-
-
-Place = tuple[CodeType, int]
-"""A bytecode: of which code, and where in it."""
+    place: Place | None = None
 
 
 class _Tracer:
@@ -93,7 +94,7 @@ def interrupted(
 ) -> tuple[Outcome, list[Place]]:
     """Call it, with a signal before the chosen place."""
     tracer, old = _Tracer(chosen, number), sys.gettrace()
-    outcome = Outcome(None, has_returned=False, was_interrupted=False)
+    outcome = Outcome(None, has_returned=False, was_interrupted=False, place=chosen)
     previous = signal.signal(number, HANDLERS[number])
     try:
         sys.settrace(tracer)
