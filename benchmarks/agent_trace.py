@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import Report
 from benchmarks.servers import running
-from chat.prompts import Tokenizer, load_tokenizer
-from chat.simulation.agents import AgentHabits
-from models import EMBEDDED
+from hybridmem.chat.prompts import Tokenizer, load_tokenizer
+from hybridmem.chat.simulation.agents import AgentHabits
+from hybridmem.models import EMBEDDED
 
 _TURNS, _SUBAGENT_TURNS = 43, 8
 _SUBAGENTS_AT, _RETRIES_AT, _EDITS_AT = (14, 29), (8, 20, 35), (11, 25, 38)

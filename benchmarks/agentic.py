@@ -16,13 +16,13 @@ import numpy as np
 
 from benchmarks.harness import Report
 from benchmarks.workloads import CONFIGS
-from chat.simulation.agents import AgentHabits, AgentWorkload
-from chat.simulation.dry import Words
-from chat.simulation.workload import Event, Workload
-from memory import CapacityError, HybridMemory, MemorySpec
-from memory.blocks.arrays import Int64s, ceil_div
-from memory.prefix import PrefixCache
-from models import plan_memory
+from hybridmem.chat.simulation.agents import AgentHabits, AgentWorkload
+from hybridmem.chat.simulation.dry import Words
+from hybridmem.chat.simulation.workload import Event, Workload
+from hybridmem.memory import CapacityError, HybridMemory, MemorySpec
+from hybridmem.memory.blocks.arrays import Int64s, ceil_div
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import plan_memory
 
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _GRID_TOKENS = 2048

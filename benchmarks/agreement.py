@@ -32,8 +32,8 @@ from transformers import (
 from benchmarks.harness import Report
 from benchmarks.llamacpp import TOLERANCE, agree, differ_in_batch, write_model
 from benchmarks.llamacpp_peer import start_llamacpp
-from models import load_model
-from models.rwkv7 import RWKV7Config
+from hybridmem.models import load_model
+from hybridmem.models.rwkv7 import RWKV7Config
 
 _VOCAB = 160
 _COMMON = {"vocab_size": _VOCAB, "hidden_size": 64}

@@ -16,9 +16,9 @@ import transformers
 from transformers import PreTrainedConfig
 
 from benchmarks.harness import Report
-from memory import AttentionSpec, HybridMemory
-from models import ARCHITECTURES, load_model, plan_memory
-from models.rwkv7 import RWKV7Config
+from hybridmem.memory import AttentionSpec, HybridMemory
+from hybridmem.models import ARCHITECTURES, load_model, plan_memory
+from hybridmem.models.rwkv7 import RWKV7Config
 
 PARITY = Path(__file__).parent / "results" / "parity.json"
 WINDOW = 64

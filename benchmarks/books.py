@@ -14,9 +14,9 @@ import torch
 from benchmarks.harness import Report
 from benchmarks.ours import Ours, draw
 from benchmarks.workloads import MODELS, both_models
-from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence
-from memory.recurrences import mamba1_spec
-from models import weight_bytes
+from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, Sequence
+from hybridmem.memory.recurrences import mamba1_spec
+from hybridmem.models import weight_bytes
 
 WINDOW = 32
 PEERS = (

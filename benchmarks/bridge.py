@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from benchmarks.harness import Report, Samples
 from benchmarks.ours import draw
 from benchmarks.workloads import CONFIGS, make_peer
-from memory import HybridMemory
-from models import HybridCache, attach
+from hybridmem.memory import HybridMemory
+from hybridmem.models import HybridCache, attach
 
 MODELS = ("jamba", "bamba", "qwen3_5")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

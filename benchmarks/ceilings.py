@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import Report, interleave
-from models.layers.linear import Linear
+from hybridmem.models.layers.linear import Linear
 
 
 def copy_gbytes_a_second(n_bytes: int = 256 << 20) -> float:

@@ -18,10 +18,10 @@ import psutil
 from benchmarks.fleet_users import Outcome, play, write_scripts
 from benchmarks.harness import Report
 from benchmarks.moving import move
-from chat.commands.fleet import FLEET
-from chat.commands.serve_options import SERVE
-from cluster.commands.serve import fleet
-from cluster.serving.fleet_options import FleetOptions
+from hybridmem.chat.commands.fleet import FLEET
+from hybridmem.chat.commands.serve_options import SERVE
+from hybridmem.cluster.commands.serve import fleet
+from hybridmem.cluster.serving.fleet_options import FleetOptions
 
 PARTS = ("move", "routers", "failures")
 _AT_ONCE = 12
@@ -86,7 +86,7 @@ class _fleet:
         """Deploy the application anew: its replicas are replaced one after the other."""
         from ray import serve
 
-        from cluster.serving.application import make_application
+        from hybridmem.cluster.serving.application import make_application
 
         serve.run(make_application(FleetOptions.of(self.options.values)), name="hybrid-memory", route_prefix="/")
 

@@ -9,15 +9,15 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.harness import Report
-from memory.build import compiled_ahead
-from memory.kernels.cpu.warm_up import NAMES
-from models import load_model
+from hybridmem.memory.build import compiled_ahead
+from hybridmem.memory.kernels.cpu.warm_up import NAMES
+from hybridmem.models import load_model
 
 _ALONE = """
 import sys, time
 import torch
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.warm_up import compile_alone, warm_up
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.warm_up import compile_alone, warm_up
 
 compiled()(lambda x: x + x)(1)  # what numba sets up at the first compile of a process is no kernel's own time
 started = time.perf_counter()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from memory.testing import PROMISES, Adapter, HybridAdapter, Result, check
-from memory.testing.subjects import attention, hybrid
+from hybridmem.memory.testing import PROMISES, Adapter, HybridAdapter, Result, check
+from hybridmem.memory.testing.subjects import attention, hybrid
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "peers-conformance.md"
 PEERS = {
@@ -28,7 +28,7 @@ _MARKS = {"passed": "passed", "failed": "**failed**", "refused": "refused"}
 
 def make_ours() -> Mapping[str, Callable[[], Adapter]]:
     """Return this library's own subjects: tiny models, and the hybrid that the others have."""
-    from models.loading.load import from_transformers
+    from hybridmem.models.loading.load import from_transformers
     from tests.models.hf_models import hf_model
 
     jamba = from_transformers(hf_model("jamba"))

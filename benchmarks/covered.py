@@ -49,7 +49,7 @@ def report(measured: dict[str, Any]) -> Report:
     rooms: dict[str, Counter[str]] = {}
     missing = dict[str, int]()
     for name, file in measured["files"].items():
-        path = Path(name).relative_to("memory")
+        path = Path(name).relative_to("hybridmem/memory")
         counts = Counter({key: n for key, n in file["summary"].items() if key in _COUNTS})
         room = _APART if path.is_relative_to(_APART) else path.parts[0] if len(path.parts) > 1 else "flat files"
         rooms.setdefault(room, Counter()).update(counts)

@@ -15,10 +15,10 @@ from numba import njit, prange
 from torch import Tensor
 
 from benchmarks.harness import Report, interleave
-from memory.blocks.staging import place
-from memory.kernels import Erase, StateSlots, cpu
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
+from hybridmem.memory.blocks.staging import place
+from hybridmem.memory.kernels import Erase, StateSlots, cpu
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
 
 SHAPES = {
     "SSD, 24 heads of 64 x 128": (24, 1, 64, 128, False),

@@ -11,11 +11,11 @@ from pathlib import Path
 from benchmarks.harness import Report
 from benchmarks.ours import VOCAB
 from benchmarks.speculative import NOTE, SCALES, repeating_model
-from chat.decoding.sampling import Sampling
-from chat.engine.drafting import Speculation
-from chat.engine.engine import Engine
-from memory import HybridMemory
-from models import LanguageModel, load_model
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.engine.drafting import Speculation
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.memory import HybridMemory
+from hybridmem.models import LanguageModel, load_model
 
 LOADS = (1, 8, 32)
 N_TOKENS = 96

@@ -13,9 +13,9 @@ from benchmarks.harness import Report, interleave
 from benchmarks.ours import N_UNTIMED, Ours, draw, prefills, workload
 from benchmarks.sparse import answer, draw_dialogues
 from benchmarks.workloads import CONFIGS, MODELS, Transformers, save_random
-from models import EMBEDDED, LanguageModel, load_model
-from models.layers.packed import multiplies_bfloat16
-from models.loading.load import weight_bytes
+from hybridmem.models import EMBEDDED, LanguageModel, load_model
+from hybridmem.models.layers.packed import multiplies_bfloat16
+from hybridmem.models.loading.load import weight_bytes
 
 _FORMATS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from benchmarks.harness import Report
 from benchmarks.workloads import CONFIGS
-from cluster.commands.fleet import COLUMNS, simulate_policies
-from cluster.simulation.fleet import FleetSetup
-from cluster.simulation.sessions import FleetHabits
-from memory.views.text_tables import format_bytes
-from models import plan_memory
+from hybridmem.cluster.commands.fleet import COLUMNS, simulate_policies
+from hybridmem.cluster.simulation.fleet import FleetSetup
+from hybridmem.cluster.simulation.sessions import FleetHabits
+from hybridmem.memory.views.text_tables import format_bytes
+from hybridmem.models import plan_memory
 
 BUDGET_BYTES = 16 << 30
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from chat.engine.engine import Engine
-from chat.prompts import encode_chat, load_tokenizer
-from chat.simulation.dialogues import make_dialogue
-from memory import HybridMemory
-from memory.prefix import PrefixCache
-from models import EMBEDDED, load_model
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import encode_chat, load_tokenizer
+from hybridmem.chat.simulation.dialogues import make_dialogue
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import EMBEDDED, load_model
 
 MAX_TOKENS = 24
 _MOST_TRIES = 60

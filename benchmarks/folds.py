@@ -15,9 +15,9 @@ from torch import Tensor
 from benchmarks.harness import Report, interleave
 from benchmarks.ours import N_UNTIMED, Ours
 from benchmarks.workloads import both_models
-from memory import HybridMemory
-from memory.sequences.folding import Fold
-from models import LanguageModel
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.sequences.folding import Fold
+from hybridmem.models import LanguageModel
 
 WINDOW = 64
 """More than the default window, so that the modes differ more."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks.gpu_states import copy_gbytes_a_second, time_graph
 from benchmarks.harness import Report, Row
-from memory.kernels import FoldedRows, PagedBatch, Scoring, cuda
-from memory.quantization import Storage
+from hybridmem.memory.kernels import FoldedRows, PagedBatch, Scoring, cuda
+from hybridmem.memory.quantization import Storage
 
 N_BYTES = 2 << 30
 """Bytes of all keys and values, at least: far more than the last-level cache of a GPU holds (60 MB on an H200)."""

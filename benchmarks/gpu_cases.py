@@ -16,9 +16,9 @@ from benchmarks.gpu_attention import CONTEXT, HEADS, N_BYTES, PAGE_TOKENS, Heads
 from benchmarks.gpu_states import LAYERS, N_DRAFTS, Layer, Work
 from benchmarks.gpu_tails import make_mamba1, make_rwkv7
 from benchmarks.gpu_tune import Case, Run
-from memory.blocks.staging import place
-from memory.kernels import PageChoice, StateSlots, cuda
-from memory.quantization import Quantized
+from hybridmem.memory.blocks.staging import place
+from hybridmem.memory.kernels import PageChoice, StateSlots, cuda
+from hybridmem.memory.quantization import Quantized
 
 DENSE, WIDE, LATENT = HEADS
 """Attention of Jamba, Granite 4 and Bamba; of Qwen3.5; of DeepSeek."""

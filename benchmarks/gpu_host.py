@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Report, Row, interleave
-from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, Step
+from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, Step
 
 
 @dataclass(frozen=True)

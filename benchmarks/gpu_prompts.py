@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from benchmarks.gpu_attention import HEADS, PAGE_TOKENS, Heads
 from benchmarks.gpu_states import time_graphs
 from benchmarks.harness import Report
-from memory.kernels import PagedBatch, Scoring, cuda
+from hybridmem.memory.kernels import PagedBatch, Scoring, cuda
 
 _MOST_APART = 2e-2
 """Share of the largest value by which outputs in bfloat16 may differ from ours; more is an error."""

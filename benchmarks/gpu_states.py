@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import Report, Samples
-from memory.blocks.staging import place
-from memory.kernels import Erase, StateSlots, Tail, cuda
-from memory.specs import StateTensor, matrix_tensor
+from hybridmem.memory.blocks.staging import place
+from hybridmem.memory.kernels import Erase, StateSlots, Tail, cuda
+from hybridmem.memory.specs import StateTensor, matrix_tensor
 
 N_BYTES = 2 << 30
 """Bytes of all states together: far more than the last-level cache of a GPU holds (60 MB on an H200)."""

@@ -16,9 +16,9 @@ from transformers import BambaConfig
 
 from benchmarks.harness import Report, interleave
 from benchmarks.workloads import Transformers, make_peer
-from memory import HybridMemory
-from memory.recorded import RecordedModel
-from models import LanguageModel, load_model
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.recorded import RecordedModel
+from hybridmem.models import LanguageModel, load_model
 
 CONTEXT = 512
 

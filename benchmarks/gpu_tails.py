@@ -18,10 +18,10 @@ from torch import Tensor
 
 from benchmarks.gpu_states import N_BYTES, make_tails, time_graphs
 from benchmarks.harness import Report
-from memory.blocks.staging import place
-from memory.kernels import Erase, StateSlots, cuda
-from memory.recurrences import mamba1_spec, rwkv7_spec
-from memory.specs import StateTensor
+from hybridmem.memory.blocks.staging import place
+from hybridmem.memory.kernels import Erase, StateSlots, cuda
+from hybridmem.memory.recurrences import mamba1_spec, rwkv7_spec
+from hybridmem.memory.specs import StateTensor
 
 TAIL_TOKENS = (3, 10, 20, 40)
 

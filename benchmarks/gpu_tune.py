@@ -72,7 +72,7 @@ def tune(*, quick: bool, ship: bool) -> Report:
 
     from benchmarks.gpu_cases import make_cases
     from benchmarks.gpu_states import time_graph
-    from memory.kernels.cuda import choices
+    from hybridmem.memory.kernels.cuda import choices
 
     device, cases = torch.device("cuda"), make_cases()
     capability = choices.capability_of(device)
@@ -131,7 +131,7 @@ class Trial:
     """Holds the runs of a case, and their results with the default's parameters."""
 
     def __init__(self, case: Case, timer: Timer) -> None:
-        from memory.kernels.cuda.choices import TUNABLES
+        from hybridmem.memory.kernels.cuda.choices import TUNABLES
 
         self.tunable, self._timer, self._options = TUNABLES[case.kernel], timer, OPTIONS[case.kernel]
         self._runs = [make() for make in case.runs]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from transformers import GraniteMoeHybridConfig, JambaConfig
 
 from benchmarks.harness import Report
-from memory import CapacityError, HybridMemory, MemorySpec, Sequence
-from models import load_model, plan_memory
+from hybridmem.memory import CapacityError, HybridMemory, MemorySpec, Sequence
+from hybridmem.models import load_model, plan_memory
 
 CASES = (("embedded", 100, "64MiB"), ("Jamba, 12 layers", 200, "2GiB"), ("Granite 4, 40 layers", 80, "8GiB"))
 """Model, sequences that decode together, and budget."""

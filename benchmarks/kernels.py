@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.ceilings import copy_gbytes_a_second
 from benchmarks.harness import Report, interleave
-from memory.blocks.staging import place
-from memory.kernels import PagedBatch, Scoring, StateSlots, cpu
+from hybridmem.memory.blocks.staging import place
+from hybridmem.memory.kernels import PagedBatch, Scoring, StateSlots, cpu
 
 N_CHANNELS, N_STATES, N_TAPS, N_HEADS, N_KV_HEADS, HEAD_DIM, PAGE_TOKENS = 1536, 16, 4, 12, 4, 64, 16
 N_LAYERS = 24

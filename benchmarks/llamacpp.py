@@ -17,8 +17,8 @@ from benchmarks.harness import Report, Samples
 from benchmarks.llamacpp_peer import MOST_AT_ONCE, LlamaProcess, start_llamacpp, time_calls
 from benchmarks.ours import Ours, draw, workload
 from benchmarks.workloads import CONFIGS, save_random
-from models import LanguageModel, load_model
-from models.loading.load import weight_bytes
+from hybridmem.models import LanguageModel, load_model
+from hybridmem.models.loading.load import weight_bytes
 
 MODELS = ("jamba", "mamba", "mamba2")
 """Models of the other benchmarks that llama.cpp has, and whose layers it computes by the same rules."""

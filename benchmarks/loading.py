@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.ours import Ours, draw
-from models import LanguageModel, load_model
-from models.loading.load import weight_bytes
+from hybridmem.models import LanguageModel, load_model
+from hybridmem.models.loading.load import weight_bytes
 
 FORMATS: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},

@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks.books import make_memory
 from benchmarks.harness import Report, interleave
-from memory import Sequence
-from memory.coordinator import Coordinator
-from memory.sequences.locking import locked
+from hybridmem.memory import Sequence
+from hybridmem.memory.coordinator import Coordinator
+from hybridmem.memory.sequences.locking import locked
 
 _N_CALLS, _N_STEPS = 20_000, 100
 

@@ -14,8 +14,8 @@ import torch
 from benchmarks.harness import Report, Samples
 from benchmarks.ours import VOCAB
 from benchmarks.workloads import both_models
-from memory import HybridMemory
-from memory.storage.local_files import begin_flush
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.storage.local_files import begin_flush
 
 N_TOKENS = 4096
 TABLE = "a session of 4,096 tokens moves (120M Jamba)"

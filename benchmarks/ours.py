@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from memory import HybridMemory, Sequence
-from memory.recorded import run_recorded
-from memory.sequences.folding import Fold
-from models import LanguageModel
+from hybridmem.memory import HybridMemory, Sequence
+from hybridmem.memory.recorded import run_recorded
+from hybridmem.memory.sequences.folding import Fold
+from hybridmem.models import LanguageModel
 
 VOCAB = 32_000
 

@@ -19,17 +19,17 @@ import typer
 from benchmarks.harness import Report
 from benchmarks.page_trees import tree
 from benchmarks.page_watching import slow_down
-from chat.engine.engine import Engine
-from chat.engine.scheduling import Load
-from chat.engine.stats import EngineStats
-from chat.prompts import load_tokenizer
-from chat.server import ServerOptions, bind, make_app
-from chat.server.listening import Server, url_of
-from chat.server.memory_view.snapshot import snapshot
-from chat.server.page_files import read_files
-from memory import HybridMemory
-from memory.prefix import PrefixCache
-from models import EMBEDDED, load_model
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.engine.scheduling import Load
+from hybridmem.chat.engine.stats import EngineStats
+from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.chat.server import ServerOptions, bind, make_app
+from hybridmem.chat.server.listening import Server, url_of
+from hybridmem.chat.server.memory_view.snapshot import snapshot
+from hybridmem.chat.server.page_files import read_files
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import EMBEDDED, load_model
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 _ARGUMENTS = (

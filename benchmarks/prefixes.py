@@ -12,8 +12,8 @@ from benchmarks.books import make_memory
 from benchmarks.harness import Report
 from benchmarks.ours import Ours, draw
 from benchmarks.workloads import both_models
-from memory import HybridMemory, Sequence
-from memory.prefix.cache import PrefixCache
+from hybridmem.memory import HybridMemory, Sequence
+from hybridmem.memory.prefix.cache import PrefixCache
 
 _PEERS = (
     "Peers, measured elsewhere on two cores, not in this run: a lookup and an insert in SGLang's radix tree with "

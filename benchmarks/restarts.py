@@ -13,10 +13,10 @@ import torch
 from benchmarks.harness import Report
 from benchmarks.ours import draw
 from benchmarks.workloads import CONFIGS, save_random
-from chat.engine.engine import Engine
-from memory import HybridMemory
-from memory.prefix import PrefixCache
-from models import LanguageModel, load_model
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import LanguageModel, load_model
 
 _PEER = (
     "Peers, measured elsewhere: llama.cpp restores a slot of a hybrid model in 0.12 s from its file and then computes "

@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks.harness import Report
 from benchmarks.schemas import Parts
-from chat.engine.engine import Engine, Sampling
-from chat.engine.output import Output
-from memory import HybridMemory
+from hybridmem.chat.engine.engine import Engine, Sampling
+from hybridmem.chat.engine.output import Output
+from hybridmem.memory import HybridMemory
 
 _N_STEPS = 60
 

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from benchmarks.harness import Report
 from benchmarks.schema_generator import make_schemas
-from chat.decoding.grammar import GrammarError, Grammars
-from chat.decoding.masks import mask_rows_
-from chat.engine.choose import Choice, Plan, choose_tokens
-from chat.engine.engine import Engine, Generation, Sampling
-from chat.engine.output import Output
-from chat.prompts import encode_chat, load_tokenizer
-from memory import HybridMemory
-from models import EMBEDDED, LanguageModel, load_model
+from hybridmem.chat.decoding.grammar import GrammarError, Grammars
+from hybridmem.chat.decoding.masks import mask_rows_
+from hybridmem.chat.engine.choose import Choice, Plan, choose_tokens
+from hybridmem.chat.engine.engine import Engine, Generation, Sampling
+from hybridmem.chat.engine.output import Output
+from hybridmem.chat.prompts import encode_chat, load_tokenizer
+from hybridmem.memory import HybridMemory
+from hybridmem.models import EMBEDDED, LanguageModel, load_model
 
 TABLES = ("masks", "validity", "libraries")
 MOST_TOKENS = 600

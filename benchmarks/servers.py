@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _PATIENCE_SECONDS = 600.0
-_START = "from chat.cli import main; main()"
+_START = "from hybridmem.chat.cli import main; main()"
 _SAID = re.compile(r"answers at (\S+?)(/v1)?[,\s]")
 
 

@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.harness import Report
 from benchmarks.http_load import Load, ask
 from benchmarks.servers import running
-from chat.prompts import load_tokenizer
-from models import EMBEDDED
+from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.models import EMBEDDED
 
 LOADS = (1, 8, 32, 64, 128)
 BEFORE = "369f9fc"
@@ -142,7 +142,7 @@ class _Bodies:
 @contextmanager
 def _tree_of(commit: str) -> Iterator[Path]:
     """Write a commit of this repository into a folder that is removed in the end."""
-    command = ["git", "archive", "--format=tar", commit, "chat", "memory", "models"]
+    command = ["git", "archive", "--format=tar", commit, "hybridmem", "chat", "memory", "models"]
     archive = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True).stdout
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:

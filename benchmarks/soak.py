@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Report
-from memory import CapacityError, HybridMemory, Sequence
-from memory.prefix import PrefixCache
-from memory.testing import HybridAdapter, InjectedError, subjects
-from memory.testing.histories import Fed, Parts, head, joined, length_of
+from hybridmem.memory import CapacityError, HybridMemory, Sequence
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.testing import HybridAdapter, InjectedError, subjects
+from hybridmem.memory.testing.histories import Fed, Parts, head, joined, length_of
 
 KINDS: dict[str, Callable[..., HybridAdapter]] = {
     "hybrid": subjects.hybrid,

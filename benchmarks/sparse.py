@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.harness import Report, interleave
 from benchmarks.ours import Ours, draw
-from chat.simulation.dialogues import make_dialogue, messages
-from memory import AttentionSpec, HybridMemory, MemorySpec, Step
-from memory.eviction import (
+from hybridmem.chat.simulation.dialogues import make_dialogue, messages
+from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, Step
+from hybridmem.memory.eviction import (
     H2O,
     TOVA,
     Budget,
@@ -29,8 +29,8 @@ from memory.eviction import (
     Scissorhands,
     SnapKV,
 )
-from memory.quantization import Float8, Quantized, Storage
-from models import EMBEDDED, LanguageModel, load_model
+from hybridmem.memory.quantization import Float8, Quantized, Storage
+from hybridmem.models import EMBEDDED, LanguageModel, load_model
 
 _POLICIES = (Recent, KNorm, H2O, Scissorhands, TOVA, SnapKV, PyramidKV, ExpectedAttention, Quest)
 _SHARES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)

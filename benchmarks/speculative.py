@@ -18,14 +18,14 @@ from torch import Tensor
 from benchmarks.harness import Report, interleave
 from benchmarks.ours import VOCAB
 from benchmarks.workloads import CONFIGS, make_peer
-from chat.decoding.drafts import Draft, Drafter, DraftRequest, PromptLookup
-from chat.decoding.speculative import SpeculativeBatch
-from chat.engine.engine import Engine
-from chat.prompts import Message, Tokenizer, encode_turn, find_stop_ids, load_tokenizer
-from chat.session.conversation import MAX_REPLY_TOKENS, Conversation, Player
-from chat.simulation.dialogues import Turn, make_dialogue
-from memory import HybridMemory, Sequence, Step
-from models import EMBEDDED, LanguageModel, load_model
+from hybridmem.chat.decoding.drafts import Draft, Drafter, DraftRequest, PromptLookup
+from hybridmem.chat.decoding.speculative import SpeculativeBatch
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Message, Tokenizer, encode_turn, find_stop_ids, load_tokenizer
+from hybridmem.chat.session.conversation import MAX_REPLY_TOKENS, Conversation, Player
+from hybridmem.chat.simulation.dialogues import Turn, make_dialogue
+from hybridmem.memory import HybridMemory, Sequence, Step
+from hybridmem.models import EMBEDDED, LanguageModel, load_model
 
 WINDOW = 32
 LENGTHS = (1, 2, 4, 8)

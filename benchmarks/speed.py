@@ -13,8 +13,8 @@ from benchmarks.ceilings import report_ceilings
 from benchmarks.harness import Report, interleave
 from benchmarks.ours import N_UNTIMED, Ours, draw, workload
 from benchmarks.workloads import MODELS, Mixerless, Transformers, both_models
-from memory import RecurrentSpec, Step
-from models import LanguageModel
+from hybridmem.memory import RecurrentSpec, Step
+from hybridmem.models import LanguageModel
 
 ASKED = {
     ("jamba", "1 x 512"): 3.5, ("mamba", "1 x 512"): 4.5, ("jamba", "32 x 64"): 2.5, ("mamba", "32 x 64"): 4.0,

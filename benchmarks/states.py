@@ -10,9 +10,9 @@ from transformers import BambaConfig, Mamba2Config, PreTrainedConfig, Qwen3_5Tex
 
 from benchmarks.deferred import deferred
 from benchmarks.harness import Report
-from memory import HybridMemory, MemorySpec, RecurrentSpec
-from memory.recurrences import DeltaRuleShape, SSDShape, mamba1_spec
-from models import load_model
+from hybridmem.memory import HybridMemory, MemorySpec, RecurrentSpec
+from hybridmem.memory.recurrences import DeltaRuleShape, SSDShape, mamba1_spec
+from hybridmem.models import load_model
 
 WINDOW = 64
 LAYERS: dict[str, tuple[RecurrentSpec, float | None]] = {

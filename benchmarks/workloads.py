@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from benchmarks.ours import VOCAB
-from memory.recurrences import SSD, DeltaRule, Mamba1
-from models import LanguageModel, load_model
+from hybridmem.memory.recurrences import SSD, DeltaRule, Mamba1
+from hybridmem.models import LanguageModel, load_model
 
 _COMMON = {
     "vocab_size": VOCAB,

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chat.commands.cluster import cluster
-from chat.commands.inspect import inspect
-from chat.commands.plan import plan
-from chat.commands.serve import serve
-from chat.commands.simulate import simulate
-from chat.commands.start import ABOUT_EMBEDDED, load, one_line_errors
+from hybridmem.chat.commands.cluster import cluster
+from hybridmem.chat.commands.inspect import inspect
+from hybridmem.chat.commands.plan import plan
+from hybridmem.chat.commands.serve import serve
+from hybridmem.chat.commands.simulate import simulate
+from hybridmem.chat.commands.start import ABOUT_EMBEDDED, load, one_line_errors
 
 if TYPE_CHECKING:
-    from chat.console import Reply
-    from chat.engine.engine import Engine
+    from hybridmem.chat.console import Reply
+    from hybridmem.chat.engine.engine import Engine
 
 app = typer.Typer(
     name="hybrid-memory",
@@ -67,10 +67,10 @@ def generate(
 ) -> None:
     """Reply to several prompts at once, greedily, in one batch."""
     with one_line_errors(f"loading {model} …"):
-        from chat.console import make_console, show_replies
-        from chat.engine.engine import Engine
-        from chat.prompts import encode_prompt
-        from memory import HybridMemory
+        from hybridmem.chat.console import make_console, show_replies
+        from hybridmem.chat.engine.engine import Engine
+        from hybridmem.chat.prompts import encode_prompt
+        from hybridmem.memory import HybridMemory
 
         language_model, tokenizer = load(model, device, dtype, weights)
         prompts = [encode_prompt(tokenizer, text, is_chat=is_chat) for text in prompt]
@@ -104,7 +104,7 @@ def chat(
     What stays of it is not computed again. See /help.
     """
     with one_line_errors(f"loading {model} …"):
-        from chat.commands.terminal import Settings, run_terminal
+        from hybridmem.chat.commands.terminal import Settings, run_terminal
 
         language_model, tokenizer = load(model, device, dtype, weights)
         if model == "embedded" and sys.stdin.isatty():
@@ -133,12 +133,12 @@ def warmup(
     with one_line_errors():
         import torch
 
-        from memory import CrossAttentionSpec, HybridMemory, SpecError
-        from memory.build import compiled_ahead
-        from memory.kernels import cpu
-        from memory.kernels.cpu.compiled import cache_folder, is_kept
-        from memory.kernels.cpu.warm_up import NAMES
-        from models.layers import blocked, quantised
+        from hybridmem.memory import CrossAttentionSpec, HybridMemory, SpecError
+        from hybridmem.memory.build import compiled_ahead
+        from hybridmem.memory.kernels import cpu
+        from hybridmem.memory.kernels.cpu.compiled import cache_folder, is_kept
+        from hybridmem.memory.kernels.cpu.warm_up import NAMES
+        from hybridmem.models.layers import blocked, quantised
 
         if to is not None:
             os.environ["HYBRID_MEMORY_CACHE"] = str(to)
@@ -181,8 +181,8 @@ def demo(
     Every answer is compared with what is right; exits with 1 if one is wrong or if history was computed twice.
     """
     with one_line_errors(f"loading {model} …"):
-        from chat.commands.demo import run_demo
-        from chat.console import live_stage, make_console, print_report
+        from hybridmem.chat.commands.demo import run_demo
+        from hybridmem.chat.console import live_stage, make_console, print_report
 
         console = make_console()
         language_model, tokenizer = load(model, device, dtype, weights)
@@ -199,7 +199,7 @@ def demo(
 
 def _stream_replies(engine: Engine, prompts: list[list[int]], max_tokens: int) -> Iterator[list[Reply]]:
     """Return the replies in the order of `prompts`, after every step."""
-    from chat.console import Reply
+    from hybridmem.chat.console import Reply
 
     generations = [engine.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
     while not engine.is_idle:

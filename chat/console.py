@@ -12,10 +12,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from chat.commands.demo import Report
-from chat.session.conversation import Conversation, OnWord
-from memory.views.text_tables import format_bytes
-from memory.views.usage import Usage
+from hybridmem.chat.commands.demo import Report
+from hybridmem.chat.session.conversation import Conversation, OnWord
+from hybridmem.memory.views.text_tables import format_bytes
+from hybridmem.memory.views.usage import Usage
 
 MOST_ROWS = 40
 """Right answers beyond these are counted, not listed."""

@@ -10,12 +10,12 @@ from uuid import uuid4
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from chat.special_tokens import Tokenizer as Tokenizer
-from chat.special_tokens import special_tokens_of
-from memory import FormatError
-from models import LanguageModel
-from models.loading.folders import find_folder
-from models.loading.gguf import is_gguf, load_gguf_tokenizer
+from hybridmem.chat.special_tokens import Tokenizer as Tokenizer
+from hybridmem.chat.special_tokens import special_tokens_of
+from hybridmem.memory import FormatError
+from hybridmem.models import LanguageModel
+from hybridmem.models.loading.folders import find_folder
+from hybridmem.models.loading.gguf import is_gguf, load_gguf_tokenizer
 
 _OF_TEMPLATES = (
     TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError,

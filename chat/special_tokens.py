@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from memory import FormatError
+from hybridmem.memory import FormatError
 
 Tokenizer = Any
 """A tokenizer of transformers; its classes have no common type that mypy could use."""

@@ -46,17 +46,17 @@ def read_house(root: Path) -> House:
     packages, *others = [
         c for c in read_configuration(str(root / "pyproject.toml"))["contracts_options"] if c["type"] == "layers"
     ]
-    (within,) = (contract for contract in others if contract["containers"] == ["memory"])
+    (within,) = (contract for contract in others if contract["containers"] == ["hybridmem.memory"])
     floors = tuple(tuple(name.strip() for name in floor.split("|")) for floor in within["layers"])
-    graph = grimp.build_graph(*packages["layers"], exclude_type_checking_imports=True, cache_dir=None)
-    modules = {module.partition(".")[2] for module in graph.find_children("memory")}
+    graph = grimp.build_graph("hybridmem", exclude_type_checking_imports=True, cache_dir=None)
+    modules = {module.rpartition(".")[2] for module in graph.find_children("hybridmem.memory")}
     for module in modules:
-        graph.squash_module(f"memory.{module}")
+        graph.squash_module(f"hybridmem.memory.{module}")
     imports = {
         (a, b)
         for a in modules
         for b in modules - {a}
-        if graph.direct_import_exists(importer=f"memory.{a}", imported=f"memory.{b}")
+        if graph.direct_import_exists(importer=f"hybridmem.memory.{a}", imported=f"hybridmem.memory.{b}")
     }
     house = House(tuple(packages["layers"]), floors, frozenset(imports))
     check_house(house, modules)

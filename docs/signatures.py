@@ -22,7 +22,7 @@ import griffe
 import typer
 import yaml
 
-from chat.cli import app
+from hybridmem.chat.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "reference"
@@ -45,7 +45,7 @@ def make_page(text: str) -> str:
 
 def list_members(path: str, options_text: str = "") -> str:
     """A block of text with an object's signature, those of its members, and the first sentence of each."""
-    found = _load(path.partition(".")[0])[path.partition(".")[2]]
+    found = _load()[path.removeprefix("hybridmem.")]
     options = (yaml.safe_load(textwrap.dedent(options_text)) or {}).get("options", {})
     is_module = found.is_module
     if is_module and options.get("members") is False:  # a text of its own, such as a legend
@@ -63,10 +63,8 @@ def list_members(path: str, options_text: str = "") -> str:
 
 
 @cache
-def _load(package: str) -> Any:
-    loader = griffe.GriffeLoader(search_paths=[str(ROOT)])
-    loaded = [loader.load(name) for name in ("memory", "models", "chat")]
-    return next(module for module in loaded if module.name == package)
+def _load() -> Any:
+    return griffe.GriffeLoader(search_paths=[str(ROOT)]).load("hybridmem")
 
 
 def _members(found: Any, options: dict[str, Any]) -> Iterator[Any]:
@@ -78,7 +76,7 @@ def _members(found: Any, options: dict[str, Any]) -> Iterator[Any]:
     for name, member in known.items():
         target = member.final_target if member.is_alias and found.is_class else member
         is_shown = not target.is_alias and target.has_docstring and not any(re.search(rule, name) for rule in hidden)
-        if is_shown and target.path.partition(".")[0] in ("memory", "models", "chat"):
+        if is_shown and target.path.startswith("hybridmem."):
             yield target
 
 

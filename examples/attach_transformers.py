@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import transformers
 
-from memory import HybridMemory
-from models import EMBEDDED, HybridCache, attach
+from hybridmem import EMBEDDED, HybridCache, HybridMemory, attach
 
 transformers.logging.set_verbosity_error()
 hf_model = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED).eval()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from chat.engine.engine import Engine
-from chat.prompts import encode_chat, load_tokenizer
-from memory import HybridMemory
-from memory.prefix.cache import PrefixCache
-from models import EMBEDDED, load_model
+from hybridmem import EMBEDDED, HybridMemory, load_model
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import encode_chat, load_tokenizer
+from hybridmem.memory.prefix.cache import PrefixCache
 
 model, tokenizer = load_model("embedded"), load_tokenizer(EMBEDDED)
 memory = HybridMemory(model.memory_spec, budget="64MiB")

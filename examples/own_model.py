@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step
-from memory.recurrences import Fold
+from hybridmem import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step
+from hybridmem.memory.recurrences import Fold
 
 VOCAB, WIDTH, HEADS = 50, 32, 4
 generator = torch.Generator().manual_seed(0)

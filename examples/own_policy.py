@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from memory import HybridMemory
-from memory.eviction import Candidates, EvictionPolicy
-from models import load_model
+from hybridmem import HybridMemory, load_model
+from hybridmem.memory.eviction import Candidates, EvictionPolicy
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from chat.prompts import encode_chat, find_stop_ids, load_tokenizer
-from memory import HybridMemory, Sequence
-from models import EMBEDDED, load_model
+from hybridmem import EMBEDDED, HybridMemory, Sequence, load_model
+from hybridmem.chat.prompts import encode_chat, find_stop_ids, load_tokenizer
 
 model, tokenizer = load_model("embedded"), load_tokenizer(EMBEDDED)
 memory = HybridMemory(model.memory_spec, budget="64MiB", rollback_window=32)

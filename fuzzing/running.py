@@ -21,9 +21,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chat.server.errors import ApiError
 from fuzzing.targets import Target, make_target
-from memory import HybridMemoryError
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.memory import HybridMemoryError
 
 MOST_SECONDS = 20.0
 """In which an input must have been read."""
@@ -144,7 +144,7 @@ def _work(name: str, seed: int, first: int, n_inputs: int, done: Synchronized[in
         for number in range(-20, 0):  # what is imported or compiled on first use takes memory of its own
             judge(target, draw(target, name, seed, number))
         # The libraries that numba loads on first use are no work of an input: here, before anything is watched.
-        import_module("memory.kernels.cpu.threads")
+        import_module("hybridmem.memory.kernels.cpu.threads")
         _limit_memory()
         _watch(folder, results, done)
         for number in range(first, n_inputs):

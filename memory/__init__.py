@@ -1,6 +1,6 @@
 """Remembers the past of attention and recurrent layers alike: slots, rollback, forks and reordering, in step."""
 
-from memory.errors import (
+from hybridmem.memory.errors import (
     BatchError,
     CapacityError,
     DropError,
@@ -13,13 +13,13 @@ from memory.errors import (
     SpecError,
     StepError,
 )
-from memory.hybrid import HybridMemory
-from memory.interface import Sequence
-from memory.rotary import UNROTATED, Rotation
-from memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec, RecurrentSpec, StateTensor
-from memory.state.access import Recurrence, States
-from memory.step import Step
-from memory.storage.archive import Family
+from hybridmem.memory.hybrid import HybridMemory
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.rotary import UNROTATED, Rotation
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec, RecurrentSpec, StateTensor
+from hybridmem.memory.state.access import Recurrence, States
+from hybridmem.memory.step import Step
+from hybridmem.memory.storage.archive import Family
 
 __all__ = [
     "UNROTATED",

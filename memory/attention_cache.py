@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.arrays import EMPTY, Int64s, ceil_div, ranges, starts_of
-from memory.blocks.holdings import Holding, LiveRows, Record
-from memory.blocks.layout import BlockLayout
-from memory.blocks.pool import BlockPool
-from memory.blocks.store import Store
-from memory.blocks.table import BlockTable
-from memory.errors import DropError, IntegrityError, StepError
-from memory.interface import Dropped, Packed, References, Stretch
-from memory.kernels import FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, select_kernels
-from memory.sequences.pages import DropPlan, PageGrid
-from memory.sequences.reads import AttentionPlan, Read, Selects, attend_each
-from memory.specs import AttentionSpec
+from hybridmem.memory.blocks.arrays import EMPTY, Int64s, ceil_div, ranges, starts_of
+from hybridmem.memory.blocks.holdings import Holding, LiveRows, Record
+from hybridmem.memory.blocks.layout import BlockLayout
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.blocks.table import BlockTable
+from hybridmem.memory.errors import DropError, IntegrityError, StepError
+from hybridmem.memory.interface import Dropped, Packed, References, Stretch
+from hybridmem.memory.kernels import FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, select_kernels
+from hybridmem.memory.sequences.pages import DropPlan, PageGrid
+from hybridmem.memory.sequences.reads import AttentionPlan, Read, Selects, attend_each
+from hybridmem.memory.specs import AttentionSpec
 
 _ROWS_AT_ONCE = 4096
 """Rows of a layer that `drop` copies at once: it bounds the temporary memory that long sequences need."""

@@ -11,32 +11,32 @@ from typing import Any, get_args
 
 import torch
 
-from memory.attention.cross import CrossAttentionCache
-from memory.attention.evicting import EvictingAttention
-from memory.attention.host_pages import HostPages
-from memory.attention.offload import Attention, HostedAttention
-from memory.attention.quantized import QuantizedAttention
-from memory.attention.selection import Selection
-from memory.attention_cache import AttentionCache
-from memory.blocks.arena import read_budget
-from memory.blocks.arguments import check_usable, read_device, read_dtype
-from memory.blocks.hints import OF_TRANSFORMERS, is_of_transformers
-from memory.blocks.pinned import HostAttention, host_store
-from memory.blocks.store import Store
-from memory.coordinator import Coordinator
-from memory.errors import SpecError
-from memory.eviction import Budget, EvictionPolicy, Quest
-from memory.kernels import OF_STATES, chosen_kernels, warm_up
-from memory.layer_memories import LayerMemories, Place, Places
-from memory.quantization import Storage
-from memory.recurrent_state import RecurrentState
-from memory.sequences.folding import Fold, TailRules
-from memory.sequences.pages import PageGrid
-from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
-from memory.state.readers import HeadReader, TailReader
-from memory.state.tails import TailMember, TailTable
-from memory.storage.files import check_url, read_path
-from memory.storage.swap import Tiers
+from hybridmem.memory.attention.cross import CrossAttentionCache
+from hybridmem.memory.attention.evicting import EvictingAttention
+from hybridmem.memory.attention.host_pages import HostPages
+from hybridmem.memory.attention.offload import Attention, HostedAttention
+from hybridmem.memory.attention.quantized import QuantizedAttention
+from hybridmem.memory.attention.selection import Selection
+from hybridmem.memory.attention_cache import AttentionCache
+from hybridmem.memory.blocks.arena import read_budget
+from hybridmem.memory.blocks.arguments import check_usable, read_device, read_dtype
+from hybridmem.memory.blocks.hints import OF_TRANSFORMERS, is_of_transformers
+from hybridmem.memory.blocks.pinned import HostAttention, host_store
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.coordinator import Coordinator
+from hybridmem.memory.errors import SpecError
+from hybridmem.memory.eviction import Budget, EvictionPolicy, Quest
+from hybridmem.memory.kernels import OF_STATES, chosen_kernels, warm_up
+from hybridmem.memory.layer_memories import LayerMemories, Place, Places
+from hybridmem.memory.quantization import Storage
+from hybridmem.memory.recurrent_state import RecurrentState
+from hybridmem.memory.sequences.folding import Fold, TailRules
+from hybridmem.memory.sequences.pages import PageGrid
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
+from hybridmem.memory.state.readers import HeadReader, TailReader
+from hybridmem.memory.state.tails import TailMember, TailTable
+from hybridmem.memory.storage.files import check_url, read_path
+from hybridmem.memory.storage.swap import Tiers
 
 
 @dataclass

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from memory.blocks.arguments import read_count
-from memory.blocks.arrays import ceil_div
-from memory.blocks.layout import ALIGNMENT_BYTES
-from memory.errors import SpecError
-from memory.eviction import EvictionPolicy
-from memory.hybrid import HybridMemory
-from memory.interface import Encoded
-from memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec
+from hybridmem.memory.blocks.arguments import read_count
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.blocks.layout import ALIGNMENT_BYTES
+from hybridmem.memory.errors import SpecError
+from hybridmem.memory.eviction import EvictionPolicy
+from hybridmem.memory.hybrid import HybridMemory
+from hybridmem.memory.interface import Encoded
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec
 
 _ROOM_BYTES = 1 << 61
 """Budget of the dry run: more than any sequence takes."""

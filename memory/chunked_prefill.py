@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.arguments import is_integer
-from memory.blocks.arrays import Int64s
-from memory.blocks.hints import OF_TRANSFORMERS, is_of_transformers
-from memory.blocks.journal import ExitOnStack
-from memory.errors import BatchError, CapacityError, StepError
-from memory.interface import Requests, Sequence
-from memory.sequences.batch import count_tokens, read_pairs, read_tokens
-from memory.sequences.chunks import cut_anywhere, cut_on_grid
-from memory.sequences.interrupts import uninterrupted_call
-from memory.specs import MemorySpec
-from memory.step import Outputs, Step
-from memory.views.counters import Counters
+from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.hints import OF_TRANSFORMERS, is_of_transformers
+from hybridmem.memory.blocks.journal import ExitOnStack
+from hybridmem.memory.errors import BatchError, CapacityError, StepError
+from hybridmem.memory.interface import Requests, Sequence
+from hybridmem.memory.sequences.batch import count_tokens, read_pairs, read_tokens
+from hybridmem.memory.sequences.chunks import cut_anywhere, cut_on_grid
+from hybridmem.memory.sequences.interrupts import uninterrupted_call
+from hybridmem.memory.specs import MemorySpec
+from hybridmem.memory.step import Outputs, Step
+from hybridmem.memory.views.counters import Counters
 
 Model = Callable[[Step], Tensor]
 Chunk = list[tuple[int, int, int]]

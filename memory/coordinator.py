@@ -10,23 +10,23 @@ from weakref import ReferenceType, ref
 import numpy as np
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s
-from memory.blocks.journal import Journal
-from memory.blocks.staging import in_one_copy
-from memory.blocks.store import Store
-from memory.errors import BUDGET_UNIT, HOST_UNIT, BatchError, CapacityError, SequenceError
-from memory.interface import Dropped, Encoded, OpenStep, Packed, Sequence
-from memory.layer_memories import LayerMemories, PagesOnHost, Places, SwappedOut
-from memory.sequences.batch import TokenLists, pack
-from memory.sequences.compactor import Compactor, Holders
-from memory.sequences.ledger import Ledger
-from memory.sequences.lifetime import Lifetime
-from memory.sequences.locking import MemoryLock, locked
-from memory.sequences.reach import nearest_position, out_of_reach, position_before
-from memory.sequences.room import Room
-from memory.specs import MemorySpec
-from memory.views.sequence_view import sequence_html
-from memory.views.usage import Inventory
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.journal import Journal
+from hybridmem.memory.blocks.staging import in_one_copy
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.errors import BUDGET_UNIT, HOST_UNIT, BatchError, CapacityError, SequenceError
+from hybridmem.memory.interface import Dropped, Encoded, OpenStep, Packed, Sequence
+from hybridmem.memory.layer_memories import LayerMemories, PagesOnHost, Places, SwappedOut
+from hybridmem.memory.sequences.batch import TokenLists, pack
+from hybridmem.memory.sequences.compactor import Compactor, Holders
+from hybridmem.memory.sequences.ledger import Ledger
+from hybridmem.memory.sequences.lifetime import Lifetime
+from hybridmem.memory.sequences.locking import MemoryLock, locked
+from hybridmem.memory.sequences.reach import nearest_position, out_of_reach, position_before
+from hybridmem.memory.sequences.room import Room
+from hybridmem.memory.specs import MemorySpec
+from hybridmem.memory.views.sequence_view import sequence_html
+from hybridmem.memory.views.usage import Inventory
 
 _T = TypeVar("_T")
 

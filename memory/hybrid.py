@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any, Literal, Never, overload
 import torch
 from torch import Tensor
 
-from memory.blocks.arguments import read_count
-from memory.blocks.copying import refuse_to_copy
-from memory.blocks.hints import refuse_arguments, refuse_attribute
-from memory.blocks.pinned import HostAttention
-from memory.build import build, check_choices, default_fold, kernels_of, resolved_spec
-from memory.chunked_prefill import Model, run_in_chunks
-from memory.coordinator import Coordinator
-from memory.errors import SequenceError, SpecError
-from memory.interface import Encoded, Requests, Sequence
-from memory.sequences.batch import read_pairs, read_tokens
-from memory.sequences.folding import Fold, TailRules
-from memory.sequences.interrupts import uninterrupted_call
-from memory.specs import MemorySpec
-from memory.step import Outputs, Step
-from memory.storage.archive import NO_FORKS, Archive, Checkpoints, Family, Forks
-from memory.storage.folders import Folders
-from memory.storage.swapping import Swapping
-from memory.views.counters import Counters
-from memory.views.usage import Usage
+from hybridmem.memory.blocks.arguments import read_count
+from hybridmem.memory.blocks.copying import refuse_to_copy
+from hybridmem.memory.blocks.hints import refuse_arguments, refuse_attribute
+from hybridmem.memory.blocks.pinned import HostAttention
+from hybridmem.memory.build import build, check_choices, default_fold, kernels_of, resolved_spec
+from hybridmem.memory.chunked_prefill import Model, run_in_chunks
+from hybridmem.memory.coordinator import Coordinator
+from hybridmem.memory.errors import SequenceError, SpecError
+from hybridmem.memory.interface import Encoded, Requests, Sequence
+from hybridmem.memory.sequences.batch import read_pairs, read_tokens
+from hybridmem.memory.sequences.folding import Fold, TailRules
+from hybridmem.memory.sequences.interrupts import uninterrupted_call
+from hybridmem.memory.specs import MemorySpec
+from hybridmem.memory.step import Outputs, Step
+from hybridmem.memory.storage.archive import NO_FORKS, Archive, Checkpoints, Family, Forks
+from hybridmem.memory.storage.folders import Folders
+from hybridmem.memory.storage.swapping import Swapping
+from hybridmem.memory.views.counters import Counters
+from hybridmem.memory.views.usage import Usage
 
 _NOT_GIVEN: Any = object()
 

@@ -24,17 +24,17 @@ from weakref import ReferenceType
 import numpy as np
 from torch import Tensor
 
-from memory.blocks.arguments import is_integer
-from memory.blocks.arrays import Int64s
-from memory.blocks.copying import refuse_to_copy
-from memory.blocks.hints import refuse_attribute
-from memory.blocks.holdings import Holding, LiveRows, Record
-from memory.errors import DropError, SequenceError
+from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.copying import refuse_to_copy
+from hybridmem.memory.blocks.hints import refuse_attribute
+from hybridmem.memory.blocks.holdings import Holding, LiveRows, Record
+from hybridmem.memory.errors import DropError, SequenceError
 
 if TYPE_CHECKING:
-    from memory.blocks.layout import BlockLayout
-    from memory.blocks.pool import BlockPool
-    from memory.blocks.staging import Stage
+    from hybridmem.memory.blocks.layout import BlockLayout
+    from hybridmem.memory.blocks.pool import BlockPool
+    from hybridmem.memory.blocks.staging import Stage
 
 
 @dataclass(frozen=True)

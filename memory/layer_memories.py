@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from memory.blocks.arrays import EMPTY, Bools, Int64s
-from memory.blocks.holdings import LiveRows, Record
-from memory.blocks.layout import BlockLayout
-from memory.blocks.pool import BlockPool
-from memory.blocks.store import Store
-from memory.errors import CapacityError
-from memory.interface import Dropped, LayerMemory, Packed, Plans, References, Sequence, Stretch
-from memory.sequences.drop import drop_from_all
-from memory.specs import LayerSpec
+from hybridmem.memory.blocks.arrays import EMPTY, Bools, Int64s
+from hybridmem.memory.blocks.holdings import LiveRows, Record
+from hybridmem.memory.blocks.layout import BlockLayout
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.errors import CapacityError
+from hybridmem.memory.interface import Dropped, LayerMemory, Packed, Plans, References, Sequence, Stretch
+from hybridmem.memory.sequences.drop import drop_from_all
+from hybridmem.memory.specs import LayerSpec
 
 
 @dataclass(frozen=True, eq=False)

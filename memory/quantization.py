@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from memory.errors import SpecError
+from hybridmem.memory.errors import SpecError
 
 Shaped = tuple[tuple[int, ...], torch.dtype]
 Parts = tuple[Tensor, ...]

@@ -11,13 +11,13 @@ from typing import Generic
 
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s
-from memory.errors import DropError, StepError
-from memory.interface import Dropped, Packed
-from memory.state.access import Recurrence, RowWrites
-from memory.state.readers import Reader, ReadsT
-from memory.state.tail_memory import TailMemory
-from memory.state.tails import TailStep, TailTable
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.errors import DropError, StepError
+from hybridmem.memory.interface import Dropped, Packed
+from hybridmem.memory.state.access import Recurrence, RowWrites
+from hybridmem.memory.state.readers import Reader, ReadsT
+from hybridmem.memory.state.tail_memory import TailMemory
+from hybridmem.memory.state.tails import TailStep, TailTable
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memory.errors import SpecError
+from hybridmem.memory.errors import SpecError
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines, (R, 1, pairs) float32 each, of the angles by which each row's pairs of elements are rotated."""

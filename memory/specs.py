@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memory.blocks.arguments import read_count, read_device, read_dtype
-from memory.errors import SpecError, StepError
-from memory.rotary import Rotation
+from hybridmem.memory.blocks.arguments import read_count, read_device, read_dtype
+from hybridmem.memory.errors import SpecError, StepError
+from hybridmem.memory.rotary import Rotation
 
 if TYPE_CHECKING:
-    from memory.eviction import Budget
-    from memory.quantization import Storage
+    from hybridmem.memory.eviction import Budget
+    from hybridmem.memory.quantization import Storage
 
 
 def _check_shape(what: str, shape: object) -> None:

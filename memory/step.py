@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.arguments import is_integer
-from memory.blocks.arrays import Int64s
-from memory.blocks.copying import refuse_to_copy
-from memory.blocks.journal import ExitOnStack
-from memory.blocks.scoped import without_gradients
-from memory.blocks.staging import object_to_replays
-from memory.blocks.store import Store
-from memory.errors import BatchError, RollbackError, SequenceError, StepError
-from memory.interface import OpenStep, Sequence
-from memory.kernels import Scoring
-from memory.layer_memories import LayerMemories, Place, PlaceKey, Places
-from memory.sequences.batch import TokenLists, output_rows
-from memory.specs import MemorySpec
-from memory.state.access import Recurrence, States
+from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.copying import refuse_to_copy
+from hybridmem.memory.blocks.journal import ExitOnStack
+from hybridmem.memory.blocks.scoped import without_gradients
+from hybridmem.memory.blocks.staging import object_to_replays
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.errors import BatchError, RollbackError, SequenceError, StepError
+from hybridmem.memory.interface import OpenStep, Sequence
+from hybridmem.memory.kernels import Scoring
+from hybridmem.memory.layer_memories import LayerMemories, Place, PlaceKey, Places
+from hybridmem.memory.sequences.batch import TokenLists, output_rows
+from hybridmem.memory.specs import MemorySpec
+from hybridmem.memory.state.access import Recurrence, States
 
 Outputs = Literal["last", "all"]
 

@@ -6,13 +6,13 @@ The models, and what works on models of transformers, are imported when they are
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from models.loading.architectures import ARCHITECTURES, LanguageModel
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError
-from models.loading.folders import EMBEDDED
-from models.loading.load import from_transformers, load_model, plan_memory, weight_bytes
+from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.loading.folders import EMBEDDED
+from hybridmem.models.loading.load import from_transformers, load_model, plan_memory, weight_bytes
 
 if TYPE_CHECKING:
-    from models import (
+    from hybridmem.models import (
         bamba,
         bart,
         deepseek,
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
         t5,
         zamba2,
     )
-    from models.hf.attach import ATTACHABLE, Attached, attach
-    from models.hf.cache import HybridCache
+    from hybridmem.models.hf.attach import ATTACHABLE, Attached, attach
+    from hybridmem.models.hf.cache import HybridCache
 
 _OF_TRANSFORMERS = {"ATTACHABLE": "attach", "Attached": "attach", "HybridCache": "cache", "attach": "attach"}
 
@@ -74,9 +74,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _OF_TRANSFORMERS:
-        return getattr(import_module(f"models.hf.{_OF_TRANSFORMERS[name]}"), name)
+        return getattr(import_module(f"hybridmem.models.hf.{_OF_TRANSFORMERS[name]}"), name)
     if name in __all__:
-        return import_module(f"models.{name}")
+        return import_module(f"hybridmem.models.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

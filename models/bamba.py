@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memory import AttentionSpec
-from memory.recurrences import SSDShape
-from models.layers.attention import Attention, Rotary, head_dim_of, load_projections
-from models.layers.decoder import Block, Decoder, Mixer
-from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options, read_dt_limits
-from models.layers.mlp import GatedMLP
-from models.layers.norms import RMSNorm
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint
+from hybridmem.memory import AttentionSpec
+from hybridmem.memory.recurrences import SSDShape
+from hybridmem.models.layers.attention import Attention, Rotary, head_dim_of, load_projections
+from hybridmem.models.layers.decoder import Block, Decoder, Mixer
+from hybridmem.models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options, read_dt_limits
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import BambaConfig, PreTrainedConfig

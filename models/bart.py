@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, Step
-from memory.blocks.hints import refuse_attribute
-from memory.blocks.scoped import without_gradients
-from memory.interface import Encoded
-from memory.specs import LayerSpec
-from models.layers.attention import Attention, load_projections
-from models.layers.dry import joined
-from models.layers.linear import Linear
-from models.layers.mlp import MLP
-from models.layers.norms import LayerNorm
-from models.layers.vocabulary import HEAD, Embedding, Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, check_numbers
-from models.loading.load import on_step
+from hybridmem.memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, Step
+from hybridmem.memory.blocks.hints import refuse_attribute
+from hybridmem.memory.blocks.scoped import without_gradients
+from hybridmem.memory.interface import Encoded
+from hybridmem.memory.specs import LayerSpec
+from hybridmem.models.layers.attention import Attention, load_projections
+from hybridmem.models.layers.dry import joined
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.mlp import MLP
+from hybridmem.models.layers.norms import LayerNorm
+from hybridmem.models.layers.vocabulary import HEAD, Embedding, Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, check_numbers
+from hybridmem.models.loading.load import on_step
 
 if TYPE_CHECKING:
     from transformers import BartConfig

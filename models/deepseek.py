@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from models.layers.decoder import Block, Decoder, Function
-from models.layers.experts import (
+from hybridmem.models.layers.decoder import Block, Decoder, Function
+from hybridmem.models.layers.experts import (
     MixtureOfExperts,
     Route,
     check_groups,
@@ -21,12 +21,12 @@ from models.layers.experts import (
     sigmoid_then_choose,
     softmax_then_choose,
 )
-from models.layers.latent_attention import load_latent_attention, load_latent_rotary
-from models.layers.mlp import GatedMLP
-from models.layers.norms import RMSNorm
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError, require
+from hybridmem.models.layers.latent_attention import load_latent_attention, load_latent_rotary
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError, require
 
 if TYPE_CHECKING:
     from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig

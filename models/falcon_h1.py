@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memory.recurrences import SSDShape
-from models.bamba import load_attention, mamba2_options
-from models.layers.attention import Rotary, head_dim_of
-from models.layers.decoder import Block, Decoder, Parallel
-from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options
-from models.layers.mlp import GatedMLP
-from models.layers.norms import RMSNorm
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, check_numbers
+from hybridmem.memory.recurrences import SSDShape
+from hybridmem.models.bamba import load_attention, mamba2_options
+from hybridmem.models.layers.attention import Rotary, head_dim_of
+from hybridmem.models.layers.decoder import Block, Decoder, Parallel
+from hybridmem.models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, check_numbers
 
 if TYPE_CHECKING:
     from transformers import FalconH1Config

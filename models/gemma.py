@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec
-from models.layers.attention import Attention, Rotary, load_projections
-from models.layers.decoder import Block, Decoder, Function, Normed
-from models.layers.mlp import GatedMLP
-from models.layers.norms import RMSNorm, load_offset_norm
-from models.layers.vocabulary import Vocabulary
-from models.llama import window_of
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
+from hybridmem.memory import AttentionSpec
+from hybridmem.models.layers.attention import Attention, Rotary, load_projections
+from hybridmem.models.layers.decoder import Block, Decoder, Function, Normed
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.layers.norms import RMSNorm, load_offset_norm
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.llama import window_of
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
 
 if TYPE_CHECKING:
     from transformers import Gemma2Config, Gemma3TextConfig, PreTrainedConfig

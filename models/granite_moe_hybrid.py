@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from models.bamba import load_mixer
-from models.layers.attention import Rotary, head_dim_of
-from models.layers.decoder import Block, Decoder, Function
-from models.layers.experts import MixtureOfExperts, choose_then_softmax
-from models.layers.mlp import GatedMLP
-from models.layers.norms import RMSNorm
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
+from hybridmem.models.bamba import load_mixer
+from hybridmem.models.layers.attention import Rotary, head_dim_of
+from hybridmem.models.layers.decoder import Block, Decoder, Function
+from hybridmem.models.layers.experts import MixtureOfExperts, choose_then_softmax
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
 
 if TYPE_CHECKING:
     from transformers import GraniteMoeHybridConfig

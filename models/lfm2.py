@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec
-from models.layers.attention import Attention, Rotary, head_dim_of, load_projections
-from models.layers.decoder import Block, Decoder, Mixer
-from models.layers.experts import MixtureOfExperts, load_experts, sigmoid_then_choose
-from models.layers.mlp import GatedMLP
-from models.layers.norms import RMSNorm
-from models.layers.short_conv_mixer import ShortConvMixer
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.memory import AttentionSpec
+from hybridmem.models.layers.attention import Attention, Rotary, head_dim_of, load_projections
+from hybridmem.models.layers.decoder import Block, Decoder, Mixer
+from hybridmem.models.layers.experts import MixtureOfExperts, load_experts, sigmoid_then_choose
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.layers.short_conv_mixer import ShortConvMixer
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import Lfm2Config, Lfm2MoeConfig

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memory import AttentionSpec
-from models.layers.attention import Attention, Rotary, head_dim_of, load_projections
-from models.layers.decoder import Block, Decoder
-from models.layers.mlp import GatedMLP
-from models.layers.norms import RMSNorm
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.memory import AttentionSpec
+from hybridmem.models.layers.attention import Attention, Rotary, head_dim_of, load_projections
+from hybridmem.models.layers.decoder import Block, Decoder
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memory.recurrences import SSDShape
-from models.layers.decoder import Block, Decoder, Mixer
-from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options, MambaMixer, MambaShape, read_dt_limits
-from models.layers.norms import RMSNorm
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint
+from hybridmem.memory.recurrences import SSDShape
+from hybridmem.models.layers.decoder import Block, Decoder, Mixer
+from hybridmem.models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options, MambaMixer, MambaShape, read_dt_limits
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import Mamba2Config, MambaConfig

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memory import AttentionSpec
-from memory.recurrences import SSDShape
-from models.layers.attention import Attention, load_projections
-from models.layers.decoder import Block, Decoder, Function
-from models.layers.experts import MixtureOfExperts, check_groups, sigmoid_then_choose
-from models.layers.linear import Linear
-from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options
-from models.layers.mlp import MLP
-from models.layers.norms import RMSNorm
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError, require
+from hybridmem.memory import AttentionSpec
+from hybridmem.memory.recurrences import SSDShape
+from hybridmem.models.layers.attention import Attention, load_projections
+from hybridmem.models.layers.decoder import Block, Decoder, Function
+from hybridmem.models.layers.experts import MixtureOfExperts, check_groups, sigmoid_then_choose
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options
+from hybridmem.models.layers.mlp import MLP
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError, require
 
 if TYPE_CHECKING:
     from transformers import NemotronHConfig

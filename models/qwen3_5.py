@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from memory.recurrences import DeltaRuleShape
-from models.layers.delta_mixer import DeltaInputs
-from models.layers.mlp import GatedMLP
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint
-from models.qwen3_next import Qwen3Next, load_mixture
+from hybridmem.memory.recurrences import DeltaRuleShape
+from hybridmem.models.layers.delta_mixer import DeltaInputs
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.qwen3_next import Qwen3Next, load_mixture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from memory import AttentionSpec
-from memory.recurrences import DeltaRuleShape
-from models.layers.attention import Attention, Rotary, head_dim_of
-from models.layers.decoder import Block, Decoder, Mixer
-from models.layers.delta_mixer import DeltaInputs, DeltaMixer
-from models.layers.dry import joined
-from models.layers.experts import MixtureOfExperts, SharedExpert, load_experts, softmax_then_choose
-from models.layers.linear import Linear
-from models.layers.mlp import GatedMLP
-from models.layers.norms import RMSNorm, load_offset_norm
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.memory import AttentionSpec
+from hybridmem.memory.recurrences import DeltaRuleShape
+from hybridmem.models.layers.attention import Attention, Rotary, head_dim_of
+from hybridmem.models.layers.decoder import Block, Decoder, Mixer
+from hybridmem.models.layers.delta_mixer import DeltaInputs, DeltaMixer
+from hybridmem.models.layers.dry import joined
+from hybridmem.models.layers.experts import MixtureOfExperts, SharedExpert, load_experts, softmax_then_choose
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.layers.norms import RMSNorm, load_offset_norm
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import Qwen3NextConfig

@@ -8,18 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory import AttentionSpec, FormatError, Step
-from memory.recurrences import RGLRU, rg_lru_spec
-from models.layers.attention import Attention, Rotary, load_projections
-from models.layers.decoder import Block, Decoder, Mixer
-from models.layers.dry import joined
-from models.layers.linear import Linear
-from models.layers.mamba_mixers import load_conv
-from models.layers.mlp import GatedMLP
-from models.layers.norms import RMSNorm, load_offset_norm
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, check_numbers
+from hybridmem.memory import AttentionSpec, FormatError, Step
+from hybridmem.memory.recurrences import RGLRU, rg_lru_spec
+from hybridmem.models.layers.attention import Attention, Rotary, load_projections
+from hybridmem.models.layers.decoder import Block, Decoder, Mixer
+from hybridmem.models.layers.dry import joined
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.mamba_mixers import load_conv
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.layers.norms import RMSNorm, load_offset_norm
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, check_numbers
 
 if TYPE_CHECKING:
     from transformers import RecurrentGemmaConfig

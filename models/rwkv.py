@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memory import Step
-from memory.recurrences import RWKV4, rwkv4_spec
-from models.layers.decoder import Decoder
-from models.layers.linear import Linear
-from models.layers.norms import LayerNorm
-from models.layers.rwkv import ChannelMix, RWKVLayer, TokenMix, take_mixture
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint
+from hybridmem.memory import Step
+from hybridmem.memory.recurrences import RWKV4, rwkv4_spec
+from hybridmem.models.layers.decoder import Decoder
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.norms import LayerNorm
+from hybridmem.models.layers.rwkv import ChannelMix, RWKVLayer, TokenMix, take_mixture
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import RwkvConfig

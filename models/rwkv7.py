@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from memory import FormatError, Step
-from memory.recurrences import RWKV7, rwkv7_spec
-from models.layers.decoder import Decoder
-from models.layers.linear import Linear
-from models.layers.norms import LayerNorm
-from models.layers.rwkv import ChannelMix, RWKVLayer, TokenMix, take_mixture
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.memory import FormatError, Step
+from hybridmem.memory.recurrences import RWKV7, rwkv7_spec
+from hybridmem.models.layers.decoder import Decoder
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.norms import LayerNorm
+from hybridmem.models.layers.rwkv import ChannelMix, RWKVLayer, TokenMix, take_mixture
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
 _LOG_DECAY = -math.exp(-0.5)
 """Logarithm of the fastest decay."""

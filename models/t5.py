@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from memory import UNROTATED, AttentionSpec, CrossAttentionSpec, MemorySpec, Step
-from memory.blocks.hints import refuse_attribute
-from memory.blocks.scoped import without_gradients
-from memory.interface import Encoded
-from memory.specs import LayerSpec
-from models.bart import CrossAttention, read_token_ids
-from models.layers.decoder import Function
-from models.layers.linear import Linear
-from models.layers.mlp import MLP, GatedMLP
-from models.layers.norms import RMSNorm
-from models.layers.vocabulary import HEAD, Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, check_numbers
-from models.loading.load import on_step
+from hybridmem.memory import UNROTATED, AttentionSpec, CrossAttentionSpec, MemorySpec, Step
+from hybridmem.memory.blocks.hints import refuse_attribute
+from hybridmem.memory.blocks.scoped import without_gradients
+from hybridmem.memory.interface import Encoded
+from hybridmem.memory.specs import LayerSpec
+from hybridmem.models.bart import CrossAttention, read_token_ids
+from hybridmem.models.layers.decoder import Function
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.mlp import MLP, GatedMLP
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.layers.vocabulary import HEAD, Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, check_numbers
+from hybridmem.models.loading.load import on_step
 
 if TYPE_CHECKING:
     from transformers import T5Config

@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, Step
-from memory.recurrences import SSDShape
-from memory.specs import LayerSpec
-from models.layers.attention import Attention, Rotary, load_projections
-from models.layers.decoder import Block, Decoder, Function, Layer, Mixer
-from models.layers.linear import Linear, activation_by
-from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options
-from models.layers.norms import RMSNorm
-from models.layers.vocabulary import Vocabulary
-from models.loading.architectures import register
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError, require
+from hybridmem.memory import AttentionSpec, Step
+from hybridmem.memory.recurrences import SSDShape
+from hybridmem.memory.specs import LayerSpec
+from hybridmem.models.layers.attention import Attention, Rotary, load_projections
+from hybridmem.models.layers.decoder import Block, Decoder, Function, Layer, Mixer
+from hybridmem.models.layers.linear import Linear, activation_by
+from hybridmem.models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError, require
 
 if TYPE_CHECKING:
     from transformers import Zamba2Config

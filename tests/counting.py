@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from memory import CapacityError
+from hybridmem.memory import CapacityError
 
 
 class Calls:

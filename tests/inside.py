@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from memory import HybridMemory, Sequence
-from memory.blocks.arena import Arena
-from memory.blocks.store import Store
-from memory.prefix import PrefixCache
-from memory.sequences.ledger import Ledger
-from memory.storage.checksums import digest_of
+from hybridmem.memory import HybridMemory, Sequence
+from hybridmem.memory.blocks.arena import Arena
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.sequences.ledger import Ledger
+from hybridmem.memory.storage.checksums import digest_of
 
 
 def forged_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:

@@ -23,7 +23,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-REGION = tuple(str(ROOT / package) + os.sep for package in ("memory", "models", "chat"))
+REGION = tuple(str(ROOT / "hybridmem" / package) + os.sep for package in ("memory", "models", "chat"))
 TRIES_ALL = os.environ.get("INTERRUPTS") == "all"
 
 
@@ -152,7 +152,7 @@ def try_places(
 
 
 def _edges(places: list[Place], files: tuple[str, ...]) -> list[Place]:
-    names = [str(ROOT / file) for file in files]
+    names = [str(ROOT / "hybridmem" / file) for file in files]
     found: dict[CodeType, list[Place]] = {}
     for place in places:
         if place[0].co_filename in names:

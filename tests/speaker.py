@@ -9,11 +9,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from chat.prompts import Tokenizer, load_tokenizer
-from memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor, Step
-from memory.recurrences import Fold
-from memory.testing.toys import average, project
-from models import EMBEDDED
+from hybridmem.chat.prompts import Tokenizer, load_tokenizer
+from hybridmem.memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor, Step
+from hybridmem.memory.recurrences import Fold
+from hybridmem.memory.testing.toys import average, project
+from hybridmem.models import EMBEDDED
 
 _STATE = (StateTensor("mean", (8,)), StateTensor("highest", (8,), initial=-3.0))
 

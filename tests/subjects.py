@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence
-from memory.eviction import Budget, EvictionPolicy, Quest
-from memory.quantization import Storage
-from memory.recurrences import FAMILIES
-from memory.testing.subjects import POLICIES, STORAGES
-from models import LanguageModel, load_model
+from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, Sequence
+from hybridmem.memory.eviction import Budget, EvictionPolicy, Quest
+from hybridmem.memory.quantization import Storage
+from hybridmem.memory.recurrences import FAMILIES
+from hybridmem.memory.testing.subjects import POLICIES, STORAGES
+from hybridmem.models import LanguageModel, load_model
 from tests.models import checkpoints
 from tests.tolerances import TOLERANCE
 from tests.toy import HOST, FamilyToy, Toy

@@ -12,8 +12,8 @@ import pytest
 
 from fuzzing.running import draw, judge
 from fuzzing.targets import TARGETS, make_target
-from memory.errors import FormatError, SpecError
-from models.loading.gguf.header import check_header
+from hybridmem.memory.errors import FormatError, SpecError
+from hybridmem.models.loading.gguf.header import check_header
 
 N_INPUTS = int(os.environ.get("FUZZING", "12"))
 SLOW = {"chat", "tokenizer"}

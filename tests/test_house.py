@@ -12,8 +12,8 @@ from pathlib import Path
 import grimp
 import pytest
 
-from memory import HybridMemory
-from memory.interface import LayerMemory
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.interface import LayerMemory
 
 ROOT = Path(__file__).parent.parent
 MOST_FLAT = {"memory": 16, "models": 20, "chat": 5, "cluster": 5}
@@ -40,7 +40,7 @@ def test_lines_end_before_column_120() -> None:
 
 def test_the_contract_has_eleven_layers_and_counts_imports_for_types() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    contract = text[text.index('containers = ["memory"]') :]
+    contract = text[text.index('containers = ["hybridmem.memory"]') :]
     layers = re.findall(r'^    "(.+)",$', contract[: contract.index("]\n", contract.index("layers = "))], re.MULTILINE)
     assert len(layers) == 11 and "exclude_type_checking_imports = false" in text
 

@@ -14,11 +14,15 @@ from tests.models.gguf_files import write_gguf
 FRAMEWORKS = {"fastapi", "matplotlib", "numba", "openai", "pandas", "transformers", "uvicorn"}
 MODELING = "transformers.modeling_utils"
 STARTS = {
-    "import memory": FRAMEWORKS | {"rich", "safetensors", "triton.language", "typer"},
-    "import models": FRAMEWORKS,
-    "import sys; sys.argv[1:] = ['--help']; from chat.cli import main; main()": FRAMEWORKS | {"torch", "memory"},
-    "import sys; sys.argv[1:] = ['plan', '--model', 'embedded']; from chat.cli import main; main()": {"torch._dynamo"},
-    "from chat.engine.engine import Engine\nfrom chat.prompts import load_tokenizer\nfrom models import load_model\n"
+    "from hybridmem import HybridMemory": FRAMEWORKS | {"rich", "safetensors", "triton.language", "typer"},
+    "from hybridmem import models": FRAMEWORKS,
+    "import sys; sys.argv[1:] = ['--help']; from hybridmem.chat.cli import main; main()": FRAMEWORKS
+    | {"torch", "hybridmem.memory"},
+    "import sys; sys.argv[1:] = ['plan', '--model', 'embedded']; from hybridmem.chat.cli import main; main()": {
+        "torch._dynamo"
+    },
+    "from hybridmem.chat.engine.engine import Engine\nfrom hybridmem.chat.prompts import load_tokenizer\n"
+    "from hybridmem import load_model\n"
     "load_model('embedded'), load_tokenizer('embedded')": {MODELING, "torch._dynamo", "matplotlib", "fastapi"},
 }
 """Program -> modules that it does not import."""
@@ -37,9 +41,9 @@ def imported_by(program: str, *arguments: str) -> list[str]:
 
 USES_GGUF = """
 from typer.testing import CliRunner
-from chat.cli import app
-from memory import HybridMemory
-from models import load_model
+from hybridmem.chat.cli import app
+from hybridmem.memory import HybridMemory
+from hybridmem.models import load_model
 for path in sys.argv[1:]:
     for command in "inspect", "plan --context 1k --model":
         result = CliRunner().invoke(app, [*command.split(), path])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from memory import HybridMemory, HybridMemoryError
+from hybridmem.memory import HybridMemory, HybridMemoryError
 
 Row = tuple[str, str, str]
 """A statement, and two words of its error: the value that was wrong, and what to do instead."""

@@ -12,9 +12,9 @@ import numba
 import pytest
 import torch
 
-from chat.prompts import Tokenizer, find_stop_ids, load_tokenizer
-from chat.server import ServerOptions
-from models import EMBEDDED, LanguageModel, load_model
+from hybridmem.chat.prompts import Tokenizer, find_stop_ids, load_tokenizer
+from hybridmem.chat.server import ServerOptions
+from hybridmem.models import EMBEDDED, LanguageModel, load_model
 from tests_browser.servers import LONGEST_REPLY, Served, Slowed, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the extra 'browser' is not installed")

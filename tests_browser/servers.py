@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from chat.decoding.sampling import Sampling
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions, bind, make_app
-from chat.server.listening import Server, url_of
-from chat.server.memory_view.events import MemoryView
-from memory import HybridMemory, Step
-from memory.prefix import PrefixCache
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions, bind, make_app
+from hybridmem.chat.server.listening import Server, url_of
+from hybridmem.chat.server.memory_view.events import MemoryView
+from hybridmem.memory import HybridMemory, Step
+from hybridmem.memory.prefix import PrefixCache
 
 PATIENCE_SECONDS = 120.0
 MODEL = "embedded"

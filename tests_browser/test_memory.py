@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.page import large_snapshots
-from chat.server.memory_view.snapshot import MOST_SEQUENCES
+from hybridmem.chat.server.memory_view.snapshot import MOST_SEQUENCES
 from tests_browser.conftest import PHONE, MakePage
 from tests_browser.servers import Served, Slowed, serving
 from tests_browser.talking import expect, say

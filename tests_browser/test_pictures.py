@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions
 from tests_browser.conftest import PHONE, WIDE, MakePage, settings
 from tests_browser.servers import Served, Slowed, serving
 from tests_browser.talking import act, bubbles, expect, last_reply, say, settled

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions
 from tests_browser.conftest import MakePage, settings
 from tests_browser.servers import LONGEST_REPLY, Served, Slowed, folder_for, serving
 from tests_browser.talking import act, bubbles, expect, last_reply, say, settled, tree_items

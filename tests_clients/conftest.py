@@ -48,7 +48,16 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     python = os.environ.get("HYBRID_MEMORY_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
     folder = tmp_path_factory.mktemp("server")
     log = (folder / "log.txt").open("w+")
-    command = [python, "-c", "from chat.cli import main; main()", "serve", "--model", "embedded", "--port", "0"]
+    command = [
+        python,
+        "-c",
+        "from hybridmem.chat.cli import main; main()",
+        "serve",
+        "--model",
+        "embedded",
+        "--port",
+        "0",
+    ]
     command += ["--sessions", str(folder / "sessions")]
     server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     try:

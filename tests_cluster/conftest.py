@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.commands.serve import fleet
+from hybridmem.cluster.commands.serve import fleet
 from tests_cluster.fleets import fleet_options, free_port
 from tests_cluster.stores import Bucket, Folder, TestedStore
 

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 from openai import OpenAI
 
-from chat.commands.fleet import FLEET
-from chat.commands.serve_options import SERVE
-from cluster.serving.fleet_options import FleetOptions
+from hybridmem.chat.commands.fleet import FLEET
+from hybridmem.chat.commands.serve_options import SERVE
+from hybridmem.cluster.serving.fleet_options import FleetOptions
 
 RESUMES = {"session", "prefix"}
 PATIENCE_SECONDS = 240.0

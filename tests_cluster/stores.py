@@ -11,7 +11,7 @@ from typing import Protocol
 
 from moto.server import ThreadedMotoServer
 
-from cluster.store.place import Place
+from hybridmem.cluster.store.place import Place
 
 BUCKET = "sessions"
 

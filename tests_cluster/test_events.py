@@ -11,11 +11,11 @@ import msgpack
 import pytest
 import zmq
 
-from cluster.events.publisher import EventOptions, EventPublisher
-from memory import HybridMemory
-from memory.prefix import PrefixCache
-from memory.prefix.digests import Resumable
-from models import LanguageModel, load_model
+from hybridmem.cluster.events.publisher import EventOptions, EventPublisher
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.prefix.digests import Resumable
+from hybridmem.models import LanguageModel, load_model
 from tests_cluster.fleets import free_port
 
 BLOCK = 32

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from chat.commands.fleet import FLEET
-from chat.commands.option_table import Chosen
-from chat.commands.serve_options import SERVE
-from cluster.commands.serve import shared_sessions
+from hybridmem.chat.commands.fleet import FLEET
+from hybridmem.chat.commands.option_table import Chosen
+from hybridmem.chat.commands.serve_options import SERVE
+from hybridmem.cluster.commands.serve import shared_sessions
 from tests_cluster.fleets import PATIENCE_SECONDS, replicas_of
 
 JSON = {"Content-Type": "application/json", "Authorization": "Bearer a key"}

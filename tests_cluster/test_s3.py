@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from cluster.store.leases import Leases, Stand
-from cluster.store.place import Place
-from cluster.store.sequences import Quota, SequenceStore, Subplace
-from memory import HybridMemory
-from models import load_model
+from hybridmem.cluster.store.leases import Leases, Stand
+from hybridmem.cluster.store.place import Place
+from hybridmem.cluster.store.sequences import Quota, SequenceStore, Subplace
+from hybridmem.memory import HybridMemory
+from hybridmem.models import load_model
 from tests_cluster.stores import Bucket
 
 

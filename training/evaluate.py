@@ -18,11 +18,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from chat.prompts import Tokenizer, load_tokenizer
-from chat.simulation.dialogues import NAMED, NOTED, UNKNOWN, Turn, make_dialogue, messages, small_talk
-from memory import HybridMemory
-from models import LanguageModel, load_model
-from models.loading.folders import find_folder
+from hybridmem.chat.prompts import Tokenizer, load_tokenizer
+from hybridmem.chat.simulation.dialogues import NAMED, NOTED, UNKNOWN, Turn, make_dialogue, messages, small_talk
+from hybridmem.memory import HybridMemory
+from hybridmem.models import LanguageModel, load_model
+from hybridmem.models.loading.folders import find_folder
 from training.facts import AGE, COMES, IS_CALLED, LIVES, Fact, choose_fact, named, valued
 from training.words import REAL, Words
 

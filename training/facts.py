@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from chat.simulation.dialogues import NAMED, NOTED, UNKNOWN, Turn, is_held_out, small_talk
+from hybridmem.chat.simulation.dialogues import NAMED, NOTED, UNKNOWN, Turn, is_held_out, small_talk
 from training.words import Kind, Words
 
 _OTHERS_NAMED = tuple(

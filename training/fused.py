@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import JambaForCausalLM
 
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
-from memory.kernels.cpu.vector_math import _bits_from_float, exp_f32, float_from_bits, softplus_f32
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
+from hybridmem.memory.kernels.cpu.vector_math import _bits_from_float, exp_f32, float_from_bits, softplus_f32
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 

@@ -21,9 +21,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import JambaConfig, JambaForCausalLM, PreTrainedTokenizerFast
 
-from chat.prompts import load_tokenizer
-from chat.simulation.dialogues import Turn, make_dialogue, messages
-from models import load_model
+from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.chat.simulation.dialogues import Turn, make_dialogue, messages
+from hybridmem.models import load_model
 from training.evaluate import evaluate
 from training.facts import make_echo_dialogue, make_facts_dialogue
 from training.fused import loss_of

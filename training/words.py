@@ -10,7 +10,7 @@ import random
 import zlib
 from collections.abc import Callable
 
-from chat.simulation.dialogues import TOPICS
+from hybridmem.chat.simulation.dialogues import TOPICS
 
 Kind = str
 """What a word is the value of: "name", "city", "colour" or "number"."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import JambaConfig, LlamaConfig, Mamba2Config, PreTrainedConfig
 
-from memory.testing.adapter import AbsentError, Adapter, Agreement, Logits, RefusedError
+from hybridmem.memory.testing.adapter import AbsentError, Adapter, Agreement, Logits, RefusedError
 
 _MOST_SEQUENCES, _CONTEXT = 32, 8192
 _COMMON: dict[str, Any] = {"vocab_size": 160, "hidden_size": 64, "tie_word_embeddings": True}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from memory.testing.adapter import Adapter, Agreement, Handle, InjectedError, Logits, RefusedError
+from hybridmem.memory.testing.adapter import Adapter, Agreement, Handle, InjectedError, Logits, RefusedError
 from tests.models.families import CONFIGS
 
 

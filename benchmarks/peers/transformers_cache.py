@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from memory.testing.adapter import AbsentError, Adapter, Agreement, Handle, InjectedError, Logits, RefusedError
+from hybridmem.memory.testing.adapter import (
+    AbsentError,
+    Adapter,
+    Agreement,
+    Handle,
+    InjectedError,
+    Logits,
+    RefusedError,
+)
 from tests.models.hf_models import hf_model
 
 _CACHE_PARAMS = ("mamba", "mamba2")

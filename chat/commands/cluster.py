@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from chat.commands.fleet import find_cluster
-from chat.commands.start import one_line_errors
+from hybridmem.chat.commands.fleet import find_cluster
+from hybridmem.chat.commands.start import one_line_errors
 
 File = Annotated[
     Path, typer.Argument(help="YAML: options of `serve` by name, and Ray's `address`", metavar="CONFIG.yaml")

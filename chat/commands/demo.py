@@ -9,13 +9,22 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from chat.engine.engine import Engine, EngineStats
-from chat.prompts import Tokenizer
-from chat.session.conversation import Answer, Conversation, OnWord, Player
-from chat.simulation.dialogues import NAMED, TOPICS, Turn, choose_value, make_dialogue, question, small_talk, statement
-from memory import FormatError, HybridMemory, SpecError
-from memory.views.usage import Usage
-from models import LanguageModel
+from hybridmem.chat.engine.engine import Engine, EngineStats
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.session.conversation import Answer, Conversation, OnWord, Player
+from hybridmem.chat.simulation.dialogues import (
+    NAMED,
+    TOPICS,
+    Turn,
+    choose_value,
+    make_dialogue,
+    question,
+    small_talk,
+    statement,
+)
+from hybridmem.memory import FormatError, HybridMemory, SpecError
+from hybridmem.memory.views.usage import Usage
+from hybridmem.models import LanguageModel
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from chat.commands.option_table import Chosen, Option
+from hybridmem.chat.commands.option_table import Chosen, Option
 
 ROUTERS = ("resumable", "consistent-hash", "round-robin", "load")
 
@@ -48,7 +48,7 @@ def is_fleet(chosen: Chosen) -> bool:
 
     Raises SpecError for an option of a fleet that would have no effect.
     """
-    from memory import SpecError
+    from hybridmem.memory import SpecError
 
     if chosen["replicas"] > 1 or (chosen["max_replicas"] or 1) > 1:
         return True
@@ -60,11 +60,11 @@ def is_fleet(chosen: Chosen) -> bool:
 
 def find_cluster(module: str) -> Any:
     """Return a module of the package `cluster`. Raises SpecError, naming what to install, if a package is missing."""
-    from memory import SpecError
+    from hybridmem.memory import SpecError
 
     if missing := [package for name, package in _NEEDED.items() if find_spec(name) is None]:
         raise SpecError(f"several replicas need {', '.join(missing)}; install it with: {_REMEDY}")
-    return import_module(f"cluster.{module}")
+    return import_module(f"hybridmem.cluster.{module}")
 
 
 def run_fleet(chosen: Chosen) -> None:

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from chat.commands.inspection import Finding
+    from hybridmem.chat.commands.inspection import Finding
 
 
 def inspect(
@@ -24,8 +24,8 @@ def inspect(
 
     Nothing is loaded or changed.
     """
-    from chat.commands.inspection import inspect_path
-    from chat.console import make_console
+    from hybridmem.chat.commands.inspection import inspect_path
+    from hybridmem.chat.console import make_console
 
     finding = inspect_path(file)
     if is_json:
@@ -42,8 +42,8 @@ def _show(console: Console, finding: Finding) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from chat.console import harmless
-    from memory.views.text_tables import format_bytes
+    from hybridmem.chat.console import harmless
+    from hybridmem.memory.views.text_tables import format_bytes
 
     def text(value: object) -> Text:
         return Text(harmless(value if isinstance(value, str) else json.dumps(value)))

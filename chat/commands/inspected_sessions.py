@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from chat.commands.inspected_trees import Branch
-from chat.stored.database import FILE, VERSION
-from chat.stored.items import text_of
-from chat.stored.nodes import Node, join_tokens
-from chat.stored.rows import read_node
-from memory import FormatError
-from memory.blocks.arrays import Int64s
+from hybridmem.chat.commands.inspected_trees import Branch
+from hybridmem.chat.stored.database import FILE, VERSION
+from hybridmem.chat.stored.items import text_of
+from hybridmem.chat.stored.nodes import Node, join_tokens
+from hybridmem.chat.stored.rows import read_node
+from hybridmem.memory import FormatError
+from hybridmem.memory.blocks.arrays import Int64s
 
 _MOST_BRANCHES = 200
 _MOST_FAULTS = 20

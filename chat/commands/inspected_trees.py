@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from memory.blocks.arrays import EMPTY
-from memory.storage.family_files import SavedFamily
+from hybridmem.memory.blocks.arrays import EMPTY
+from hybridmem.memory.storage.family_files import SavedFamily
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from chat.commands.inspected_sessions import read_sessions
-from chat.commands.inspected_trees import Branch, branches_of, members_of, prefixes_in
-from chat.session.saved import SESSION_FILE, read_about
-from chat.stored.database import FILE, PREFIXES
-from memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, RecurrentSpec
-from memory.storage.family_files import read_family
-from memory.storage.folders import CHECKPOINTS_FILE
-from memory.storage.reading import read_snapshot
-from models.loading.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
-from models.loading.dry import DryCheckpoint, find_files
-from models.loading.folders import read_config
-from models.loading.gguf import GgufFile, is_gguf, read_gguf_config
-from models.loading.load import build, dry_model, weight_bytes
-from models.loading.quantised_checkpoints import find_coding
-from models.loading.weight_formats import WeightFormat
+from hybridmem.chat.commands.inspected_sessions import read_sessions
+from hybridmem.chat.commands.inspected_trees import Branch, branches_of, members_of, prefixes_in
+from hybridmem.chat.session.saved import SESSION_FILE, read_about
+from hybridmem.chat.stored.database import FILE, PREFIXES
+from hybridmem.memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, RecurrentSpec
+from hybridmem.memory.storage.family_files import read_family
+from hybridmem.memory.storage.folders import CHECKPOINTS_FILE
+from hybridmem.memory.storage.reading import read_snapshot
+from hybridmem.models.loading.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
+from hybridmem.models.loading.dry import DryCheckpoint, find_files
+from hybridmem.models.loading.folders import read_config
+from hybridmem.models.loading.gguf import GgufFile, is_gguf, read_gguf_config
+from hybridmem.models.loading.load import build, dry_model, weight_bytes
+from hybridmem.models.loading.quantised_checkpoints import find_coding
+from hybridmem.models.loading.weight_formats import WeightFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

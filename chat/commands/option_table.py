@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from chat.commands.toml_files import read_tables, read_toml
+from hybridmem.chat.commands.toml_files import read_tables, read_toml
 
 ENVIRONMENT = "HYBRID_MEMORY_"
 _OTHER_VARIABLES = ("HYBRID_MEMORY_CACHE", "HYBRID_MEMORY_CONFIG", "HYBRID_MEMORY_KERNELS")
@@ -173,8 +173,8 @@ class Chosen(Mapping[str, Any]):
 
 def read_bytes(row: Option, text: str) -> int:
     """Return a number of bytes. Raises SpecError, naming the option."""
-    from memory import SpecError
-    from memory.blocks.arena import read_budget
+    from hybridmem.memory import SpecError
+    from hybridmem.memory.blocks.arena import read_budget
 
     try:
         return read_budget(text)

@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-    from models import LanguageModel
-    from models.loading.weight_formats import WeightFormat
+    from hybridmem.models import LanguageModel
+    from hybridmem.models.loading.weight_formats import WeightFormat
 
 Option = typer.Option
 
@@ -49,12 +49,12 @@ def plan(
     """
     from dataclasses import replace
 
-    from chat.console import make_console
-    from chat.planning.quantities import read_share, read_tokens
-    from chat.planning.report import Question, make_report
-    from chat.planning.view import print_plan
-    from memory.blocks.arena import read_budget
-    from models import weight_bytes
+    from hybridmem.chat.console import make_console
+    from hybridmem.chat.planning.quantities import read_share, read_tokens
+    from hybridmem.chat.planning.report import Question, make_report
+    from hybridmem.chat.planning.view import print_plan
+    from hybridmem.memory.blocks.arena import read_budget
+    from hybridmem.models import weight_bytes
 
     is_counted = weights != "none"
     language_model, architecture = _read_model(model, dtype, weights if is_counted else "auto")
@@ -75,9 +75,9 @@ def plan(
 
 def _read_model(model: str, dtype: str, weights: str) -> tuple[LanguageModel, str]:
     """Read a model without its weights, and its architecture; what the files hold decides which heads are tied."""
-    from models.loading.dry import find_files
-    from models.loading.folders import find_config, read_config
-    from models.loading.load import dry_model
+    from hybridmem.models.loading.dry import find_files
+    from hybridmem.models.loading.folders import find_config, read_config
+    from hybridmem.models.loading.load import dry_model
 
     place = find_config(model)
     config, _ = read_config(place)
@@ -88,7 +88,7 @@ def _read_model(model: str, dtype: str, weights: str) -> tuple[LanguageModel, st
 def _read_device(device: str) -> torch.device:
     import torch
 
-    from memory import SpecError
+    from hybridmem.memory import SpecError
 
     try:
         return torch.device(device)
@@ -99,7 +99,7 @@ def _read_device(device: str) -> torch.device:
 def _read_state_dtype(text: str) -> torch.dtype | None:
     import torch
 
-    from memory import SpecError
+    from hybridmem.memory import SpecError
 
     names = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if text not in names:

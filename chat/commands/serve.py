@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from chat.commands.fleet import FLEET, is_fleet, run_fleet
-from chat.commands.option_table import Chosen, command_of
-from chat.commands.serve_options import SERVE
-from chat.commands.start import find_extra, load, name_of, one_line_errors
+from hybridmem.chat.commands.fleet import FLEET, is_fleet, run_fleet
+from hybridmem.chat.commands.option_table import Chosen, command_of
+from hybridmem.chat.commands.serve_options import SERVE
+from hybridmem.chat.commands.start import find_extra, load, name_of, one_line_errors
 
 if TYPE_CHECKING:
-    from chat.engine.engine import Engine
-    from chat.prompts import Tokenizer
-    from chat.server import ServerOptions
+    from hybridmem.chat.engine.engine import Engine
+    from hybridmem.chat.prompts import Tokenizer
+    from hybridmem.chat.server import ServerOptions
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     Args:
         keeps_prefixes: for its next start, in a folder; replicas share a store instead.
     """
-    from chat.commands.serving import find_places, make_engine, memory_options
-    from chat.commands.threads import set_threads
-    from chat.engine.drafting import Speculation
-    from chat.server import ServerOptions
-    from chat.server.embedding import find_pooling
-    from memory import HybridMemory
-    from memory.prefix import PrefixCache
-    from models.loading.folders import find_folder
+    from hybridmem.chat.commands.serving import find_places, make_engine, memory_options
+    from hybridmem.chat.commands.threads import set_threads
+    from hybridmem.chat.engine.drafting import Speculation
+    from hybridmem.chat.server import ServerOptions
+    from hybridmem.chat.server.embedding import find_pooling
+    from hybridmem.memory import HybridMemory
+    from hybridmem.memory.prefix import PrefixCache
+    from hybridmem.models.loading.folders import find_folder
 
     places = find_places(chosen, memory_options(chosen))
     places = places if keeps_prefixes else replace(places, prefixes=None, save_seconds=None)
@@ -63,8 +63,8 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
 def run_server(chosen: Chosen) -> None:
     """Answer OpenAI's clients: /v1/chat/completions and /v1/completions, /v1/models, /health and /metrics."""
     find_extra("fastapi", "prometheus_client", "uvicorn")
-    from chat.commands.serving import find_places, memory_options
-    from chat.server import ServerOptions, bind, make_app, run
+    from hybridmem.chat.commands.serving import find_places, memory_options
+    from hybridmem.chat.server import ServerOptions, bind, make_app, run
 
     find_places(chosen, memory_options(chosen))  # what is wrong is said before a port is taken
     has_key = bool(ServerOptions(**chosen.arguments_of("server")).all_keys)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chat.commands.option_table import Option
+from hybridmem.chat.commands.option_table import Option
 
 SERVE: tuple[Option, ...] = (
     # the model and its memory

@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chat.commands.option_table import Chosen
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions
-from chat.stored.database import PREFIXES
-from memory import FormatError, HybridMemory, MismatchError, SpecError
-from memory.prefix import PrefixCache
-from memory.storage.files import check_url, is_local, list_names
-from memory.storage.folders import CHECKPOINTS_FILE
-from models import LanguageModel
+from hybridmem.chat.commands.option_table import Chosen
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions
+from hybridmem.chat.stored.database import PREFIXES
+from hybridmem.memory import FormatError, HybridMemory, MismatchError, SpecError
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.storage.files import check_url, is_local, list_names
+from hybridmem.memory.storage.folders import CHECKPOINTS_FILE
+from hybridmem.models import LanguageModel
 
 _BUDGET, _DEMO_BUDGET = "1GiB", "8MiB"
 _PREFIX_BYTES = "8GiB"

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 if TYPE_CHECKING:
-    from chat.simulation.agents import AgentHabits
-    from chat.simulation.report import Report
-    from chat.simulation.simulation import Setup
-    from chat.simulation.workload import Habits, Workload
-    from memory import MemorySpec
-    from models.loading.weight_formats import WeightFormat
+    from hybridmem.chat.simulation.agents import AgentHabits
+    from hybridmem.chat.simulation.report import Report
+    from hybridmem.chat.simulation.simulation import Setup
+    from hybridmem.chat.simulation.workload import Habits, Workload
+    from hybridmem.memory import MemorySpec
+    from hybridmem.models.loading.weight_formats import WeightFormat
 
 _RUNNING, _DRY_RUNNING = 64, 512
 _STEP_TOKENS, _DRY_STEP_TOKENS = 256, 4096
@@ -113,7 +113,7 @@ def _simulate_fleet(context: typer.Context) -> None:
     """Simulate a fleet by the options that were given. Raises SpecError for one that a fleet does not have."""
     from importlib import import_module
 
-    from memory import SpecError
+    from hybridmem.memory import SpecError
 
     both = {*_OF_FLEETS, "users", "fleet", "model", "dtype", "budget", "grid_tokens", "seed", "json_file"}
     given = {
@@ -127,12 +127,12 @@ def _simulate_fleet(context: typer.Context) -> None:
     numbers |= {name: context.params[name] for name in ("budget", "grid_tokens", "seed")}
     numbers |= {field: given[name] for name, field in _OF_FLEETS.items() if name in given}
     spec = _read_spec(context.params["model"], context.params["dtype"])
-    import_module("cluster.commands.fleet").run_simulation(numbers, spec, context.params["json_file"])
+    import_module("hybridmem.cluster.commands.fleet").run_simulation(numbers, spec, context.params["json_file"])
 
 
 def _read_spec(model: str, dtype: str) -> MemorySpec:
-    from models import plan_memory
-    from models.loading.folders import find_folder, read_config
+    from hybridmem.models import plan_memory
+    from hybridmem.models.loading.folders import find_folder, read_config
 
     config, _ = read_config(find_folder(model))
     return plan_memory(config, config.architectures[0], dtype=dtype)
@@ -152,9 +152,9 @@ def _find_habits(
     Args:
         both, chats: options of both workloads, None where they are not given, and of chats alone.
     """
-    from chat.simulation.agents import AgentHabits
-    from chat.simulation.workload import Habits
-    from memory import SpecError
+    from hybridmem.chat.simulation.agents import AgentHabits
+    from hybridmem.chat.simulation.workload import Habits
+    from hybridmem.memory import SpecError
 
     def named(*names: str) -> dict[str, Any]:
         return {name: value for name, value in zip(names, both, strict=True) if value is not None}
@@ -176,9 +176,9 @@ def _find_workload(
     habits: Habits | AgentHabits, seed: int, trace: Path | None, save_trace: Path | None
 ) -> tuple[Workload, dict[str, object]]:
     """Return the workload, and its description for the report."""
-    from chat.simulation.agents import AgentHabits, AgentWorkload
-    from chat.simulation.traces import read_trace, write_trace
-    from chat.simulation.workload import make_workload
+    from hybridmem.chat.simulation.agents import AgentHabits, AgentWorkload
+    from hybridmem.chat.simulation.traces import read_trace, write_trace
+    from hybridmem.chat.simulation.workload import make_workload
 
     if trace is not None:
         workload: Workload = read_trace(trace)
@@ -194,8 +194,8 @@ def _find_workload(
 
 def _check_outputs(alone: str, plots: Path | None) -> None:
     """Refuse now the options that could only be refused after the simulation."""
-    from memory import SpecError
-    from memory.pictures.canvas import need_matplotlib
+    from hybridmem.memory import SpecError
+    from hybridmem.memory.pictures.canvas import need_matplotlib
 
     if alone not in ("wrong", "all", "none"):
         raise SpecError(f'--alone {alone}; choose "wrong", "all" or "none"')
@@ -204,7 +204,7 @@ def _check_outputs(alone: str, plots: Path | None) -> None:
 
 
 def _read_speed(speed: str) -> float | None:
-    from memory import SpecError
+    from hybridmem.memory import SpecError
 
     if speed == "max":
         return None
@@ -223,11 +223,11 @@ def _make_setup(
     """Return the model, memory and engine of the users. A dry run reads config and tokenizer, but no weights."""
     import torch
 
-    from chat.prompts import load_tokenizer
-    from chat.simulation.simulation import Setup
-    from memory import FormatError, SpecError
-    from models import load_model, plan_memory
-    from models.loading.folders import find_folder, read_config
+    from hybridmem.chat.prompts import load_tokenizer
+    from hybridmem.chat.simulation.simulation import Setup
+    from hybridmem.memory import FormatError, SpecError
+    from hybridmem.models import load_model, plan_memory
+    from hybridmem.models.loading.folders import find_folder, read_config
 
     folder = find_folder(model)
     if not is_dry:
@@ -249,10 +249,10 @@ def _make_setup(
 
 
 def _play(setup: Setup, workload: Workload, about: dict[str, object], *, alone: str, is_quiet: bool) -> Report:
-    from chat.console import make_console
-    from chat.simulation.alone import compare_alone
-    from chat.simulation.simulation import simulate as play
-    from chat.simulation.view import live_dashboard, print_summary
+    from hybridmem.chat.console import make_console
+    from hybridmem.chat.simulation.alone import compare_alone
+    from hybridmem.chat.simulation.simulation import simulate as play
+    from hybridmem.chat.simulation.view import live_dashboard, print_summary
 
     console = make_console()
     with live_dashboard(console, is_shown=not is_quiet) as on_step:
@@ -265,7 +265,7 @@ def _play(setup: Setup, workload: Workload, about: dict[str, object], *, alone: 
 
 def _finish(report: Report, json_file: Path | None, plots: Path | None) -> None:
     """Write what the options ask for. Raises typer.Exit if the report is not good."""
-    from chat.simulation.plots import write_plots
+    from hybridmem.chat.simulation.plots import write_plots
 
     if json_file is not None:
         with _writing(json_file):
@@ -279,7 +279,7 @@ def _finish(report: Report, json_file: Path | None, plots: Path | None) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    from memory import SpecError
+    from hybridmem.memory import SpecError
 
     try:
         yield

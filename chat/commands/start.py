@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, cast
 import typer
 
 if TYPE_CHECKING:
-    from chat.prompts import Tokenizer
-    from models import LanguageModel
-    from models.loading.weight_formats import WeightFormat
+    from hybridmem.chat.prompts import Tokenizer
+    from hybridmem.models import LanguageModel
+    from hybridmem.models.loading.weight_formats import WeightFormat
 
 ABOUT_EMBEDDED = (
     "The embedded model is tiny, and talks about nothing but what you tell it: names, cities, colours and numbers, "
@@ -25,9 +25,9 @@ ABOUT_EMBEDDED = (
 
 def load(model: str, device: str, dtype: str, weights: str) -> tuple[LanguageModel, Tokenizer]:
     """Load a model and its tokenizer by a folder, a hub id or "embedded". Raises the library's errors."""
-    from chat.prompts import load_tokenizer
-    from models import load_model
-    from models.loading.folders import find_folder
+    from hybridmem.chat.prompts import load_tokenizer
+    from hybridmem.models import load_model
+    from hybridmem.models.loading.folders import find_folder
 
     folder = find_folder(model)
     language_model = load_model(folder, device=device, dtype=dtype, weights=cast("WeightFormat", weights))
@@ -44,7 +44,7 @@ def name_of(model: str) -> str:
 
 def find_extra(*modules: str) -> None:
     """Raise SpecError if a package that only the server needs is not installed."""
-    from memory import SpecError
+    from hybridmem.memory import SpecError
 
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
@@ -65,12 +65,12 @@ def one_line_errors(at_first: str = "") -> Iterator[None]:
     `at_first` is shown before anything is imported.
     """
     show(at_first)
-    from memory import HybridMemoryError
+    from hybridmem.memory import HybridMemoryError
 
     try:
         yield
     except HybridMemoryError as error:
-        from chat.console import harmless
+        from hybridmem.chat.console import harmless
 
         show("")
         typer.echo(f"error: {' '.join(harmless(str(error)).split())}", err=True)

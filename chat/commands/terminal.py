@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chat.console import make_console
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer
-from chat.session.session import ChatSession, Turn
-from memory import BatchError, HybridMemory, HybridMemoryError
-from memory.prefix.cache import PrefixCache
-from memory.views.text_tables import format_bytes
-from models import LanguageModel
+from hybridmem.chat.console import make_console
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.session.session import ChatSession, Turn
+from hybridmem.memory import BatchError, HybridMemory, HybridMemoryError
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.memory.views.text_tables import format_bytes
+from hybridmem.models import LanguageModel
 
 _MAIN = "main"
 _SHOWN_CHARACTERS = 60

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from memory import HybridMemory
-from models import LanguageModel
+from hybridmem.memory import HybridMemory
+from hybridmem.models import LanguageModel
 
 _GAIN = 1.5
 """Twice the threads must make a step so many times faster. Where they gain less, each waits for others that the server

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from chat.decoding.drafts import Draft, Draws
+from hybridmem.chat.decoding.drafts import Draft, Draws
 
 
 @dataclass

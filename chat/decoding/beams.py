@@ -14,16 +14,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from chat.decoding.sampler import Sampler
-from chat.decoding.sampling import Sampling, check_sampling
-from chat.engine.arguments import check_parts, read_stop_ids
-from chat.engine.loop import decode
-from chat.engine.requests import read_token_ids
-from memory import BatchError, HybridMemory, Sequence, Step
-from memory.blocks.arguments import read_count
-from memory.sequences.interrupts import uninterrupted
-from memory.step import Outputs
-from models import LanguageModel
+from hybridmem.chat.decoding.sampler import Sampler
+from hybridmem.chat.decoding.sampling import Sampling, check_sampling
+from hybridmem.chat.engine.arguments import check_parts, read_stop_ids
+from hybridmem.chat.engine.loop import decode
+from hybridmem.chat.engine.requests import read_token_ids
+from hybridmem.memory import BatchError, HybridMemory, Sequence, Step
+from hybridmem.memory.blocks.arguments import read_count
+from hybridmem.memory.sequences.interrupts import uninterrupted
+from hybridmem.memory.step import Outputs
+from hybridmem.models import LanguageModel
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from chat.decoding.sampling import Sampling
-from memory import BatchError, FormatError
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.memory import BatchError, FormatError
 
 _NAMES = {
     "temperature": "temperature",

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chat.decoding.sampler import Sampler
-from chat.decoding.sampling import Sampling
-from chat.engine.arguments import check_parts
-from chat.engine.loop import decode
-from memory import CapacityError, HybridMemory, Sequence, SpecError, Step, StepError
-from memory.blocks.arguments import read_count
-from memory.sequences.interrupts import uninterrupted
-from memory.step import Outputs
-from models import LanguageModel
+from hybridmem.chat.decoding.sampler import Sampler
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.engine.arguments import check_parts
+from hybridmem.chat.engine.loop import decode
+from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, Step, StepError
+from hybridmem.memory.blocks.arguments import read_count
+from hybridmem.memory.sequences.interrupts import uninterrupted
+from hybridmem.memory.step import Outputs
+from hybridmem.models import LanguageModel
 
 
 @dataclass(frozen=True)

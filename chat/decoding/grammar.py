@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from chat.decoding.dates import with_exact_dates
-from chat.decoding.schema_numbers import LEAST, find_in_grammar
-from chat.decoding.trial import Trial
-from memory import BatchError, SpecError, StepError
+from hybridmem.chat.decoding.dates import with_exact_dates
+from hybridmem.chat.decoding.schema_numbers import LEAST, find_in_grammar
+from hybridmem.chat.decoding.trial import Trial
+from hybridmem.memory import BatchError, SpecError, StepError
 
 WHITESPACE = r"(\n {0,16}| )?"
 """Between the signs of JSON: what people and models write, and no more, or nothing else might ever be written."""

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chat.decoding.grammar import DeadEndError, Matcher
-from chat.decoding.masks import mask_rows_
-from chat.decoding.processors import (
+from hybridmem.chat.decoding.grammar import DeadEndError, Matcher
+from hybridmem.chat.decoding.masks import mask_rows_
+from hybridmem.chat.decoding.processors import (
     draw_rows,
     favour_ends_,
     keep_min_p_,
@@ -20,9 +20,9 @@ from chat.decoding.processors import (
     keep_top_p_,
     penalise_repetition_,
 )
-from chat.decoding.sampling import Sampling
-from chat.decoding.token_counts import TokenCounts
-from memory import StepError
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.decoding.token_counts import TokenCounts
+from hybridmem.memory import StepError
 
 _DRAWN_AT_ONCE = 64
 """Numbers that are computed together, because setting up a stream takes as long as hundreds of its numbers."""

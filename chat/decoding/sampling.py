@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from memory import BatchError
-from memory.blocks.arguments import is_integer
+from hybridmem.memory import BatchError
+from hybridmem.memory.blocks.arguments import is_integer
 
 
 @dataclass(frozen=True)

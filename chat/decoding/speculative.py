@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from chat.decoding.acceptance import Acceptance, accept_drawn, accept_likeliest
-from chat.decoding.drafts import Draft, Drafter, DraftRequest, Draws, check_counts, check_window
-from chat.decoding.sampling import Sampling, check_sampling
-from chat.engine.arguments import check_parts, read_stop_ids
-from chat.engine.loop import feed
-from chat.engine.requests import check_max_tokens, read_token_ids
-from chat.engine.stats import EngineStats
-from memory import CapacityError, HybridMemory, Sequence, SpecError, Step
-from memory.sequences.interrupts import uninterrupted_call
-from memory.step import Outputs
-from models import LanguageModel
+from hybridmem.chat.decoding.acceptance import Acceptance, accept_drawn, accept_likeliest
+from hybridmem.chat.decoding.drafts import Draft, Drafter, DraftRequest, Draws, check_counts, check_window
+from hybridmem.chat.decoding.sampling import Sampling, check_sampling
+from hybridmem.chat.engine.arguments import check_parts, read_stop_ids
+from hybridmem.chat.engine.loop import feed
+from hybridmem.chat.engine.requests import check_max_tokens, read_token_ids
+from hybridmem.chat.engine.stats import EngineStats
+from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, Step
+from hybridmem.memory.sequences.interrupts import uninterrupted_call
+from hybridmem.memory.step import Outputs
+from hybridmem.models import LanguageModel
 
 _NO_DRAFT = Draft([])
 

@@ -1,5 +1,5 @@
 """The engine batches generations continuously over one model and one memory."""
 
-from chat.engine.engine import Engine
+from hybridmem.chat.engine.engine import Engine
 
 __all__ = ["Engine"]

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from memory import BatchError, HybridMemory, SpecError
-from memory.blocks.arguments import is_integer
-from memory.hybrid import require_memory
-from memory.prefix.cache import PrefixCache
-from memory.sequences.batch import why_no_ids
-from models import LanguageModel
+from hybridmem.memory import BatchError, HybridMemory, SpecError
+from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.hybrid import require_memory
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.memory.sequences.batch import why_no_ids
+from hybridmem.models import LanguageModel
 
 HOW_TO_LOAD = "with a model from load_model(...) and memory = HybridMemory(model.memory_spec, budget)"
 

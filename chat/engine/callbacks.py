@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from chat.engine.requests import Job
-from chat.engine.scheduling import Scheduler
-from memory.sequences.interrupts import uninterrupted
+from hybridmem.chat.engine.requests import Job
+from hybridmem.chat.engine.scheduling import Scheduler
+from hybridmem.memory.sequences.interrupts import uninterrupted
 
 
 class Callbacks:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from chat.decoding.logprobs import Chosen, with_logprobs
-from chat.decoding.sampler import Sampler, choose_rows
-from chat.engine.requests import Job
-from memory import StepError
+from hybridmem.chat.decoding.logprobs import Chosen, with_logprobs
+from hybridmem.chat.decoding.sampler import Sampler, choose_rows
+from hybridmem.chat.engine.requests import Job
+from hybridmem.memory import StepError
 
 Plan = list[tuple[Job, int]]
 """The jobs of a step, each with the number of tokens that it is fed."""

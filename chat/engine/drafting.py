@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
-from chat.decoding.guesses import Guesses
-from chat.engine.choose import Plan
-from chat.engine.pace import Pace
-from chat.engine.requests import Job
-from memory import HybridMemory
+from hybridmem.chat.decoding.guesses import Guesses
+from hybridmem.chat.engine.choose import Plan
+from hybridmem.chat.engine.pace import Pace
+from hybridmem.chat.engine.requests import Job
+from hybridmem.memory import HybridMemory
 
 MOST_DRAFTED = 8
 """Tokens of a draft."""

@@ -24,8 +24,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-from chat.decoding.sampling import Sampling
-from chat.engine.arguments import (
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.engine.arguments import (
     HOW_TO_LOAD,
     check_belonging,
     check_can_decode,
@@ -33,24 +33,24 @@ from chat.engine.arguments import (
     check_tokenizer,
     read_stop_ids,
 )
-from chat.engine.callbacks import Callbacks
-from chat.engine.choose import Choose, choose_tokens
-from chat.engine.drafting import Drafting, Speculation
-from chat.engine.output import PLAIN, Output
-from chat.engine.requests import GREEDY, Generation, Job, OnToken, Request
-from chat.engine.scheduling import Load, Scheduler
-from chat.engine.serving import Serving
-from chat.engine.stats import EngineStats
-from chat.engine.stepping import Stepper
-from chat.engine.streaming import TextStream
-from chat.prompts import Tokenizer, find_stop_ids
-from memory import BatchError, HybridMemory, Sequence, SequenceError, SpecError, StepError
-from memory.blocks.arguments import read_count
-from memory.blocks.copying import refuse_to_copy
-from memory.prefix.cache import PrefixCache
-from memory.sequences.batch import count_tokens
-from memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
-from models import LanguageModel
+from hybridmem.chat.engine.callbacks import Callbacks
+from hybridmem.chat.engine.choose import Choose, choose_tokens
+from hybridmem.chat.engine.drafting import Drafting, Speculation
+from hybridmem.chat.engine.output import PLAIN, Output
+from hybridmem.chat.engine.requests import GREEDY, Generation, Job, OnToken, Request
+from hybridmem.chat.engine.scheduling import Load, Scheduler
+from hybridmem.chat.engine.serving import Serving
+from hybridmem.chat.engine.stats import EngineStats
+from hybridmem.chat.engine.stepping import Stepper
+from hybridmem.chat.engine.streaming import TextStream
+from hybridmem.chat.prompts import Tokenizer, find_stop_ids
+from hybridmem.memory import BatchError, HybridMemory, Sequence, SequenceError, SpecError, StepError
+from hybridmem.memory.blocks.arguments import read_count
+from hybridmem.memory.blocks.copying import refuse_to_copy
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.memory.sequences.batch import count_tokens
+from hybridmem.memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
+from hybridmem.models import LanguageModel
 
 __all__ = ["Engine", "EngineStats", "Generation", "OnToken", "Sampling"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from chat.engine.choose import Plan
-from chat.engine.requests import Job
+from hybridmem.chat.engine.choose import Plan
+from hybridmem.chat.engine.requests import Job
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from memory import HybridMemory, Sequence, Step
-from memory.chunked_prefill import run_in_chunks
-from memory.recorded import run_recorded
-from memory.sequences.batch import count_tokens
-from memory.sequences.interrupts import uninterrupted_call
-from memory.step import Outputs
-from models import LanguageModel
+from hybridmem.memory import HybridMemory, Sequence, Step
+from hybridmem.memory.chunked_prefill import run_in_chunks
+from hybridmem.memory.recorded import run_recorded
+from hybridmem.memory.sequences.batch import count_tokens
+from hybridmem.memory.sequences.interrupts import uninterrupted_call
+from hybridmem.memory.step import Outputs
+from hybridmem.models import LanguageModel
 
 ChosenT = TypeVar("ChosenT")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from chat.decoding.grammar import Grammar
-from chat.decoding.logprobs import MOST_LOGPROBS
-from chat.engine.arguments import read_stop_ids
-from memory import BatchError
-from memory.blocks.arguments import is_integer
+from hybridmem.chat.decoding.grammar import Grammar
+from hybridmem.chat.decoding.logprobs import MOST_LOGPROBS
+from hybridmem.chat.engine.arguments import read_stop_ids
+from hybridmem.memory import BatchError
+from hybridmem.memory.blocks.arguments import is_integer
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from chat.decoding.logprobs import Chosen
-from chat.decoding.sampler import Sampler
-from chat.decoding.sampling import Sampling, check_sampling
-from chat.engine.output import PLAIN, Output
-from chat.engine.streaming import TextStream
-from memory import BatchError, Sequence
-from memory.blocks.arguments import is_integer
-from memory.prefix import Lookup
-from memory.sequences.batch import why_no_ids
+from hybridmem.chat.decoding.logprobs import Chosen
+from hybridmem.chat.decoding.sampler import Sampler
+from hybridmem.chat.decoding.sampling import Sampling, check_sampling
+from hybridmem.chat.engine.output import PLAIN, Output
+from hybridmem.chat.engine.streaming import TextStream
+from hybridmem.memory import BatchError, Sequence
+from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.prefix import Lookup
+from hybridmem.memory.sequences.batch import why_no_ids
 
 LEAST_CHUNK_TOKENS = 16
 """The least chunk of a prompt in a shared step, unless less is left of it: smaller ones cost more than their tokens.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from chat.engine.requests import LEAST_CHUNK_TOKENS, Job
-from memory import HybridMemory
+from hybridmem.chat.engine.requests import LEAST_CHUNK_TOKENS, Job
+from hybridmem.memory import HybridMemory
 
 
 class Sizes:

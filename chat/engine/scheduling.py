@@ -7,13 +7,13 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import takewhile
 
-from chat.engine.requests import LEAST_CHUNK_TOKENS, FinishReason, Generation, Job, Request
-from chat.engine.room import Sizes
-from chat.engine.stats import EngineStats
-from chat.engine.streaming import TextStream
-from memory import CapacityError, HybridMemory, HybridMemoryError, Sequence, SequenceError
-from memory.prefix.cache import PrefixCache
-from memory.sequences.interrupts import uninterrupted
+from hybridmem.chat.engine.requests import LEAST_CHUNK_TOKENS, FinishReason, Generation, Job, Request
+from hybridmem.chat.engine.room import Sizes
+from hybridmem.chat.engine.stats import EngineStats
+from hybridmem.chat.engine.streaming import TextStream
+from hybridmem.memory import CapacityError, HybridMemory, HybridMemoryError, Sequence, SequenceError
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.memory.sequences.interrupts import uninterrupted
 
 _MOST_ASKED = 64
 """The most waiting jobs that are considered for admission in a step."""

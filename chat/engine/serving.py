@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol
 
-from chat.engine.requests import Generation
-from memory import StepError
+from hybridmem.chat.engine.requests import Generation
+from hybridmem.memory import StepError
 
 _NICENESS = 5
 """Makes the thread that steps the model nicer: where all want to run, it gets a third of what an answering one gets."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from chat.engine.choose import Plan
-from chat.engine.requests import LEAST_CHUNK_TOKENS, Job
-from chat.engine.scheduling import Scheduler
-from memory import BatchError, HybridMemory, SequenceError, Step
+from hybridmem.chat.engine.choose import Plan
+from hybridmem.chat.engine.requests import LEAST_CHUNK_TOKENS, Job
+from hybridmem.chat.engine.scheduling import Scheduler
+from hybridmem.memory import BatchError, HybridMemory, SequenceError, Step
 
 _OF_WAITING = 2
 """A step takes this part of all tokens of short prompts that wait, so that a queue of them shrinks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from memory.prefix import Lookup
+from hybridmem.memory.prefix import Lookup
 
 
 @dataclass

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from chat.decoding.logprobs import Chosen
-from chat.decoding.masks import MasksAhead
-from chat.engine.callbacks import Callbacks
-from chat.engine.choose import Choice, Choose, Plan
-from chat.engine.drafting import Drafting, Drafts
-from chat.engine.forking import Fork, forks_of, with_forks
-from chat.engine.loop import take_step
-from chat.engine.requests import Job
-from chat.engine.scheduling import Scheduler
-from chat.engine.sharing import open_step, plan_step
-from chat.engine.stats import EngineStats
-from chat.engine.verifying import choose_verified
-from memory import CapacityError, HybridMemory, Sequence, SequenceError, Step, StepError
-from memory.prefix.cache import PrefixCache
-from memory.sequences.interrupts import uninterrupted
-from models import LanguageModel
+from hybridmem.chat.decoding.logprobs import Chosen
+from hybridmem.chat.decoding.masks import MasksAhead
+from hybridmem.chat.engine.callbacks import Callbacks
+from hybridmem.chat.engine.choose import Choice, Choose, Plan
+from hybridmem.chat.engine.drafting import Drafting, Drafts
+from hybridmem.chat.engine.forking import Fork, forks_of, with_forks
+from hybridmem.chat.engine.loop import take_step
+from hybridmem.chat.engine.requests import Job
+from hybridmem.chat.engine.scheduling import Scheduler
+from hybridmem.chat.engine.sharing import open_step, plan_step
+from hybridmem.chat.engine.stats import EngineStats
+from hybridmem.chat.engine.verifying import choose_verified
+from hybridmem.memory import CapacityError, HybridMemory, Sequence, SequenceError, Step, StepError
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.memory.sequences.interrupts import uninterrupted
+from hybridmem.models import LanguageModel
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 
-from chat.prompts import Tokenizer
+from hybridmem.chat.prompts import Tokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Tokenizers decode bytes to this that are no character, or not yet."""

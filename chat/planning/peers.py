@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor
-from memory.blocks.arrays import ceil_div
+from hybridmem.memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor
+from hybridmem.memory.blocks.arrays import ceil_div
 
 
 @dataclass(frozen=True)

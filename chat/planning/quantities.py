@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from memory import SpecError
+from hybridmem.memory import SpecError
 
 _MOST_TOKENS = 1 << 24
 

@@ -6,11 +6,22 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from chat.planning.peers import Model, PeerPlan, plan_peers
-from memory import MemorySpec, SpecError
-from memory.capacity import SequencePlan, checkpoint_bytes, plan_sequence
-from memory.eviction import H2O, TOVA, Budget, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
-from memory.quantization import Float8, Quantized, Storage
+from hybridmem.chat.planning.peers import Model, PeerPlan, plan_peers
+from hybridmem.memory import MemorySpec, SpecError
+from hybridmem.memory.capacity import SequencePlan, checkpoint_bytes, plan_sequence
+from hybridmem.memory.eviction import (
+    H2O,
+    TOVA,
+    Budget,
+    ExpectedAttention,
+    KNorm,
+    PyramidKV,
+    Quest,
+    Recent,
+    Scissorhands,
+    SnapKV,
+)
+from hybridmem.memory.quantization import Float8, Quantized, Storage
 
 POLICIES: tuple[type[Budget], ...] = (
     Recent,

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chat.console import harmless
-from chat.planning.report import Choice, Report
-from memory.views.text_tables import format_bytes
+from hybridmem.chat.console import harmless
+from hybridmem.chat.planning.report import Choice, Report
+from hybridmem.memory.views.text_tables import format_bytes
 
 
 def print_plan(console: Console, report: Report) -> None:

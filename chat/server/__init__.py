@@ -3,9 +3,9 @@
 It needs the extra: pip install "hybridmem[server]". The command is `hybrid-memory serve`.
 """
 
-from chat.server.app import make_app
-from chat.server.listening import bind, run
-from chat.server.options import ServerOptions
-from chat.server.service import Service
+from hybridmem.chat.server.app import make_app
+from hybridmem.chat.server.listening import bind, run
+from hybridmem.chat.server.options import ServerOptions
+from hybridmem.chat.server.service import Service
 
 __all__ = ["ServerOptions", "Service", "bind", "make_app", "run"]

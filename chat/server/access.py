@@ -5,10 +5,10 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 
-from chat.server.errors import ApiError, clip
-from chat.server.keys import Keys, Use
-from chat.server.options import ServerOptions
-from chat.server.page_files import is_page
+from hybridmem.chat.server.errors import ApiError, clip
+from hybridmem.chat.server.keys import Keys, Use
+from hybridmem.chat.server.options import ServerOptions
+from hybridmem.chat.server.page_files import is_page
 
 Headers = Mapping[bytes, bytes]
 _OPEN_TO_ALL = "/health"

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Literal
 from uuid import uuid4
 
-from chat.server.errors import clip
+from hybridmem.chat.server.errors import clip
 
 Form = Literal["off", "text", "json"]
 FORMS: tuple[Form, ...] = ("off", "text", "json")

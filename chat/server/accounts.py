@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from chat.engine.requests import Generation
-from chat.server.keys import Use
+from hybridmem.chat.engine.requests import Generation
+from hybridmem.chat.server.keys import Use
 
 _NO_CACHE = "this server keeps no prefixes"
 _GOES_ON = "the conversation's own sequence goes on"

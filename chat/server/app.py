@@ -9,21 +9,21 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer
-from chat.server.embedding import Embedding
-from chat.server.errors import ApiError, answer_api_error, answer_http_error
-from chat.server.limits import Guard
-from chat.server.options import ServerOptions
-from chat.server.page_files import PREFIX, show_file, show_page
-from chat.server.service import Service
-from chat.server.sessions.desk import Desk
-from chat.server.sessions.keeping import keeping
-from chat.server.sessions.pins import Pins
-from chat.server.sessions.routes import session_routes
-from chat.server.tokenizing import Tokenizing
-from chat.stored import SessionStore
-from chat.stored.database import model_signature
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server.embedding import Embedding
+from hybridmem.chat.server.errors import ApiError, answer_api_error, answer_http_error
+from hybridmem.chat.server.limits import Guard
+from hybridmem.chat.server.options import ServerOptions
+from hybridmem.chat.server.page_files import PREFIX, show_file, show_page
+from hybridmem.chat.server.service import Service
+from hybridmem.chat.server.sessions.desk import Desk
+from hybridmem.chat.server.sessions.keeping import keeping
+from hybridmem.chat.server.sessions.pins import Pins
+from hybridmem.chat.server.sessions.routes import session_routes
+from hybridmem.chat.server.tokenizing import Tokenizing
+from hybridmem.chat.stored import SessionStore
+from hybridmem.chat.stored.database import model_signature
 
 _ASKED_BY_MONITORS = ("/health", "/metrics", "/v1/models", "/")
 """Paths at which HEAD is answered, too: load balancers ask so whether a server is there."""

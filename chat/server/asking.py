@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from chat.decoding.sampling import Sampling
-from chat.engine.output import PLAIN, Output
-from chat.server.errors import ApiError
-from chat.server.replies import Ask
-from chat.server.sampled import SamplingFields
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.engine.output import PLAIN, Output
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.replies import Ask
+from hybridmem.chat.server.sampled import SamplingFields
 
 
 @dataclass(frozen=True)

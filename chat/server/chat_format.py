@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from chat.decoding.logprobs import Chosen
-from chat.decoding.token_bytes import TokenBytes
-from chat.engine.engine import Generation
-from chat.server.formats import finish_reason_of
-from chat.server.logprobs import chat_logprobs
-from chat.server.replies import Piece
-from chat.tools.calls import CallPart
-from chat.tools.reading import Part, ReplyReader
+from hybridmem.chat.decoding.logprobs import Chosen
+from hybridmem.chat.decoding.token_bytes import TokenBytes
+from hybridmem.chat.engine.engine import Generation
+from hybridmem.chat.server.formats import finish_reason_of
+from hybridmem.chat.server.logprobs import chat_logprobs
+from hybridmem.chat.server.replies import Piece
+from hybridmem.chat.tools.calls import CallPart
+from hybridmem.chat.tools.reading import Part, ReplyReader
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from chat.server.bodies import has_more_values
-from chat.server.errors import ApiError, clip
-from chat.tools.calls import check_json
+from hybridmem.chat.server.bodies import has_more_values
+from hybridmem.chat.server.errors import ApiError, clip
+from hybridmem.chat.tools.calls import check_json
 
 MOST_VALUES = 32_768
 """Objects, arrays and keys of one body: Python makes something of each while everybody waits."""

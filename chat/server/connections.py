@@ -16,10 +16,10 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from chat.server.errors import RETRY, ApiError, stopping
-from chat.server.heads import MOST_HEAD_BYTES, check_head, find_head_end
-from chat.server.metrics import Metrics
-from chat.server.options import ServerOptions
+from hybridmem.chat.server.errors import RETRY, ApiError, stopping
+from hybridmem.chat.server.heads import MOST_HEAD_BYTES, check_head, find_head_end
+from hybridmem.chat.server.metrics import Metrics
+from hybridmem.chat.server.options import ServerOptions
 
 MOST_CHUNKS = 4096
 """Chunks of one body: each costs the event loop as much as a small request."""

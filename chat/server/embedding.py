@@ -14,16 +14,16 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer
-from chat.server.checked import Checked, read_request
-from chat.server.errors import ApiError, stopping
-from chat.server.lengths import check_lists
-from chat.server.limits import exchange_of
-from chat.server.schema import Prompt, read_prompts
-from chat.server.texts import Texts
-from memory import CapacityError
-from models.layers.decoder import HIDDEN_STATES
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server.checked import Checked, read_request
+from hybridmem.chat.server.errors import ApiError, stopping
+from hybridmem.chat.server.lengths import check_lists
+from hybridmem.chat.server.limits import exchange_of
+from hybridmem.chat.server.schema import Prompt, read_prompts
+from hybridmem.chat.server.texts import Texts
+from hybridmem.memory import CapacityError
+from hybridmem.models.layers.decoder import HIDDEN_STATES
 
 Pooling = Literal["last", "mean"]
 MOST_INPUTS = 2048

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from memory import BatchError, CapacityError
+from hybridmem.memory import BatchError, CapacityError
 
 log = logging.getLogger("hybrid_memory.server")
 

@@ -12,10 +12,10 @@ from uuid import uuid4
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from chat.decoding.token_bytes import TokenBytes
-from chat.engine.engine import Generation
-from chat.server.logprobs import completion_logprobs
-from chat.server.replies import Piece
+from hybridmem.chat.decoding.token_bytes import TokenBytes
+from hybridmem.chat.engine.engine import Generation
+from hybridmem.chat.server.logprobs import completion_logprobs
+from hybridmem.chat.server.replies import Piece
 
 DONE = "data: [DONE]\n\n"
 

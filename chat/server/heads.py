@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from chat.server.errors import ApiError
+from hybridmem.chat.server.errors import ApiError
 
 MOST_HEAD_BYTES = 16 << 10
 MOST_FIELDS = 100

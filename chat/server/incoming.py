@@ -7,9 +7,9 @@ from typing import Protocol
 
 from starlette.types import Receive
 
-from chat.server.access import Headers
-from chat.server.options import ServerOptions
-from chat.server.texts import LONG_BYTES
+from hybridmem.chat.server.access import Headers
+from hybridmem.chat.server.options import ServerOptions
+from hybridmem.chat.server.texts import LONG_BYTES
 
 _PATIENCE_SECONDS = 5.0
 """Time that a body may take before its rate is checked."""

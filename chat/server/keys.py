@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 
-from chat.server.errors import RETRY, ApiError
-from memory import SpecError
-from memory.blocks.arguments import is_integer
+from hybridmem.chat.server.errors import RETRY, ApiError
+from hybridmem.memory import SpecError
+from hybridmem.memory.blocks.arguments import is_integer
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 

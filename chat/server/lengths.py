@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from chat.engine.engine import Engine
-from chat.server.bodies import count_longest_list
-from chat.server.errors import ApiError
-from memory import CapacityError, HybridMemory
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.server.bodies import count_longest_list
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.memory import CapacityError, HybridMemory
 
 _MOST_TOKENS = 1 << 20
 _DRY_STEPS = 64

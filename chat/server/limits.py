@@ -13,12 +13,12 @@ from prometheus_client import Counter
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chat.server.access import Access, Headers, preflight_headers
-from chat.server.access_log import REQUEST_ID, read_request_id, write_line
-from chat.server.errors import RETRY, ApiError, as_api_error, clip, stopping
-from chat.server.incoming import ClientGoneError, Incoming, Turnstile, declared_bytes
-from chat.server.keys import Use
-from chat.server.options import ServerOptions
+from hybridmem.chat.server.access import Access, Headers, preflight_headers
+from hybridmem.chat.server.access_log import REQUEST_ID, read_request_id, write_line
+from hybridmem.chat.server.errors import RETRY, ApiError, as_api_error, clip, stopping
+from hybridmem.chat.server.incoming import ClientGoneError, Incoming, Turnstile, declared_bytes
+from hybridmem.chat.server.keys import Use
+from hybridmem.chat.server.options import ServerOptions
 
 PATHS_WITH_BODIES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
 _PATHS = ("/", "/health", "/metrics", "/v1/memory", "/v1/memory/events", "/v1/models", *PATHS_WITH_BODIES)

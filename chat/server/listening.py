@@ -11,10 +11,10 @@ from functools import partial
 import uvicorn
 from fastapi import FastAPI
 
-from chat.server.access_log import start_log
-from chat.server.connections import Connection, Connections
-from chat.server.service import Service
-from memory import SpecError
+from hybridmem.chat.server.access_log import start_log
+from hybridmem.chat.server.connections import Connection, Connections
+from hybridmem.chat.server.service import Service
+from hybridmem.memory import SpecError
 
 _EXTRA_GRACE_SECONDS = 5
 """For responses in progress when the grace period ends; then connections are cut."""

@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from chat.engine.engine import Engine, Generation
-from chat.server.exposition import exposition
-from chat.server.metric_names import PREFIX, BothNames
-from chat.server.process_metrics import ProcessMetrics
+from hybridmem.chat.engine.engine import Engine, Generation
+from hybridmem.chat.server.exposition import exposition
+from hybridmem.chat.server.metric_names import PREFIX, BothNames
+from hybridmem.chat.server.process_metrics import ProcessMetrics
 
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN_TOKENS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from chat.decoding.sampling import Sampling
-from chat.server.access_log import FORMS, Form
-from chat.server.keys import Key, Keys, check_key
-from memory import SpecError
-from memory.blocks.arguments import read_count
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.server.access_log import FORMS, Form
+from hybridmem.chat.server.keys import Key, Keys, check_key
+from hybridmem.memory import SpecError
+from hybridmem.memory.blocks.arguments import read_count
 
 MOST_CHOICES = 16
 """Replies that one request may ask for: its prompts times `n`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chat.server.errors import ApiError, clip
+from hybridmem.chat.server.errors import ApiError, clip
 
 FOLDER = Path(__file__).with_name("page")
 PREFIX = "/page/"

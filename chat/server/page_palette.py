@@ -1,10 +1,10 @@
-"""Writes the colours of `memory.views.palette` for the page: `python -m chat.server.page_palette`."""
+"""Writes the colours of `memory.views.palette` for the page: `python -m hybridmem.chat.server.page_palette`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from memory.views.palette import shades
+from hybridmem.memory.views.palette import shades
 
 PATH = Path(__file__).with_name("page") / "palette.css"
 
@@ -17,7 +17,7 @@ def palette_css() -> str:
     )
     swatches = " ".join(f".is-{name} {{ background: var(--{name}); }}" for name in shades())
     return (
-        "/* Made by `python -m chat.server.page_palette` from memory/views/palette.py; a test compares. */\n"
+        "/* Made by `python -m hybridmem.chat.server.page_palette` from memory/views/palette.py; a test compares. */\n"
         f":root {{ {light} }}\n"
         f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}\n'
         f':root[data-theme="dark"] {{ {dark} }}\n'

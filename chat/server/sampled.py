@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from chat.decoding.sampling import Sampling
-from chat.server.checked import ANY, Checked, Neutral
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.server.checked import ANY, Checked, Neutral
 
 MOST_STOPS = 4
 MOST_STOP_CHARACTERS = 256

@@ -13,14 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from chat.decoding.logprobs import MOST_LOGPROBS
-from chat.server.checked import ANY, MOST_VALUES, Checked, Neutral, read_request
-from chat.server.errors import ApiError
-from chat.server.options import MOST_CHOICES
-from chat.server.sampled import SamplingFields
-from chat.server.structured import StructuredFields
-from chat.server.template_fields import TemplateFields
-from chat.server.tool_fields import read_calls
+from hybridmem.chat.decoding.logprobs import MOST_LOGPROBS
+from hybridmem.chat.server.checked import ANY, MOST_VALUES, Checked, Neutral, read_request
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.options import MOST_CHOICES
+from hybridmem.chat.server.sampled import SamplingFields
+from hybridmem.chat.server.structured import StructuredFields
+from hybridmem.chat.server.template_fields import TemplateFields
+from hybridmem.chat.server.tool_fields import read_calls
 
 __all__ = [
     "MOST_MESSAGES",

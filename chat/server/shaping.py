@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from chat.decoding.grammar import GrammarError, Grammars
-from chat.engine.output import Output
-from chat.prompts import Message, Tokenizer
-from chat.server.errors import ApiError
-from chat.server.tool_fields import ToolFields
-from chat.special_tokens import special_tokens_of
-from chat.tools.calls import CallFormat
-from chat.tools.families import BARE, THINK_BEGIN, find_habits
-from chat.tools.grammars import Required, Shape, make_grammar
-from chat.tools.reading import ReplyReader
-from memory import SpecError
+from hybridmem.chat.decoding.grammar import GrammarError, Grammars
+from hybridmem.chat.engine.output import Output
+from hybridmem.chat.prompts import Message, Tokenizer
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.tool_fields import ToolFields
+from hybridmem.chat.special_tokens import special_tokens_of
+from hybridmem.chat.tools.calls import CallFormat
+from hybridmem.chat.tools.families import BARE, THINK_BEGIN, find_habits
+from hybridmem.chat.tools.grammars import Required, Shape, make_grammar
+from hybridmem.chat.tools.reading import ReplyReader
+from hybridmem.memory import SpecError
 
 NewReader = Callable[[], ReplyReader]
 _TAIL_TOKENS = 8

@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from chat.server.checked import Checked, Neutral
-from chat.server.errors import ApiError
-from chat.tools.calls import parse_json
-from chat.tools.grammars import Shape
+from hybridmem.chat.server.checked import Checked, Neutral
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.tools.calls import parse_json
+from hybridmem.chat.tools.grammars import Shape
 
 _KINDS = "text, json_object, json_schema, regex, grammar"
 

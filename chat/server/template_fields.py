@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from chat.server.errors import ApiError, clip
-from chat.server.tool_fields import ToolFields
+from hybridmem.chat.server.errors import ApiError, clip
+from hybridmem.chat.server.tool_fields import ToolFields
 
 _NO_OPTIONS = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "conversation"}
 """What templates and `apply_chat_template` know that are no options."""

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from chat.prompts import Message, Tokenizer
-from chat.server.errors import RETRY, ApiError
+from hybridmem.chat.prompts import Message, Tokenizer
+from hybridmem.chat.server.errors import RETRY, ApiError
 
 T = TypeVar("T")
 

@@ -8,15 +8,15 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from chat.prompts import Tokenizer, encode_chat
-from chat.server.checked import Checked, Neutral, read_request
-from chat.server.errors import ApiError
-from chat.server.lengths import check_lists
-from chat.server.schema import Message
-from chat.server.shaping import Shaping
-from chat.server.template_fields import TemplateFields
-from chat.server.texts import Texts
-from memory import FormatError
+from hybridmem.chat.prompts import Tokenizer, encode_chat
+from hybridmem.chat.server.checked import Checked, Neutral, read_request
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.lengths import check_lists
+from hybridmem.chat.server.schema import Message
+from hybridmem.chat.server.shaping import Shaping
+from hybridmem.chat.server.template_fields import TemplateFields
+from hybridmem.chat.server.texts import Texts
+from hybridmem.memory import FormatError
 
 Ids = Annotated[list[int], Field(max_length=1 << 20)]
 

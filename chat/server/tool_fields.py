@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from chat.server.checked import Checked
-from chat.server.errors import ApiError
-from chat.tools.calls import ANY_OBJECT, Tool, parse_json
+from hybridmem.chat.server.checked import Checked
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.tools.calls import ANY_OBJECT, Tool, parse_json
 
 MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")

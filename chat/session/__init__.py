@@ -1,5 +1,5 @@
 """Holds chat sessions: turns, edits, branches, saved sessions, templates."""
 
-from chat.session.session import ChatSession
+from hybridmem.chat.session.session import ChatSession
 
 __all__ = ["ChatSession"]

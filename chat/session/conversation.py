@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from chat.engine.engine import Engine, Generation
-from chat.prompts import Message, Tokenizer, encode_turn
-from chat.simulation.dialogues import Turn
-from memory import Sequence
+from hybridmem.chat.engine.engine import Engine, Generation
+from hybridmem.chat.prompts import Message, Tokenizer, encode_turn
+from hybridmem.chat.simulation.dialogues import Turn
+from hybridmem.memory import Sequence
 
 MAX_REPLY_TOKENS = 32
 

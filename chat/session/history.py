@@ -14,9 +14,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from chat.prompts import Message, Span, apart, locate, render
-from chat.special_tokens import Tokenizer, special_tokens_of
-from memory import BatchError
+from hybridmem.chat.prompts import Message, Span, apart, locate, render
+from hybridmem.chat.special_tokens import Tokenizer, special_tokens_of
+from hybridmem.memory import BatchError
 
 _WANTED = "give a list of messages such as {'role': 'user', 'content': 'Hello'}, or of Utterance('user', 'Hello')"
 

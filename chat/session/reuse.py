@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chat.engine.engine import Engine
-from memory import FormatError, Sequence
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.memory import FormatError, Sequence
 
 
 @dataclass(frozen=True)

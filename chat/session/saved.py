@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from chat.decoding.sampling import Sampling
-from chat.session.history import Utterance
-from memory import CapacityError, FormatError, HybridMemory, Sequence, SpecError
-from memory.storage.files import read_path
-from memory.storage.local_files import remove_abandoned, written_whole
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.session.history import Utterance
+from hybridmem.memory import CapacityError, FormatError, HybridMemory, Sequence, SpecError
+from hybridmem.memory.storage.files import read_path
+from hybridmem.memory.storage.local_files import remove_abandoned, written_whole
 
 _FORMAT, _VERSION = "hybrid-memory chat", 2
 SESSION_FILE = "session.json"

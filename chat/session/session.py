@@ -13,10 +13,10 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from chat.decoding.sampling import check_sampling
-from chat.engine.engine import Engine, Generation, Sampling, require_engine
-from chat.engine.requests import GREEDY, check_max_tokens, read_stop
-from chat.session.history import (
+from hybridmem.chat.decoding.sampling import check_sampling
+from hybridmem.chat.engine.engine import Engine, Generation, Sampling, require_engine
+from hybridmem.chat.engine.requests import GREEDY, check_max_tokens, read_stop
+from hybridmem.chat.session.history import (
     Rendering,
     Utterance,
     choose_marks,
@@ -26,14 +26,14 @@ from chat.session.history import (
     encode_history,
     read_messages,
 )
-from chat.session.reuse import resume
-from chat.session.saved import SavedSession, read_folder
-from chat.session.tree import Tree, resume_together, save_together
-from chat.session.turn import EDITED, NEW, explain
-from chat.session.turn import Turn as Turn
-from memory import BatchError, FormatError, Sequence, SequenceError, SpecError, StepError
-from memory.blocks.arguments import is_integer
-from memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
+from hybridmem.chat.session.reuse import resume
+from hybridmem.chat.session.saved import SavedSession, read_folder
+from hybridmem.chat.session.tree import Tree, resume_together, save_together
+from hybridmem.chat.session.turn import EDITED, NEW, explain
+from hybridmem.chat.session.turn import Turn as Turn
+from hybridmem.memory import BatchError, FormatError, Sequence, SequenceError, SpecError, StepError
+from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
 
 OnText = Callable[[str], None]
 

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chat.decoding.sampling import check_sampling
-from chat.engine.engine import Engine, Generation, Sampling, require_engine
-from chat.engine.requests import GREEDY
-from chat.session.history import common_tokens, decode
-from chat.session.reuse import resume
-from chat.session.template_syntax import Hole, Template, Text
-from chat.special_tokens import special_tokens_of
-from memory import BatchError, FormatError, Sequence
+from hybridmem.chat.decoding.sampling import check_sampling
+from hybridmem.chat.engine.engine import Engine, Generation, Sampling, require_engine
+from hybridmem.chat.engine.requests import GREEDY
+from hybridmem.chat.session.history import common_tokens, decode
+from hybridmem.chat.session.reuse import resume
+from hybridmem.chat.session.template_syntax import Hole, Template, Text
+from hybridmem.chat.special_tokens import special_tokens_of
+from hybridmem.memory import BatchError, FormatError, Sequence
 
 __all__ = ["Filled", "Hole", "Template", "Text", "fill"]
 

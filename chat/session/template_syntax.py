@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from chat.decoding.sampling import Sampling, check_sampling
-from memory import BatchError
-from memory.blocks.arguments import is_integer
+from hybridmem.chat.decoding.sampling import Sampling, check_sampling
+from hybridmem.memory import BatchError
+from hybridmem.memory.blocks.arguments import is_integer
 
 _OPTIONS = ("max_tokens", "stop", "choices")
 

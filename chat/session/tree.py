@@ -8,12 +8,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from chat.decoding.sampling import Sampling
-from chat.engine.engine import Engine
-from chat.session.history import Utterance
-from chat.session.saved import Remembered, SavedSession, read_sessions, write_sessions
-from memory import Sequence
-from memory.sequences.interrupts import Lease
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.session.history import Utterance
+from hybridmem.chat.session.saved import Remembered, SavedSession, read_sessions, write_sessions
+from hybridmem.memory import Sequence
+from hybridmem.memory.sequences.interrupts import Lease
 
 
 class TreeSession(Protocol):

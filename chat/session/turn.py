@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chat.session.history import Rendering
-from chat.session.reuse import Start
+from hybridmem.chat.session.history import Rendering
+from hybridmem.chat.session.reuse import Start
 
 NEW = "new text"
 EDITED = "edited text"

@@ -13,8 +13,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from chat.simulation.workload import Event, Family
-from memory import SpecError
+from hybridmem.chat.simulation.workload import Event, Family
+from hybridmem.memory import SpecError
 
 
 @dataclass(frozen=True)

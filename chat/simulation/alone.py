@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chat.simulation.report import Report
-from chat.simulation.simulation import Setup, Simulation
-from chat.simulation.workload import Family, Workload
+from hybridmem.chat.simulation.report import Report
+from hybridmem.chat.simulation.simulation import Setup, Simulation
+from hybridmem.chat.simulation.workload import Family, Workload
 
 
 def serve_alone(setup: Setup, family: Family, user: str) -> dict[int, str]:

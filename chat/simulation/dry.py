@@ -12,12 +12,12 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from chat.decoding.logprobs import Chosen
-from chat.engine.choose import Choice, Plan
-from chat.engine.requests import Generation
-from chat.prompts import Message, Tokenizer, encode_turn
-from chat.simulation.workload import Event
-from memory import FormatError, MemorySpec, Step
+from hybridmem.chat.decoding.logprobs import Chosen
+from hybridmem.chat.engine.choose import Choice, Plan
+from hybridmem.chat.engine.requests import Generation
+from hybridmem.chat.prompts import Message, Tokenizer, encode_turn
+from hybridmem.chat.simulation.workload import Event
+from hybridmem.memory import FormatError, MemorySpec, Step
 
 _MEAN_REPLY_TOKENS = 40
 """Mean length of made-up replies in a dry run."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from chat.engine.requests import Generation
-from chat.engine.stats import EngineStats
+from hybridmem.chat.engine.requests import Generation
+from hybridmem.chat.engine.stats import EngineStats
 
 STEP_SECONDS = 0.02
 """Time that a step of the engine takes on the virtual clock."""

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chat.engine.engine import Engine
-from chat.engine.requests import Generation
-from chat.prompts import Tokenizer, find_stop_ids
-from chat.simulation.dry import NoModel, Script, Words
-from chat.simulation.report import STEP_SECONDS, Answer, Report, Sample, Tally
-from chat.simulation.user import Room, SimulatedUser
-from chat.simulation.workload import Event, Family, Workload
-from memory import HybridMemory, MemorySpec, SpecError
-from memory.prefix.cache import PrefixCache
-from models import LanguageModel
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.engine.requests import Generation
+from hybridmem.chat.prompts import Tokenizer, find_stop_ids
+from hybridmem.chat.simulation.dry import NoModel, Script, Words
+from hybridmem.chat.simulation.report import STEP_SECONDS, Answer, Report, Sample, Tally
+from hybridmem.chat.simulation.user import Room, SimulatedUser
+from hybridmem.chat.simulation.workload import Event, Family, Workload
+from hybridmem.memory import HybridMemory, MemorySpec, SpecError
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.models import LanguageModel
 
 _MOST_SLEEP_SECONDS = 0.05
 """So that the live view goes on while nobody does anything."""

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chat.simulation.workload import ACTIONS, Event, Family, Workload
-from memory import FormatError
-from memory.blocks.arguments import is_integer
+from hybridmem.chat.simulation.workload import ACTIONS, Event, Family, Workload
+from hybridmem.memory import FormatError
+from hybridmem.memory.blocks.arguments import is_integer
 
 
 def write_trace(path: Path, workload: Workload) -> None:

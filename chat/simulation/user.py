@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from chat.engine.engine import Engine
-from chat.engine.requests import Generation
-from chat.prompts import Message
-from chat.simulation.dry import Script, Words
-from chat.simulation.report import Tally
-from chat.simulation.workload import Event
-from memory import CapacityError, HybridMemory, Sequence
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.engine.requests import Generation
+from hybridmem.chat.prompts import Message
+from hybridmem.chat.simulation.dry import Script, Words
+from hybridmem.chat.simulation.report import Tally
+from hybridmem.chat.simulation.workload import Event
+from hybridmem.memory import CapacityError, HybridMemory, Sequence
 
 
 @dataclass

@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from chat.simulation.report import Report, nest
-from chat.simulation.simulation import Simulation
-from memory.views.text_tables import format_bytes
+from hybridmem.chat.simulation.report import Report, nest
+from hybridmem.chat.simulation.simulation import Simulation
+from hybridmem.memory.views.text_tables import format_bytes
 
 _REFRESHES_PER_SECOND = 8
 _BAR_COLUMNS = 60

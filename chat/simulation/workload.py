@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from chat.simulation.dialogues import TOPICS, Turn, question, small_talk, statement
-from memory import SpecError
+from hybridmem.chat.simulation.dialogues import TOPICS, Turn, question, small_talk, statement
+from hybridmem.memory import SpecError
 
 Action = Literal["arrive", "say", "edit", "regenerate", "branch", "pause", "leave"]
 ACTIONS: tuple[Action, ...] = ("arrive", "say", "edit", "regenerate", "branch", "pause", "leave")

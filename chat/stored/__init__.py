@@ -1,6 +1,6 @@
 """Keeps conversations as trees of messages, with the token ids that the model was fed, in one SQLite database."""
 
-from chat.stored.nodes import Node, StoredSession
-from chat.stored.store import SessionStore
+from hybridmem.chat.stored.nodes import Node, StoredSession
+from hybridmem.chat.stored.store import SessionStore
 
 __all__ = ["Node", "SessionStore", "StoredSession"]

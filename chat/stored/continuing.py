@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from chat.stored.nodes import Node
-from memory import FormatError
-from memory.blocks.arrays import Int64s
+from hybridmem.chat.stored.nodes import Node
+from hybridmem.memory import FormatError
+from hybridmem.memory.blocks.arrays import Int64s
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages, bool], str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chat.stored.nodes import Node, new_id
+from hybridmem.chat.stored.nodes import Node, new_id
 
 
 def copy_path(session_id: str, path: list[Node]) -> list[Node]:

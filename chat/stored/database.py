@@ -7,8 +7,8 @@ import sqlite3
 from contextlib import ExitStack
 from pathlib import Path
 
-from chat.prompts import Tokenizer
-from memory import FormatError, MemorySpec, MismatchError
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.memory import FormatError, MemorySpec, MismatchError
 
 FILE = "sessions.sqlite"
 PREFIXES = "prefixes"

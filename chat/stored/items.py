@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from chat.stored.nodes import Item, Node, Role, new_id
-from chat.tools.calls import parse_json
+from hybridmem.chat.stored.nodes import Item, Node, Role, new_id
+from hybridmem.chat.tools.calls import parse_json
 
 _MOST_TITLE = 60
 

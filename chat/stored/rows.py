@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from chat.stored.nodes import Item, Node, StoredSession
-from memory import FormatError
-from memory.blocks.arrays import Int64s
+from hybridmem.chat.stored.nodes import Item, Node, StoredSession
+from hybridmem.memory import FormatError
+from hybridmem.memory.blocks.arrays import Int64s
 
 _ROW_BYTES = 200
 """What a row takes beside its texts and tokens, with its places in the indices."""

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from chat.stored.database import open_database
-from chat.stored.items import text_of
-from chat.stored.nodes import Item, Node, StoredSession, join_tokens
-from chat.stored.rows import (
+from hybridmem.chat.stored.database import open_database
+from hybridmem.chat.stored.items import text_of
+from hybridmem.chat.stored.nodes import Item, Node, StoredSession, join_tokens
+from hybridmem.chat.stored.rows import (
     COMPLETE_NODE,
     INSERT_NODE,
     INSERT_SESSION,
@@ -32,8 +32,8 @@ from chat.stored.rows import (
     read_session,
     session_as_row,
 )
-from memory import FormatError
-from memory.blocks.arrays import Int64s
+from hybridmem.memory import FormatError
+from hybridmem.memory.blocks.arrays import Int64s
 
 _UP = """
 WITH RECURSIVE up (id, next, number) AS (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from chat.tools.calls import CallFormat
-from chat.tools.json_calls import JsonCalls
-from chat.tools.python_calls import PythonCalls
-from chat.tools.xml_calls import XmlCalls
+from hybridmem.chat.tools.calls import CallFormat
+from hybridmem.chat.tools.json_calls import JsonCalls
+from hybridmem.chat.tools.python_calls import PythonCalls
+from hybridmem.chat.tools.xml_calls import XmlCalls
 
 HERMES = JsonCalls("<tool_call>", "</tool_call>", padding="\n")
 JAMBA = JsonCalls("<tool_calls>", "</tool_calls>", is_list=True)

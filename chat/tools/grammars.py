@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from chat.decoding.grammar import Grammar, GrammarError, Grammars, json_rule
-from chat.tools.calls import CallFormat, Tool
-from chat.tools.families import THINK_END, Habits
+from hybridmem.chat.decoding.grammar import Grammar, GrammarError, Grammars, json_rule
+from hybridmem.chat.tools.calls import CallFormat, Tool
+from hybridmem.chat.tools.families import THINK_END, Habits
 
 MOST_GRAMMAR = 64 << 10
 """Characters of a schema, pattern or grammar."""

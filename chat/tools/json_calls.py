@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chat.decoding.grammar import json_rule
-from chat.tools.calls import Block, CallPart, Marks, Tool, call_of, either, parse_json, repeated
+from hybridmem.chat.decoding.grammar import json_rule
+from hybridmem.chat.tools.calls import Block, CallPart, Marks, Tool, call_of, either, parse_json, repeated
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 

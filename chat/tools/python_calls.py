@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chat.decoding.grammar import json_rule
-from chat.tools.calls import Block, CallPart, Marks, Tool, call_of, either, parse_json, repeated
+from hybridmem.chat.decoding.grammar import json_rule
+from hybridmem.chat.tools.calls import Block, CallPart, Marks, Tool, call_of, either, parse_json, repeated
 
 _AS_IN_JSON = {"true": True, "false": False, "null": None}
 

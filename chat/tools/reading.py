@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from chat.tools.calls import Block, CallFormat, CallPart, Tool
-from chat.tools.families import THINK_BEGIN, THINK_END, Habits
+from hybridmem.chat.tools.calls import Block, CallFormat, CallPart, Tool
+from hybridmem.chat.tools.families import THINK_BEGIN, THINK_END, Habits
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chat.decoding.grammar import json_rule
-from chat.tools.calls import Block, CallPart, Marks, Tool, either, parse_json, repeated
+from hybridmem.chat.decoding.grammar import json_rule
+from hybridmem.chat.tools.calls import Block, CallPart, Marks, Tool, either, parse_json, repeated
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(

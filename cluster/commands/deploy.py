@@ -8,15 +8,15 @@ from typing import Any
 
 import typer
 
-from chat.commands.fleet import FLEET, is_fleet
-from chat.commands.option_table import Chosen
-from chat.commands.serve_options import SERVE
-from chat.commands.start import name_of
-from chat.server import ServerOptions
-from cluster.commands.serve import check_options
-from cluster.commands.shared import check_shared, machines_of_ray
-from cluster.serving.fleet_options import FleetOptions
-from memory import SpecError
+from hybridmem.chat.commands.fleet import FLEET, is_fleet
+from hybridmem.chat.commands.option_table import Chosen
+from hybridmem.chat.commands.serve_options import SERVE
+from hybridmem.chat.commands.start import name_of
+from hybridmem.chat.server import ServerOptions
+from hybridmem.cluster.commands.serve import check_options
+from hybridmem.cluster.commands.shared import check_shared, machines_of_ray
+from hybridmem.cluster.serving.fleet_options import FleetOptions
+from hybridmem.memory import SpecError
 
 OF_THE_FILE = ("address", "name")
 """Keys of the file beside the options of `serve`: Ray's address, and the application's name."""
@@ -63,7 +63,7 @@ def deploy(path: Path) -> None:
     import ray
     from ray import serve
 
-    from cluster.serving.application import make_application
+    from hybridmem.cluster.serving.application import make_application
 
     address, name = about.get("address", "auto"), about.get("name", "hybrid-memory")
     try:

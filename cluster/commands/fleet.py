@@ -9,14 +9,14 @@ from typing import Any
 
 from rich.table import Table
 
-from chat.commands.fleet import ROUTERS
-from chat.console import make_console
-from cluster.simulation.fleet import FleetSetup, simulate_fleet
-from cluster.simulation.replicas import Sizes
-from cluster.simulation.sessions import FleetHabits
-from memory import MemorySpec, SpecError
-from memory.blocks.arena import read_budget
-from memory.views.text_tables import format_bytes
+from hybridmem.chat.commands.fleet import ROUTERS
+from hybridmem.chat.console import make_console
+from hybridmem.cluster.simulation.fleet import FleetSetup, simulate_fleet
+from hybridmem.cluster.simulation.replicas import Sizes
+from hybridmem.cluster.simulation.sessions import FleetHabits
+from hybridmem.memory import MemorySpec, SpecError
+from hybridmem.memory.blocks.arena import read_budget
+from hybridmem.memory.views.text_tables import format_bytes
 
 COLUMNS = (
     ("reused", "reused_share", "{:.1%}"), ("with the store", "with_store_share", "{:.1%}"),

@@ -14,13 +14,13 @@ from tempfile import TemporaryDirectory
 
 import typer
 
-from chat.commands.option_table import Chosen
-from chat.commands.serve_options import SERVE
-from chat.commands.start import name_of
-from chat.server import bind
-from cluster.serving.fleet_options import FleetOptions
-from cluster.store.place import Place
-from memory import SpecError
+from hybridmem.chat.commands.option_table import Chosen
+from hybridmem.chat.commands.serve_options import SERVE
+from hybridmem.chat.commands.start import name_of
+from hybridmem.chat.server import bind
+from hybridmem.cluster.serving.fleet_options import FleetOptions
+from hybridmem.cluster.store.place import Place
+from hybridmem.memory import SpecError
 
 log = logging.getLogger("hybrid_memory.cluster")
 OF_ONE_SERVER = ("max_connections", "max_peer_connections", "prefixes", "save_every")
@@ -82,7 +82,7 @@ def fleet(options: FleetOptions, host: str, port: int) -> Iterator[None]:
     with local_ray(options), TemporaryDirectory(prefix="hybrid-memory-sessions-") as folder:
         from ray import serve
 
-        from cluster.serving.application import make_application
+        from hybridmem.cluster.serving.application import make_application
 
         serve.start(http_options={"host": host, "port": port})
         serve.run(make_application(options.with_sessions(folder)), name=APPLICATION, route_prefix="/")

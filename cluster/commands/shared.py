@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from memory import SpecError
+from hybridmem.memory import SpecError
 
 Machine = Callable[[Callable[[str], bool], str], bool]
 """Calls a function with a path on one machine, and returns what it returns."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from memory.prefix.digests import Resumable, digests_at
-from memory.prefix.saved import as_label
+from hybridmem.memory.prefix.digests import Resumable, digests_at
+from hybridmem.memory.prefix.saved import as_label
 
 
 @dataclass(frozen=True)

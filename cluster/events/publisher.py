@@ -20,9 +20,9 @@ from typing import Any
 import msgpack
 import zmq
 
-from cluster.events.blocks import Block, changes, resumable_blocks
-from memory import SpecError
-from memory.prefix.digests import Resumable
+from hybridmem.cluster.events.blocks import Block, changes, resumable_blocks
+from hybridmem.memory import SpecError
+from hybridmem.memory.prefix.digests import Resumable
 
 PERIOD_SECONDS = 1.0
 _MOST_KEPT = 10_000

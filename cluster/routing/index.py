@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from cluster.routing.prompts import Prompt
+from hybridmem.cluster.routing.prompts import Prompt
 
 MOST_EXPECTED = 8192
 """Prefixes of one replica that are expected but not reported; the oldest are forgotten."""

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from cluster.routing.policy import Bounds, Loads, Policy, ResumablePolicy
-from cluster.routing.prompts import Prompt
-from cluster.routing.route import Reason, Route
-from memory import SpecError
+from hybridmem.cluster.routing.policy import Bounds, Loads, Policy, ResumablePolicy
+from hybridmem.cluster.routing.prompts import Prompt
+from hybridmem.cluster.routing.route import Reason, Route
+from hybridmem.memory import SpecError
 
 _POINTS = 100
 """Points of a replica on the ring of consistent hashing."""

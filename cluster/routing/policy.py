@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cluster.routing.index import PrefixIndex
-from cluster.routing.prompts import Prompt
-from cluster.routing.route import Reason, Route
+from hybridmem.cluster.routing.index import PrefixIndex
+from hybridmem.cluster.routing.prompts import Prompt
+from hybridmem.cluster.routing.route import Reason, Route
 
 MOST_SESSIONS = 1 << 20
 """Sessions whose replica a router remembers; the oldest are forgotten, and found again by their prefixes."""

@@ -11,15 +11,15 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message
 
-from chat.prompts import load_tokenizer
-from cluster.routing.prompts import TokenPrompt
-from cluster.serving.fleet_options import GATEWAY_DEPLOYMENT, REPLICA_DEPLOYMENT, FleetOptions
-from cluster.serving.gateway import Gateway, ReplicaLostError
-from cluster.serving.reading import PromptReader
-from cluster.serving.replica import ReplicaServer
-from cluster.serving.request import ForwardedRequest
-from cluster.store.place import Place
-from models.loading.folders import find_folder
+from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.cluster.routing.prompts import TokenPrompt
+from hybridmem.cluster.serving.fleet_options import GATEWAY_DEPLOYMENT, REPLICA_DEPLOYMENT, FleetOptions
+from hybridmem.cluster.serving.gateway import Gateway, ReplicaLostError
+from hybridmem.cluster.serving.reading import PromptReader
+from hybridmem.cluster.serving.replica import ReplicaServer
+from hybridmem.cluster.serving.request import ForwardedRequest
+from hybridmem.cluster.store.place import Place
+from hybridmem.models.loading.folders import find_folder
 
 STATS_SECONDS = 1.0
 _GATEWAY_CPUS = 0.5
@@ -138,7 +138,7 @@ def _router_config(options: FleetOptions) -> RequestRouterConfig:
     if options["router"] == "consistent-hash":
         return RequestRouterConfig(request_router_class=_HASH_ROUTER)
     return RequestRouterConfig(
-        request_router_class="cluster.serving.router:PolicyRouter",
+        request_router_class="hybridmem.cluster.serving.router:PolicyRouter",
         request_router_kwargs={"name": options["router"], **vars(options.bounds)},
         request_routing_stats_period_s=STATS_SECONDS,
     )
@@ -148,5 +148,5 @@ def _scale(options: FleetOptions) -> dict[str, Any]:
     most = options["max_replicas"] or options["replicas"]
     if most <= options["replicas"]:
         return {"num_replicas": options["replicas"]}
-    policy = AutoscalingPolicy(policy_function="cluster.serving.scaling:scale")
+    policy = AutoscalingPolicy(policy_function="hybridmem.cluster.serving.scaling:scale")
     return {"autoscaling_config": AutoscalingConfig(min_replicas=options["replicas"], max_replicas=most, policy=policy)}

@@ -14,9 +14,9 @@ from typing import Any
 
 from starlette.types import Message
 
-from chat.server.formats import as_event
-from cluster.serving.continuing_responses import ResponsesSoFar
-from cluster.serving.parts import AnotherReplyError, Name, PartSoFar
+from hybridmem.chat.server.formats import as_event
+from hybridmem.cluster.serving.continuing_responses import ResponsesSoFar
+from hybridmem.cluster.serving.parts import AnotherReplyError, Name, PartSoFar
 
 RESPONSES = "/v1/responses"
 STREAMS = ("/v1/chat/completions", "/v1/completions", RESPONSES)

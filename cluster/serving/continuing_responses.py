@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.serving.parts import AnotherReplyError, Name, PartSoFar
+from hybridmem.cluster.serving.parts import AnotherReplyError, Name, PartSoFar
 
 _ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
 

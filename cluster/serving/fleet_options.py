@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from chat.commands.fleet import FLEET
-from chat.commands.option_table import Chosen, read_bytes
-from chat.commands.serve_options import SERVE
-from chat.server import ServerOptions
-from cluster.routing.policy import Bounds
-from cluster.store.sequences import Quota
+from hybridmem.chat.commands.fleet import FLEET
+from hybridmem.chat.commands.option_table import Chosen, read_bytes
+from hybridmem.chat.commands.serve_options import SERVE
+from hybridmem.chat.server import ServerOptions
+from hybridmem.cluster.routing.policy import Bounds
+from hybridmem.cluster.store.sequences import Quota
 
 REPLICA_DEPLOYMENT = "replica"
 GATEWAY_DEPLOYMENT = "gateway"

@@ -18,19 +18,19 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from chat.server.errors import RETRY, ApiError, log
-from chat.server.formats import as_event
-from chat.server.keys import Use
-from chat.server.limits import Guard, exchange_of
-from chat.server.options import ServerOptions
-from cluster.routing.prompts import TokenPrompt
-from cluster.serving.continuing import END, RESPONSES, ResponseSoFar
-from cluster.serving.metrics import join_metrics
-from cluster.serving.once import KEY_HEADER, Once, Shelf, name_of
-from cluster.serving.parts import AnotherReplyError
-from cluster.serving.reading import PromptReader
-from cluster.serving.request import CHARGE, ForwardedRequest
-from cluster.serving.stored import check_stored
+from hybridmem.chat.server.errors import RETRY, ApiError, log
+from hybridmem.chat.server.formats import as_event
+from hybridmem.chat.server.keys import Use
+from hybridmem.chat.server.limits import Guard, exchange_of
+from hybridmem.chat.server.options import ServerOptions
+from hybridmem.cluster.routing.prompts import TokenPrompt
+from hybridmem.cluster.serving.continuing import END, RESPONSES, ResponseSoFar
+from hybridmem.cluster.serving.metrics import join_metrics
+from hybridmem.cluster.serving.once import KEY_HEADER, Once, Shelf, name_of
+from hybridmem.cluster.serving.parts import AnotherReplyError
+from hybridmem.cluster.serving.reading import PromptReader
+from hybridmem.cluster.serving.request import CHARGE, ForwardedRequest
+from hybridmem.cluster.serving.stored import check_stored
 
 MOST_TRIES = 4
 """Replicas that one request is sent to, where each dies in the middle of it."""

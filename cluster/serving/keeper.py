@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from cluster.routing.prompts import TokenPrompt
-from cluster.serving.mover import Mover
-from cluster.store.health import StoreHealth
-from cluster.store.leases import Lease, Leases
-from cluster.store.patience import ASK_SECONDS, Patience
+from hybridmem.cluster.routing.prompts import TokenPrompt
+from hybridmem.cluster.serving.mover import Mover
+from hybridmem.cluster.store.health import StoreHealth
+from hybridmem.cluster.store.leases import Lease, Leases
+from hybridmem.cluster.store.patience import ASK_SECONDS, Patience
 
 log = logging.getLogger("hybrid_memory.cluster")
 T = TypeVar("T")

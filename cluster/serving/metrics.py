@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from cluster.store.health import StoreHealth
+from hybridmem.cluster.store.health import StoreHealth
 
 
 def join_metrics(own: CollectorRegistry, texts: dict[str, str]) -> str:

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from chat.engine.engine import Engine
-from cluster.routing.prompts import TokenPrompt
-from cluster.store.health import StoreHealth
-from cluster.store.leases import Stand
-from cluster.store.sequences import SequenceStore
-from memory import CapacityError, FormatError, SequenceError
-from memory.interface import Sequence
-from memory.prefix import PrefixCache
-from memory.prefix.digests import digests_at
-from memory.storage.files import local_place
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.cluster.routing.prompts import TokenPrompt
+from hybridmem.cluster.store.health import StoreHealth
+from hybridmem.cluster.store.leases import Stand
+from hybridmem.cluster.store.sequences import SequenceStore
+from hybridmem.memory import CapacityError, FormatError, SequenceError
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.prefix.digests import digests_at
+from hybridmem.memory.storage.files import local_place
 
 LEAST_GAIN_TOKENS = 16
 """Tokens that a stored sequence must save beside what the replica has: reading it takes as long as a few tokens."""

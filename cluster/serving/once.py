@@ -19,10 +19,10 @@ from typing import Protocol
 
 from starlette.types import Message
 
-from chat.server.errors import ApiError, log
-from cluster.serving.request import ForwardedRequest
-from cluster.store.leases import DAMAGE
-from cluster.store.patience import Patience
+from hybridmem.chat.server.errors import ApiError, log
+from hybridmem.cluster.serving.request import ForwardedRequest
+from hybridmem.cluster.store.leases import DAMAGE
+from hybridmem.cluster.store.patience import Patience
 
 KEY_HEADER = "idempotency-key"
 MOST_KEPT = 1024

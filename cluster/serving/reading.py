@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from chat.prompts import Tokenizer, encode_chat
-from chat.server.errors import ApiError
-from chat.server.schema import ChatRequest, CompletionRequest, read_request
-from chat.server.texts import Texts
-from chat.tools.families import find_habits
-from cluster.routing.prompts import TokenPrompt
-from cluster.serving.request import ForwardedRequest
-from memory import HybridMemoryError
+from hybridmem.chat.prompts import Tokenizer, encode_chat
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.schema import ChatRequest, CompletionRequest, read_request
+from hybridmem.chat.server.texts import Texts
+from hybridmem.chat.tools.families import find_habits
+from hybridmem.cluster.routing.prompts import TokenPrompt
+from hybridmem.cluster.serving.request import ForwardedRequest
+from hybridmem.memory import HybridMemoryError
 
 SESSION_HEADER = "x-session-id"
 REPLICA_HEADER = "x-hybrid-memory-replica"

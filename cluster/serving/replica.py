@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import JSONResponse
 from starlette.types import Message, Scope
 
-from chat.commands.serve import make_served
-from chat.engine.engine import Engine
-from chat.server import make_app
-from cluster.routing.prompts import TokenPrompt
-from cluster.routing.route import as_header
-from cluster.serving.asgi import lifespan_of, messages_of, response_messages, with_headers
-from cluster.serving.fleet_options import FleetOptions
-from cluster.serving.keeper import Keeper
-from cluster.serving.metrics import StoreCollector
-from cluster.serving.mover import Mover
-from cluster.serving.request import CHARGE, ForwardedRequest
-from cluster.serving.scaling import REPORTED
-from cluster.store.health import StoreHealth
-from cluster.store.leases import Leases
-from cluster.store.place import Place
-from cluster.store.sequences import SequenceStore, Subplace
-from memory import SpecError
-from memory.prefix.digests import Resumable
+from hybridmem.chat.commands.serve import make_served
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.server import make_app
+from hybridmem.cluster.routing.prompts import TokenPrompt
+from hybridmem.cluster.routing.route import as_header
+from hybridmem.cluster.serving.asgi import lifespan_of, messages_of, response_messages, with_headers
+from hybridmem.cluster.serving.fleet_options import FleetOptions
+from hybridmem.cluster.serving.keeper import Keeper
+from hybridmem.cluster.serving.metrics import StoreCollector
+from hybridmem.cluster.serving.mover import Mover
+from hybridmem.cluster.serving.request import CHARGE, ForwardedRequest
+from hybridmem.cluster.serving.scaling import REPORTED
+from hybridmem.cluster.store.health import StoreHealth
+from hybridmem.cluster.store.leases import Leases
+from hybridmem.cluster.store.place import Place
+from hybridmem.cluster.store.sequences import SequenceStore, Subplace
+from hybridmem.memory import SpecError
+from hybridmem.memory.prefix.digests import Resumable
 
 if TYPE_CHECKING:
-    from cluster.events.publisher import EventPublisher
+    from hybridmem.cluster.events.publisher import EventPublisher
 
 log = logging.getLogger("hybrid_memory.cluster")
 ROUTE_HEADER = "x-hybrid-memory-route"
@@ -115,7 +115,7 @@ class ReplicaServer:
 
     def _publish(self, options: FleetOptions) -> None:
         """Begin to publish KV events."""
-        from cluster.events.publisher import EventOptions, EventPublisher  # needs packages of the extra
+        from hybridmem.cluster.events.publisher import EventOptions, EventPublisher  # needs packages of the extra
 
         if self.engine.prefixes is None:
             raise SpecError("--kv-events say what prefixes can be resumed; leave out --no-prefix-cache")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
-from chat.server.sessions.responses import REPLY_SEED
+from hybridmem.chat.server.sessions.responses import REPLY_SEED
 
 CHARGE = "hybrid_memory.charge"
 """The type of a message, beside those of ASGI, by which a replica says the tokens that a key is to be charged for."""

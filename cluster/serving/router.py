@@ -8,9 +8,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from cluster.routing.policies import make_policy
-from cluster.routing.prompts import TokenPrompt
-from cluster.routing.route import Route
+from hybridmem.cluster.routing.policies import make_policy
+from hybridmem.cluster.routing.prompts import TokenPrompt
+from hybridmem.cluster.routing.route import Route
 
 NOTHING = TokenPrompt()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from chat.server.errors import ApiError
-from cluster.serving.reading import SESSION_HEADER
-from cluster.serving.request import ForwardedRequest
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.cluster.serving.reading import SESSION_HEADER
+from hybridmem.cluster.serving.request import ForwardedRequest
 
 _STORED = ("/v1/responses", "/v1/conversations", "/v1/sessions")
 

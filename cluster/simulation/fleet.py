@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from cluster.routing.index import PrefixIndex
-from cluster.routing.policies import make_policy
-from cluster.routing.policy import Policy
-from cluster.simulation.replicas import SimulatedCache, Sizes
-from cluster.simulation.sessions import FleetHabits, Turns, make_turns
+from hybridmem.cluster.routing.index import PrefixIndex
+from hybridmem.cluster.routing.policies import make_policy
+from hybridmem.cluster.routing.policy import Policy
+from hybridmem.cluster.simulation.replicas import SimulatedCache, Sizes
+from hybridmem.cluster.simulation.sessions import FleetHabits, Turns, make_turns
 
 _LOADS_EVERY = 2_000
 """Turns between two looks at how loads differ."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from memory import HybridMemory, MemorySpec
+from hybridmem.memory import HybridMemory, MemorySpec
 
 _STEP_TOKENS = 64
 _MOST_TOKENS = 1 << 15

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from memory import SpecError
+from hybridmem.memory import SpecError
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from cluster.store.health import StoreDownError
+from hybridmem.cluster.store.health import StoreDownError
 
 ASK_SECONDS = 5.0
 """For which a request waits for a small file of the store."""

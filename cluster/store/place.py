@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from memory.storage.files import as_os_errors, check_url, local_place, make_folder
-from memory.storage.local_files import written_whole
+from hybridmem.memory.storage.files import as_os_errors, check_url, local_place, make_folder
+from hybridmem.memory.storage.local_files import written_whole
 
 log = logging.getLogger("hybrid_memory.cluster")
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.store.place import Entry, Place
+from hybridmem.cluster.store.place import Entry, Place
 
 _NAME = re.compile(r"([0-9a-f]+)-(\d+)(?:\.safetensors)?")
 

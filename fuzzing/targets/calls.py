@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fuzzing.mutation import EDGES
-from memory import HybridMemory, HybridMemoryError, Sequence
+from hybridmem.memory import HybridMemory, HybridMemoryError, Sequence
 from tests.toy import VOCAB, Toy
 
 _VERBS = (

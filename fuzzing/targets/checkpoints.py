@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from chat.prompts import encode_chat, load_tokenizer
 from fuzzing.mutation import damage_bytes, damage_json
 from fuzzing.targets.saved import join_file, split_file
-from memory import HybridMemory
-from models import load_model
-from models.loading.folders import EMBEDDED, read_config
-from models.loading.load import dry_model
+from hybridmem.chat.prompts import encode_chat, load_tokenizer
+from hybridmem.memory import HybridMemory
+from hybridmem.models import load_model
+from hybridmem.models.loading.folders import EMBEDDED, read_config
+from hybridmem.models.loading.load import dry_model
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
 

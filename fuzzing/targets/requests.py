@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from chat.decoding.grammar import Grammar, Grammars, fill_masks
-from chat.prompts import load_tokenizer
-from chat.server.bodies import count_longest_list
-from chat.server.embedding import EmbeddingsRequest
-from chat.server.schema import ChatRequest, Checked, CommonRequest, CompletionRequest, read_request
-from chat.server.sessions import schema as sessions
-from chat.server.sessions.archives import Archive
-from chat.server.tokenizing import DetokenizeRequest, TokenizeRequest
-from chat.tools.grammars import MOST_GRAMMAR
 from fuzzing.mutation import damage_bytes, damage_json
+from hybridmem.chat.decoding.grammar import Grammar, Grammars, fill_masks
+from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.chat.server.bodies import count_longest_list
+from hybridmem.chat.server.embedding import EmbeddingsRequest
+from hybridmem.chat.server.schema import ChatRequest, Checked, CommonRequest, CompletionRequest, read_request
+from hybridmem.chat.server.sessions import schema as sessions
+from hybridmem.chat.server.sessions.archives import Archive
+from hybridmem.chat.server.tokenizing import DetokenizeRequest, TokenizeRequest
+from hybridmem.chat.tools.grammars import MOST_GRAMMAR
 
 _MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 _CALL = {"name": "find", "description": "d", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}

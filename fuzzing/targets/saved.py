@@ -10,16 +10,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chat.engine.engine import Engine
-from chat.prompts import load_tokenizer
-from chat.session import ChatSession
 from fuzzing.mutation import damage_bytes, damage_json
-from memory import FormatError, HybridMemory, Sequence
-from memory.errors import CapacityError
-from memory.prefix import PrefixCache
-from memory.storage.checksums import digest_of
-from memory.storage.reading import read_content
-from models import load_model
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.chat.session import ChatSession
+from hybridmem.memory import FormatError, HybridMemory, Sequence
+from hybridmem.memory.errors import CapacityError
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.storage.checksums import digest_of
+from hybridmem.memory.storage.reading import read_content
+from hybridmem.models import load_model
 from tests.data.sequences import write
 
 _FIXTURES = Path(write.__file__).parent

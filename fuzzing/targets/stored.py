@@ -16,19 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from chat.commands.option_table import read_file
-from chat.commands.serve_options import SERVE
-from chat.decoding.defaults import read_defaults
-from chat.simulation.traces import read_trace
-from chat.stored.database import FILE
-from chat.stored.items import text_item
-from chat.stored.nodes import Node, StoredSession
-from chat.stored.store import SessionStore
-from cluster.serving.once import Once, name_of
-from cluster.serving.request import ForwardedRequest
-from cluster.store.leases import Leases, Stand
-from cluster.store.place import Place
 from fuzzing.mutation import EDGES, damage_bytes, damage_json
+from hybridmem.chat.commands.option_table import read_file
+from hybridmem.chat.commands.serve_options import SERVE
+from hybridmem.chat.decoding.defaults import read_defaults
+from hybridmem.chat.simulation.traces import read_trace
+from hybridmem.chat.stored.database import FILE
+from hybridmem.chat.stored.items import text_item
+from hybridmem.chat.stored.nodes import Node, StoredSession
+from hybridmem.chat.stored.store import SessionStore
+from hybridmem.cluster.serving.once import Once, name_of
+from hybridmem.cluster.serving.request import ForwardedRequest
+from hybridmem.cluster.store.leases import Leases, Stand
+from hybridmem.cluster.store.place import Place
 
 _OWNER, _MODEL = b"owner", "model weights vocabulary"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chat.prompts import encode_chat, encode_turn, load_tokenizer
-from chat.server.heads import check_head, find_head_end
-from chat.session.template_syntax import parse
 from fuzzing.mutation import damage_bytes
+from hybridmem.chat.prompts import encode_chat, encode_turn, load_tokenizer
+from hybridmem.chat.server.heads import check_head, find_head_end
+from hybridmem.chat.session.template_syntax import parse
 
 _MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s, ceil_div, starts_of
-from memory.blocks.holdings import Holding, LiveRows, Record
-from memory.blocks.layout import BlockLayout
-from memory.blocks.pool import BlockPool
-from memory.blocks.store import Store
-from memory.blocks.table import BlockTable
-from memory.errors import BatchError, IntegrityError, StepError
-from memory.interface import Dropped, Encoded, Packed, References, Stretch
-from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
-from memory.specs import CrossAttentionSpec
+from hybridmem.memory.blocks.arrays import Int64s, ceil_div, starts_of
+from hybridmem.memory.blocks.holdings import Holding, LiveRows, Record
+from hybridmem.memory.blocks.layout import BlockLayout
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.blocks.table import BlockTable
+from hybridmem.memory.errors import BatchError, IntegrityError, StepError
+from hybridmem.memory.interface import Dropped, Encoded, Packed, References, Stretch
+from hybridmem.memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
+from hybridmem.memory.specs import CrossAttentionSpec
 
 
 @dataclass(frozen=True)

@@ -23,22 +23,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.attention.kept_rows import KeptRows
-from memory.blocks.arrays import EMPTY, Int64s, ranges, starts_of
-from memory.blocks.holdings import LiveRows
-from memory.blocks.layout import Field
-from memory.blocks.store import Store
-from memory.errors import StepError
-from memory.eviction import EvictionPolicy
-from memory.interface import Packed
-from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, as_tensor, select_kernels
-from memory.quantization import Parts, Storage
-from memory.sequences.drop import CannotDrop
-from memory.sequences.folding import TailRules
-from memory.specs import AttentionSpec
-from memory.state.access import BlockAccess, RowWrites
-from memory.state.tail_memory import TailMemory
-from memory.state.tails import TailMember, TailStep, TailTable
+from hybridmem.memory.attention.kept_rows import KeptRows
+from hybridmem.memory.blocks.arrays import EMPTY, Int64s, ranges, starts_of
+from hybridmem.memory.blocks.holdings import LiveRows
+from hybridmem.memory.blocks.layout import Field
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.errors import StepError
+from hybridmem.memory.eviction import EvictionPolicy
+from hybridmem.memory.interface import Packed
+from hybridmem.memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, as_tensor, select_kernels
+from hybridmem.memory.quantization import Parts, Storage
+from hybridmem.memory.sequences.drop import CannotDrop
+from hybridmem.memory.sequences.folding import TailRules
+from hybridmem.memory.specs import AttentionSpec
+from hybridmem.memory.state.access import BlockAccess, RowWrites
+from hybridmem.memory.state.tail_memory import TailMemory
+from hybridmem.memory.state.tails import TailMember, TailStep, TailTable
 
 
 @dataclass(frozen=True)

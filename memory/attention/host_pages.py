@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from memory.attention.offload import HostedAttention
-from memory.blocks.arrays import Int64s
-from memory.blocks.layout import BlockLayout
-from memory.blocks.pool import BlockPool
-from memory.blocks.store import Store
-from memory.errors import IntegrityError
-from memory.interface import Sequence, Stretch
-from memory.layer_memories import LayerMemories, Snapshot
-from memory.views.usage import Inventory
+from hybridmem.memory.attention.offload import HostedAttention
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.layout import BlockLayout
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.errors import IntegrityError
+from hybridmem.memory.interface import Sequence, Stretch
+from hybridmem.memory.layer_memories import LayerMemories, Snapshot
+from hybridmem.memory.views.usage import Inventory
 
 
 class HostPages:

@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.blocks.arrays import Bools, ceil_div
-from memory.blocks.staging import is_apart
-from memory.errors import SpecError
-from memory.eviction import Candidates, EvictionPolicy
-from memory.kernels import Scoring
-from memory.quantization import Parts, Storage
-from memory.specs import AttentionSpec, StateTensor
+from hybridmem.memory.blocks.arrays import Bools, ceil_div
+from hybridmem.memory.blocks.staging import is_apart
+from hybridmem.memory.errors import SpecError
+from hybridmem.memory.eviction import Candidates, EvictionPolicy
+from hybridmem.memory.kernels import Scoring
+from hybridmem.memory.quantization import Parts, Storage
+from hybridmem.memory.specs import AttentionSpec, StateTensor
 
 _BESIDE = ("positions", "scores")
 """State tensors whose first axis is that of rows, with each storage."""

@@ -16,15 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s
-from memory.blocks.holdings import Holding, LiveRows, Record
-from memory.blocks.layout import BlockLayout
-from memory.blocks.pool import BlockPool
-from memory.blocks.store import Store
-from memory.interface import Dropped, LayerMemory, Packed, References, Stretch
-from memory.kernels import Scoring
-from memory.sequences.batch import requests_of
-from memory.specs import AttentionSpec
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.holdings import Holding, LiveRows, Record
+from hybridmem.memory.blocks.layout import BlockLayout
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.interface import Dropped, LayerMemory, Packed, References, Stretch
+from hybridmem.memory.kernels import Scoring
+from hybridmem.memory.sequences.batch import requests_of
+from hybridmem.memory.specs import AttentionSpec
 
 
 class Attention(LayerMemory[Any], Protocol):

@@ -19,23 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.attention.selection import Selection
-from memory.attention_cache import AttentionCache
-from memory.blocks.arrays import EMPTY, Int64s, starts_of
-from memory.blocks.holdings import Holding, LiveRows, Record
-from memory.blocks.layout import BlockLayout
-from memory.blocks.pool import BlockPool
-from memory.blocks.store import Store
-from memory.blocks.table import BlockTable
-from memory.errors import IntegrityError, SpecError
-from memory.interface import Packed, References, Stretch
-from memory.kernels import FoldedRows, Prepared, Scoring, reference
-from memory.quantization import Shaped, Storage
-from memory.sequences.drop import CannotDrop
-from memory.sequences.folding import FoldPoints
-from memory.sequences.pages import PageGrid
-from memory.sequences.reads import AttentionPlan, Body, Read, attend_each
-from memory.specs import AttentionSpec
+from hybridmem.memory.attention.selection import Selection
+from hybridmem.memory.attention_cache import AttentionCache
+from hybridmem.memory.blocks.arrays import EMPTY, Int64s, starts_of
+from hybridmem.memory.blocks.holdings import Holding, LiveRows, Record
+from hybridmem.memory.blocks.layout import BlockLayout
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.blocks.table import BlockTable
+from hybridmem.memory.errors import IntegrityError, SpecError
+from hybridmem.memory.interface import Packed, References, Stretch
+from hybridmem.memory.kernels import FoldedRows, Prepared, Scoring, reference
+from hybridmem.memory.quantization import Shaped, Storage
+from hybridmem.memory.sequences.drop import CannotDrop
+from hybridmem.memory.sequences.folding import FoldPoints
+from hybridmem.memory.sequences.pages import PageGrid
+from hybridmem.memory.sequences.reads import AttentionPlan, Body, Read, attend_each
+from hybridmem.memory.specs import AttentionSpec
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s, ceil_div, ranges, starts_of
-from memory.blocks.store import Store
-from memory.eviction import Quest
-from memory.interface import Packed
-from memory.kernels import PageChoice, PagedBatch, Prepared
-from memory.sequences.reads import Body, Read
+from hybridmem.memory.blocks.arrays import Int64s, ceil_div, ranges, starts_of
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.eviction import Quest
+from hybridmem.memory.interface import Packed
+from hybridmem.memory.kernels import PageChoice, PagedBatch, Prepared
+from hybridmem.memory.sequences.reads import Body, Read
 
 Place = Callable[[Int64s], Prepared]
 """Uploads an array of a step's plan for the kernels."""

@@ -16,9 +16,9 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s
-from memory.blocks.layout import ALIGNMENT_BYTES
-from memory.errors import BUDGET_UNIT, IntegrityError, SpecError
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.layout import ALIGNMENT_BYTES
+from hybridmem.memory.errors import BUDGET_UNIT, IntegrityError, SpecError
 
 _MOST_BYTES = 1 << 62
 """Largest budget, so that addresses stay within int64."""

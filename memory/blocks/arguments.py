@@ -8,8 +8,8 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from memory.blocks.forked_process import check_process
-from memory.errors import HybridMemoryError, SpecError
+from hybridmem.memory.blocks.forked_process import check_process
+from hybridmem.memory.errors import HybridMemoryError, SpecError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes of rows and states, by name."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s, starts_of
-from memory.blocks.pool import BlockPool
-from memory.blocks.store import Store
+from hybridmem.memory.blocks.arrays import Int64s, starts_of
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.blocks.store import Store
 
 _SCRATCH_BYTES = 1 << 22
 """Bytes that are moved at once over a distance shorter than they are: they are copied twice."""

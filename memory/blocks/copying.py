@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from memory.errors import SequenceError
+from hybridmem.memory.errors import SequenceError
 
 
 def refuse_to_copy(remedy: str) -> Callable[[Any, Any], NoReturn]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from memory.errors import SpecError
+from hybridmem.memory.errors import SpecError
 
 _TRIAL_SECONDS = 10.0
 """Time after which a product of a millisecond certainly waits for threads that do not exist."""

@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "memory.run": {
         "": f"{_REQUESTS}, as in memory.run(model, {{sequence: token_ids}})", "tokens": _REQUESTS,
         "input_ids": _REQUESTS, "sequence": _REQUESTS,
-        "max_new_tokens": "it reads tokens and draws none; chat.engine.Engine writes replies",
+        "max_new_tokens": "it reads tokens and draws none; hybridmem.chat.engine.Engine writes replies",
     },
     "memory.step": {"": _REQUESTS, "input_ids": _REQUESTS},
     "load_model": {
@@ -61,7 +61,7 @@ _OF_MEMORY = {
 }  # fmt: skip
 _FEED = "memory.run(model, {sequence: token_ids})"
 _NO_MODULE = "load_model(path, device=..., dtype=...): a model here only computes, and is no torch module with modes"
-_STEP = "logits = memory.run(model, {sequence: token_ids}), or chat.engine.Engine for whole replies"
+_STEP = "logits = memory.run(model, {sequence: token_ids}), or hybridmem.chat.engine.Engine for whole replies"
 
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "Sequence": _OF_MEMORY | {

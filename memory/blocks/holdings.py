@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.arrays import Int64s
 
 Record = dict[str, list[int]]
 """What a layer memory saves of a slot beside the bytes of its blocks, as JSON can hold it."""

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol, overload
 from weakref import ref
 
-from memory.errors import HybridMemoryError, SequenceError
+from hybridmem.memory.errors import HybridMemoryError, SequenceError
 
 _Call = tuple[Callable[..., object], tuple[Any, ...]]
 

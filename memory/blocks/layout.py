@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
+from hybridmem.memory.blocks.arrays import ceil_div
 
 ALIGNMENT_BYTES = 64
 """Every block and every field in it starts at a multiple of this: a cache line, and a whole number of any element."""

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.journal import Journal
-from memory.blocks.store import Store, reserve
-from memory.errors import HOST_UNIT
+from hybridmem.memory.blocks.journal import Journal
+from hybridmem.memory.blocks.store import Store, reserve
+from hybridmem.memory.errors import HOST_UNIT
 
 HostAttention = Literal["stream", "compute"]
 """What attends to pages in host memory: the device, over the bus, or the host's processor, which sends the results."""

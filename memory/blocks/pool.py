@@ -10,10 +10,10 @@ from weakref import WeakSet
 
 import numpy as np
 
-from memory.blocks.arena import Arena
-from memory.blocks.arrays import EMPTY, Int64s
-from memory.blocks.journal import Journal
-from memory.errors import CapacityError, IntegrityError
+from hybridmem.memory.blocks.arena import Arena
+from hybridmem.memory.blocks.arrays import EMPTY, Int64s
+from hybridmem.memory.blocks.journal import Journal
+from hybridmem.memory.errors import CapacityError, IntegrityError
 
 
 class Sized(Protocol):

@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 
-from memory.blocks.journal import ExitOnStack
+from hybridmem.memory.blocks.journal import ExitOnStack
 
 _T = TypeVar("_T")
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s, ceil_div
-from memory.blocks.scoped import Scoped
+from hybridmem.memory.blocks.arrays import Int64s, ceil_div
+from hybridmem.memory.blocks.scoped import Scoped
 
 _LEAST_ELEMENTS = 1 << 14
 _LEAST_ROOM = 256

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks import staging as uploads
-from memory.blocks.arena import Arena
-from memory.blocks.arrays import Int64s
-from memory.blocks.journal import Journal
-from memory.blocks.layout import BlockLayout, Field
-from memory.blocks.pool import BlockPool, _runs
-from memory.blocks.staging import Placed
-from memory.errors import BUDGET_UNIT, SpecError
+from hybridmem.memory.blocks import staging as uploads
+from hybridmem.memory.blocks.arena import Arena
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.journal import Journal
+from hybridmem.memory.blocks.layout import BlockLayout, Field
+from hybridmem.memory.blocks.pool import BlockPool, _runs
+from hybridmem.memory.blocks.staging import Placed
+from hybridmem.memory.errors import BUDGET_UNIT, SpecError
 
 _mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 """Address -> the memory that `reserve` has mapped there, as long as a tensor of it exists."""

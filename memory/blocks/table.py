@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memory.blocks.arrays import EMPTY, Int64s
-from memory.blocks.holdings import Holding, Part, Record
-from memory.blocks.pool import BlockPool
-from memory.errors import IntegrityError
+from hybridmem.memory.blocks.arrays import EMPTY, Int64s
+from hybridmem.memory.blocks.holdings import Holding, Part, Record
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.errors import IntegrityError
 
 
 @dataclass(eq=False, slots=True)

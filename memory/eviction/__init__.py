@@ -10,9 +10,18 @@ A policy is a subclass of `EvictionPolicy`, mostly of ten lines: see `docs/how-t
 no row; its queries read few pages.
 """
 
-from memory.eviction.policies import H2O, TOVA, ExpectedAttention, KNorm, PyramidKV, Recent, Scissorhands, SnapKV
-from memory.eviction.policy import Budget, Candidates, EvictionPolicy
-from memory.eviction.quest import Quest
+from hybridmem.memory.eviction.policies import (
+    H2O,
+    TOVA,
+    ExpectedAttention,
+    KNorm,
+    PyramidKV,
+    Recent,
+    Scissorhands,
+    SnapKV,
+)
+from hybridmem.memory.eviction.policy import Budget, Candidates, EvictionPolicy
+from hybridmem.memory.eviction.quest import Quest
 
 __all__ = [
     "H2O", "TOVA", "Budget", "Candidates", "EvictionPolicy", "ExpectedAttention", "KNorm", "PyramidKV", "Quest",

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.errors import SpecError
-from memory.eviction.policy import Candidates, EvictionPolicy
+from hybridmem.memory.errors import SpecError
+from hybridmem.memory.eviction.policy import Candidates, EvictionPolicy
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from memory.blocks.arguments import read_count
-from memory.blocks.staging import is_apart
-from memory.errors import SpecError
-from memory.kernels import Scoring, reference
+from hybridmem.memory.blocks.arguments import read_count
+from hybridmem.memory.blocks.staging import is_apart
+from hybridmem.memory.errors import SpecError
+from hybridmem.memory.kernels import Scoring, reference
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-from memory.blocks.arrays import ceil_div
-from memory.errors import SpecError
-from memory.eviction.policy import Budget
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.errors import SpecError
+from hybridmem.memory.eviction.policy import Budget
 
 
 @dataclass(frozen=True)

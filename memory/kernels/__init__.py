@@ -15,10 +15,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s
-from memory.errors import SpecError
-from memory.kernels import checks, reference
-from memory.kernels.signature import (
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.errors import SpecError
+from hybridmem.memory.kernels import checks, reference
+from hybridmem.memory.kernels.signature import (
     Erase,
     FoldedRows,
     Kernels,
@@ -30,7 +30,7 @@ from memory.kernels.signature import (
     Tail,
     as_tensor,
 )
-from memory.kernels.weights import Weights
+from hybridmem.memory.kernels.weights import Weights
 
 __all__ = [
     "OF_STATES",
@@ -102,7 +102,7 @@ def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
 def warm_up(names: Iterable[str], device: torch.device, dtype: torch.dtype) -> None:
     """Compile these kernels now if they are those of the CPU: `memory.kernels.cpu.warm_up`."""
     if _choice(device, (dtype,)) == "cpu":
-        from memory.kernels import cpu
+        from hybridmem.memory.kernels import cpu
 
         cpu.warm_up(names, dtype)
 
@@ -114,11 +114,11 @@ def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tail
     """
     kernels, helpers = select_kernels(torch.device(device), *dtypes), dict[str, str]()
     if _choice(torch.device(device), dtypes) == "cuda":
-        from memory.kernels.cuda import libraries
+        from hybridmem.memory.kernels.cuda import libraries
 
         helpers = libraries.for_prompts()
     functions = [name for name in vars(Kernels) if not name.startswith("_")]
-    sets = {name: getattr(kernels, name).__module__.split(".")[2] for name in functions}
+    sets = {name: getattr(kernels, name).__module__.split(".")[3] for name in functions}
     if behind_tails:
         helpers = {}
     return {name: sets[name] + (f", prompts by {helpers[name]}" if name in helpers else "") for name in functions}
@@ -129,11 +129,11 @@ def _known(device: torch.device, dtypes: tuple[torch.dtype, ...], override: str 
     """Remember what `select_kernels` returns while the environment names `override`: a step asks dozens of times."""
     name = _choice(device, dtypes)
     if name == "cpu":
-        from memory.kernels import cpu  # not at import time: a dry run or another device needs no compiler
+        from hybridmem.memory.kernels import cpu  # not at import time: a dry run or another device needs no compiler
 
         return cpu
     if name in ("cuda", "triton"):
-        from memory.kernels import cuda  # as above, and triton may be missing
+        from hybridmem.memory.kernels import cuda  # as above, and triton may be missing
 
         return cuda
     return reference

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from memory.kernels.signature import Scoring
+from hybridmem.memory.kernels.signature import Scoring
 
 Rows = Callable[[int, int], tuple[Tensor, Tensor]]
 """Reads rows of a request: begin, end -> their keys and values, (end - begin, G, D) each."""

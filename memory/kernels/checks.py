@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from memory.errors import StepError
-from memory.kernels.signature import Erase, PageChoice, PagedBatch, Prepared, Scoring, StateSlots
+from hybridmem.memory.errors import StepError
+from hybridmem.memory.kernels.signature import Erase, PageChoice, PagedBatch, Prepared, Scoring, StateSlots
 
 FLOATS_UP_TO_32_BITS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 FLOATS = FLOATS_UP_TO_32_BITS | {torch.float64}

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
-from memory.blocks.staging import object_to_replays
-from memory.kernels import checks
-from memory.kernels.blocked import Rows, attend, scored
-from memory.kernels.signature import (
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.blocks.staging import object_to_replays
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.blocked import Rows, attend, scored
+from hybridmem.memory.kernels.signature import (
     Erase,
     FoldedRows,
     PageChoice,

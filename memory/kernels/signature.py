@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s
-from memory.blocks.staging import Placed
-from memory.quantization import Storage
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.staging import Placed
+from hybridmem.memory.quantization import Storage
 
 Prepared = Any
 """A tensor, or what `Kernels.prepare` made of it."""

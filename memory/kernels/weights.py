@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memory.kernels.signature import Kernels, Prepared
+from hybridmem.memory.kernels.signature import Kernels, Prepared
 
 
 class Weights:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s, ceil_div
-from memory.blocks.pool import BlockPool
-from memory.hybrid import require_memory
-from memory.pictures.canvas import (
+from hybridmem.memory.blocks.arrays import Int64s, ceil_div
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.hybrid import require_memory
+from hybridmem.memory.pictures.canvas import (
     FREE,
     INK,
     Colour,
@@ -23,15 +23,15 @@ from memory.pictures.canvas import (
     new_figure,
     plain,
 )
-from memory.views.palette import pool_colours, shades
-from memory.views.text_tables import count, format_bytes
-from memory.views.usage import Inventory
+from hybridmem.memory.views.palette import pool_colours, shades
+from hybridmem.memory.views.text_tables import count, format_bytes
+from hybridmem.memory.views.usage import Inventory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from memory.hybrid import HybridMemory
+    from hybridmem.memory.hybrid import HybridMemory
 
 NO_SEQUENCE = np.iinfo(np.int64).max
 _MOST_ROWS = 24

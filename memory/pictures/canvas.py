@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from memory.errors import SpecError
+from hybridmem.memory.errors import SpecError
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

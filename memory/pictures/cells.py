@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s, ceil_div
-from memory.pictures.blocks import NO_SEQUENCE, Runs, regions_of
-from memory.views.palette import pool_colours
-from memory.views.usage import Inventory
+from hybridmem.memory.blocks.arrays import Int64s, ceil_div
+from hybridmem.memory.pictures.blocks import NO_SEQUENCE, Runs, regions_of
+from hybridmem.memory.views.palette import pool_colours
+from hybridmem.memory.views.usage import Inventory
 
 MOST_RANGES = 1024
 """Above so many ranges, neighbours are drawn as one cell."""

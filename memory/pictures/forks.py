@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s
-from memory.hybrid import require_memory
-from memory.interface import Sequence
-from memory.pictures.canvas import INK, legend, need_matplotlib, new_figure, plain
-from memory.views.text_tables import count, format_bytes
-from memory.views.usage import Inventory
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.hybrid import require_memory
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.pictures.canvas import INK, legend, need_matplotlib, new_figure, plain
+from hybridmem.memory.views.text_tables import count, format_bytes
+from hybridmem.memory.views.usage import Inventory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from memory.hybrid import HybridMemory
+    from hybridmem.memory.hybrid import HybridMemory
 
 _MOST_SEQUENCES = 40
 """Sequences that are drawn; fewer than an int64 has bits, for `share_out`."""

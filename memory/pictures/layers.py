@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from memory.blocks.holdings import Holding, Part
-from memory.hybrid import require_memory
-from memory.interface import Sequence
-from memory.pictures.canvas import FREE, INK, legend, literal, need_matplotlib, new_figure, plain
-from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
-from memory.views.palette import COLOURS
-from memory.views.text_tables import format_bytes
+from hybridmem.memory.blocks.holdings import Holding, Part
+from hybridmem.memory.hybrid import require_memory
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.pictures.canvas import FREE, INK, legend, literal, need_matplotlib, new_figure, plain
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
+from hybridmem.memory.views.palette import COLOURS
+from hybridmem.memory.views.text_tables import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from memory.hybrid import HybridMemory
+    from hybridmem.memory.hybrid import HybridMemory
 
 _HATCH = "////"
 

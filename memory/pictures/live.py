@@ -14,15 +14,15 @@ from html import escape
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from memory.errors import SpecError
-from memory.hybrid import require_memory
-from memory.pictures.cells import arena_of
-from memory.pictures.forks import trees_of
-from memory.pictures.svg import arena_legend, arena_svg, tree_svg
-from memory.views.text_tables import count, format_bytes
+from hybridmem.memory.errors import SpecError
+from hybridmem.memory.hybrid import require_memory
+from hybridmem.memory.pictures.cells import arena_of
+from hybridmem.memory.pictures.forks import trees_of
+from hybridmem.memory.pictures.svg import arena_legend, arena_svg, tree_svg
+from hybridmem.memory.views.text_tables import count, format_bytes
 
 if TYPE_CHECKING:
-    from memory.hybrid import HybridMemory
+    from hybridmem.memory.hybrid import HybridMemory
 
 MOST_SHARE = 0.01
 """Of the time that drawing may take: a large memory is drawn less often, so that steps are slowed by 2 % at most."""

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from memory.pictures.canvas import INK, ink_on, lighter
-from memory.pictures.forks import Node, label_of, n_rows_of
-from memory.views.palette import shades
-from memory.views.text_tables import format_bytes
+from hybridmem.memory.pictures.canvas import INK, ink_on, lighter
+from hybridmem.memory.pictures.forks import Node, label_of, n_rows_of
+from hybridmem.memory.views.palette import shades
+from hybridmem.memory.views.text_tables import format_bytes
 
 if TYPE_CHECKING:
-    from memory.hybrid import HybridMemory
+    from hybridmem.memory.hybrid import HybridMemory
 
 WIDTH = 760
 _ROWS, _ROW, _GAP = 12, 14, 2

@@ -24,19 +24,19 @@ from time import monotonic
 
 import numpy as np
 
-from memory.blocks.arena import read_budget
-from memory.blocks.arguments import is_integer
-from memory.blocks.arrays import EMPTY, Int64s
-from memory.blocks.copying import refuse_to_copy
-from memory.errors import BatchError, CapacityError, FormatError, SequenceError, SpecError
-from memory.hybrid import HybridMemory, coordinator_of, require_memory
-from memory.interface import Sequence
-from memory.prefix.digests import Resumable, resumable_prefixes
-from memory.prefix.kept import Kept, Record
-from memory.prefix.lookup import Lookup, PrefixStats, Tier, explain, read_prompt, read_seconds
-from memory.prefix.radix_tree import Node, first_marked, marks_below
-from memory.prefix.saved import entries_of, tree_text
-from memory.sequences.interrupts import uninterrupted_call
+from hybridmem.memory.blocks.arena import read_budget
+from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks.arrays import EMPTY, Int64s
+from hybridmem.memory.blocks.copying import refuse_to_copy
+from hybridmem.memory.errors import BatchError, CapacityError, FormatError, SequenceError, SpecError
+from hybridmem.memory.hybrid import HybridMemory, coordinator_of, require_memory
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.prefix.digests import Resumable, resumable_prefixes
+from hybridmem.memory.prefix.kept import Kept, Record
+from hybridmem.memory.prefix.lookup import Lookup, PrefixStats, Tier, explain, read_prompt, read_seconds
+from hybridmem.memory.prefix.radix_tree import Node, first_marked, marks_below
+from hybridmem.memory.prefix.saved import entries_of, tree_text
+from hybridmem.memory.sequences.interrupts import uninterrupted_call
 
 _CLOSED = "this prefix cache is closed; make another one"
 

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any
 from weakref import ref
 
-from memory.blocks.journal import ExitOnStack
-from memory.errors import HybridMemoryError
+from hybridmem.memory.blocks.journal import ExitOnStack
+from hybridmem.memory.errors import HybridMemoryError
 
 
 class Changes:

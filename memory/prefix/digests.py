@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s
-from memory.interface import Sequence
-from memory.prefix.lookup import Tier
-from memory.prefix.radix_tree import Node, is_shared
-from memory.prefix.saved import as_label
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.prefix.lookup import Tier
+from hybridmem.memory.prefix.radix_tree import Node, is_shared
+from hybridmem.memory.prefix.saved import as_label
 
 DIGEST_BYTES = 16
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s
-from memory.errors import BatchError, SpecError
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.errors import BatchError, SpecError
 
 Tier = Literal["", "budget", "host", "disk"]
 Source = Literal["nothing", "window", "checkpoint", "host", "disk"]

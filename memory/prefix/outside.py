@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from memory.errors import CapacityError
-from memory.hybrid import HybridMemory
-from memory.interface import Sequence
-from memory.prefix.lookup import Tier
-from memory.prefix.victims import Ranking
-from memory.views.counters import CountedSwaps
+from hybridmem.memory.errors import CapacityError
+from hybridmem.memory.hybrid import HybridMemory
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.prefix.lookup import Tier
+from hybridmem.memory.prefix.victims import Ranking
+from hybridmem.memory.views.counters import CountedSwaps
 
 _DROPPED_SHARE = 64
 """Checkpoints are closed until 1/64 of `max_bytes` is free, even if less is missing, since to find them costs a look at

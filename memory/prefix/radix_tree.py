@@ -8,9 +8,9 @@ from typing import TypeGuard
 
 import numpy as np
 
-from memory.blocks.arrays import EMPTY, Int64s
-from memory.interface import Sequence
-from memory.sequences.token_buffer import common_prefix
+from hybridmem.memory.blocks.arrays import EMPTY, Int64s
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.sequences.token_buffer import common_prefix
 
 _MOST_RELATIVES = 64
 """Looking at each costs as much as it has pages; those that are passed over keep copies of their own."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 
-from memory.errors import FormatError, SpecError
-from memory.interface import Sequence
-from memory.prefix.radix_tree import Node
-from memory.storage.folder_writing import Entry
-from memory.views.text_tables import format_bytes
+from hybridmem.memory.errors import FormatError, SpecError
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.prefix.radix_tree import Node
+from hybridmem.memory.storage.folder_writing import Entry
+from hybridmem.memory.views.text_tables import format_bytes
 
 _PLACES = {"budget": "in the budget", "host": "in host memory", "disk": "in files"}
 

@@ -7,8 +7,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s
-from memory.interface import Sequence
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.interface import Sequence
 
 _COMPUTED_AT_ONCE = 256
 """Checkpoints whose private bytes are computed at once: one alone costs little less."""

@@ -1,5 +1,5 @@
 """Records decode steps and replays them for steps like them: as CUDA graphs, or as lists of calls on the CPU."""
 
-from memory.recorded.model import RecordedModel, run_recorded
+from hybridmem.memory.recorded.model import RecordedModel, run_recorded
 
 __all__ = ["RecordedModel", "run_recorded"]

@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memory.blocks.arguments import is_integer
-from memory.blocks.staging import current_watch, is_apart, set_watch
-from memory.errors import SpecError, StepError
-from memory.layer_memories import PlaceKey
-from memory.recorded.cuda_graphs import CudaGraphs, Run
-from memory.recorded.cuda_graphs import Recording as Graph
-from memory.recorded.kept import Kept
-from memory.sequences.interrupts import uninterrupted
-from memory.step import Step
+from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks.staging import current_watch, is_apart, set_watch
+from hybridmem.memory.errors import SpecError, StepError
+from hybridmem.memory.layer_memories import PlaceKey
+from hybridmem.memory.recorded.cuda_graphs import CudaGraphs, Run
+from hybridmem.memory.recorded.cuda_graphs import Recording as Graph
+from hybridmem.memory.recorded.kept import Kept
+from hybridmem.memory.sequences.interrupts import uninterrupted
+from hybridmem.memory.step import Step
 
 if TYPE_CHECKING:
-    from memory.kernels.cpu.recording import Recording
+    from hybridmem.memory.kernels.cpu.recording import Recording
 
-_LOG = logging.getLogger("memory")
+_LOG = logging.getLogger("hybridmem.memory")
 _MOST = 64
 _MOST_ROWS = 64
 """Tokens of a step up to which it is recorded on the CPU: beside products of more rows, Python takes little time."""
@@ -70,7 +70,7 @@ def run_recorded(model: Model, step: Step, *, most: int = _MOST) -> Tensor:
     """
     if is_apart(step.token_ids.device) or step.notes or len(step.token_ids) > _MOST_ROWS or current_watch() is not None:
         return model(step)
-    from memory.kernels.cpu.recording import has_modes  # not at import time: a device needs no compiler
+    from hybridmem.memory.kernels.cpu.recording import has_modes  # not at import time: a device needs no compiler
 
     if torch.is_autocast_enabled("cpu") or has_modes():
         return model(step)
@@ -109,7 +109,7 @@ class _CpuRecordings(Kept["Recording"]):
 
     def record(self, model: Model, step: Step, key: Hashable, earlier: Recording | None) -> Tensor:
         """Record a step while it runs; the second time, compare it with the first."""
-        from memory.kernels.cpu.recording import Recording
+        from hybridmem.memory.kernels.cpu.recording import Recording
 
         recording, watched = Recording(), step.watched()
         self._living = {number: own for number, own in self._living.items() if own() is not None}

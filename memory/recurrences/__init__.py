@@ -1,15 +1,15 @@
 """Defines the recurrences, one file per family: the shapes of row and state, and the function that advances states."""
 
-from memory.recurrences.convolution import CausalConv, ShortConv, short_conv_spec, window_tensors
-from memory.recurrences.delta_rule import DeltaRule, DeltaRuleShape
-from memory.recurrences.fold import Fold
-from memory.recurrences.linear_attention import LinearAttention, linear_attention_spec
-from memory.recurrences.mamba1 import Mamba1, mamba1_spec
-from memory.recurrences.registry import FAMILIES, Family, register_family
-from memory.recurrences.rg_lru import RGLRU, rg_lru_spec
-from memory.recurrences.rwkv4 import RWKV4, TokenShift, rwkv4_spec, token_shift_spec
-from memory.recurrences.rwkv7 import RWKV7, rwkv7_spec
-from memory.recurrences.ssd import SSD, SSDShape
+from hybridmem.memory.recurrences.convolution import CausalConv, ShortConv, short_conv_spec, window_tensors
+from hybridmem.memory.recurrences.delta_rule import DeltaRule, DeltaRuleShape
+from hybridmem.memory.recurrences.fold import Fold
+from hybridmem.memory.recurrences.linear_attention import LinearAttention, linear_attention_spec
+from hybridmem.memory.recurrences.mamba1 import Mamba1, mamba1_spec
+from hybridmem.memory.recurrences.registry import FAMILIES, Family, register_family
+from hybridmem.memory.recurrences.rg_lru import RGLRU, rg_lru_spec
+from hybridmem.memory.recurrences.rwkv4 import RWKV4, TokenShift, rwkv4_spec, token_shift_spec
+from hybridmem.memory.recurrences.rwkv7 import RWKV7, rwkv7_spec
+from hybridmem.memory.recurrences.ssd import SSD, SSDShape
 
 __all__ = [
     "FAMILIES",

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from memory.kernels import Kernels, Prepared, Weights
-from memory.recurrences.registry import register_family
-from memory.specs import RecurrentSpec, StateTensor
-from memory.state.access import Recurrence, States
+from hybridmem.memory.kernels import Kernels, Prepared, Weights
+from hybridmem.memory.recurrences.registry import register_family
+from hybridmem.memory.specs import RecurrentSpec, StateTensor
+from hybridmem.memory.state.access import Recurrence, States
 
 
 def window_tensors(n_channels: int, n_taps: int) -> tuple[StateTensor, ...]:

@@ -18,12 +18,12 @@ from functools import cached_property
 import torch
 from torch import Generator, Tensor
 
-from memory.errors import SpecError
-from memory.kernels import Erase, Weights
-from memory.recurrences.convolution import CausalConv, window_tensors
-from memory.recurrences.registry import register_family
-from memory.specs import RecurrentSpec, matrix_tensor
-from memory.state.access import Recurrence, States
+from hybridmem.memory.errors import SpecError
+from hybridmem.memory.kernels import Erase, Weights
+from hybridmem.memory.recurrences.convolution import CausalConv, window_tensors
+from hybridmem.memory.recurrences.registry import register_family
+from hybridmem.memory.specs import RecurrentSpec, matrix_tensor
+from hybridmem.memory.state.access import Recurrence, States
 
 
 @dataclass(frozen=True)

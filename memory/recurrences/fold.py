@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.errors import StepError
-from memory.state.access import States
+from hybridmem.memory.errors import StepError
+from hybridmem.memory.state.access import States
 
 Formula = Callable[[tuple[Tensor, ...], Tensor], tuple[tuple[Tensor, ...], Tensor]]
 

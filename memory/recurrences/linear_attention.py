@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from memory.recurrences.registry import register_family
-from memory.specs import RecurrentSpec, matrix_tensor
-from memory.state.access import Recurrence, States
+from hybridmem.memory.recurrences.registry import register_family
+from hybridmem.memory.specs import RecurrentSpec, matrix_tensor
+from hybridmem.memory.state.access import Recurrence, States
 
 
 def linear_attention_spec(n_heads: int, value_dim: int, key_dim: int, name: str = "recurrence") -> RecurrentSpec:

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from memory.kernels import Kernels, Prepared, Weights
-from memory.recurrences.convolution import CausalConv, window_tensors
-from memory.recurrences.registry import register_family
-from memory.specs import RecurrentSpec, StateTensor
-from memory.state.access import Recurrence, States
+from hybridmem.memory.kernels import Kernels, Prepared, Weights
+from hybridmem.memory.recurrences.convolution import CausalConv, window_tensors
+from hybridmem.memory.recurrences.registry import register_family
+from hybridmem.memory.specs import RecurrentSpec, StateTensor
+from hybridmem.memory.state.access import Recurrence, States
 
 
 def mamba1_spec(n_channels: int, d_state: int, d_conv: int, name: str = "recurrence") -> RecurrentSpec:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Generator
 
-from memory.errors import SpecError
-from memory.specs import RecurrentSpec
-from memory.state.access import Recurrence
+from hybridmem.memory.errors import SpecError
+from hybridmem.memory.specs import RecurrentSpec
+from hybridmem.memory.state.access import Recurrence
 
 Example = Callable[[Generator], tuple[RecurrentSpec, Recurrence]]
 """Makes a small layer with random weights in float32: its spec, and the recurrence that runs rows of that spec.

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from memory.recurrences.convolution import CausalConv, window_tensors
-from memory.recurrences.registry import register_family
-from memory.specs import RecurrentSpec, StateTensor
-from memory.state.access import Recurrence, States
+from hybridmem.memory.recurrences.convolution import CausalConv, window_tensors
+from hybridmem.memory.recurrences.registry import register_family
+from hybridmem.memory.specs import RecurrentSpec, StateTensor
+from hybridmem.memory.state.access import Recurrence, States
 
 _SHARPNESS = 8.0
 """The constant c of the paper."""

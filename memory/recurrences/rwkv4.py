@@ -12,11 +12,11 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Generator, Tensor
 
-from memory.kernels import Weights
-from memory.recurrences.convolution import CausalConv
-from memory.recurrences.registry import register_family
-from memory.specs import RecurrentSpec, StateTensor
-from memory.state.access import Recurrence, States
+from hybridmem.memory.kernels import Weights
+from hybridmem.memory.recurrences.convolution import CausalConv
+from hybridmem.memory.recurrences.registry import register_family
+from hybridmem.memory.specs import RecurrentSpec, StateTensor
+from hybridmem.memory.state.access import Recurrence, States
 
 _LOWEST = -1e38
 """The exponent of an empty sum: about as low as it can be for float32 to still add to it."""

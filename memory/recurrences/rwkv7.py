@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from torch import Generator, Tensor
 
-from memory.kernels import Erase
-from memory.recurrences.registry import register_family
-from memory.specs import RecurrentSpec, matrix_tensor
-from memory.state.access import Recurrence, States
+from hybridmem.memory.kernels import Erase
+from hybridmem.memory.recurrences.registry import register_family
+from hybridmem.memory.specs import RecurrentSpec, matrix_tensor
+from hybridmem.memory.state.access import Recurrence, States
 
 
 def rwkv7_spec(n_heads: int, head_dim: int, name: str = "recurrence") -> RecurrentSpec:

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memory.blocks.arguments import is_integer
-from memory.blocks.arrays import Int64s, ranges, starts_of
-from memory.blocks.staging import Download, is_apart
-from memory.errors import BatchError
-from memory.interface import Packed, Requests, Sequence, Tokens
+from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks.arrays import Int64s, ranges, starts_of
+from hybridmem.memory.blocks.staging import Download, is_apart
+from hybridmem.memory.errors import BatchError
+from hybridmem.memory.interface import Packed, Requests, Sequence, Tokens
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 

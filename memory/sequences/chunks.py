@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s, ceil_div, ranges
+from hybridmem.memory.blocks.arrays import Int64s, ceil_div, ranges
 
 GRID_TOKENS = 512
 """Distance of the positions at which requests are cut if that matters: as many tokens as a step has by default."""

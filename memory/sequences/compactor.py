@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s
-from memory.blocks.compaction import cheapest_region, compact
-from memory.blocks.layout import BlockLayout
-from memory.blocks.pool import BlockPool
-from memory.blocks.store import Store
-from memory.interface import OpenStep, Stretch
-from memory.sequences.ledger import Ledger
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.compaction import cheapest_region, compact
+from hybridmem.memory.blocks.layout import BlockLayout
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.interface import OpenStep, Stretch
+from hybridmem.memory.sequences.ledger import Ledger
 
 _MOST_MOVED = 40
 """Bytes that may move for each byte asked for. It is enough where a 20th of the budget is free beyond these, see

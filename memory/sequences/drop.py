@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Any, NoReturn
 
-from memory.errors import CapacityError, DropError
-from memory.interface import Dropped, DropsTokens
+from hybridmem.memory.errors import CapacityError, DropError
+from hybridmem.memory.interface import Dropped, DropsTokens
 
 
 class CannotDrop(ABC):

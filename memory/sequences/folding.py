@@ -18,8 +18,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from memory.blocks.arrays import Int64s, NumberT
-from memory.interface import Packed, Stretch
+from hybridmem.memory.blocks.arrays import Int64s, NumberT
+from hybridmem.memory.interface import Packed, Stretch
 
 Fold = Literal["keep", "replay", "defer"]
 """The fold mode of recurrent layers, as an argument of `HybridMemory(fold=...)`."""

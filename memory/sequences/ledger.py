@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from memory.blocks.arrays import EMPTY, Int64s
-from memory.blocks.journal import Journal
-from memory.errors import IntegrityError, SequenceError
-from memory.interface import Dropped, Packed, Sequence, SequenceOwner
-from memory.sequences.token_buffer import Checkpoint, TokenBuffer, common_prefix, is_roomy
+from hybridmem.memory.blocks.arrays import EMPTY, Int64s
+from hybridmem.memory.blocks.journal import Journal
+from hybridmem.memory.errors import IntegrityError, SequenceError
+from hybridmem.memory.interface import Dropped, Packed, Sequence, SequenceOwner
+from hybridmem.memory.sequences.token_buffer import Checkpoint, TokenBuffer, common_prefix, is_roomy
 
 _COLUMNS = ("lengths", "peaks", "_writable", "is_busy", "is_away", "_is_checkpoint")
 """Names of the arrays of a ledger that have an element for each slot."""

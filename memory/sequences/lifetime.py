@@ -6,7 +6,7 @@ import os
 import weakref
 from typing import NoReturn
 
-from memory.errors import SequenceError
+from hybridmem.memory.errors import SequenceError
 
 _ELSEWHERE = (
     "this memory was made in another process, of which this one is a fork; make a memory in each process, in processes "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from memory.blocks.journal import Journal
+from hybridmem.memory.blocks.journal import Journal
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

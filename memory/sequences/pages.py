@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s, ceil_div
-from memory.errors import DropError
-from memory.interface import Dropped, Stretch
-from memory.sequences.folding import FoldPoints
+from hybridmem.memory.blocks.arrays import Int64s, ceil_div
+from hybridmem.memory.errors import DropError
+from hybridmem.memory.interface import Dropped, Stretch
+from hybridmem.memory.sequences.folding import FoldPoints
 
 
 @dataclass(frozen=True)

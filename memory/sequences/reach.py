@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from memory.blocks.arguments import is_integer
-from memory.errors import RollbackError
-from memory.interface import Sequence
-from memory.sequences.ledger import Ledger
+from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.errors import RollbackError
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.sequences.ledger import Ledger
 
 
 def position_before(sequence: Sequence, length: int, n_tokens: object, to: object, horizon: int) -> int:

@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s
-from memory.blocks.staging import Placed
-from memory.interface import Packed
-from memory.kernels import PageChoice, PagedBatch, Prepared
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.staging import Placed
+from hybridmem.memory.interface import Packed
+from hybridmem.memory.kernels import PageChoice, PagedBatch, Prepared
 
 
 class Body(NamedTuple):

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from memory.blocks.arena import Arena
-from memory.blocks.arrays import Int64s, ceil_div
-from memory.errors import BUDGET_UNIT, HOST_UNIT, CapacityError
-from memory.interface import Sequence, Stretch
-from memory.sequences.batch import count_tokens
-from memory.sequences.chunks import cut_anywhere, cut_on_grid
-from memory.sequences.compactor import Compactor, Holders
-from memory.sequences.ledger import Ledger
+from hybridmem.memory.blocks.arena import Arena
+from hybridmem.memory.blocks.arrays import Int64s, ceil_div
+from hybridmem.memory.errors import BUDGET_UNIT, HOST_UNIT, CapacityError
+from hybridmem.memory.interface import Sequence, Stretch
+from hybridmem.memory.sequences.batch import count_tokens
+from hybridmem.memory.sequences.chunks import cut_anywhere, cut_on_grid
+from hybridmem.memory.sequences.compactor import Compactor, Holders
+from hybridmem.memory.sequences.ledger import Ledger
 
 _T = TypeVar("_T")
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s
-from memory.interface import Sequence
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.interface import Sequence
 
 _LEAST_TOKENS = 1024
 """Buffers of at most so many tokens are never shrunk."""

@@ -9,13 +9,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from memory.blocks.arrays import EMPTY, Int64s, ranges
-from memory.blocks.layout import BlockLayout
-from memory.blocks.staging import Placed, object_to_replays
-from memory.errors import StepError
-from memory.kernels import Kernels, Prepared, StateSlots, Tail, select_kernels
-from memory.specs import RecurrentSpec
-from memory.state.tails import TailStep, TailTable
+from hybridmem.memory.blocks.arrays import EMPTY, Int64s, ranges
+from hybridmem.memory.blocks.layout import BlockLayout
+from hybridmem.memory.blocks.staging import Placed, object_to_replays
+from hybridmem.memory.errors import StepError
+from hybridmem.memory.kernels import Kernels, Prepared, StateSlots, Tail, select_kernels
+from hybridmem.memory.specs import RecurrentSpec
+from hybridmem.memory.state.tails import TailStep, TailTable
 
 
 class States:

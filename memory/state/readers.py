@@ -11,15 +11,15 @@ from typing import Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s, ranges, starts_of
-from memory.blocks.staging import is_placed
-from memory.errors import SpecError, StepError
-from memory.interface import Packed
-from memory.kernels import Kernels, Prepared, Tail
-from memory.sequences.folding import NOTHING, Pass, StateAddresses, schedule
-from memory.specs import RecurrentSpec
-from memory.state.access import BlockAccess, Recurrence, Segments, States
-from memory.state.tails import TailStep, TailTable
+from hybridmem.memory.blocks.arrays import Int64s, ranges, starts_of
+from hybridmem.memory.blocks.staging import is_placed
+from hybridmem.memory.errors import SpecError, StepError
+from hybridmem.memory.interface import Packed
+from hybridmem.memory.kernels import Kernels, Prepared, Tail
+from hybridmem.memory.sequences.folding import NOTHING, Pass, StateAddresses, schedule
+from hybridmem.memory.specs import RecurrentSpec
+from hybridmem.memory.state.access import BlockAccess, Recurrence, Segments, States
+from hybridmem.memory.state.tails import TailStep, TailTable
 
 
 class Reads(Protocol):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from memory.blocks.arrays import Int64s
-from memory.blocks.holdings import Holding, LiveRows, Record
-from memory.blocks.layout import BlockLayout
-from memory.blocks.pool import BlockPool
-from memory.interface import Packed, References, Stretch
-from memory.state.tails import TailTable
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.holdings import Holding, LiveRows, Record
+from hybridmem.memory.blocks.layout import BlockLayout
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.interface import Packed, References, Stretch
+from hybridmem.memory.state.tails import TailTable
 
 
 class TailMemory:

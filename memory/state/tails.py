@@ -21,15 +21,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from memory.blocks.arrays import Bools, Int64s
-from memory.blocks.holdings import Holding, LiveRows, Part, Record
-from memory.blocks.layout import BlockLayout
-from memory.blocks.pool import BlockPool
-from memory.blocks.store import Store
-from memory.errors import IntegrityError
-from memory.interface import Dropped, Packed, References, Stretch
-from memory.sequences.folding import EMPTY_COLUMN, NOTHING, Columns, TailRules
-from memory.specs import RecurrentSpec, StateTensor
+from hybridmem.memory.blocks.arrays import Bools, Int64s
+from hybridmem.memory.blocks.holdings import Holding, LiveRows, Part, Record
+from hybridmem.memory.blocks.layout import BlockLayout
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.errors import IntegrityError
+from hybridmem.memory.interface import Dropped, Packed, References, Stretch
+from hybridmem.memory.sequences.folding import EMPTY_COLUMN, NOTHING, Columns, TailRules
+from hybridmem.memory.specs import RecurrentSpec, StateTensor
 
 _EMPTY_LIST: list[int] = EMPTY_COLUMN.tolist()
 

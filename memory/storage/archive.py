@@ -14,16 +14,16 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from memory.blocks.arrays import Bools, Int64s
-from memory.blocks.store import Store
-from memory.coordinator import Coordinator
-from memory.errors import FormatError, IntegrityError, SequenceError
-from memory.interface import Sequence
-from memory.layer_memories import Held, LayerMemories
-from memory.sequences.folding import TailRules
-from memory.sequences.locking import locked
-from memory.specs import MemorySpec
-from memory.storage.family_files import (
+from hybridmem.memory.blocks.arrays import Bools, Int64s
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.coordinator import Coordinator
+from hybridmem.memory.errors import FormatError, IntegrityError, SequenceError
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.layer_memories import Held, LayerMemories
+from hybridmem.memory.sequences.folding import TailRules
+from hybridmem.memory.sequences.locking import locked
+from hybridmem.memory.specs import MemorySpec
+from hybridmem.memory.storage.family_files import (
     Member,
     MemberKind,
     SavedFamily,
@@ -32,11 +32,11 @@ from memory.storage.family_files import (
     is_family,
     write_family,
 )
-from memory.storage.files import read_path, write_snapshot
-from memory.storage.names import names_in_files
-from memory.storage.reading import read_content, snapshot_in
-from memory.storage.signature import check_signature, check_weights, fitted, signature_of
-from memory.storage.swapping import Swapping
+from hybridmem.memory.storage.files import read_path, write_snapshot
+from hybridmem.memory.storage.names import names_in_files
+from hybridmem.memory.storage.reading import read_content, snapshot_in
+from hybridmem.memory.storage.signature import check_signature, check_weights, fitted, signature_of
+from hybridmem.memory.storage.swapping import Swapping
 
 Checkpoints: TypeAlias = bool | Iterable[Sequence]
 Forks: TypeAlias = Mapping[str, Sequence]

@@ -95,7 +95,7 @@ def has_sums(metadata: Mapping[str, str]) -> bool:
 
 def sums_of(piece: memoryview) -> bytes:
     """Return the checksum of a piece of at most PIECE_BYTES, 4 bytes."""
-    from memory.kernels.cpu.byte_sums import column_and_row_sums  # numba takes a while to import
+    from hybridmem.memory.kernels.cpu.byte_sums import column_and_row_sums  # numba takes a while to import
 
     n_bytes = len(piece) // (8 * _COLUMNS) * (8 * _COLUMNS)
     crc = 0

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.arrays import EMPTY, Int64s, ranges
-from memory.errors import FormatError
-from memory.layer_memories import Held, Snapshot
-from memory.storage.checksums import VERSION, RangesDigest, digest_of
-from memory.storage.files import BLOCKS, FORMAT, require_bytes, write_tensors
-from memory.storage.names import Names
-from memory.storage.reading import Content, read_content, snapshot_in
+from hybridmem.memory.blocks.arrays import EMPTY, Int64s, ranges
+from hybridmem.memory.errors import FormatError
+from hybridmem.memory.layer_memories import Held, Snapshot
+from hybridmem.memory.storage.checksums import VERSION, RangesDigest, digest_of
+from hybridmem.memory.storage.files import BLOCKS, FORMAT, require_bytes, write_tensors
+from hybridmem.memory.storage.names import Names
+from hybridmem.memory.storage.reading import Content, read_content, snapshot_in
 
 MemberKind = Literal["sequence", "checkpoint", "fork"]
 _TOKENS = "tokens/"

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.errors import FormatError, SpecError
-from memory.layer_memories import Snapshot
-from memory.storage.checksums import PIECE_BYTES, VERSION, bytes_of, digest_of
-from memory.storage.local_files import begin_flush, reserve_space, written_whole
+from hybridmem.memory.errors import FormatError, SpecError
+from hybridmem.memory.layer_memories import Snapshot
+from hybridmem.memory.storage.checksums import PIECE_BYTES, VERSION, bytes_of, digest_of
+from hybridmem.memory.storage.local_files import begin_flush, reserve_space, written_whole
 
 FORMAT = "hybrid-memory sequence"
 BLOCKS = "blocks/"

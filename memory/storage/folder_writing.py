@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from memory.blocks.arrays import EMPTY, Bools, Int64s
-from memory.coordinator import Coordinator
-from memory.errors import FormatError
-from memory.interface import Sequence
-from memory.layer_memories import Snapshot
-from memory.storage.files import join_path, list_names, write_snapshot
-from memory.storage.names import names_in_files
-from memory.storage.parcels import Places, count_bytes
-from memory.storage.swapping import Swapping
+from hybridmem.memory.blocks.arrays import EMPTY, Bools, Int64s
+from hybridmem.memory.coordinator import Coordinator
+from hybridmem.memory.errors import FormatError
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.layer_memories import Snapshot
+from hybridmem.memory.storage.files import join_path, list_names, write_snapshot
+from hybridmem.memory.storage.names import names_in_files
+from hybridmem.memory.storage.parcels import Places, count_bytes
+from hybridmem.memory.storage.swapping import Swapping
 
 LOT_BYTES = 64 << 20
 """Blocks are copied until they are so many bytes, while others wait for the memory; then they are written."""

@@ -24,21 +24,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from memory.blocks.arrays import EMPTY, Int64s
-from memory.blocks.holdings import Record
-from memory.coordinator import Coordinator
-from memory.errors import FormatError
-from memory.interface import Sequence
-from memory.layer_memories import Snapshot
-from memory.sequences.folding import TailRules
-from memory.storage.files import is_local, join_path, make_folder, read_path, write_snapshot
-from memory.storage.folder_writing import BlocksFile, Entry, FolderWriting
-from memory.storage.local_files import alone_in, hold_folder, remove_abandoned
-from memory.storage.names import Names, names_in_files
-from memory.storage.parcels import Kept, Places
-from memory.storage.reading import read_snapshot
-from memory.storage.signature import check_weights, fitted, signature_of
-from memory.storage.swapping import Swapping
+from hybridmem.memory.blocks.arrays import EMPTY, Int64s
+from hybridmem.memory.blocks.holdings import Record
+from hybridmem.memory.coordinator import Coordinator
+from hybridmem.memory.errors import FormatError
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.layer_memories import Snapshot
+from hybridmem.memory.sequences.folding import TailRules
+from hybridmem.memory.storage.files import is_local, join_path, make_folder, read_path, write_snapshot
+from hybridmem.memory.storage.folder_writing import BlocksFile, Entry, FolderWriting
+from hybridmem.memory.storage.local_files import alone_in, hold_folder, remove_abandoned
+from hybridmem.memory.storage.names import Names, names_in_files
+from hybridmem.memory.storage.parcels import Kept, Places
+from hybridmem.memory.storage.reading import read_snapshot
+from hybridmem.memory.storage.signature import check_weights, fitted, signature_of
+from hybridmem.memory.storage.swapping import Swapping
 
 CHECKPOINTS_FILE = "checkpoints.safetensors"
 _MOST_BLOCKS = 1 << 24

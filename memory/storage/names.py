@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from memory.eviction import (
+from hybridmem.memory.eviction import (
     H2O,
     TOVA,
     EvictionPolicy,
@@ -21,9 +21,9 @@ from memory.eviction import (
     Scissorhands,
     SnapKV,
 )
-from memory.layer_memories import Held, LayerMemories, Snapshot
-from memory.quantization import Float8, Quantized
-from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec
+from hybridmem.memory.layer_memories import Held, LayerMemories, Snapshot
+from hybridmem.memory.quantization import Float8, Quantized
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec
 
 ValueT = TypeVar("ValueT")
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.arrays import EMPTY, Bools, Int64s
-from memory.blocks.holdings import Record
-from memory.layer_memories import Snapshot
+from hybridmem.memory.blocks.arrays import EMPTY, Bools, Int64s
+from hybridmem.memory.blocks.holdings import Record
+from hybridmem.memory.layer_memories import Snapshot
 
 Blocks = dict[str, Tensor]
 """Pool -> (n, block_bytes) uint8."""

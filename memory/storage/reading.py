@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memory.errors import FormatError
-from memory.layer_memories import Snapshot
-from memory.storage.checksums import PIECE_BYTES, READ_VERSIONS, digest_of, has_sums, in_threads, sums_of
-from memory.storage.files import BLOCKS, DTYPES, FORMAT, as_os_errors, local_place
+from hybridmem.memory.errors import FormatError
+from hybridmem.memory.layer_memories import Snapshot
+from hybridmem.memory.storage.checksums import PIECE_BYTES, READ_VERSIONS, digest_of, has_sums, in_threads, sums_of
+from hybridmem.memory.storage.files import BLOCKS, DTYPES, FORMAT, as_os_errors, local_place
 
 _BEGINNING_BYTES = 1 << 16
 """What is read first: the headers of most files are shorter."""

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.errors import FormatError, MismatchError
-from memory.layer_memories import LayerMemories, Snapshot
-from memory.rotary import Rotation
-from memory.sequences.folding import TailRules
-from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
-from memory.storage import version_2, version_3
-from memory.storage.names import CHOICES, kind_in_files, names_in_files
+from hybridmem.memory.errors import FormatError, MismatchError
+from hybridmem.memory.layer_memories import LayerMemories, Snapshot
+from hybridmem.memory.rotary import Rotation
+from hybridmem.memory.sequences.folding import TailRules
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
+from hybridmem.memory.storage import version_2, version_3
+from hybridmem.memory.storage.names import CHOICES, kind_in_files, names_in_files
 
 Signature = dict[str, Any]
 
@@ -136,7 +136,7 @@ def _value(value: Any) -> Any:
 
 
 def _qualified(named: Any) -> str:
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{named.__module__.removeprefix('hybridmem.')}.{named.__qualname__}"
 
 
 def _dtype(dtype: torch.dtype | None) -> str | None:

@@ -21,15 +21,25 @@ from uuid import uuid4
 import numpy as np
 from torch import Tensor
 
-from memory.blocks.arrays import Bools, Int64s
-from memory.blocks.journal import Journal
-from memory.errors import CapacityError
-from memory.interface import Sequence
-from memory.layer_memories import Leaving, Snapshot
-from memory.storage.files import join_path, local_place, make_folder, remove_file, write_snapshot
-from memory.storage.local_files import share_folder
-from memory.storage.parcels import Blocks, Kept, Parcel, Places, Twins, as_keys, count_bytes, gather, live_keys
-from memory.storage.reading import read_snapshot
+from hybridmem.memory.blocks.arrays import Bools, Int64s
+from hybridmem.memory.blocks.journal import Journal
+from hybridmem.memory.errors import CapacityError
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.layer_memories import Leaving, Snapshot
+from hybridmem.memory.storage.files import join_path, local_place, make_folder, remove_file, write_snapshot
+from hybridmem.memory.storage.local_files import share_folder
+from hybridmem.memory.storage.parcels import (
+    Blocks,
+    Kept,
+    Parcel,
+    Places,
+    Twins,
+    as_keys,
+    count_bytes,
+    gather,
+    live_keys,
+)
+from hybridmem.memory.storage.reading import read_snapshot
 
 _PREFIX = "swapped-"
 _NAMES = rf"{_PREFIX}[0-9a-f]{{32}}\.safetensors"

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from memory.blocks.arrays import Bools, Int64s
-from memory.coordinator import Coordinator
-from memory.errors import CapacityError, SequenceError, SpecError
-from memory.interface import Sequence
-from memory.layer_memories import Leaving, Snapshot
-from memory.sequences.locking import locked
+from hybridmem.memory.blocks.arrays import Bools, Int64s
+from hybridmem.memory.coordinator import Coordinator
+from hybridmem.memory.errors import CapacityError, SequenceError, SpecError
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.layer_memories import Leaving, Snapshot
+from hybridmem.memory.sequences.locking import locked
 
 
 class Swapping:

@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from memory.errors import FormatError
-from memory.layer_memories import LayerMemories, Snapshot
-from memory.rotary import Rotation
-from memory.sequences.folding import TailRules
-from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec, StateTensor
-from memory.storage.names import CHOICES, Names, pools_in_files
+from hybridmem.memory.errors import FormatError
+from hybridmem.memory.layer_memories import LayerMemories, Snapshot
+from hybridmem.memory.rotary import Rotation
+from hybridmem.memory.sequences.folding import TailRules
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec, StateTensor
+from hybridmem.memory.storage.names import CHOICES, Names, pools_in_files
 
 
 def check_layout(path: str, about: dict[str, Any], spec: MemorySpec, page_tokens: int, rules: TailRules) -> None:

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s, ceil_div
-from memory.blocks.holdings import Record
-from memory.blocks.layout import BlockLayout
-from memory.errors import FormatError
-from memory.eviction import EvictionPolicy
-from memory.layer_memories import LayerMemories, Snapshot
-from memory.sequences.folding import FoldPoints, TailRules
-from memory.specs import AttentionSpec
+from hybridmem.memory.blocks.arrays import Int64s, ceil_div
+from hybridmem.memory.blocks.holdings import Record
+from hybridmem.memory.blocks.layout import BlockLayout
+from hybridmem.memory.errors import FormatError
+from hybridmem.memory.eviction import EvictionPolicy
+from hybridmem.memory.layer_memories import LayerMemories, Snapshot
+from hybridmem.memory.sequences.folding import FoldPoints, TailRules
+from hybridmem.memory.specs import AttentionSpec
 
 
 def with_room(

@@ -1,12 +1,13 @@
 """Tests whether a memory of sequences keeps the promises of this library: any memory that has an adapter.
 
-`python -m memory.testing MODULE:FACTORY` prints which promises are kept; `docs/how-to/testing-a-memory.md` shows how.
+`python -m hybridmem.memory.testing MODULE:FACTORY` prints which promises are kept;
+`docs/how-to/testing-a-memory.md` shows how.
 """
 
-from memory.testing.adapter import AbsentError, Adapter, Agreement, Factory, InjectedError, RefusedError
-from memory.testing.checking import Result, check, check_for, is_good_enough, load_factory
-from memory.testing.hybrid_adapter import HybridAdapter
-from memory.testing.promises import PROMISES
+from hybridmem.memory.testing.adapter import AbsentError, Adapter, Agreement, Factory, InjectedError, RefusedError
+from hybridmem.memory.testing.checking import Result, check, check_for, is_good_enough, load_factory
+from hybridmem.memory.testing.hybrid_adapter import HybridAdapter
+from hybridmem.memory.testing.promises import PROMISES
 
 __all__ = [
     "PROMISES",

@@ -1,4 +1,4 @@
-"""Prints which promises a memory keeps: `python -m memory.testing MODULE:FACTORY ...`."""
+"""Prints which promises a memory keeps: `python -m hybridmem.memory.testing MODULE:FACTORY ...`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 
-from memory.testing.adapter import Factory
-from memory.testing.checking import Result, allowed_refusals, check, check_for, is_good_enough, load_factory
-from memory.testing.promises import PROMISES
+from hybridmem.memory.testing.adapter import Factory
+from hybridmem.memory.testing.checking import Result, allowed_refusals, check, check_for, is_good_enough, load_factory
+from hybridmem.memory.testing.promises import PROMISES
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def own_refusals(name: str) -> frozenset[str]:
     """Return the promises that one of this library's own subjects may refuse."""
-    from memory.testing.subjects import REFUSED
+    from hybridmem.memory.testing.subjects import REFUSED
 
     return REFUSED.get(name, frozenset())
 
@@ -78,14 +78,14 @@ def _verdict(result: Result, allowed: frozenset[str]) -> str:
 def _factories(names: list[str]) -> Mapping[str, Factory]:
     if names:
         return {name: load_factory(name) for name in names}
-    from memory.testing.subjects import all_subjects
+    from hybridmem.memory.testing.subjects import all_subjects
 
     return all_subjects()
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m memory.testing", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m hybridmem.memory.testing", description=__doc__)
     parser.add_argument(
         "subjects",
         nargs="*",

@@ -12,11 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from memory.testing.adapter import Adapter, Factory
-from memory.testing.histories import History, describe, smaller
-from memory.testing.promises import PROMISES, Draw, Promise, Setting
-from memory.testing.tally import Tally
-from memory.testing.trial import BrokenPromiseError, Oracle, Trial
+from hybridmem.memory.testing.adapter import Adapter, Factory
+from hybridmem.memory.testing.histories import History, describe, smaller
+from hybridmem.memory.testing.promises import PROMISES, Draw, Promise, Setting
+from hybridmem.memory.testing.tally import Tally
+from hybridmem.memory.testing.trial import BrokenPromiseError, Oracle, Trial
 
 _MOST_TRIES = 150
 """Histories that are tried to make a failing one smaller."""

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.errors import CapacityError, RollbackError
-from memory.eviction import EvictionPolicy
-from memory.hybrid import HybridMemory
-from memory.interface import Encoded, Sequence
-from memory.sequences.folding import FoldPoints, TailRules
-from memory.specs import AttentionSpec, MemorySpec, RecurrentSpec
-from memory.step import Step
-from memory.testing.adapter import Adapter, Agreement, InjectedError, Logits, RefusedError
+from hybridmem.memory.errors import CapacityError, RollbackError
+from hybridmem.memory.eviction import EvictionPolicy
+from hybridmem.memory.hybrid import HybridMemory
+from hybridmem.memory.interface import Encoded, Sequence
+from hybridmem.memory.sequences.folding import FoldPoints, TailRules
+from hybridmem.memory.specs import AttentionSpec, MemorySpec, RecurrentSpec
+from hybridmem.memory.step import Step
+from hybridmem.memory.testing.adapter import Adapter, Agreement, InjectedError, Logits, RefusedError
 
 _ROUNDING = {torch.float32: 1e-5}
 """Largest difference, as a part of the logits' spread; for dtypes of 16 bits it is 2e-2."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from memory.testing.histories import (
+from hybridmem.memory.testing.histories import (
     Checkpoint,
     Close,
     CloseAll,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from memory.eviction import (
+from hybridmem.memory.eviction import (
     H2O,
     TOVA,
     Budget,
@@ -18,11 +18,11 @@ from memory.eviction import (
     Scissorhands,
     SnapKV,
 )  # fmt: skip
-from memory.quantization import Float8, Quantized, Storage
-from memory.recurrences import FAMILIES
-from memory.testing.adapter import Adapter
-from memory.testing.hybrid_adapter import HybridAdapter
-from memory.testing.toys import FamilyToy, Toy
+from hybridmem.memory.quantization import Float8, Quantized, Storage
+from hybridmem.memory.recurrences import FAMILIES
+from hybridmem.memory.testing.adapter import Adapter
+from hybridmem.memory.testing.hybrid_adapter import HybridAdapter
+from hybridmem.memory.testing.toys import FamilyToy, Toy
 
 POLICIES: dict[str, Budget] = {
     # rows fold and none is forgotten: what is remembered does not depend on when they fold

@@ -1,4 +1,7 @@
-"""Lets pytest check each promise of each subject: `pytest --pyargs memory.testing --subject MODULE:FACTORY`."""
+"""Lets pytest check each promise of each subject.
+
+Its options are those of `pytest --pyargs hybridmem.memory.testing --subject MODULE:FACTORY`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from memory.testing.adapter import Factory
-from memory.testing.checking import allowed_refusals, check, load_factory
-from memory.testing.promises import PROMISES
-from memory.testing.subjects import REFUSED, all_subjects
+from hybridmem.memory.testing.adapter import Factory
+from hybridmem.memory.testing.checking import allowed_refusals, check, load_factory
+from hybridmem.memory.testing.promises import PROMISES
+from hybridmem.memory.testing.subjects import REFUSED, all_subjects
 
 
 def pytest_generate_tests(metafunc: Any) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor, Step
-from memory.recurrences import Family, Fold
+from hybridmem.memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor, Step
+from hybridmem.memory.recurrences import Family, Fold
 
 N_MODEL = 12
 VOCAB = 19

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from memory.testing.adapter import AbsentError, Adapter, Factory, Handle, InjectedError, Logits, RefusedError
-from memory.testing.histories import (
+from hybridmem.memory.testing.adapter import AbsentError, Adapter, Factory, Handle, InjectedError, Logits, RefusedError
+from hybridmem.memory.testing.histories import (
     Checkpoint,
     Close,
     CloseAll,
@@ -31,7 +31,7 @@ from memory.testing.histories import (
     joined,
     length_of,
 )  # fmt: skip
-from memory.testing.tally import Tally
+from hybridmem.memory.testing.tally import Tally
 
 
 class BrokenPromiseError(Exception):

@@ -7,16 +7,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from memory.blocks.arguments import read_count
-from memory.blocks.arrays import Int64s
-from memory.blocks.store import Store
-from memory.errors import BUDGET_UNIT, CapacityError, SpecError
-from memory.interface import Sequence, Stretch
-from memory.sequences.compactor import Holders
-from memory.sequences.ledger import Ledger
-from memory.sequences.locking import MemoryLock
-from memory.sequences.room import Need, Room, need_of
-from memory.views.usage import Inventory, Usage, measure
+from hybridmem.memory.blocks.arguments import read_count
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.errors import BUDGET_UNIT, CapacityError, SpecError
+from hybridmem.memory.interface import Sequence, Stretch
+from hybridmem.memory.sequences.compactor import Holders
+from hybridmem.memory.sequences.ledger import Ledger
+from hybridmem.memory.sequences.locking import MemoryLock
+from hybridmem.memory.sequences.room import Need, Room, need_of
+from hybridmem.memory.views.usage import Inventory, Usage, measure
 
 _MOST_TOKENS = 1 << 40
 """Tokens that no plan counts further than: their bytes would not fit into 64 bits."""

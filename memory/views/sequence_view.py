@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from memory.blocks.arrays import EMPTY
-from memory.interface import Sequence
-from memory.views.text_tables import Table, as_html, count, format_bytes
-from memory.views.usage import PARTS, Inventory, Place, SequenceUsage, byte_cell, measure, use_name
+from hybridmem.memory.blocks.arrays import EMPTY
+from hybridmem.memory.interface import Sequence
+from hybridmem.memory.views.text_tables import Table, as_html, count, format_bytes
+from hybridmem.memory.views.usage import PARTS, Inventory, Place, SequenceUsage, byte_cell, measure, use_name
 
 _MOST_CHECKPOINTS = 8
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memory.views.palette import COLOURS
+from hybridmem.memory.views.palette import COLOURS
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from memory.blocks.arena import Arena
-from memory.blocks.arrays import Int64s
-from memory.blocks.holdings import Holding
-from memory.blocks.layout import BlockLayout
-from memory.blocks.pool import BlockPool
-from memory.interface import LayerMemory, Sequence
-from memory.specs import LayerSpec
-from memory.views.text_tables import Table, as_html, as_rich, count, format_bytes
+from hybridmem.memory.blocks.arena import Arena
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.holdings import Holding
+from hybridmem.memory.blocks.layout import BlockLayout
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.interface import LayerMemory, Sequence
+from hybridmem.memory.specs import LayerSpec
+from hybridmem.memory.views.text_tables import Table, as_html, as_rich, count, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Group as RichGroup

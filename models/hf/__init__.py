@@ -1,5 +1,5 @@
 """Lets models of transformers run on a memory: their attention and recurrent modules are replaced in place."""
 
-from models.hf.attach import ATTACHABLE, Attached, attach
+from hybridmem.models.hf.attach import ATTACHABLE, Attached, attach
 
 __all__ = ["ATTACHABLE", "Attached", "attach"]

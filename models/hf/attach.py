@@ -22,16 +22,16 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
 
-from memory import AttentionSpec, BatchError, MemorySpec, StepError
-from memory.blocks.journal import ExitOnStack
-from memory.blocks.scoped import without_gradients
-from memory.errors import HybridMemoryError
-from models.hf.cache import HybridCache
-from models.hf.mixers import MIXERS, Mix, Module
-from models.hf.passes import CURRENT_PASS, Pass
-from models.hf.probe import check_mixer
-from models.loading.checkpoint import UnsupportedModelError
-from models.loading.load import check_is_of_transformers, check_source, find_adapter, spec_of_loaded
+from hybridmem.memory import AttentionSpec, BatchError, MemorySpec, StepError
+from hybridmem.memory.blocks.journal import ExitOnStack
+from hybridmem.memory.blocks.scoped import without_gradients
+from hybridmem.memory.errors import HybridMemoryError
+from hybridmem.models.hf.cache import HybridCache
+from hybridmem.models.hf.mixers import MIXERS, Mix, Module
+from hybridmem.models.hf.passes import CURRENT_PASS, Pass
+from hybridmem.models.hf.probe import check_mixer
+from hybridmem.models.loading.checkpoint import UnsupportedModelError
+from hybridmem.models.loading.load import check_is_of_transformers, check_source, find_adapter, spec_of_loaded
 
 ATTACHABLE = (
     "BambaForCausalLM",

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from memory import BatchError, HybridMemory, RollbackError, Sequence, SequenceError, SpecError, StepError
-from memory.hybrid import require_memory
-from models.hf.passes import CURRENT_PASS, Pass, open_pass
+from hybridmem.memory import BatchError, HybridMemory, RollbackError, Sequence, SequenceError, SpecError, StepError
+from hybridmem.memory.hybrid import require_memory
+from hybridmem.models.hf.passes import CURRENT_PASS, Pass, open_pass
 
 
 class HybridCache(Cache):  # type: ignore[misc]

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory import Step
-from memory.recurrences import SSD, CausalConv, DeltaRule, DeltaRuleShape, Mamba1, ShortConv, SSDShape
-from models.layers.norms import SplitNorm
-from models.loading.checkpoint import UnsupportedModelError
+from hybridmem.memory import Step
+from hybridmem.memory.recurrences import SSD, CausalConv, DeltaRule, DeltaRuleShape, Mamba1, ShortConv, SSDShape
+from hybridmem.models.layers.norms import SplitNorm
+from hybridmem.models.loading.checkpoint import UnsupportedModelError
 
 Module = Any
 """A module of transformers; its attributes have no static types."""

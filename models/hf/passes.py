@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memory import BatchError, HybridMemory, Sequence, Step
-from memory.blocks.scoped import Scoped
+from hybridmem.memory import BatchError, HybridMemory, Sequence, Step
+from hybridmem.memory.blocks.scoped import Scoped
 
 Bools = NDArray[np.bool_]
 

@@ -8,9 +8,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from memory import HybridMemory, MemorySpec, RecurrentSpec
-from models.hf.mixers import Mix, Module
-from models.loading.checkpoint import UnsupportedModelError
+from hybridmem.memory import HybridMemory, MemorySpec, RecurrentSpec
+from hybridmem.models.hf.mixers import Mix, Module
+from hybridmem.models.loading.checkpoint import UnsupportedModelError
 
 _N_ROWS = 5
 """Number of rows: more than the taps of a usual convolution."""

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from numba.core.registry import cpu_target
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
-from memory.kernels.cpu.rows import LIKE, as_array
-from memory.kernels.cpu.threads import use_threads
-from models.layers import amx, blocked_kernels, finishing, huge_pages, integer_vectors, tile_kernels
-from models.layers.few_rows import CompiledProduct
-from models.layers.few_rows_kernels import ProductKind
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
+from hybridmem.memory.kernels.cpu.threads import use_threads
+from hybridmem.models.layers import amx, blocked_kernels, finishing, huge_pages, integer_vectors, tile_kernels
+from hybridmem.models.layers.few_rows import CompiledProduct
+from hybridmem.models.layers.few_rows_kernels import ProductKind
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""

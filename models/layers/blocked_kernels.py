@@ -18,10 +18,10 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import array_at, untyped_intrinsic
-from models.layers.finishing import finish_block
-from models.layers.integer_vectors import BLOCK, FLOATS, PAIRS_OF_BFLOAT, ZEROS, call, in_every_lane
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import array_at, untyped_intrinsic
+from hybridmem.models.layers.finishing import finish_block
+from hybridmem.models.layers.integer_vectors import BLOCK, FLOATS, PAIRS_OF_BFLOAT, ZEROS, call, in_every_lane
 
 BLOCKS = 4
 """Blocks of outputs that are computed at once; outputs are padded to as many."""

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from memory import MemorySpec, Step
-from memory.blocks.hints import refuse_attribute
-from memory.specs import LayerSpec
-from models.layers.linear import add_scaled
-from models.layers.vocabulary import Vocabulary
-from models.loading.checkpoint import Checkpoint
-from models.loading.load import on_step
+from hybridmem.memory import MemorySpec, Step
+from hybridmem.memory.blocks.hints import refuse_attribute
+from hybridmem.memory.specs import LayerSpec
+from hybridmem.models.layers.linear import add_scaled
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.loading.load import on_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memory import RecurrentSpec, Step
-from memory.recurrences import DeltaRule, DeltaRuleShape
-from models.layers.dry import joined, rates_of
-from models.layers.linear import Linear, add_product, normed_products
-from models.layers.mamba_mixers import load_conv
-from models.layers.norms import RMSNorm
-from models.loading.checkpoint import Checkpoint
+from hybridmem.memory import RecurrentSpec, Step
+from hybridmem.memory.recurrences import DeltaRule, DeltaRuleShape
+from hybridmem.models.layers.dry import joined, rates_of
+from hybridmem.models.layers.linear import Linear, add_product, normed_products
+from hybridmem.models.layers.mamba_mixers import load_conv
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.loading.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory import FormatError
-from models.layers.linear import Linear
-from models.layers.mlp import GatedMLP
-from models.loading.checkpoint import Checkpoint
+from hybridmem.memory import FormatError
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.loading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

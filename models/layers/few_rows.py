@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.kernels import Weights, cpu, select_kernels
-from memory.kernels.cpu.rows import LIKE, as_array
-from memory.kernels.cpu.threads import use_threads
-from models.layers import amx, few_rows_kernels
-from models.layers.few_rows_kernels import ProductKind
-from models.layers.norms import GatedNorm, RMSNorm
+from hybridmem.memory.kernels import Weights, cpu, select_kernels
+from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
+from hybridmem.memory.kernels.cpu.threads import use_threads
+from hybridmem.models.layers import amx, few_rows_kernels
+from hybridmem.models.layers.few_rows_kernels import ProductKind
+from hybridmem.models.layers.norms import GatedNorm, RMSNorm
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""

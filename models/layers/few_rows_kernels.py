@@ -17,12 +17,12 @@ import torch
 from numba import njit, types
 from numba.extending import overload
 
-from memory.kernels.cpu.addresses import address_of, call_at
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.norms import norm_row
-from memory.kernels.cpu.numbers import array_at, get, put
-from memory.kernels.cpu.rows import as_array, copy_
-from models.layers import (
+from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.norms import norm_row
+from hybridmem.memory.kernels.cpu.numbers import array_at, get, put
+from hybridmem.memory.kernels.cpu.rows import as_array, copy_
+from hybridmem.models.layers import (
     amx,
     blocked_kernels,
     finishing,

@@ -12,9 +12,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from memory.kernels.cpu.numbers import element_at, rounded, untyped_intrinsic
-from memory.kernels.cpu.vector_math import EXP2, LOG2_E
-from models.layers.integer_vectors import (
+from hybridmem.memory.kernels.cpu.numbers import element_at, rounded, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.vector_math import EXP2, LOG2_E
+from hybridmem.models.layers.integer_vectors import (
     BLOCK,
     FLOATS,
     I16,

@@ -15,11 +15,11 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import njit, types
 
-from memory.kernels.cpu.numbers import untyped_intrinsic
-from models.layers import amx
-from models.layers.amx import I64
-from models.layers.finishing import finish_block
-from models.layers.integer_vectors import (
+from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
+from hybridmem.models.layers import amx
+from hybridmem.models.layers.amx import I64
+from hybridmem.models.layers.finishing import finish_block
+from hybridmem.models.layers.integer_vectors import (
     BLOCK,
     F32,
     FLOATS,
@@ -33,8 +33,8 @@ from models.layers.integer_vectors import (
     every,
     in_every_lane,
 )
-from models.layers.row_ranges import multiply_back
-from models.layers.tile_kernels import add_while
+from hybridmem.models.layers.row_ranges import multiply_back
+from hybridmem.models.layers.tile_kernels import add_while
 
 binding.initialize_native_asmparser()  # it reads `_add_pairs`
 

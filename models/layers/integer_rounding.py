@@ -13,10 +13,10 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import as_float, element_at, get, put, untyped_intrinsic
-from models.layers.amx import I64
-from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I8, I16, INTS, ROUNDER, ZEROS, call, every
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import as_float, element_at, get, put, untyped_intrinsic
+from hybridmem.models.layers.amx import I64
+from hybridmem.models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I8, I16, INTS, ROUNDER, ZEROS, call, every
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from memory.kernels.cpu.compiled import compiled
-from models.layers.finishing import finish_block
-from models.layers.integer_few_rows import MOST_ROWS, sums_of
-from models.layers.integer_vectors import BLOCK, GROUP, multiplies_pairs
-from models.layers.quantised_kernels import multiply_part
-from models.layers.row_ranges import in_range, multiply_back
-from models.layers.row_units import as_integers, in_units
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.models.layers.finishing import finish_block
+from hybridmem.models.layers.integer_few_rows import MOST_ROWS, sums_of
+from hybridmem.models.layers.integer_vectors import BLOCK, GROUP, multiplies_pairs
+from hybridmem.models.layers.quantised_kernels import multiply_part
+from hybridmem.models.layers.row_ranges import in_range, multiply_back
+from hybridmem.models.layers.row_units import as_integers, in_units
 
 _AHEAD_BYTES = 4096
 """The distance at which weights are prefetched for few rows; many keep the processor busy until they come."""

@@ -14,16 +14,16 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import array_at, get, untyped_intrinsic
-from models.layers import amx
-from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
-from models.layers.finishing import finish_block
-from models.layers.integer_few_rows import AHEAD_BYTES, MOST_ROWS, multiply_blocks
-from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
-from models.layers.row_ranges import in_range, multiply_back
-from models.layers.row_units import as_integers, in_units
-from models.layers.tile_kernels import CACHED_ROW_BYTES, add_while, repeat
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import array_at, get, untyped_intrinsic
+from hybridmem.models.layers import amx
+from hybridmem.models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
+from hybridmem.models.layers.finishing import finish_block
+from hybridmem.models.layers.integer_few_rows import AHEAD_BYTES, MOST_ROWS, multiply_blocks
+from hybridmem.models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
+from hybridmem.models.layers.row_ranges import in_range, multiply_back
+from hybridmem.models.layers.row_units import as_integers, in_units
+from hybridmem.models.layers.tile_kernels import CACHED_ROW_BYTES, add_while, repeat
 
 _GROUPS = 4
 """Groups of a block that are unpacked at once. More would fit into the first-level cache, but memory is read while they

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, Step
-from models.layers.attention import Rotary
-from models.layers.dry import joined
-from models.layers.linear import Linear
-from models.layers.norms import RMSNorm
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.memory import AttentionSpec, Step
+from hybridmem.models.layers.attention import Rotary
+from hybridmem.models.layers.dry import joined
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

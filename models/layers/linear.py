@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.layers.dry import joined
-from models.layers.packed import PackedWeight, packed_dtype
-from models.loading.checkpoint import Checkpoint
-from models.loading.weight_formats import wanted_format
+from hybridmem.models.layers.dry import joined
+from hybridmem.models.layers.packed import PackedWeight, packed_dtype
+from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.loading.weight_formats import wanted_format
 
 if TYPE_CHECKING:
-    from models.layers.blocked import BlockedWeight
-    from models.layers.few_rows import CompiledProduct
-    from models.layers.norms import GatedNorm
-    from models.layers.quantised import QuantisedWeight
+    from hybridmem.models.layers.blocked import BlockedWeight
+    from hybridmem.models.layers.few_rows import CompiledProduct
+    from hybridmem.models.layers.norms import GatedNorm
+    from hybridmem.models.layers.quantised import QuantisedWeight
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -70,12 +70,12 @@ class Linear:
         self._weight: Tensor | PackedWeight | BlockedWeight | QuantisedWeight = weight
         fused: Container[str | None] = ()
         if (format := wanted_format()) is not None:
-            from models.layers.quantised import QuantisedWeight  # it needs numba, which others do without
+            from hybridmem.models.layers.quantised import QuantisedWeight  # it needs numba, which others do without
 
             self._weight, fused = QuantisedWeight(weight, format), QuantisedWeight.FUSED
             bias = None if bias is None else bias.float()
         elif (dtype := packed_dtype(weight)) is not None and _compiled_multiplies_fastest(dtype):
-            from models.layers.blocked import BlockedWeight  # as above
+            from hybridmem.models.layers.blocked import BlockedWeight  # as above
 
             self._weight, fused = BlockedWeight(weight, dtype), BlockedWeight.FUSED
             bias = None if bias is None else bias.float()
@@ -158,6 +158,6 @@ def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
 
 
 def _compiled_multiplies_fastest(dtype: torch.dtype) -> bool:
-    from models.layers.blocked import multiplies_fastest  # it needs numba, which others do without
+    from hybridmem.models.layers.blocked import multiplies_fastest  # it needs numba, which others do without
 
     return multiplies_fastest(dtype)

@@ -10,22 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.kernels import cpu
-from memory.kernels.cpu.addresses import address_of, call_at
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.norms import norm_parts_at
-from memory.kernels.cpu.numbers import array_at, get, put
-from memory.kernels.cpu.recurrences import channels_at_once, convolve_at, scan_at
-from memory.kernels.cpu.rows import LIKE, as_array
-from memory.kernels.cpu.threads import use_threads
-from memory.kernels.signature import Prepared
-from memory.state.access import States
-from models.layers.few_rows import CompiledProduct
-from models.layers.few_rows_kernels import FIELDS, N_PADDED, codes_like, keep, product_by
-from models.layers.norms import SplitNorm
+from hybridmem.memory.kernels import cpu
+from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.norms import norm_parts_at
+from hybridmem.memory.kernels.cpu.numbers import array_at, get, put
+from hybridmem.memory.kernels.cpu.recurrences import channels_at_once, convolve_at, scan_at
+from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
+from hybridmem.memory.kernels.cpu.threads import use_threads
+from hybridmem.memory.kernels.signature import Prepared
+from hybridmem.memory.state.access import States
+from hybridmem.models.layers.few_rows import CompiledProduct
+from hybridmem.models.layers.few_rows_kernels import FIELDS, N_PADDED, codes_like, keep, product_by
+from hybridmem.models.layers.norms import SplitNorm
 
 if TYPE_CHECKING:
-    from memory.recurrences import Mamba1
+    from hybridmem.memory.recurrences import Mamba1
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memory import FormatError, RecurrentSpec, SpecError, Step
-from memory.kernels import Weights, rms_norm
-from memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamba1_spec
-from models.layers.dry import rates_of
-from models.layers.linear import Linear, add_product, normed_products
-from models.layers.norms import GatedNorm, SplitNorm
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.memory import FormatError, RecurrentSpec, SpecError, Step
+from hybridmem.memory.kernels import Weights, rms_norm
+from hybridmem.memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamba1_spec
+from hybridmem.models.layers.dry import rates_of
+from hybridmem.models.layers.linear import Linear, add_product, normed_products
+from hybridmem.models.layers.norms import GatedNorm, SplitNorm
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from memory.state.access import States
+    from hybridmem.memory.state.access import States
 
 
 def load_conv(
@@ -52,7 +52,7 @@ def mamba1_at_once(x_proj: Linear, dt_proj: Linear) -> Callable[[Mamba1, States,
     """Return what runs a Mamba-1 recurrence over few rows in one call, to the same bits; None if nothing does."""
     if x_proj.compiled is None or dt_proj.compiled is None:
         return None
-    from models.layers.mamba1_at_once import Mamba1AtOnce  # it needs numba, which others do without
+    from hybridmem.models.layers.mamba1_at_once import Mamba1AtOnce  # it needs numba, which others do without
 
     return Mamba1AtOnce(x_proj.compiled, dt_proj.compiled)
 

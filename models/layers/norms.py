@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.kernels import Weights, norm_parts, rms_norm
-from models.layers.dry import with_one_more
-from models.loading.checkpoint import Checkpoint
+from hybridmem.memory.kernels import Weights, norm_parts, rms_norm
+from hybridmem.models.layers.dry import with_one_more
+from hybridmem.models.loading.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

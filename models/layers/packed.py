@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
+from hybridmem.memory.blocks.arrays import ceil_div
 
 _TYPICAL_ROWS = 64
 """Number of rows for which oneDNN chooses a layout, which then serves any number.

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
-from memory.kernels.cpu.rows import LIKE, as_array
-from memory.kernels.cpu.threads import use_threads
-from models.layers import (
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
+from hybridmem.memory.kernels.cpu.threads import use_threads
+from hybridmem.models.layers import (
     amx,
     finishing,
     huge_pages,
@@ -22,10 +22,10 @@ from models.layers import (
     integer_vectors,
     quantised_kernels,
 )
-from models.layers.blocked import pairs_of
-from models.layers.few_rows import CompiledProduct
-from models.layers.few_rows_kernels import ProductKind
-from models.loading.weight_formats import IntegerFormat
+from hybridmem.models.layers.blocked import pairs_of
+from hybridmem.models.layers.few_rows import CompiledProduct
+from hybridmem.models.layers.few_rows_kernels import ProductKind
+from hybridmem.models.loading.weight_formats import IntegerFormat
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""

@@ -18,10 +18,10 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import untyped_intrinsic
-from models.layers.finishing import finish_block
-from models.layers.integer_vectors import (
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
+from hybridmem.models.layers.finishing import finish_block
+from hybridmem.models.layers.integer_vectors import (
     BLOCK,
     F32,
     FLOATS,
@@ -35,7 +35,7 @@ from models.layers.integer_vectors import (
     Emitter,
     has_many_registers,
 )
-from models.layers.row_ranges import in_range, multiply_back
+from hybridmem.models.layers.row_ranges import in_range, multiply_back
 
 
 def _tile(n_rows: int) -> Any:

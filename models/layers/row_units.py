@@ -12,10 +12,10 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 
-from memory.kernels.cpu.numbers import untyped_intrinsic
-from models.layers import amx
-from models.layers.amx import I64
-from models.layers.integer_vectors import (
+from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
+from hybridmem.models.layers import amx
+from hybridmem.models.layers.amx import I64
+from hybridmem.models.layers.integer_vectors import (
     BLOCK,
     F32,
     FLOATS,
@@ -29,7 +29,7 @@ from models.layers.integer_vectors import (
     every,
     in_every_lane,
 )
-from models.layers.tile_kernels import repeat
+from hybridmem.models.layers.tile_kernels import repeat
 
 _LEAST, _MOST = 12, 241
 """Exponents of a group's largest number, with bfloat16's bias of 127, for which its sums are neither denormal nor

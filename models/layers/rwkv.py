@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memory import RecurrentSpec, Step
-from memory.recurrences import TokenShift, token_shift_spec
-from memory.specs import LayerSpec
-from models.layers.decoder import Function, Mixer
-from models.layers.dry import joined
-from models.layers.linear import Linear
-from models.loading.checkpoint import Checkpoint
+from hybridmem.memory import RecurrentSpec, Step
+from hybridmem.memory.recurrences import TokenShift, token_shift_spec
+from hybridmem.memory.specs import LayerSpec
+from hybridmem.models.layers.decoder import Function, Mixer
+from hybridmem.models.layers.dry import joined
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.loading.checkpoint import Checkpoint
 
 _SHIFT = TokenShift()
 

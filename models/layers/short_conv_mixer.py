@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from memory import Step
-from memory.recurrences import ShortConv, short_conv_spec
-from models.layers.linear import Linear, add_product, normed_products
-from models.layers.mamba_mixers import load_conv
-from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.memory import Step
+from hybridmem.memory.recurrences import ShortConv, short_conv_spec
+from hybridmem.models.layers.linear import Linear, add_product, normed_products
+from hybridmem.models.layers.mamba_mixers import load_conv
+from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
 
 class ShortConvMixer:

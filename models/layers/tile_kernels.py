@@ -11,13 +11,13 @@ from collections.abc import Callable
 from llvmlite import ir
 from numba import njit, prange, types
 
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import array_at, element_at, untyped_intrinsic
-from models.layers import amx
-from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
-from models.layers.blocked_kernels import BLOCKS, SHORTS
-from models.layers.finishing import Rows, finish_block, finish_two
-from models.layers.integer_vectors import BLOCK, PAIRS
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import array_at, element_at, untyped_intrinsic
+from hybridmem.models.layers import amx
+from hybridmem.models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
+from hybridmem.models.layers.blocked_kernels import BLOCKS, SHORTS
+from hybridmem.models.layers.finishing import Rows, finish_block, finish_two
+from hybridmem.models.layers.integer_vectors import BLOCK, PAIRS
 
 CACHED_ROW_BYTES = 1 << 20
 """Rows that are multiplied by all weights of a thread before the next: they stay in the second-level cache."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from models.layers.linear import Linear
-from models.loading.checkpoint import Checkpoint
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.loading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

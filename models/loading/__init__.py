@@ -1,8 +1,8 @@
 """Loads models: reads checkpoints and configs, and finds the class of an architecture."""
 
-from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass, register
-from models.loading.folders import EMBEDDED, find_config, find_folder, read_config
-from models.loading.load import (
+from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass, register
+from hybridmem.models.loading.folders import EMBEDDED, find_config, find_folder, read_config
+from hybridmem.models.loading.load import (
     ForwardT,
     build,
     check_is_of_transformers,

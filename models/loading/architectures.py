@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from memory import MemorySpec, Step
-from models.loading.checkpoint import Checkpoint
+from hybridmem.memory import MemorySpec, Step
+from hybridmem.models.loading.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -32,33 +32,33 @@ class LanguageModel(Protocol):
 ModelClass = Callable[[Any, Checkpoint], LanguageModel]
 
 _MODULES = {
-    "BambaForCausalLM": "models.bamba",
-    "BartForConditionalGeneration": "models.bart",
-    "DeepseekV2ForCausalLM": "models.deepseek",
-    "DeepseekV3ForCausalLM": "models.deepseek",
-    "FalconH1ForCausalLM": "models.falcon_h1",
-    "Gemma2ForCausalLM": "models.gemma",
-    "Gemma3ForCausalLM": "models.gemma",
-    "GraniteMoeHybridForCausalLM": "models.granite_moe_hybrid",
-    "JambaForCausalLM": "models.jamba",
-    "Lfm2ForCausalLM": "models.lfm2",
-    "Lfm2MoeForCausalLM": "models.lfm2",
-    "LlamaForCausalLM": "models.llama",
-    "Mamba2ForCausalLM": "models.mamba",
-    "MambaForCausalLM": "models.mamba",
-    "MistralForCausalLM": "models.llama",
-    "NemotronHForCausalLM": "models.nemotron_h",
-    "Qwen3ForCausalLM": "models.llama",
-    "Qwen3NextForCausalLM": "models.qwen3_next",
-    "Qwen3_5ForCausalLM": "models.qwen3_5",
-    "Qwen3_5ForConditionalGeneration": "models.qwen3_5",
-    "Qwen3_5MoeForCausalLM": "models.qwen3_5",
-    "Qwen3_5MoeForConditionalGeneration": "models.qwen3_5",
-    "RWKV7ForCausalLM": "models.rwkv7",
-    "RecurrentGemmaForCausalLM": "models.recurrent_gemma",
-    "RwkvForCausalLM": "models.rwkv",
-    "T5ForConditionalGeneration": "models.t5",
-    "Zamba2ForCausalLM": "models.zamba2",
+    "BambaForCausalLM": "hybridmem.models.bamba",
+    "BartForConditionalGeneration": "hybridmem.models.bart",
+    "DeepseekV2ForCausalLM": "hybridmem.models.deepseek",
+    "DeepseekV3ForCausalLM": "hybridmem.models.deepseek",
+    "FalconH1ForCausalLM": "hybridmem.models.falcon_h1",
+    "Gemma2ForCausalLM": "hybridmem.models.gemma",
+    "Gemma3ForCausalLM": "hybridmem.models.gemma",
+    "GraniteMoeHybridForCausalLM": "hybridmem.models.granite_moe_hybrid",
+    "JambaForCausalLM": "hybridmem.models.jamba",
+    "Lfm2ForCausalLM": "hybridmem.models.lfm2",
+    "Lfm2MoeForCausalLM": "hybridmem.models.lfm2",
+    "LlamaForCausalLM": "hybridmem.models.llama",
+    "Mamba2ForCausalLM": "hybridmem.models.mamba",
+    "MambaForCausalLM": "hybridmem.models.mamba",
+    "MistralForCausalLM": "hybridmem.models.llama",
+    "NemotronHForCausalLM": "hybridmem.models.nemotron_h",
+    "Qwen3ForCausalLM": "hybridmem.models.llama",
+    "Qwen3NextForCausalLM": "hybridmem.models.qwen3_next",
+    "Qwen3_5ForCausalLM": "hybridmem.models.qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "hybridmem.models.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "hybridmem.models.qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "hybridmem.models.qwen3_5",
+    "RWKV7ForCausalLM": "hybridmem.models.rwkv7",
+    "RecurrentGemmaForCausalLM": "hybridmem.models.recurrent_gemma",
+    "RwkvForCausalLM": "hybridmem.models.rwkv",
+    "T5ForConditionalGeneration": "hybridmem.models.t5",
+    "Zamba2ForCausalLM": "hybridmem.models.zamba2",
 }
 
 

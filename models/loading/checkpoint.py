@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from memory.errors import FormatError, HybridMemoryError
-from models.loading.tied_weights import TiedWeights, equal_in
-from models.loading.weight_signature import sample_of
+from hybridmem.memory.errors import FormatError, HybridMemoryError
+from hybridmem.models.loading.tied_weights import TiedWeights, equal_in
+from hybridmem.models.loading.weight_signature import sample_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memory.errors import FormatError
-from models.loading.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
-from models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf
-from models.loading.quantised_checkpoints import find_coding
+from hybridmem.memory.errors import FormatError
+from hybridmem.models.loading.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
+from hybridmem.models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf
+from hybridmem.models.loading.quantised_checkpoints import find_coding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

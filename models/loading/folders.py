@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memory.errors import FormatError
-from models.loading.architectures import ARCHITECTURES, ModelClass
-from models.loading.checkpoint import UnsupportedModelError
-from models.loading.compiler import compiler_when_called
-from models.loading.gguf import GgufFile, find_gguf, is_gguf, read_gguf_config
+from hybridmem.memory.errors import FormatError
+from hybridmem.models.loading.architectures import ARCHITECTURES, ModelClass
+from hybridmem.models.loading.checkpoint import UnsupportedModelError
+from hybridmem.models.loading.compiler import compiler_when_called
+from hybridmem.models.loading.gguf import GgufFile, find_gguf, is_gguf, read_gguf_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

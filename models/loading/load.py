@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar
 import torch
 from torch import Tensor
 
-from memory import MemorySpec, SpecError, StepError
-from memory.blocks.arguments import check_usable, read_device, read_dtype
-from memory.blocks.hints import refuse_arguments
-from memory.blocks.scoped import without_gradients
-from memory.errors import FormatError, HybridMemoryError
-from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
-from models.loading.checkpoint import (
+from hybridmem.memory import MemorySpec, SpecError, StepError
+from hybridmem.memory.blocks.arguments import check_usable, read_device, read_dtype
+from hybridmem.memory.blocks.hints import refuse_arguments
+from hybridmem.memory.blocks.scoped import without_gradients
+from hybridmem.memory.errors import FormatError, HybridMemoryError
+from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
+from hybridmem.models.loading.checkpoint import (
     Checkpoint,
     LoadedCheckpoint,
     SampledCheckpoint,
     UnsupportedModelError,
 )
-from models.loading.dry import DryCheckpoint
-from models.loading.folders import find_folder, read_config, unsupported
-from models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
-from models.loading.quantised_checkpoints import find_coding
-from models.loading.weight_formats import WeightFormat, weights_in
-from models.loading.weight_signature import signature_of
+from hybridmem.models.loading.dry import DryCheckpoint
+from hybridmem.models.loading.folders import find_folder, read_config, unsupported
+from hybridmem.models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
+from hybridmem.models.loading.quantised_checkpoints import find_coding
+from hybridmem.models.loading.weight_formats import WeightFormat, weights_in
+from hybridmem.models.loading.weight_signature import signature_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -185,12 +185,12 @@ def _compile_products(checkpoint: Checkpoint, weights: WeightFormat) -> None:
     if checkpoint.device.type != "cpu":
         return
     if weights != "auto":
-        from models.layers import quantised
+        from hybridmem.models.layers import quantised
 
         quantised.compile_products(checkpoint.dtype, weights)
     else:
-        from models.layers import blocked
-        from models.layers.packed import packed_dtype
+        from hybridmem.models.layers import blocked
+        from hybridmem.models.layers.packed import packed_dtype
 
         dtype = packed_dtype(torch.empty(1, 1, dtype=checkpoint.dtype))
         if dtype is not None and blocked.multiplies_fastest(dtype):
@@ -341,7 +341,7 @@ def weight_bytes(model: LanguageModel) -> int:
             found[id(thing)] = thing
         elif isinstance(thing, list | tuple):
             todo += thing
-        elif type(thing).__module__.startswith(("models.", "memory.")):
+        elif type(thing).__module__.startswith(("hybridmem.models.", "hybridmem.memory.")):
             todo += vars(thing).values() if hasattr(thing, "__dict__") else ()
     return sum(int(tensor.nbytes) for tensor in found.values())
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memory.blocks.arguments import is_integer
-from memory.blocks.arrays import ceil_div
-from memory.errors import FormatError
-from models.loading.checkpoint import CODE_DTYPES, Coding, UnsupportedModelError
+from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.errors import FormatError
+from hybridmem.models.loading.checkpoint import CODE_DTYPES, Coding, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

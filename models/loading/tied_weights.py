@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memory.errors import FormatError
+from hybridmem.memory.errors import FormatError
 
 _AT_ONCE = 1 << 20
 """Numbers that are compared at once: most tensors that differ do so in the first."""

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 import torch
 
-from memory.blocks.scoped import Scoped
-from memory.errors import SpecError
+from hybridmem.memory.blocks.scoped import Scoped
+from hybridmem.memory.errors import SpecError
 
 IntegerFormat = Literal["int8", "int8-row", "int4"]
 """Integers of 8 or 4 bits with a scale for each group of 32 inputs; "int8-row" has one for all inputs of an output."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from benchmarks.agent_trace import Counts, make_trace
-from chat.prompts import load_tokenizer
-from models import EMBEDDED
+from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.models import EMBEDDED
 
 
 def test_the_trace_has_the_turns_of_an_agent_and_is_the_same_every_time() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from benchmarks.agentic import LruBlocks, Request, block_tokens, replay, requests_of
-from chat.simulation.agents import AgentHabits, AgentWorkload
-from memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor
+from hybridmem.chat.simulation.agents import AgentHabits, AgentWorkload
+from hybridmem.memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor
 from tests.toy import VOCAB, Toy
 
 SPEC = Toy().memory_spec

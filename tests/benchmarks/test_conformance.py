@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.conformance import PEERS, write_page
-from memory.testing import PROMISES, Result, check
+from hybridmem.memory.testing import PROMISES, Result, check
 
 KNOWN = {
     ("transformers", "jamba, past recorded", "tokens taken back leave no trace"): "failed",  # crop on a hybrid

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.deferred import Work
-from memory.blocks.staging import place
-from memory.kernels import Erase, StateSlots, reference
+from hybridmem.memory.blocks.staging import place
+from hybridmem.memory.kernels import Erase, StateSlots, reference
 from tests.tolerances import assert_kernel_close
 
 

@@ -15,7 +15,7 @@ from benchmarks.__main__ import app
 from benchmarks.harness import Report, Samples, interleave, require_green
 from benchmarks.ours import Ours
 from benchmarks.workloads import Mixerless, Transformers
-from models import load_model
+from hybridmem.models import load_model
 from tests.models.checkpoints import CONFIGS, Peer, write_checkpoint
 
 

@@ -27,8 +27,8 @@ from benchmarks.llamacpp import (
 )
 from benchmarks.llamacpp_peer import start_llamacpp, time_calls
 from benchmarks.ours import Ours
-from models import LanguageModel, load_model
-from models.loading.load import weight_bytes
+from hybridmem.models import LanguageModel, load_model
+from hybridmem.models.loading.load import weight_bytes
 from tests.models.checkpoints import write_checkpoint
 
 VOCAB = 160

@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 from benchmarks import soak
-from memory import Step
-from memory.testing import HybridAdapter, subjects
+from hybridmem.memory import Step
+from hybridmem.memory.testing import HybridAdapter, subjects
 
 
 def test_a_round_of_a_sound_memory(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from benchmarks.speculative import WINDOW, Decoding, GivenDrafts, Watched
-from models import LanguageModel, load_model
+from hybridmem.models import LanguageModel, load_model
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from benchmarks.__main__ import app
 from benchmarks.gpu_cases import make_cases
 from benchmarks.gpu_tune import OPTIONS, Case, Run, Trial, agree, climb, neighbours, tune_all
 from benchmarks.harness import Report
-from memory.kernels.cuda.choices import TUNABLES, powers_of_2, tunable
+from hybridmem.memory.kernels.cuda.choices import TUNABLES, powers_of_2, tunable
 from tests.kernels_cuda.on_device import MadeOn
 
 CPU = torch.device("cpu")
@@ -223,7 +223,7 @@ def test_what_is_tuned_counts_in_the_package_or_in_the_cache(
 ) -> None:
     """The whole command but its cases and its clock."""
     from benchmarks import gpu_cases, gpu_states
-    from memory.kernels.cuda import choices
+    from hybridmem.memory.kernels.cuda import choices
 
     work = Toy(toy, bowl)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -8,8 +8,8 @@ import numba
 import pytest
 import torch
 
-from chat.prompts import Tokenizer, load_tokenizer
-from models import EMBEDDED, LanguageModel, load_model
+from hybridmem.chat.prompts import Tokenizer, load_tokenizer
+from hybridmem.models import EMBEDDED, LanguageModel, load_model
 from tests.chat.servers import Running, running
 from tests.subjects import make_subject
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chat.decoding.sampler import Sampler
-from chat.engine.engine import Engine, Generation, Sampling
-from chat.engine.scheduling import Scheduler
-from memory import HybridMemory, Step
+from hybridmem.chat.decoding.sampler import Sampler
+from hybridmem.chat.engine.engine import Engine, Generation, Sampling
+from hybridmem.chat.engine.scheduling import Scheduler
+from hybridmem.memory import HybridMemory, Step
 
 GREEDY = Sampling()
 

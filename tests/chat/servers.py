@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions, Service, bind, make_app
-from chat.server.listening import Server, url_of
-from chat.stored import SessionStore
-from memory import HybridMemory, Step
-from memory.prefix.cache import PrefixCache
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions, Service, bind, make_app
+from hybridmem.chat.server.listening import Server, url_of
+from hybridmem.chat.stored import SessionStore
+from hybridmem.memory import HybridMemory, Step
+from hybridmem.memory.prefix.cache import PrefixCache
 
 MODEL = "embedded"
 PATIENCE_SECONDS = 120.0

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from chat.engine.engine import Engine
-from memory import HybridMemory, Step
-from memory.prefix.cache import PrefixCache
-from models import load_model
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.memory import HybridMemory, Step
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.models import load_model
 from tests.models.checkpoints import write_checkpoint
 from tests.models.families.jamba import jamba_config
 from tests.models.families.llama import llama_config

@@ -9,10 +9,10 @@ from statistics import median
 import pytest
 from typer.testing import CliRunner
 
-from chat.cli import app
-from chat.simulation.agents import AgentHabits, AgentWorkload
-from chat.simulation.traces import read_trace, write_trace
-from memory import SpecError
+from hybridmem.chat.cli import app
+from hybridmem.chat.simulation.agents import AgentHabits, AgentWorkload
+from hybridmem.chat.simulation.traces import read_trace, write_trace
+from hybridmem.memory import SpecError
 
 
 def test_traces_have_the_published_medians() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from chat.decoding.beams import Beam, BeamOptions, beam_search, beam_searches, n_best
-from chat.decoding.sampling import Sampling
-from chat.engine.engine import Engine
-from memory import BatchError, CapacityError, HybridMemory, Step
-from models import LanguageModel, load_model
+from hybridmem.chat.decoding.beams import Beam, BeamOptions, beam_search, beam_searches, n_best
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.memory import BatchError, CapacityError, HybridMemory, Step
+from hybridmem.models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 from tests.toy import VOCAB, Toy
 

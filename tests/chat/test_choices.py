@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from chat.engine.engine import Engine, Generation, Sampling
-from chat.prompts import Tokenizer
-from memory import BatchError
-from memory.prefix.cache import PrefixCache
-from models import LanguageModel
+from hybridmem.chat.engine.engine import Engine, Generation, Sampling
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.memory import BatchError
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.models import LanguageModel
 from tests.chat.engines import choose_alone, draw_prompt, make_engine, make_memory, private_bytes, run_checked
 from tests.toy import VOCAB, Toy
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from chat.cli import app
-from chat.commands.demo import run_demo
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer, encode_prompt, encode_turn, load_tokenizer
-from chat.session.conversation import Conversation, Player
-from chat.simulation.dialogues import make_dialogue
-from memory import FormatError, HybridMemory, SpecError
-from models import EMBEDDED, LanguageModel
+from hybridmem.chat.cli import app
+from hybridmem.chat.commands.demo import run_demo
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer, encode_prompt, encode_turn, load_tokenizer
+from hybridmem.chat.session.conversation import Conversation, Player
+from hybridmem.chat.simulation.dialogues import make_dialogue
+from hybridmem.memory import FormatError, HybridMemory, SpecError
+from hybridmem.models import EMBEDDED, LanguageModel
 
 PROMPTS = ["My cat is called Zoe.", "What is my dog called?"]
 REPLIES = ["Okay, noted.", "You have not told me that."]
@@ -126,7 +126,7 @@ def test_the_memory_holds_what_the_chat_template_renders(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, max_reply_tokens: int
 ) -> None:
     """Even where replies are cut short."""
-    monkeypatch.setattr("chat.session.conversation.MAX_REPLY_TOKENS", max_reply_tokens)
+    monkeypatch.setattr("hybridmem.chat.session.conversation.MAX_REPLY_TOKENS", max_reply_tokens)
     memory = HybridMemory(embedded.memory_spec, "64MiB", poison=True)
     users = [Conversation(f"user {i}", memory.open()) for i in range(3)]
     scripts = [(user, make_dialogue(random.Random(i), 2 + 3 * i)) for i, user in enumerate(users)]
@@ -166,7 +166,7 @@ def test_the_demo_recomputes_nothing(embedded: LanguageModel, tokenizer: Tokeniz
 
 
 def test_a_wrong_answer_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chat.simulation.dialogues.UNKNOWN", "I would never say that.")
+    monkeypatch.setattr("hybridmem.chat.simulation.dialogues.UNKNOWN", "I would never say that.")
     result = CliRunner().invoke(app, ["demo", "--users", "2", "--turns", "3"])
     assert result.exit_code == 1
     assert "✗" in result.stdout and "answers are wrong" in result.stdout and "Traceback" not in result.output
@@ -201,9 +201,9 @@ def test_warmup_says_that_it_is_done() -> None:
 def test_the_page_about_containers_fills_the_folder_that_its_image_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memory.kernels import cpu
-    from memory.kernels.cpu.warm_up import NAMES
-    from models.layers import quantised
+    from hybridmem.memory.kernels import cpu
+    from hybridmem.memory.kernels.cpu.warm_up import NAMES
+    from hybridmem.models.layers import quantised
 
     warmed: list[tuple[str, tuple[str, ...], torch.dtype]] = []
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chat.prompts import Tokenizer, encode_chat
-from chat.server.sessions.prompting import History, find_base, make_prompt
-from chat.stored.continuing import tokens_of_text
-from chat.stored.items import text_item
-from chat.stored.nodes import Node, new_id
+from hybridmem.chat.prompts import Tokenizer, encode_chat
+from hybridmem.chat.server.sessions.prompting import History, find_base, make_prompt
+from hybridmem.chat.stored.continuing import tokens_of_text
+from hybridmem.chat.stored.items import text_item
+from hybridmem.chat.stored.nodes import Node, new_id
 
 PLAIN = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

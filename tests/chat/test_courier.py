@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from chat.server.courier import Courier
+from hybridmem.chat.server.courier import Courier
 
 
 class Loop:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from chat.decoding.grammar import Grammars
-from chat.decoding.guesses import Guesses
-from chat.decoding.sampling import Sampling
-from chat.engine.drafting import Speculation
-from chat.engine.engine import Engine, Generation
-from chat.engine.output import Output
-from chat.engine.pace import Cost, Pace
-from chat.prompts import Tokenizer
-from memory import BatchError, HybridMemory
-from models import LanguageModel
+from hybridmem.chat.decoding.grammar import Grammars
+from hybridmem.chat.decoding.guesses import Guesses
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.engine.drafting import Speculation
+from hybridmem.chat.engine.engine import Engine, Generation
+from hybridmem.chat.engine.output import Output
+from hybridmem.chat.engine.pace import Cost, Pace
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.memory import BatchError, HybridMemory
+from hybridmem.models import LanguageModel
 from tests.chat.engines import draw_sampling, make_memory, run_checked
 from tests.toy import Toy
 

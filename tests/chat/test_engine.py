@@ -10,12 +10,12 @@ from typing import Literal
 import pytest
 import torch
 
-from chat.engine.engine import Engine, Generation, Sampling
-from chat.engine.room import Sizes
-from chat.prompts import Tokenizer, encode_prompt, find_stop_ids
-from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
-from memory.prefix.cache import PrefixCache
-from models import LanguageModel
+from hybridmem.chat.engine.engine import Engine, Generation, Sampling
+from hybridmem.chat.engine.room import Sizes
+from hybridmem.chat.prompts import Tokenizer, encode_prompt, find_stop_ids
+from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.models import LanguageModel
 from tests.chat.engines import (
     Wanted,
     assert_as_alone,
@@ -90,7 +90,9 @@ def test_seeds_give_the_same_tokens_alone_and_in_any_company(model: LanguageMode
 def test_preemption_loses_no_work_and_changes_no_word(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(4)
     engine = make_engine(model, 3 * private_bytes(model, 60))
-    monkeypatch.setattr("chat.engine.scheduling.Sizes.of", lambda self, n_tokens: 0)  # let them all in at once
+    monkeypatch.setattr(
+        "hybridmem.chat.engine.scheduling.Sizes.of", lambda self, n_tokens: 0
+    )  # let them all in at once
     wanted = submit_some(engine, model, generator, 8, 40, 30)
     run_checked(engine)
     assert_as_alone(model, wanted)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from chat.engine.engine import Engine, Generation, Sampling
-from chat.prompts import Tokenizer
-from memory import BatchError, HybridMemory, SequenceError, SpecError, StepError
-from memory.prefix.cache import PrefixCache
-from models import LanguageModel
+from hybridmem.chat.engine.engine import Engine, Generation, Sampling
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.memory import BatchError, HybridMemory, SequenceError, SpecError, StepError
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.models import LanguageModel
 from tests.chat.engines import (
     Scripted,
     Wanted,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from chat.decoding.grammar import GrammarError, Grammars
-from chat.decoding.sampler import Sampler
-from chat.decoding.sampling import Sampling
-from chat.prompts import Tokenizer
-from memory import BatchError
+from hybridmem.chat.decoding.grammar import GrammarError, Grammars
+from hybridmem.chat.decoding.sampler import Sampler
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.memory import BatchError
 
 
 @pytest.fixture(scope="module")

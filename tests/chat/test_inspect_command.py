@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from chat.cli import app
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer
-from chat.session.saved import _digest as session_digest
-from chat.session.session import ChatSession
-from memory import FormatError, HybridMemory
-from memory.prefix import PrefixCache
-from models import EMBEDDED, LanguageModel, load_model
-from models.loading.load import weight_bytes
+from hybridmem.chat.cli import app
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.session.saved import _digest as session_digest
+from hybridmem.chat.session.session import ChatSession
+from hybridmem.memory import FormatError, HybridMemory
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import EMBEDDED, LanguageModel, load_model
+from hybridmem.models.loading.load import weight_bytes
 from tests.inside import forged_file
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"

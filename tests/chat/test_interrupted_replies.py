@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from chat.prompts import Tokenizer
-from models import LanguageModel
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.models import LanguageModel
 from tests.chat.engines import scheduler_of
 from tests.chat.servers import MODEL, Gated, Running, running, wait_until
 

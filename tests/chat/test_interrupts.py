@@ -13,16 +13,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from chat.decoding.beams import BeamOptions, beam_searches, n_best
-from chat.decoding.drafts import DraftModel, PromptLookup
-from chat.decoding.sampling import Sampling
-from chat.decoding.speculative import SpeculativeBatch
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer, load_tokenizer
-from chat.session.session import ChatSession
-from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Sequence, SequenceError, StateTensor, Step
-from memory.prefix.cache import PrefixCache
-from models import EMBEDDED
+from hybridmem.chat.decoding.beams import BeamOptions, beam_searches, n_best
+from hybridmem.chat.decoding.drafts import DraftModel, PromptLookup
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.decoding.speculative import SpeculativeBatch
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer, load_tokenizer
+from hybridmem.chat.session.session import ChatSession
+from hybridmem.memory import (
+    AttentionSpec,
+    HybridMemory,
+    MemorySpec,
+    RecurrentSpec,
+    Sequence,
+    SequenceError,
+    StateTensor,
+    Step,
+)
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.models import EMBEDDED
 from tests.chat.engines import scheduler_of
 from tests.interrupts import HANDLERS, Outcome, try_places
 

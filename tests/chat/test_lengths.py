@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from chat.engine.engine import Engine
-from chat.server.lengths import find_context_tokens
-from memory import CapacityError, HybridMemory
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.server.lengths import find_context_tokens
+from hybridmem.memory import CapacityError, HybridMemory
 from tests.chat.engines import run_checked
 from tests.toy import Toy
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions
-from chat.server.page_files import read_files
-from memory import HybridMemory
-from memory.pictures.cells import MOST_RANGES, SEVERAL, arena_of
-from models import LanguageModel
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions
+from hybridmem.chat.server.page_files import read_files
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.pictures.cells import MOST_RANGES, SEVERAL, arena_of
+from hybridmem.models import LanguageModel
 from tests.chat.servers import Running, running, wait_until
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chat.planning.peers import (
+from hybridmem.chat.planning.peers import (
     SGLANG_SLOTS,
     Model,
     llama_cpp,
@@ -20,11 +20,11 @@ from chat.planning.peers import (
     vllm_block_tokens,
     vllm_group_layers,
 )
-from memory import AttentionSpec, MemorySpec
-from memory.recurrences import DeltaRuleShape, SSDShape
-from memory.specs import RecurrentSpec
-from models.loading.folders import read_config
-from models.loading.load import dry_model
+from hybridmem.memory import AttentionSpec, MemorySpec
+from hybridmem.memory.recurrences import DeltaRuleShape, SSDShape
+from hybridmem.memory.specs import RecurrentSpec
+from hybridmem.models.loading.folders import read_config
+from hybridmem.models.loading.load import dry_model
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 MIB, GIB = 1 << 20, 1 << 30
@@ -211,7 +211,7 @@ def test_sglang_divides_memory_once() -> None:
 )  # fmt: skip
 def test_configs_are_those_of_the_models(name: str, published: float) -> None:
     """Parameters, from the shapes that a config asks for, are as many as the makers say."""
-    from models import weight_bytes
+    from hybridmem.models import weight_bytes
 
     config, _ = read_config(CONFIGS / f"{name}.json")
     n_parameters = weight_bytes(dry_model(config, config.architectures[0], dtype="bfloat16")) / 2

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from chat.server.sessions.pins import FOREVER, Pin, Pins
-from chat.stored.nodes import Node
+from hybridmem.chat.server.sessions.pins import FOREVER, Pin, Pins
+from hybridmem.chat.stored.nodes import Node
 
 NODE = Node("resp_a", "sess_a", None, "assistant", [])
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from chat.cli import app
-from chat.planning.quantities import read_share, read_tokens
-from memory import HybridMemory, MemorySpec, SpecError
-from memory.eviction import H2O
-from memory.quantization import Quantized
-from models.loading.folders import read_config
-from models.loading.load import dry_model, weight_bytes
+from hybridmem.chat.cli import app
+from hybridmem.chat.planning.quantities import read_share, read_tokens
+from hybridmem.memory import HybridMemory, MemorySpec, SpecError
+from hybridmem.memory.eviction import H2O
+from hybridmem.memory.quantization import Quantized
+from hybridmem.models.loading.folders import read_config
+from hybridmem.models.loading.load import dry_model, weight_bytes
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 GIB = 1 << 30

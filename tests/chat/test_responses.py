@@ -11,9 +11,9 @@ import openai
 import pydantic
 import pytest
 
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions
-from models import LanguageModel
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions
+from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, Running, running
 
 BASE: dict[str, Any] = {"model": MODEL, "temperature": 0}

@@ -19,9 +19,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from chat.decoding.sampler import Sampler, choose_rows, score_rows
-from chat.decoding.sampling import Sampling
-from memory import BatchError, StepError
+from hybridmem.chat.decoding.sampler import Sampler, choose_rows, score_rows
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.memory import BatchError, StepError
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0, -0.5])
 

@@ -16,9 +16,9 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from chat.cli import app
-from chat.server import ServerOptions, bind
-from memory import SpecError
+from hybridmem.chat.cli import app
+from hybridmem.chat.server import ServerOptions, bind
+from hybridmem.memory import SpecError
 
 
 def assert_one_line_error(arguments: list[str], *words: str, **environment: str) -> None:
@@ -89,7 +89,9 @@ def test_the_key_may_be_in_the_environment() -> None:
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr("chat.commands.start.find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
+    monkeypatch.setattr(
+        "hybridmem.chat.commands.start.find_spec", lambda name: None if name == "uvicorn" else find_spec(name)
+    )
     assert_one_line_error([], "uvicorn", "pip install", "hybridmem[server]")
 
 
@@ -104,7 +106,7 @@ def test_options_that_cannot_work(name: str, value: object) -> None:
 
 def test_from_start_to_signal(tmp_path: Path) -> None:
     """The command as it is: its line on stderr says where, the key is asked for, and SIGTERM ends it in peace."""
-    program = [sys.executable, "-c", "from chat.cli import app; app()"]
+    program = [sys.executable, "-c", "from hybridmem.chat.cli import app; app()"]
     command = [
         *program,
         "serve",

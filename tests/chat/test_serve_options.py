@@ -14,14 +14,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from chat.cli import app as commands
-from chat.commands.fleet import FLEET
-from chat.commands.option_table import Chosen, Option, command_of
-from chat.commands.serve_options import SERVE
-from chat.commands.serving import memory_options
-from chat.engine.engine import Engine
-from chat.server import ServerOptions
-from memory import HybridMemory
+from hybridmem.chat.cli import app as commands
+from hybridmem.chat.commands.fleet import FLEET
+from hybridmem.chat.commands.option_table import Chosen, Option, command_of
+from hybridmem.chat.commands.serve_options import SERVE
+from hybridmem.chat.commands.serving import memory_options
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.server import ServerOptions
+from hybridmem.memory import HybridMemory
 
 
 def run(arguments: list[str], **environment: str) -> tuple[Any, dict[str, Any]]:

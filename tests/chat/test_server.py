@@ -14,12 +14,12 @@ from typing import Any
 import openai
 import pytest
 
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions, limits, listening, make_app
-from chat.simulation.dialogues import make_dialogue, messages
-from memory import HybridMemory
-from models import LanguageModel
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions, limits, listening, make_app
+from hybridmem.chat.simulation.dialogues import make_dialogue, messages
+from hybridmem.memory import HybridMemory
+from hybridmem.models import LanguageModel
 from tests.chat.engines import scheduler_of
 from tests.chat.servers import MODEL, PATIENCE_SECONDS, Gated, Running, running, wait_until
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer
-from chat.server.metrics import Metrics
-from memory import HybridMemory
-from models import LanguageModel
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server.metrics import Metrics
+from hybridmem.memory import HybridMemory
+from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, Running, running
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "how-to" / "grafana-dashboard.json"

@@ -17,13 +17,13 @@ from typing import Any
 import openai
 import pytest
 
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions, incoming, limits
-from chat.server.access import Access
-from chat.server.connections import MOST_CHUNKS, Seldom
-from chat.server.errors import ApiError
-from memory import SpecError
-from models import LanguageModel
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions, incoming, limits
+from hybridmem.chat.server.access import Access
+from hybridmem.chat.server.connections import MOST_CHUNKS, Seldom
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.memory import SpecError
+from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, PATIENCE_SECONDS, Answer, Gated, Running, running, wait_until
 from tests.operation.simulated_time import SimulatedLoop, simulate
 
@@ -250,7 +250,7 @@ def test_a_message_is_written_seldom_and_with_its_number(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("chat.server.connections.time.monotonic", lambda: now)
+    monkeypatch.setattr("hybridmem.chat.server.connections.time.monotonic", lambda: now)
     log = logging.getLogger("tests.seldom")
     log.addFilter(seldom := Seldom(60))
     for now in (0.0, 1.0, 59.0, 61.0, 62.0, 122.0):

@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chat.commands.serving import make_engine
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions, bind, make_app
-from chat.server.access_log import log, read_request_id
-from chat.server.embedding import find_pooling
-from chat.server.errors import ApiError
-from chat.server.keys import Key, Keys, Use, hash_key
-from chat.server.listening import Server, url_of
-from memory import HybridMemory, SpecError
-from models import LanguageModel
+from hybridmem.chat.commands.serving import make_engine
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions, bind, make_app
+from hybridmem.chat.server.access_log import log, read_request_id
+from hybridmem.chat.server.embedding import find_pooling
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.keys import Key, Keys, Use, hash_key
+from hybridmem.chat.server.listening import Server, url_of
+from hybridmem.memory import HybridMemory, SpecError
+from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, Running, running, wait_until
 
 TLS = Path(__file__).parents[1] / "data" / "tls"

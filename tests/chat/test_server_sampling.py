@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from chat.prompts import Tokenizer
-from models import LanguageModel
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, Gated, Running, running
 
 NOTED = "Okay, noted."

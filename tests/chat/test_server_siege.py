@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions
-from models import LanguageModel
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions
+from hybridmem.models import LanguageModel
 from tests.chat import siege
 from tests.chat.servers import MODEL, running, wait_until
 from tests.chat.siege import exchange, post

@@ -21,12 +21,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer, encode_chat
-from chat.server import ServerOptions, limits
-from chat.simulation.dialogues import make_dialogue, messages
-from memory import HybridMemory
-from models import LanguageModel
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer, encode_chat
+from hybridmem.chat.server import ServerOptions, limits
+from hybridmem.chat.simulation.dialogues import make_dialogue, messages
+from hybridmem.memory import HybridMemory
+from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, PATIENCE_SECONDS, Running, running
 
 SECONDS = float(os.environ.get("STORM_SECONDS", "5"))

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions, checked, incoming, limits
-from chat.server.bodies import count_longest_list
-from chat.server.errors import ApiError
-from chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest, CompletionRequest, read_request
-from chat.server.texts import LONG_BYTES, Texts, find_longest_token
-from models import LanguageModel
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions, checked, incoming, limits
+from hybridmem.chat.server.bodies import count_longest_list
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest, CompletionRequest, read_request
+from hybridmem.chat.server.texts import LONG_BYTES, Texts, find_longest_token
+from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, PATIENCE_SECONDS, Running, running, wait_until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions
-from chat.server.lengths import check_length
-from models import LanguageModel
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions
+from hybridmem.chat.server.lengths import check_length
+from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, Running, running
 
 LONG = "My cat is called Zoe and my dog is called Rex. " * 12

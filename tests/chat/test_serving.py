@@ -11,10 +11,10 @@ from contextlib import aclosing, suppress
 
 import pytest
 
-from chat.engine.engine import Engine, Generation, Sampling
-from chat.prompts import Tokenizer, encode_prompt, find_stop_ids
-from memory import BatchError, HybridMemory, StepError
-from models import LanguageModel
+from hybridmem.chat.engine.engine import Engine, Generation, Sampling
+from hybridmem.chat.prompts import Tokenizer, encode_prompt, find_stop_ids
+from hybridmem.memory import BatchError, HybridMemory, StepError
+from hybridmem.models import LanguageModel
 from tests.chat.engines import Scripted, decode_alone, draw_prompt, make_engine
 from tests.chat.servers import PATIENCE_SECONDS
 from tests.toy import VOCAB, Toy

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from chat.engine.engine import Engine, Sampling
-from chat.prompts import Tokenizer, load_tokenizer, render
-from chat.session.history import Utterance, common_tokens, decode, encode_history
-from chat.session.saved import _digest as session_digest
-from chat.session.session import ChatSession, Turn
-from chat.session.turn import EDITED, LAST, NEW, NO_CHECKPOINT, REWRITTEN
-from memory import BatchError, CapacityError, FormatError, HybridMemory, SequenceError, StepError
-from memory.prefix.cache import PrefixCache
-from models import EMBEDDED
+from hybridmem.chat.engine.engine import Engine, Sampling
+from hybridmem.chat.prompts import Tokenizer, load_tokenizer, render
+from hybridmem.chat.session.history import Utterance, common_tokens, decode, encode_history
+from hybridmem.chat.session.saved import _digest as session_digest
+from hybridmem.chat.session.session import ChatSession, Turn
+from hybridmem.chat.session.turn import EDITED, LAST, NEW, NO_CHECKPOINT, REWRITTEN
+from hybridmem.memory import BatchError, CapacityError, FormatError, HybridMemory, SequenceError, StepError
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.models import EMBEDDED
 from tests.chat.talking import TALKERS, Counted, assert_all_given_back, decode_fresh, load_talker, make_engine
 
 ROOT = Path(__file__).parents[2]
@@ -363,9 +363,9 @@ def test_a_lost_swap_file_is_computed_again(embedded: Any, tokenizer: Tokenizer,
 SAY_ON = """
 import json, sys, torch
 torch.set_num_threads(1)
-from chat.prompts import load_tokenizer
-from chat.session import ChatSession
-from models import EMBEDDED, load_model
+from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.chat.session import ChatSession
+from hybridmem.models import EMBEDDED, load_model
 from tests.chat.talking import make_engine
 
 session = ChatSession.resume(make_engine(load_model("embedded"), load_tokenizer(EMBEDDED)), sys.argv[1])

@@ -23,14 +23,14 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from chat.cli import app
-from chat.engine.engine import Engine
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions, make_app
-from chat.stored.database import FILE, PREFIXES
-from chat.stored.store import SessionStore
-from memory import FormatError, HybridMemory, MismatchError
-from models import LanguageModel
+from hybridmem.chat.cli import app
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions, make_app
+from hybridmem.chat.stored.database import FILE, PREFIXES
+from hybridmem.chat.stored.store import SessionStore
+from hybridmem.memory import FormatError, HybridMemory, MismatchError
+from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, running
 
 CAT, ASK = "My cat is called Zoe.", "What is my cat called?"
@@ -88,7 +88,16 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
 
 def talk_and_kill(folder: Path, said: dict[str, list[Any]], wait_seconds: float) -> None:
     """Start a server, talk to it, and kill it so long after each client has had its turns."""
-    command = [sys.executable, "-c", "from chat.cli import app; app()", "serve", "--port", "0", "--budget", "32MiB"]
+    command = [
+        sys.executable,
+        "-c",
+        "from hybridmem.chat.cli import app; app()",
+        "serve",
+        "--port",
+        "0",
+        "--budget",
+        "32MiB",
+    ]
     command += ["--sessions", str(folder), "--save-every", "1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from chat.prompts import Tokenizer
-from chat.server import ServerOptions
-from models import LanguageModel
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server import ServerOptions
+from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, PATIENCE_SECONDS, Running, running, wait_until
 
 BASE: dict[str, Any] = {"model": MODEL, "temperature": 0}

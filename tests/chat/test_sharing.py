@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from chat.engine.engine import Engine, Generation
-from memory.prefix.cache import PrefixCache
+from hybridmem.chat.engine.engine import Engine, Generation
+from hybridmem.memory.prefix.cache import PrefixCache
 from tests.chat.engines import decode_alone, draw_prompt, make_memory, run_checked, scheduler_of
 from tests.toy import VOCAB, Toy
 

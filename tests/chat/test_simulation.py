@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from chat.cli import app
-from chat.prompts import Tokenizer
-from chat.simulation.alone import compare_alone, serve_alone
-from chat.simulation.plots import timeline, write_plots
-from chat.simulation.report import Answer, Report, Sample, Samples
-from chat.simulation.simulation import Setup, Simulation, simulate
-from chat.simulation.workload import Event, Habits, Workload, make_workload
-from memory import FormatError, HybridMemory, SpecError
-from models import LanguageModel, load_model
+from hybridmem.chat.cli import app
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.simulation.alone import compare_alone, serve_alone
+from hybridmem.chat.simulation.plots import timeline, write_plots
+from hybridmem.chat.simulation.report import Answer, Report, Sample, Samples
+from hybridmem.chat.simulation.simulation import Setup, Simulation, simulate
+from hybridmem.chat.simulation.workload import Event, Habits, Workload, make_workload
+from hybridmem.memory import FormatError, HybridMemory, SpecError
+from hybridmem.models import LanguageModel, load_model
 from tests.counting import Calls
 
 LIVELY = Habits(
@@ -356,7 +356,7 @@ def test_what_the_command_refuses_is_one_line(arguments: list[str], words: str) 
 
 
 def test_plots_without_matplotlib_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("memory.pictures.canvas.find_spec", lambda name: None)
+    monkeypatch.setattr("hybridmem.memory.pictures.canvas.find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["simulate", "--plots", str(tmp_path)])
     assert result.exit_code == 1 and len(result.stderr.splitlines()) == 1 and "pip install" in result.stderr
 
@@ -369,9 +369,11 @@ def test_a_wrong_simulation_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_live_view_draws_every_state(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    from chat.simulation.view import _Dashboard
+    from hybridmem.chat.simulation.view import _Dashboard
 
-    monkeypatch.setattr("chat.simulation.view.time", SimpleNamespace(perf_counter=itertools.count(1).__next__))
+    monkeypatch.setattr(
+        "hybridmem.chat.simulation.view.time", SimpleNamespace(perf_counter=itertools.count(1).__next__)
+    )
     dashboard, console, seen = _Dashboard(), Console(width=150, record=True, file=io.StringIO()), []
 
     def watch(simulation: Simulation) -> None:

@@ -11,14 +11,14 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from chat.engine.engine import Engine
-from chat.prompts import encode_chat, encode_prompt, encode_turn, load_tokenizer
-from chat.session.history import Utterance, encode_history
-from chat.session.session import ChatSession
-from chat.session.template import Template, fill
-from chat.special_tokens import special_tokens_of
-from memory import FormatError, HybridMemory
-from models import EMBEDDED, LanguageModel
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import encode_chat, encode_prompt, encode_turn, load_tokenizer
+from hybridmem.chat.session.history import Utterance, encode_history
+from hybridmem.chat.session.session import ChatSession
+from hybridmem.chat.session.template import Template, fill
+from hybridmem.chat.special_tokens import special_tokens_of
+from hybridmem.memory import FormatError, HybridMemory
+from hybridmem.models import EMBEDDED, LanguageModel
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from chat.decoding.acceptance import accept_drawn
-from chat.decoding.drafts import Draft, Drafter, DraftModel, DraftRequest, Draws, PromptLookup
-from chat.decoding.sampling import Sampling
-from chat.decoding.speculative import SpeculativeBatch
-from chat.engine.engine import Engine
-from chat.prompts import Message, Tokenizer, encode_turn, find_stop_ids
-from chat.simulation.dialogues import make_dialogue
-from memory import HybridMemory, Sequence, SpecError, Step
-from memory.quantization import Quantized, Storage
-from memory.recurrences import FAMILIES
-from models import LanguageModel, load_model
+from hybridmem.chat.decoding.acceptance import accept_drawn
+from hybridmem.chat.decoding.drafts import Draft, Drafter, DraftModel, DraftRequest, Draws, PromptLookup
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.decoding.speculative import SpeculativeBatch
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import Message, Tokenizer, encode_turn, find_stop_ids
+from hybridmem.chat.simulation.dialogues import make_dialogue
+from hybridmem.memory import HybridMemory, Sequence, SpecError, Step
+from hybridmem.memory.quantization import Quantized, Storage
+from hybridmem.memory.recurrences import FAMILIES
+from hybridmem.models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.subjects import POLICIES
 from tests.toy import VOCAB, FamilyToy, Toy
@@ -482,7 +482,7 @@ def test_sampled_texts_keep_the_distribution(drafter: str, monkeypatch: pytest.M
     off, rate = worst(1_000)
     assert off < 0.1 and 0.05 < rate < 0.95
     monkeypatch.setattr(
-        "chat.decoding.speculative.accept_drawn",
+        "hybridmem.chat.decoding.speculative.accept_drawn",
         lambda draft, rows, draws: [*draft.token_ids, draws.draw(rows[-1].softmax(-1))],
     )
     assert worst(200)[0] > 0.2

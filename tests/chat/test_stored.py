@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chat.stored import Node, SessionStore, StoredSession
-from chat.stored.ancestors import Ancestors
-from chat.stored.database import FILE, is_same_model
-from chat.stored.items import make_nodes, text_item
-from chat.stored.nodes import new_id
-from memory import FormatError
+from hybridmem.chat.stored import Node, SessionStore, StoredSession
+from hybridmem.chat.stored.ancestors import Ancestors
+from hybridmem.chat.stored.database import FILE, is_same_model
+from hybridmem.chat.stored.items import make_nodes, text_item
+from hybridmem.chat.stored.nodes import new_id
+from hybridmem.memory import FormatError
 
 DAY = 86400.0
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from chat.server.checked import Checked, read_request
-from chat.server.embedding import EmbeddingsRequest
-from chat.server.errors import ApiError
-from chat.server.schema import ChatRequest, CompletionRequest
-from chat.server.sessions.archives import Archive
-from chat.server.sessions.schema import (
+from hybridmem.chat.server.checked import Checked, read_request
+from hybridmem.chat.server.embedding import EmbeddingsRequest
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.schema import ChatRequest, CompletionRequest
+from hybridmem.chat.server.sessions.archives import Archive
+from hybridmem.chat.server.sessions.schema import (
     ConversationRequest,
     EditRequest,
     ForkRequest,
@@ -23,7 +23,7 @@ from chat.server.sessions.schema import (
     ResponseRequest,
     SessionRequest,
 )
-from chat.server.tokenizing import DetokenizeRequest, TokenizeRequest
+from hybridmem.chat.server.tokenizing import DetokenizeRequest, TokenizeRequest
 
 STRANGE: tuple[Any, ...] = (
     None, True, 0, -1, 10**30, 0.5, -1e300, "", "x", "\0", [], [[]], [None], ["x"], {}, {"": None}, {"type": []},

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from chat.engine.streaming import TextStream
-from chat.prompts import Tokenizer
+from hybridmem.chat.engine.streaming import TextStream
+from hybridmem.chat.prompts import Tokenizer
 
 TEXTS = [
     "Okay, noted. Your cat is called Zoe.",

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from chat.engine.engine import Engine, Sampling
-from chat.prompts import Tokenizer
-from chat.session.history import decode
-from chat.session.template import Filled, Hole, Template, Text, fill
-from memory import BatchError, CapacityError, HybridMemory
+from hybridmem.chat.engine.engine import Engine, Sampling
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.session.history import decode
+from hybridmem.chat.session.template import Filled, Hole, Template, Text, fill
+from hybridmem.memory import BatchError, CapacityError, HybridMemory
 from tests.chat.talking import TALKERS, Counted, assert_all_given_back, decode_fresh, load_talker, make_engine
 
 NAMES = "Milo Luna Zoe Oscar Ruby Nala Boris Clara Frank Greta Henry Karin Leo Maria Nora Tina".split()

@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from chat.cli import app
-from chat.commands.terminal import Terminal
-from chat.engine.engine import Engine, Sampling
-from chat.prompts import Tokenizer
-from chat.session.session import ChatSession
-from models import LanguageModel
+from hybridmem.chat.cli import app
+from hybridmem.chat.commands.terminal import Terminal
+from hybridmem.chat.engine.engine import Engine, Sampling
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.session.session import ChatSession
+from hybridmem.models import LanguageModel
 from tests.chat.talking import assert_all_given_back, make_engine
 
 TOLD, ASKED = "My cat is called Zoe.", "What is my cat called?"

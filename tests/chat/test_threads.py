@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from chat.commands.threads import set_threads
-from memory import HybridMemory
+from hybridmem.chat.commands.threads import set_threads
+from hybridmem.memory import HybridMemory
 from tests.toy import Toy
 
 

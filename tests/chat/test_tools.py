@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from chat.decoding.grammar import Grammars
-from chat.decoding.sampler import Sampler
-from chat.decoding.sampling import Sampling
-from chat.decoding.token_bytes import TokenBytes
-from chat.prompts import Tokenizer
-from chat.server.chat_format import ChatFormat
-from chat.server.replies import Piece
-from chat.tools.calls import CallFormat, Tool, parse_json
-from chat.tools.families import BARE, HERMES, JAMBA, LFM, NEMOTRON, QWEN, Habits, find_habits
-from chat.tools.grammars import Required, make_grammar
-from chat.tools.reading import ReplyReader
+from hybridmem.chat.decoding.grammar import Grammars
+from hybridmem.chat.decoding.sampler import Sampler
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.decoding.token_bytes import TokenBytes
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server.chat_format import ChatFormat
+from hybridmem.chat.server.replies import Piece
+from hybridmem.chat.tools.calls import CallFormat, Tool, parse_json
+from hybridmem.chat.tools.families import BARE, HERMES, JAMBA, LFM, NEMOTRON, QWEN, Habits, find_habits
+from hybridmem.chat.tools.grammars import Required, make_grammar
+from hybridmem.chat.tools.reading import ReplyReader
 
 WEATHER = Tool(
     "get_weather",

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from chat.decoding import grammar as grammar_module
-from chat.decoding.grammar import GrammarError, Grammars
-from chat.decoding.trial import Trial
-from chat.prompts import Tokenizer
+from hybridmem.chat.decoding import grammar as grammar_module
+from hybridmem.chat.decoding.grammar import GrammarError, Grammars
+from hybridmem.chat.decoding.trial import Trial
+from hybridmem.chat.prompts import Tokenizer
 
 ENDLESS = {"type": "integer", "multipleOf": 9999991}
 DEADLY = 'start: %json {"const": -9223372036854775808}'

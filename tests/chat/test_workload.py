@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from chat.simulation.traces import read_trace, write_trace
-from chat.simulation.workload import Habits, make_workload
-from memory import FormatError, SpecError
+from hybridmem.chat.simulation.traces import read_trace, write_trace
+from hybridmem.chat.simulation.workload import Habits, make_workload
+from hybridmem.memory import FormatError, SpecError
 
 LIVELY = Habits(n_users=12, turns=4, rate=20, edits=0.2, regenerations=0.15, branches=0.2, pauses=0.3, n_openings=2)
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import models
-from chat.cli import app
-from chat.decoding import beams, drafts, speculative
-from chat.engine.engine import Engine, Sampling
-from chat.prompts import Tokenizer, load_tokenizer
-from chat.session.history import Utterance
-from chat.session.session import ChatSession
-from chat.session.template import Hole, Template, Text, fill
-from memory import HybridMemory
-from memory.prefix.cache import PrefixCache
-from models import EMBEDDED, LanguageModel
-from models.hf.cache import HybridCache
+from hybridmem import models
+from hybridmem.chat.cli import app
+from hybridmem.chat.decoding import beams, drafts, speculative
+from hybridmem.chat.engine.engine import Engine, Sampling
+from hybridmem.chat.prompts import Tokenizer, load_tokenizer
+from hybridmem.chat.session.history import Utterance
+from hybridmem.chat.session.session import ChatSession
+from hybridmem.chat.session.template import Hole, Template, Text, fill
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.models import EMBEDDED, LanguageModel
+from hybridmem.models.hf.cache import HybridCache
 from tests.wrong_calls import Row, assert_refused
 
 pytestmark = pytest.mark.usefixtures("single_thread")

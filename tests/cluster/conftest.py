@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from models import LanguageModel, load_model
+from hybridmem.models import LanguageModel, load_model
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from chat.cli import app
-from cluster.simulation.fleet import FleetReport, FleetSetup, simulate_fleet
-from cluster.simulation.replicas import SimulatedCache, Sizes
-from cluster.simulation.sessions import FleetHabits, make_turns
-from memory import SpecError
+from hybridmem.chat.cli import app
+from hybridmem.cluster.simulation.fleet import FleetReport, FleetSetup, simulate_fleet
+from hybridmem.cluster.simulation.replicas import SimulatedCache, Sizes
+from hybridmem.cluster.simulation.sessions import FleetHabits, make_turns
+from hybridmem.memory import SpecError
 
 HABITS = FleetHabits(600, turns=4, sessions_per_second=20, think_seconds=20, n_openings=8)
 SIZES = Sizes(np.arange(1, 513) * 64_000, np.arange(512) * 50_000)

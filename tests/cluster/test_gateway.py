@@ -13,19 +13,19 @@ from unittest.mock import ANY
 import pytest
 from starlette.types import Message
 
-from chat.engine.engine import Engine
-from chat.prompts import load_tokenizer
-from chat.server import ServerOptions, make_app
-from chat.server.keys import Key
-from cluster.routing.prompts import TokenPrompt
-from cluster.serving.asgi import lifespan_of, messages_of
-from cluster.serving.continuing import ReplySoFar
-from cluster.serving.gateway import Gateway, ReplicaLostError
-from cluster.serving.reading import PromptReader
-from cluster.serving.request import CHARGE, ForwardedRequest
-from memory import HybridMemory
-from memory.prefix import PrefixCache
-from models import EMBEDDED, LanguageModel
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.chat.server import ServerOptions, make_app
+from hybridmem.chat.server.keys import Key
+from hybridmem.cluster.routing.prompts import TokenPrompt
+from hybridmem.cluster.serving.asgi import lifespan_of, messages_of
+from hybridmem.cluster.serving.continuing import ReplySoFar
+from hybridmem.cluster.serving.gateway import Gateway, ReplicaLostError
+from hybridmem.cluster.serving.reading import PromptReader
+from hybridmem.cluster.serving.request import CHARGE, ForwardedRequest
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import EMBEDDED, LanguageModel
 from tests.cluster.test_reading import request_of
 
 CHAT = {"messages": [{"role": "user", "content": "My dog is called Rex. What is my dog called?"}], "max_tokens": 20}

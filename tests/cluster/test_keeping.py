@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.routing.prompts import TokenPrompt
-from cluster.serving.keeper import Keeper, Visit
-from cluster.store.health import StoreHealth
-from cluster.store.leases import Leases, Stand
-from cluster.store.place import Place
+from hybridmem.cluster.routing.prompts import TokenPrompt
+from hybridmem.cluster.serving.keeper import Keeper, Visit
+from hybridmem.cluster.store.health import StoreHealth
+from hybridmem.cluster.store.leases import Leases, Stand
+from hybridmem.cluster.store.place import Place
 from tests.chat.servers import PATIENCE_SECONDS
 
 PROMPT = TokenPrompt(np.arange(20, dtype="<i4").tobytes(), b"me", "ab" * 16)
@@ -43,7 +43,7 @@ def keeper_of(place: Place, name: str, *fetch: Any) -> Keeper:
 def test_of_two_replicas_one_advances_a_session_and_the_other_answers_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.serving.keeper.WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("hybridmem.cluster.serving.keeper.WAIT_SECONDS", 0.1)
     place = Place(str(tmp_path))
 
     async def run() -> tuple[Visit, Visit]:
@@ -90,7 +90,7 @@ def test_a_request_that_ends_while_its_sequence_is_fetched_holds_no_lease(tmp_pa
 def test_nobody_waits_for_a_store_that_hangs_until_it_answers_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.serving.keeper.FETCH_SECONDS", 0.05)
+    monkeypatch.setattr("hybridmem.cluster.serving.keeper.FETCH_SECONDS", 0.05)
     answers, asked = Event(), list[None]()
 
     def hang() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.store.leases import Lease, Leases, Stand
+from hybridmem.cluster.store.leases import Lease, Leases, Stand
 
 
 class Shelf:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.store.place import Place
-from cluster.store.sequences import Quota, SequenceStore
-from memory import HybridMemory, MismatchError
-from models import LanguageModel
+from hybridmem.cluster.store.place import Place
+from hybridmem.cluster.store.sequences import Quota, SequenceStore
+from hybridmem.memory import HybridMemory, MismatchError
+from hybridmem.models import LanguageModel
 
 
 class Clock:
@@ -76,7 +76,7 @@ def test_a_replica_starts_while_its_store_is_down(monkeypatch: pytest.MonkeyPatc
         return fail
 
     for error, is_down in ((OSError(16, "503"), True), (PermissionError("no"), False)):
-        monkeypatch.setattr("cluster.store.place.make_folder", failing(error))
+        monkeypatch.setattr("hybridmem.cluster.store.place.make_folder", failing(error))
         with nullcontext() if is_down else pytest.raises(PermissionError):
             assert Place("memory://nothing").names("sessions") == []
 

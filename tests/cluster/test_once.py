@@ -11,9 +11,9 @@ from threading import Event
 import pytest
 from starlette.types import Message
 
-from chat.server.errors import ApiError
-from cluster.serving.once import Once
-from cluster.serving.request import ForwardedRequest
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.cluster.serving.once import Once
+from hybridmem.cluster.serving.request import ForwardedRequest
 from tests.chat.servers import PATIENCE_SECONDS
 from tests.cluster.test_reading import request_of
 

@@ -7,12 +7,14 @@ import importlib.util
 import pytest
 from typer.testing import CliRunner
 
-from chat.cli import app
+from hybridmem.chat.cli import app
 
 
 def test_replicas_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr("chat.commands.fleet.find_spec", lambda name: None if name == "ray" else find_spec(name))
+    monkeypatch.setattr(
+        "hybridmem.chat.commands.fleet.find_spec", lambda name: None if name == "ray" else find_spec(name)
+    )
     for command in (["serve", "--replicas", "2"], ["cluster", "deploy", "fleet.yaml"]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1 and "several replicas need ray[serve]; install it with" in result.output

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chat.engine.engine import Engine
-from chat.prompts import load_tokenizer
-from chat.server.app import make_app
-from cluster.serving.asgi import lifespan_of, messages_of
-from cluster.serving.reading import PromptReader, session_of
-from cluster.serving.request import ForwardedRequest
-from memory import HybridMemory
-from memory.prefix import PrefixCache
-from models import EMBEDDED, LanguageModel
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.chat.server.app import make_app
+from hybridmem.cluster.serving.asgi import lifespan_of, messages_of
+from hybridmem.cluster.serving.reading import PromptReader, session_of
+from hybridmem.cluster.serving.request import ForwardedRequest
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import EMBEDDED, LanguageModel
 
 CHAT = {"messages": [{"role": "user", "content": "My cat is called Zoe <|end|>."}], "max_tokens": 2}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [

@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from cluster.routing.policies import make_policy
-from cluster.routing.policy import Bounds, ResumablePolicy
-from cluster.routing.prompts import TokenPrompt
-from cluster.routing.route import as_header
-from memory import HybridMemory, SpecError
-from memory.prefix import PrefixCache
-from models import LanguageModel
+from hybridmem.cluster.routing.policies import make_policy
+from hybridmem.cluster.routing.policy import Bounds, ResumablePolicy
+from hybridmem.cluster.routing.prompts import TokenPrompt
+from hybridmem.cluster.routing.route import as_header
+from hybridmem.memory import HybridMemory, SpecError
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import LanguageModel
 
 NAMES = ["a", "b", "c"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.commands.deploy import read_config
-from cluster.serving.scaling import PATIENCE_SECONDS, TARGET_TOKENS, decide, wanted_replicas
-from memory import SpecError
+from hybridmem.cluster.commands.deploy import read_config
+from hybridmem.cluster.serving.scaling import PATIENCE_SECONDS, TARGET_TOKENS, decide, wanted_replicas
+from hybridmem.memory import SpecError
 
 
 @pytest.mark.parametrize(

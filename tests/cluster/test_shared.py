@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.commands.shared import Machine, check_shared
-from memory import SpecError
+from hybridmem.cluster.commands.shared import Machine, check_shared
+from hybridmem.memory import SpecError
 
 
 def machine_with(root: Path) -> Machine:

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import pytest
 
-from memory.recurrences import FAMILIES
+from hybridmem.memory.recurrences import FAMILIES
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 
 _MOST = 2
@@ -37,7 +37,9 @@ _ALIKE = {
 }
 """Subjects that add no kind of memory to the others': they run the tests above."""
 _EACH_KIND = {"toy", "toy-attention", "toy-recurrent", "toy-sparse", "toy-quest", "toy-4-bit", "jamba", "mamba replay"}
-_OF_PLUGINS = {f"family:{name}" for name, own in FAMILIES.items() if not own.example.__module__.startswith("memory.")}
+_OF_PLUGINS = {
+    f"family:{name}" for name, own in FAMILIES.items() if not own.example.__module__.startswith("hybridmem.")
+}
 """These and one subject for each kind of memory run every test. The rest, mostly pairs that differ in one choice, share
 the other tests between them, every second subject each; which half it is differs from test to test."""
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memory import HybridMemory, Sequence, SpecError
-from memory.specs import AttentionSpec
+from hybridmem.memory import HybridMemory, Sequence, SpecError
+from hybridmem.memory.specs import AttentionSpec
 from tests.inside import arena_bytes
 from tests.subjects import Subject
 from tests.tolerances import assert_split_close

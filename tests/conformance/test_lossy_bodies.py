@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import HybridMemory, Sequence
-from memory.eviction import Candidates, EvictionPolicy
-from memory.quantization import Float8, Quantized, Storage
-from memory.sequences.token_buffer import Checkpoint
+from hybridmem.memory import HybridMemory, Sequence
+from hybridmem.memory.eviction import Candidates, EvictionPolicy
+from hybridmem.memory.quantization import Float8, Quantized, Storage
+from hybridmem.memory.sequences.token_buffer import Checkpoint
 from tests.subjects import IS_FULL, POLICIES, Subject, feed_together
 from tests.toy import VOCAB, Toy
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from memory.testing import PROMISES, HybridAdapter, check
+from hybridmem.memory.testing import PROMISES, HybridAdapter, check
 from tests.conformance.test_rollback import WINDOW
 from tests.subjects import IS_FULL, Subject
 

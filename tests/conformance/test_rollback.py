@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from memory import RollbackError, SequenceError
+from hybridmem.memory import RollbackError, SequenceError
 from tests.subjects import Subject
 
 WINDOW = 8
@@ -253,7 +253,7 @@ def test_checkpoints_are_not_advanced(subject: Subject) -> None:
 
 def test_a_rollback_touches_no_byte(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """It copies no tensor and runs no layer: with every way to a byte cut off, it still works."""
-    from memory.blocks.store import Store
+    from hybridmem.memory.blocks.store import Store
 
     memory = subject.memory(WINDOW)
     sequence = memory.open()

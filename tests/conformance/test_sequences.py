@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from memory import CapacityError, HybridMemory, Sequence, SequenceError, StepError
-from memory.capacity import plan_sequence
-from memory.sequences import chunks
+from hybridmem.memory import CapacityError, HybridMemory, Sequence, SequenceError, StepError
+from hybridmem.memory.capacity import plan_sequence
+from hybridmem.memory.sequences import chunks
 from tests.subjects import Subject
 
 WINDOW = 8

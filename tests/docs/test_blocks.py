@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import typer
 
-import models
 from benchmarks.__main__ import app as benchmarks_app
-from chat.cli import app as chat_app
-from chat.prompts import load_tokenizer
-from memory.recurrences import FAMILIES
-from memory.testing.__main__ import make_parser
+from hybridmem import models
+from hybridmem.chat.cli import app as chat_app
+from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.memory.recurrences import FAMILIES
+from hybridmem.memory.testing.__main__ import make_parser
 from tests.chat.servers import running
 from tests.docs.pages import NOT_RUN, OUTPUT, PAGES, ROOT, Block, name_of, read_blocks, read_prose
 
@@ -40,9 +40,9 @@ shows no other name.
 """
 OTHERS = (
     "python -m benchmarks.mutants",
-    "python -m memory.testing",
+    "python -m hybridmem.memory.testing",
     "python -m training.evaluate",
-    "pytest --pyargs memory.testing",
+    "pytest --pyargs hybridmem.memory.testing",
     "python -m pytest",
     "python3 -m venv",
     "pip install",

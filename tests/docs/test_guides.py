@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from chat.cli import app
-from memory import HybridMemory, MemorySpec, Recurrence, RecurrentSpec
-from memory.recurrences import FAMILIES
-from memory.recurrences.registry import Family
-from memory.testing import HybridAdapter, check
-from memory.testing.toys import FamilyToy
-from models import ATTACHABLE
+from hybridmem.chat.cli import app
+from hybridmem.memory import HybridMemory, MemorySpec, Recurrence, RecurrentSpec
+from hybridmem.memory.recurrences import FAMILIES
+from hybridmem.memory.recurrences.registry import Family
+from hybridmem.memory.testing import HybridAdapter, check
+from hybridmem.memory.testing.toys import FamilyToy
+from hybridmem.models import ATTACHABLE
 from tests.docs.pages import ROOT, read_blocks
 from tests.inside import kept_positions
 

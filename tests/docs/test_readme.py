@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 
 from benchmarks import architectures
-from memory import SpecError
-from memory.capacity import plan_sequence
-from models import plan_memory
-from models.loading.folders import read_config
+from hybridmem.memory import SpecError
+from hybridmem.memory.capacity import plan_sequence
+from hybridmem.models import plan_memory
+from hybridmem.models.loading.folders import read_config
 from tests.docs.pages import ROOT, read_blocks, read_prose
 
 README = ROOT / "README.md"

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from chat.cli import app
+from hybridmem.chat.cli import app
 from tests.docs.pages import ROOT, read_blocks
 
 GUIDE = ROOT / "docs" / "how-to" / "server.md"
@@ -56,7 +56,7 @@ def test_the_command_of_the_unit_starts_and_answers(tmp_path: Path) -> None:
     config = tmp_path / "server.toml"
     config.write_text(f'port = 0\nbudget = "32MiB"\nprefixes = "{tmp_path}/prefixes"\n')
     words = [word.replace("/etc/hybrid-memory", str(tmp_path)) for word in arguments]
-    command = [sys.executable, "-c", "from chat.cli import main; main()", *words]
+    command = [sys.executable, "-c", "from hybridmem.chat.cli import main; main()", *words]
     environment = os.environ | {"HYBRID_MEMORY_API_KEY": "secret", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         killer = threading.Timer(600, process.kill)

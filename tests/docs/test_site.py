@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 
-import memory
+from hybridmem import memory
 from tests.docs.pages import ROOT
 
 KEY_PAGES = [
@@ -75,10 +75,10 @@ def check_search(index: str) -> None:
 
 
 def check_reference(texts: dict[str, str]) -> None:
-    """Whatever `import memory` offers stands in the reference."""
+    """Whatever `hybridmem.memory` offers stands in the reference."""
     reference = "".join(text for name, text in texts.items() if name.startswith("reference/"))
     for name in set(memory.__all__) - {"UNROTATED"}:
-        assert re.search(rf'id="memory\.[\w.]*\b{name}"', reference), name
+        assert re.search(rf'id="hybridmem\.memory\.[\w.]*\b{name}"', reference), name
     assert 'id="hybrid-memory-simulate"' in reference and "--rollback-window" in reference
 
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from memory import HybridMemory
-from memory.testing.toys import Toy
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.testing.toys import Toy
 from tests.failure.points import KINDS, call_with
 
 OLD, NEW = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numba
 
-from memory.kernels.cpu.compiled import NotCompiledError, cache_folder, compiled, on_a_miss
+from hybridmem.memory.kernels.cpu.compiled import NotCompiledError, cache_folder, compiled, on_a_miss
 from tests.failure.points import KINDS, call_with
 
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parent.parent.parent
-_LIBRARY = tuple(str(ROOT / package) + os.sep for package in ("memory", "models", "chat"))
-_KERNELS = str(ROOT / "memory" / "kernels") + os.sep
+_LIBRARY = tuple(str(ROOT / "hybridmem" / package) + os.sep for package in ("memory", "models", "chat"))
+_KERNELS = str(ROOT / "hybridmem" / "memory" / "kernels") + os.sep
 _TOKENIZERS = str(Path(str(find_spec("transformers").origin)).parent / "tokenization")  # type: ignore[union-attr]
-_TESTING = str(ROOT / "memory" / "testing") + os.sep
+_TESTING = str(ROOT / "hybridmem" / "memory" / "testing") + os.sep
 
 _FILE_CALLS = {
     *("open", "write", "read", "readinto", "fsync", "rename", "replace", "truncate", "flush", "mkdir", "stat", "fstat"),
@@ -110,7 +110,7 @@ def _broken() -> OSError:
 
 
 def _no_room() -> BaseException:
-    from memory import CapacityError
+    from hybridmem.memory import CapacityError
 
     return CapacityError.of("an injected failure needs", 1, 0)
 

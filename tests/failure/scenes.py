@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from memory import CapacityError, HybridMemory, Sequence
-from memory.prefix import PrefixCache
-from memory.recurrences import FAMILIES
-from memory.testing.subjects import POLICIES, STORAGES
-from memory.testing.toys import FamilyToy, Toy
+from hybridmem.memory import CapacityError, HybridMemory, Sequence
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.recurrences import FAMILIES
+from hybridmem.memory.testing.subjects import POLICIES, STORAGES
+from hybridmem.memory.testing.toys import FamilyToy, Toy
 
 Logits = dict[int, torch.Tensor]
 

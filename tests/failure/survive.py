@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memory import HybridMemory, SpecError
+from hybridmem.memory import HybridMemory, SpecError
 from tests.failure.points import KINDS, Kind, Outcome, call_with
 from tests.failure.scenes import SET_UPS, Logits
 from tests.failure.talking import TALKING

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from chat.decoding.sampling import Sampling
-from chat.engine.drafting import Speculation
-from chat.engine.engine import Engine, Generation
-from chat.session import ChatSession
-from memory import CapacityError, HybridMemory
-from memory.prefix import PrefixCache
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.engine.drafting import Speculation
+from hybridmem.chat.engine.engine import Engine, Generation
+from hybridmem.chat.session import ChatSession
+from hybridmem.memory import CapacityError, HybridMemory
+from hybridmem.memory.prefix import PrefixCache
 from tests.failure.points import InjectedError
 from tests.failure.scenes import Logits
 from tests.speaker import speaker, tokenizer_of_speaker

@@ -13,7 +13,7 @@ from random import Random
 
 import torch
 
-from memory import HybridMemory, Sequence
+from hybridmem.memory import HybridMemory, Sequence
 from tests.interrupts import TimedOutError
 from tests.toy import VOCAB, Toy
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from memory.recurrences import FAMILIES
+from hybridmem.memory.recurrences import FAMILIES
 from tests.subjects import SUBJECTS, Subject, make_subject
 
 FEW = (

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memory import HybridMemory
-from memory.kernels import chosen_kernels
-from memory.recorded import RecordedModel
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.kernels import chosen_kernels
+from hybridmem.memory.recorded import RecordedModel
 from tests.subjects import Subject
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # torch warns of its own tools here

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from memory.kernels import cuda
+from hybridmem.memory.kernels import cuda
 
 
 class OnDevice:

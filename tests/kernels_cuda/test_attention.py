@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memory.kernels import Scoring, cuda, reference
-from memory.kernels.cuda import tiles
+from hybridmem.memory.kernels import Scoring, cuda, reference
+from hybridmem.memory.kernels.cuda import tiles
 from tests.kernels_cuda.on_device import OnDevice
 from tests.tolerances import TOLERANCE, assert_kernel_close
 from tests.unit.kernels.test_kernels import Pages

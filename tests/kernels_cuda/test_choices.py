@@ -16,11 +16,11 @@ from benchmarks.gpu_attention import Heads
 from benchmarks.gpu_states import Layer
 from benchmarks.gpu_tune import OPTIONS, Case, Run, Trial, neighbours
 from benchmarks.harness import Samples
-from memory import RecurrentSpec
-from memory.kernels import Erase, reference
-from memory.kernels.cuda.choices import TUNABLES
-from memory.quantization import Quantized
-from memory.recurrences import mamba1_spec, rwkv7_spec
+from hybridmem.memory import RecurrentSpec
+from hybridmem.memory.kernels import Erase, reference
+from hybridmem.memory.kernels.cuda.choices import TUNABLES
+from hybridmem.memory.quantization import Quantized
+from hybridmem.memory.recurrences import mamba1_spec, rwkv7_spec
 from tests.kernels_cuda.on_device import MadeOn, OnDevice
 from tests.kernels_cuda.test_states import assert_as_twin, behind_tails, matrix_rows, rows_of
 from tests.tolerances import assert_kernel_close

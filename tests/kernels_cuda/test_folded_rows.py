@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memory.kernels import Scoring, reference
-from memory.kernels.cuda import tiles
-from memory.quantization import Float8, Quantized, Storage
+from hybridmem.memory.kernels import Scoring, reference
+from hybridmem.memory.kernels.cuda import tiles
+from hybridmem.memory.quantization import Float8, Quantized, Storage
 from tests.kernels_cuda.on_device import OnDevice
 from tests.tolerances import assert_kernel_close
 from tests.unit.kernels.test_kernels import Pages

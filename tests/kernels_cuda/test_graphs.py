@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step, StepError
-from memory.blocks.staging import current_watch
-from memory.eviction import Quest
-from memory.kernels.cuda import tiles
-from memory.quantization import Quantized
-from memory.recorded import RecordedModel
-from memory.recurrences import FAMILIES, Fold
-from memory.specs import LayerSpec
-from memory.state.access import States
+from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step, StepError
+from hybridmem.memory.blocks.staging import current_watch
+from hybridmem.memory.eviction import Quest
+from hybridmem.memory.kernels.cuda import tiles
+from hybridmem.memory.quantization import Quantized
+from hybridmem.memory.recorded import RecordedModel
+from hybridmem.memory.recurrences import FAMILIES, Fold
+from hybridmem.memory.specs import LayerSpec
+from hybridmem.memory.state.access import States
 from tests.kernels_cuda.recorder import Recorded, Recorder
 from tests.subjects import make_subject
 from tests.tolerances import assert_split_close
@@ -300,7 +300,7 @@ def test_a_model_is_run_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_real_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Products that numba compiled are no operations of torch, so that no recording on a CPU could hold them.
-    monkeypatch.setattr("models.layers.blocked.multiplies_fastest", lambda dtype: False)
+    monkeypatch.setattr("hybridmem.models.layers.blocked.multiplies_fastest", lambda dtype: False)
     subject = make_subject("model:bamba defer", tmp_path)
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "triton")
     recorder = Recorder(monkeypatch)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import BatchError, HybridMemory, Sequence
+from hybridmem.memory import BatchError, HybridMemory, Sequence
 from tests.toy import VOCAB, Toy
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import HybridMemory
-from memory.recurrences import FAMILIES
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.recurrences import FAMILIES
 from tests.tolerances import assert_split_close
 from tests.toy import FamilyToy
 

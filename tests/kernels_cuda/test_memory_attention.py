@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import HybridMemory
+from hybridmem.memory import HybridMemory
 from tests.subjects import Subject, make_subject
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, Step
-from memory.blocks import staging as uploads
-from memory.blocks.arrays import Int64s
-from memory.blocks.staging import Stage
-from memory.eviction import Quest
-from memory.recurrences import FAMILIES
+from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, Step
+from hybridmem.memory.blocks import staging as uploads
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.staging import Stage
+from hybridmem.memory.eviction import Quest
+from hybridmem.memory.recurrences import FAMILIES
 from tests.kernels_cuda.recorder import never_waiting
 from tests.subjects import POLICIES, STORAGES, Subject
 from tests.toy import VOCAB, FamilyToy, Toy

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memory.kernels import reference
+from hybridmem.memory.kernels import reference
 from tests.kernels_cuda.on_device import OnDevice
 from tests.unit.kernels.test_page_choice import COUNTS, Bounds
 from tests.unit.kernels.test_page_choice import test_each_head_may_read_pages_of_its_own as attention_of_each_head

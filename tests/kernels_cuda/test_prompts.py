@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.kernels import chosen_kernels, cuda, reference
-from memory.kernels.cuda import libraries, prompts
+from hybridmem.memory.kernels import chosen_kernels, cuda, reference
+from hybridmem.memory.kernels.cuda import libraries, prompts
 from tests.kernels_cuda.test_states import moved
 from tests.tolerances import assert_kernel_close
 from tests.unit.kernels.test_kernels import Slots

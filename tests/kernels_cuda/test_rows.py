@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memory.kernels import cuda, reference
+from hybridmem.memory.kernels import cuda, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 

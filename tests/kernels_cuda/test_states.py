@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memory import StepError
-from memory.blocks.staging import place
-from memory.kernels import Erase, cuda, reference
-from memory.kernels.cuda.channel_states import SelectiveScan
-from memory.kernels.cuda.choices import TUNABLES
-from memory.kernels.cuda.matrix_inputs import part_of
+from hybridmem.memory import StepError
+from hybridmem.memory.blocks.staging import place
+from hybridmem.memory.kernels import Erase, cuda, reference
+from hybridmem.memory.kernels.cuda.channel_states import SelectiveScan
+from hybridmem.memory.kernels.cuda.choices import TUNABLES
+from hybridmem.memory.kernels.cuda.matrix_inputs import part_of
 from tests.tolerances import assert_kernel_close
 from tests.unit.kernels.tails import behind_tails, flats_of, forget_folded, matrix_rows, moved, rows_of, table
 from tests.unit.kernels.test_checks import GIVEN

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from memory import HybridMemory
-from models import HybridCache, attach
+from hybridmem.memory import HybridMemory
+from hybridmem.models import HybridCache, attach
 from tests.models.checkpoints import CACHE_NAME, CONFIGS, draw_tokens, randomise_
 
 HYBRIDS = ("jamba", "mamba", "bamba", "qwen3.5")

@@ -21,9 +21,9 @@ from transformers import (
     Qwen3_5MoeConfig,
 )
 
-from memory import BatchError, HybridMemory
-from memory.errors import HybridMemoryError
-from models import from_transformers
+from hybridmem.memory import BatchError, HybridMemory
+from hybridmem.memory.errors import HybridMemoryError
+from hybridmem.models import from_transformers
 from tests.models import checkpoints, test_encoder_decoder, test_qwen3_5
 from tests.models.checkpoints import draw_tokens, randomise_
 from tests.models.families.qwen3_5 import qwen3_5_config, qwen3_5_moe_config

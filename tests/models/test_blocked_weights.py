@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models import load_model, weight_bytes
-from models.layers import amx, blocked, blocked_kernels, integer_vectors, tile_kernels
-from models.layers import linear as module
-from models.layers.linear import Linear
-from models.layers.packed import PackedWeight
+from hybridmem.models import load_model, weight_bytes
+from hybridmem.models.layers import amx, blocked, blocked_kernels, integer_vectors, tile_kernels
+from hybridmem.models.layers import linear as module
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.packed import PackedWeight
 from tests.tolerances import assert_kernel_close
 
 pytestmark = pytest.mark.skipif(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from models import LanguageModel, from_transformers
+from hybridmem.models import LanguageModel, from_transformers
 from tests.models import mutations
 from tests.models.mutations import SUBJECTS, Changes, class_of, foreign_changes, judge, random_changes, single_changes
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memory import AttentionSpec, HybridMemory, Sequence
-from models import LanguageModel, load_model
+from hybridmem.memory import AttentionSpec, HybridMemory, Sequence
+from hybridmem.models import LanguageModel, load_model
 from tests.inside import stored_keys
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, JambaForCausalLM
 
-from chat.prompts import Tokenizer
-from chat.simulation.dialogues import Turn, make_dialogue, messages
-from memory import HybridMemory, RecurrentSpec, Step
-from memory.state.access import States
-from models import EMBEDDED, LanguageModel, load_model
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.simulation.dialogues import Turn, make_dialogue, messages
+from hybridmem.memory import HybridMemory, RecurrentSpec, Step
+from hybridmem.memory.state.access import States
+from hybridmem.models import EMBEDDED, LanguageModel, load_model
 from tests.tolerances import assert_logits_close
 from training.evaluate import ASKED, SITUATIONS, make_held_out_dialogue
 from training.words import Words

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, BartConfig, PreTrainedConfig, PreTrainedModel, T5Config
 
-from memory import BatchError, CapacityError, DropError, HybridMemory, MemorySpec, Sequence, SpecError
-from memory.eviction import Recent
-from memory.quantization import Quantized
-from memory.specs import CrossAttentionSpec
-from models import load_model
-from models.bart import Bart
-from models.t5 import T5
+from hybridmem.memory import BatchError, CapacityError, DropError, HybridMemory, MemorySpec, Sequence, SpecError
+from hybridmem.memory.eviction import Recent
+from hybridmem.memory.quantization import Quantized
+from hybridmem.memory.specs import CrossAttentionSpec
+from hybridmem.models import load_model
+from hybridmem.models.bart import Bart
+from hybridmem.models.t5 import T5
 from tests.models.checkpoints import draw_tokens, randomise_
 from tests.tolerances import TOLERANCE, assert_logits_close
 from tests.toy import Toy

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from models.layers.experts import MixtureOfExperts, sigmoid_then_choose, softmax_then_choose
-from models.loading.checkpoint import Checkpoint
+from hybridmem.models.layers.experts import MixtureOfExperts, sigmoid_then_choose, softmax_then_choose
+from hybridmem.models.loading.checkpoint import Checkpoint
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.tolerances import assert_kernel_close
 

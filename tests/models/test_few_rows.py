@@ -8,12 +8,12 @@ from copy import deepcopy
 import pytest
 import torch
 
-from memory.kernels import Weights
-from models.layers import packed
-from models.layers.few_rows import MOST_ROWS
-from models.layers.linear import Linear, add_gated_mlp, add_product, normed_products
-from models.layers.norms import GatedNorm, LayerNorm, RMSNorm
-from models.loading.weight_formats import IntegerFormat, weights_in
+from hybridmem.memory.kernels import Weights
+from hybridmem.models.layers import packed
+from hybridmem.models.layers.few_rows import MOST_ROWS
+from hybridmem.models.layers.linear import Linear, add_gated_mlp, add_product, normed_products
+from hybridmem.models.layers.norms import GatedNorm, LayerNorm, RMSNorm
+from hybridmem.models.loading.weight_formats import IntegerFormat, weights_in
 
 pytestmark = pytest.mark.skipif(
     Linear(torch.zeros(1, 1)).compiled is None, reason="products of this processor are oneDNN's"

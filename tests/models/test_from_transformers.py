@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig, GPT2Config
 
-from memory import HybridMemory, SpecError
-from models import HybridCache, LanguageModel, UnsupportedModelError, attach, from_transformers, load_model
-from models.layers import linear
+from hybridmem.memory import HybridMemory, SpecError
+from hybridmem.models import HybridCache, LanguageModel, UnsupportedModelError, attach, from_transformers, load_model
+from hybridmem.models.layers import linear
 from tests.models.checkpoints import CONFIGS, draw_tokens, randomise_
 from tests.models.hf_models import given, hf_model, logits
 

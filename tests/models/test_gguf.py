@@ -11,14 +11,14 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from typer.testing import CliRunner
 
-from chat.cli import app
-from chat.commands.inspection import inspect_path
-from chat.prompts import find_stop_ids, load_tokenizer
-from memory import FormatError, HybridMemory
-from models import EMBEDDED, UnsupportedModelError, load_model
-from models.loading.folders import find_folder
-from models.loading.gguf import GgufFile, read_gguf_config
-from models.loading.load import dry_model, weight_bytes
+from hybridmem.chat.cli import app
+from hybridmem.chat.commands.inspection import inspect_path
+from hybridmem.chat.prompts import find_stop_ids, load_tokenizer
+from hybridmem.memory import FormatError, HybridMemory
+from hybridmem.models import EMBEDDED, UnsupportedModelError, load_model
+from hybridmem.models.loading.folders import find_folder
+from hybridmem.models.loading.gguf import GgufFile, read_gguf_config
+from hybridmem.models.loading.load import dry_model, weight_bytes
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
 
@@ -106,7 +106,7 @@ def test_k_quants_are_read_in_slices(
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    from models.loading.gguf import file as module
+    from hybridmem.models.loading.gguf import file as module
 
     dtype = GGMLQuantizationType[kind]
     blocks = np.random.default_rng(0).integers(0, 60, (3, 7, 2 * block_bytes)).astype(np.uint8)

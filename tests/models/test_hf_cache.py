@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from memory import BatchError, CapacityError, HybridMemory, RollbackError, SequenceError, SpecError, StepError
-from models import ATTACHABLE, HybridCache, UnsupportedModelError, attach
-from models.hf.mixers import MIXERS
+from hybridmem.memory import BatchError, CapacityError, HybridMemory, RollbackError, SequenceError, SpecError, StepError
+from hybridmem.models import ATTACHABLE, HybridCache, UnsupportedModelError, attach
+from hybridmem.models.hf.mixers import MIXERS
 from tests.interrupts import HANDLERS, Outcome, try_places
 from tests.models.checkpoints import CACHE_NAME, IS_RENAMED, MAMBA_CACHE_NAME
 from tests.models.hf_models import HYBRIDS, attached, generate, given, hf_model, ids, logits, padded

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from memory import HybridMemory, StepError
-from memory.eviction import H2O
-from models import ATTACHABLE, HybridCache, attach, from_transformers
+from hybridmem.memory import HybridMemory, StepError
+from hybridmem.memory.eviction import H2O
+from hybridmem.models import ATTACHABLE, HybridCache, attach, from_transformers
 from tests.models.checkpoints import CACHE_NAME, CONFIGS, IS_RENAMED
 from tests.models.hf_models import HYBRIDS, N_NEW, attached, generate, given, hf_model, ids, logits, padded, stacked
 from tests.tolerances import assert_logits_close

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
 
-from memory import HybridMemory
-from models import load_model, weight_bytes
-from models.layers import linear as module
-from models.layers import packed as packing
-from models.layers.linear import Linear
-from models.layers.packed import PackedWeight, multiplies_bfloat16, packed_dtype
+from hybridmem.memory import HybridMemory
+from hybridmem.models import load_model, weight_bytes
+from hybridmem.models.layers import linear as module
+from hybridmem.models.layers import packed as packing
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.packed import PackedWeight, multiplies_bfloat16, packed_dtype
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.tolerances import assert_kernel_close
 

@@ -16,10 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import models
-from memory import FormatError, HybridMemory, HybridMemoryError, SpecError, StepError
-from models import ARCHITECTURES, LanguageModel, UnsupportedModelError, load_model
-from models.loading import architectures
+from hybridmem import models
+from hybridmem.memory import FormatError, HybridMemory, HybridMemoryError, SpecError, StepError
+from hybridmem.models import ARCHITECTURES, LanguageModel, UnsupportedModelError, load_model
+from hybridmem.models.loading import architectures
 from tests.models.checkpoints import Peer, draw_tokens, write_checkpoint
 from tests.models.families.jamba import jamba_config
 from tests.models.families.mamba import mamba_config
@@ -122,8 +122,8 @@ def test_files_are_mapped_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.
         opened.append(path)
         return safe_open(path, **options)
 
-    monkeypatch.setattr("models.loading.checkpoint._MOST_MAPPED_BYTES", 4096)
-    monkeypatch.setattr("models.loading.checkpoint.safe_open", counted)
+    monkeypatch.setattr("hybridmem.models.loading.checkpoint._MOST_MAPPED_BYTES", 4096)
+    monkeypatch.setattr("hybridmem.models.loading.checkpoint.safe_open", counted)
     model = load_model(folder)
     assert 3 < len(opened) < 40 and torch.equal(run(model), expected)
 
@@ -353,7 +353,7 @@ def test_errors_of_loading_are_errors_of_this_library() -> None:
 def test_every_architecture_is_listed_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that registers an architecture which is not listed would never be imported for it."""
     for path in Path(models.__file__).parent.glob("*.py"):
-        import_module(f"models.{path.stem}")
+        import_module(f"hybridmem.models.{path.stem}")
     listed = architectures.Architectures()
     for name, model_class in ARCHITECTURES.items():
         monkeypatch.setattr(architectures, "import_module", partial(listed.add, name))

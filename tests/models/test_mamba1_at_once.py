@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import JambaConfig, MambaConfig, PreTrainedConfig
 
-from memory import HybridMemory
-from models import load_model
-from models.layers import mamba_mixers
-from models.layers.linear import Linear
-from models.layers.mamba_mixers import mamba1_at_once
+from hybridmem.memory import HybridMemory
+from hybridmem.models import load_model
+from hybridmem.models.layers import mamba_mixers
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.mamba_mixers import mamba1_at_once
 from tests.models.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(

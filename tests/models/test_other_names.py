@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from memory import HybridMemory, HybridMemoryError, Sequence
-from models import EMBEDDED, HybridCache, attach, load_model
+from hybridmem.memory import HybridMemory, HybridMemoryError, Sequence
+from hybridmem.models import EMBEDDED, HybridCache, attach, load_model
 
 IDS = torch.tensor([[1, 5, 6, 7]])
 
@@ -65,7 +65,7 @@ MISTAKES: dict[str, tuple[Callable[[Scene], object], str]] = {
     "device_map=": (lambda s: load_model("embedded", device_map="auto"), "device='cuda'"),
     "model.eval()": (lambda s: s.model.eval(), "only computes"),
     "model.to()": (lambda s: s.model.to("cuda"), "device=..."),
-    "model.generate()": (lambda s: s.model.generate(IDS), "chat.engine.Engine"),
+    "model.generate()": (lambda s: s.model.generate(IDS), "hybridmem.chat.engine.Engine"),
     "memory.crop()": (lambda s: s.memory.crop(-1), "memory.rollback(sequence, n_tokens=2)"),
     "memory.get_seq_length()": (lambda s: s.memory.get_seq_length(), "HybridCache"),
 }  # fmt: skip

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memory import UNROTATED, AttentionSpec, DropError, HybridMemory, RecurrentSpec, Sequence
-from memory.blocks.layout import Field
-from memory.blocks.pool import BlockPool
-from models import LanguageModel, load_model
+from hybridmem.memory import UNROTATED, AttentionSpec, DropError, HybridMemory, RecurrentSpec, Sequence
+from hybridmem.memory.blocks.layout import Field
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.models import LanguageModel, load_model
 from tests.inside import store_of
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 from tests.subjects import IS_FULL, feed_together

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import JambaConfig
 
-from memory import FormatError, HybridMemory
-from models import UnsupportedModelError, load_model, plan_memory
+from hybridmem.memory import FormatError, HybridMemory
+from hybridmem.models import UnsupportedModelError, load_model, plan_memory
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 
 

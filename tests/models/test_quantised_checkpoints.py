@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from chat.commands.inspection import inspect_path
-from memory import FormatError, HybridMemory
-from models import LanguageModel, UnsupportedModelError, load_model
-from models.loading import quantised_checkpoints as quantised
-from models.loading.checkpoint import Checkpoint, UnreadCheckpoint
-from models.loading.folders import read_config
-from models.loading.quantised_checkpoints import find_coding
+from hybridmem.chat.commands.inspection import inspect_path
+from hybridmem.memory import FormatError, HybridMemory
+from hybridmem.models import LanguageModel, UnsupportedModelError, load_model
+from hybridmem.models.loading import quantised_checkpoints as quantised
+from hybridmem.models.loading.checkpoint import Checkpoint, UnreadCheckpoint
+from hybridmem.models.loading.folders import read_config
+from hybridmem.models.loading.quantised_checkpoints import find_coding
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 
 WEIGHTS = "model.safetensors"

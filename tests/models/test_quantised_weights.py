@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memory import HybridMemory, SpecError
-from models import from_transformers, load_model, weight_bytes
-from models.layers import amx, integer_vectors, quantised
-from models.layers.linear import Linear
-from models.layers.quantised import QuantisedWeight
-from models.loading.weight_formats import IntegerFormat, weights_in
+from hybridmem.memory import HybridMemory, SpecError
+from hybridmem.models import from_transformers, load_model, weight_bytes
+from hybridmem.models.layers import amx, integer_vectors, quantised
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.quantised import QuantisedWeight
+from hybridmem.models.loading.weight_formats import IntegerFormat, weights_in
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.hf_models import hf_model
 from tests.subjects import IS_FULL

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, Qwen3_5Config, Qwen3_5MoeConfig
 
-from memory import HybridMemory
-from models import load_model
+from hybridmem.memory import HybridMemory
+from hybridmem.models import load_model
 from tests.models.checkpoints import Peer, draw_tokens, randomise_, write_checkpoint
 from tests.models.families.qwen3_5 import qwen3_5_config, qwen3_5_moe_config
 from tests.tolerances import assert_logits_close

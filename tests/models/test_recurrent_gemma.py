@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from models import UnsupportedModelError, load_model
+from hybridmem.models import UnsupportedModelError, load_model
 from tests.models.checkpoints import write_checkpoint
 from tests.models.families.recurrent_gemma import recurrent_gemma_config
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedConfig
 
-from memory import FormatError
-from models import UnsupportedModelError, load_model
+from hybridmem.memory import FormatError
+from hybridmem.models import UnsupportedModelError, load_model
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.families.deepseek import deepseek_v3_config
 from tests.models.families.lfm2 import lfm2_config

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from memory import FormatError, HybridMemory
-from models import LanguageModel, UnsupportedModelError, load_model
-from models.rwkv7 import RWKV7Config
+from hybridmem.memory import FormatError, HybridMemory
+from hybridmem.models import LanguageModel, UnsupportedModelError, load_model
+from hybridmem.models.rwkv7 import RWKV7Config
 from tests.models.checkpoints import draw_tokens, write_checkpoint
 from tests.models.families.rwkv import rwkv_config
 from tests.models.families.rwkv7 import rwkv7_config

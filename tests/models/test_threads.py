@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import models
-from memory import HybridMemory
-from models import LanguageModel, load_model
+from hybridmem import models
+from hybridmem.memory import HybridMemory
+from hybridmem.models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 
 FAMILIES = (
@@ -65,7 +65,9 @@ def attributes(thing: object, path: str = "model") -> dict[str, object]:
             todo += [(f"{path}[{key}]", value) for key, value in thing.items()]
         elif isinstance(thing, list | tuple):
             todo += [(f"{path}[{i}]", value) for i, value in enumerate(thing)]
-        elif type(thing).__module__.startswith(("models.", "memory.")) and hasattr(thing, "__dict__"):
+        elif type(thing).__module__.startswith(("hybridmem.models.", "hybridmem.memory.")) and hasattr(
+            thing, "__dict__"
+        ):
             todo += [(f"{path}.{name}", value) for name, value in vars(thing).items()]
     return found
 

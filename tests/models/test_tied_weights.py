@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 from typer.testing import CliRunner
 
-from chat.cli import app
-from chat.commands.inspection import inspect_path
-from memory import FormatError, HybridMemory
-from models import LanguageModel, attach, from_transformers, load_model, weight_bytes
-from models.layers import linear
-from models.loading.folders import read_config
-from models.loading.load import dry_model
+from hybridmem.chat.cli import app
+from hybridmem.chat.commands.inspection import inspect_path
+from hybridmem.memory import FormatError, HybridMemory
+from hybridmem.models import LanguageModel, attach, from_transformers, load_model, weight_bytes
+from hybridmem.models.layers import linear
+from hybridmem.models.loading.folders import read_config
+from hybridmem.models.loading.load import dry_model
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, randomise_, write_checkpoint
 from tests.models.families.llama import llama_config
 from tests.models.gguf_files import write_gguf

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from memory import FormatError, HybridMemory, MismatchError
-from memory.prefix import PrefixCache
-from models import attach, from_transformers, load_model
-from models.hf.attach import ATTACHABLE
-from models.loading.load import plan_memory
-from models.loading.weight_signature import sample_of
+from hybridmem.memory import FormatError, HybridMemory, MismatchError
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import attach, from_transformers, load_model
+from hybridmem.models.hf.attach import ATTACHABLE
+from hybridmem.models.loading.load import plan_memory
+from hybridmem.models.loading.weight_signature import sample_of
 from tests.models.hf_models import hf_model
 from tests.models.test_from_transformers import ONE_OF_EACH
 
@@ -39,7 +39,7 @@ def test_weights_have_one_signature_wherever_they_come_from(name: str, tmp_path:
 
 
 def test_it_is_the_same_in_every_process_and_however_weights_are_packed(tmp_path: Path) -> None:
-    code = "from models import load_model; print(load_model('embedded').memory_spec.weights)"
+    code = "from hybridmem.models import load_model; print(load_model('embedded').memory_spec.weights)"
     found = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONHASHSEED": "7"},

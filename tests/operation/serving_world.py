@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
-from chat.engine.drafting import Speculation
-from chat.engine.engine import Engine, Generation, Sampling
-from chat.server import ServerOptions, make_app
-from memory import HybridMemory, Step
-from memory.prefix.cache import PrefixCache
+from hybridmem.chat.engine.drafting import Speculation
+from hybridmem.chat.engine.engine import Engine, Generation, Sampling
+from hybridmem.chat.server import ServerOptions, make_app
+from hybridmem.memory import HybridMemory, Step
+from hybridmem.memory.prefix.cache import PrefixCache
 from tests.chat.engines import choose_alone
 from tests.operation.simulated_time import SimulatedLoop
 from tests.operation.strangers import Strangers

@@ -8,7 +8,7 @@ from random import Random
 
 from torch import Tensor
 
-from memory import CapacityError, HybridMemory, Sequence, Step
+from hybridmem.memory import CapacityError, HybridMemory, Sequence, Step
 
 
 class Strangers:

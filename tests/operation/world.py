@@ -14,10 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chat.engine.drafting import Speculation
-from chat.engine.engine import Engine, Generation, Sampling
-from memory import CapacityError, HybridMemory, Step
-from memory.prefix.cache import PrefixCache
+from hybridmem.chat.engine.drafting import Speculation
+from hybridmem.chat.engine.engine import Engine, Generation, Sampling
+from hybridmem.memory import CapacityError, HybridMemory, Step
+from hybridmem.memory.prefix.cache import PrefixCache
 from tests.chat.engines import choose_alone, draw_sampling
 from tests.operation.strangers import Strangers
 from tests.toy import VOCAB, Toy

@@ -18,11 +18,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from memory import BatchError, CapacityError, HybridMemory, RollbackError, Sequence, SequenceError
-from memory.blocks.store import Store
-from memory.eviction import Budget
-from memory.quantization import Storage
-from memory.recurrent_state import RecurrentState
+from hybridmem.memory import BatchError, CapacityError, HybridMemory, RollbackError, Sequence, SequenceError
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.eviction import Budget
+from hybridmem.memory.quantization import Storage
+from hybridmem.memory.recurrent_state import RecurrentState
 from tests.inside import shake
 from tests.subjects import POLICIES, STORAGES, Subject, make_subject
 from tests.toy import VOCAB, Toy

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from memory import AttentionSpec, CapacityError, CrossAttentionSpec, HybridMemory, MemorySpec, SpecError
-from memory.capacity import plan_sequence
-from memory.eviction import H2O, PyramidKV, Quest, Recent, SnapKV
-from memory.quantization import Float8, Quantized
-from memory.recurrences import DeltaRuleShape, SSDShape, mamba1_spec, rwkv7_spec
-from memory.specs import LayerSpec
+from hybridmem.memory import AttentionSpec, CapacityError, CrossAttentionSpec, HybridMemory, MemorySpec, SpecError
+from hybridmem.memory.capacity import plan_sequence
+from hybridmem.memory.eviction import H2O, PyramidKV, Quest, Recent, SnapKV
+from hybridmem.memory.quantization import Float8, Quantized
+from hybridmem.memory.recurrences import DeltaRuleShape, SSDShape, mamba1_spec, rwkv7_spec
+from hybridmem.memory.specs import LayerSpec
 
 ROOM = 1 << 50
 FULL = AttentionSpec(8, 2, 64)

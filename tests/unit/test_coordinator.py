@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
-from memory.attention_cache import AttentionCache
-from memory.coordinator import Coordinator
-from memory.sequences.ledger import Ledger
+from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
+from hybridmem.memory.attention_cache import AttentionCache
+from hybridmem.memory.coordinator import Coordinator
+from hybridmem.memory.sequences.ledger import Ledger
 from tests.inside import layer_memories
 from tests.toy import Toy
 
@@ -185,7 +185,7 @@ def test_capacity_counts_all_that_the_step_missed(toy: Toy) -> None:
 
 
 def test_check_notices(memory: HybridMemory, toy: Toy) -> None:
-    from memory import IntegrityError
+    from hybridmem.memory import IntegrityError
 
     a = memory.open()
     feed(memory, toy, a, [1] * 20)

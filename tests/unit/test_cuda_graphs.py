@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from memory import HybridMemory, SpecError
-from memory.blocks.staging import room_for
-from memory.recorded import RecordedModel
+from hybridmem.memory import HybridMemory, SpecError
+from hybridmem.memory.blocks.staging import room_for
+from hybridmem.memory.recorded import RecordedModel
 from tests.toy import Toy
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-import memory as library
-from memory import (
+import hybridmem.memory as library
+from hybridmem.memory import (
     AttentionSpec,
     BatchError,
     HybridMemory,
@@ -27,10 +27,10 @@ from memory import (
     StateTensor,
     StepError,
 )
-from memory.build import kernels_of
-from memory.eviction import H2O
-from memory.quantization import Quantized
-from memory.recurrences import FAMILIES, Fold, SSDShape, mamba1_spec, rg_lru_spec, short_conv_spec
+from hybridmem.memory.build import kernels_of
+from hybridmem.memory.eviction import H2O
+from hybridmem.memory.quantization import Quantized
+from hybridmem.memory.recurrences import FAMILIES, Fold, SSDShape, mamba1_spec, rg_lru_spec, short_conv_spec
 from tests.inside import books, layer_memories
 from tests.toy import VOCAB, Toy
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from memory import HybridMemory, IntegrityError, Sequence
+from hybridmem.memory import HybridMemory, IntegrityError, Sequence
 from tests.inside import books, layer_memories, store_of
 from tests.toy import Toy
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, SpecError
-from memory.eviction import H2O, EvictionPolicy, KNorm, Recent
-from memory.kernels import FoldedRows, PagedBatch, Scoring, cpu, reference
-from memory.quantization import Float8, Quantized, Storage
+from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, SpecError
+from hybridmem.memory.eviction import H2O, EvictionPolicy, KNorm, Recent
+from hybridmem.memory.kernels import FoldedRows, PagedBatch, Scoring, cpu, reference
+from hybridmem.memory.quantization import Float8, Quantized, Storage
 from tests.inside import kept_positions
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close

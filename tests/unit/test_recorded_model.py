@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, Step
-from memory.blocks.staging import current_watch
-from memory.errors import StepError
-from memory.kernels.cpu.recording import Recording
-from memory.kernels.cpu.step_memory import StepMemory
-from memory.recorded import RecordedModel, run_recorded
-from models.layers.decoder import HIDDEN_STATES
+from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, Step
+from hybridmem.memory.blocks.staging import current_watch
+from hybridmem.memory.errors import StepError
+from hybridmem.memory.kernels.cpu.recording import Recording
+from hybridmem.memory.kernels.cpu.step_memory import StepMemory
+from hybridmem.memory.recorded import RecordedModel, run_recorded
+from hybridmem.models.layers.decoder import HIDDEN_STATES
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 from tests.toy import VOCAB, Toy
 
@@ -279,7 +279,7 @@ def test_recordings_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> No
     model = Attends()
     memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
     assert in_turns(model, memory, 40, most=1) == [20, 6]
-    monkeypatch.setattr("memory.recorded.kept._IDLE_STEPS", 10)
+    monkeypatch.setattr("hybridmem.memory.recorded.kept._IDLE_STEPS", 10)
     a, b, n_runs = memory.open(), memory.open(), model.n_runs
     for _ in range(30):
         with memory.step({a: 1, b: 1}) as step:
@@ -307,7 +307,7 @@ def test_a_recording_beyond_the_limit_is_made_once(monkeypatch: pytest.MonkeyPat
     in_turns(model, HybridMemory(model.memory_spec, "1MiB", page_tokens=8), 20)
     n_needed = most
     for limit, n_runs, n_made in ((n_needed, [8, 6], 4), (n_needed - 1, [8, 60], 4), (n_needed // 8, [60, 60], 2)):
-        monkeypatch.setattr("memory.recorded.model._MOST_BYTES", limit)
+        monkeypatch.setattr("hybridmem.memory.recorded.model._MOST_BYTES", limit)
         model, most = Attends(), 0
         made.clear()
         assert in_turns(model, HybridMemory(model.memory_spec, "1MiB", page_tokens=8), 120) == n_runs

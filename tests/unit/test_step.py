@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from memory import HybridMemory, Step, StepError
-from memory.eviction import H2O, Quest, SnapKV
-from memory.quantization import Float8, Quantized
-from memory.recurrences import FAMILIES
+from hybridmem.memory import HybridMemory, Step, StepError
+from hybridmem.memory.eviction import H2O, Quest, SnapKV
+from hybridmem.memory.quantization import Float8, Quantized
+from hybridmem.memory.recurrences import FAMILIES
 from tests.inside import layer_memory_at
 from tests.subjects import Subject
 from tests.toy import FamilyToy, Toy

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from memory import CapacityError, HybridMemory, RollbackError, Sequence, States
-from memory.recurrences import Fold
-from memory.sequences.folding import TailRules
-from memory.state.readers import HeadReader
+from hybridmem.memory import CapacityError, HybridMemory, RollbackError, Sequence, States
+from hybridmem.memory.recurrences import Fold
+from hybridmem.memory.sequences.folding import TailRules
+from hybridmem.memory.state.readers import HeadReader
 from tests.inside import layer_memories, peak_of, state_offset
 from tests.toy import Toy
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-import memory.eviction as eviction
-import memory.quantization as quantization
-from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor
-from memory.capacity import plan_sequence
-from memory.pictures import arena_map, fork_tree, layer_map
-from memory.prefix.cache import PrefixCache
+import hybridmem.memory.eviction as eviction
+import hybridmem.memory.quantization as quantization
+from hybridmem.memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor
+from hybridmem.memory.capacity import plan_sequence
+from hybridmem.memory.pictures import arena_map, fork_tree, layer_map
+from hybridmem.memory.prefix.cache import PrefixCache
 from tests.toy import VOCAB, Toy
 from tests.wrong_calls import Row, assert_refused
 

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from chat.engine.engine import Engine
-from chat.server.errors import ApiError
-from memory import HybridMemory, Sequence
-from memory.pictures.cells import arena_of
-from memory.pictures.layers import LayerRow, layer_rows
-from memory.views.usage import PARTS, BySequence, Inventory, Place, Usage, measure
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.memory import HybridMemory, Sequence
+from hybridmem.memory.pictures.cells import arena_of
+from hybridmem.memory.pictures.layers import LayerRow, layer_rows
+from hybridmem.memory.views.usage import PARTS, BySequence, Inventory, Place, Usage, measure
 
 Chosen = int | Literal["newest"] | None
 """The sequence whose layers are described: one by its id, the newest one, or none."""

@@ -9,18 +9,18 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from chat.server.errors import ApiError
-from chat.server.schema import MOST_VALUES, Checked, Neutral
-from chat.server.sessions.desk import Desk
-from chat.server.sessions.input import read_items
-from chat.server.sessions.schema import Metadata, OwnedRequest, Title
-from chat.server.tool_fields import Tools
-from chat.stored.ancestors import Ancestors
-from chat.stored.copying import copy_path
-from chat.stored.database import is_same_model
-from chat.stored.items import make_title, role_of
-from chat.stored.nodes import Item, Node, StoredSession, new_id
-from chat.stored.rows import without_tokens
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.schema import MOST_VALUES, Checked, Neutral
+from hybridmem.chat.server.sessions.desk import Desk
+from hybridmem.chat.server.sessions.input import read_items
+from hybridmem.chat.server.sessions.schema import Metadata, OwnedRequest, Title
+from hybridmem.chat.server.tool_fields import Tools
+from hybridmem.chat.stored.ancestors import Ancestors
+from hybridmem.chat.stored.copying import copy_path
+from hybridmem.chat.stored.database import is_same_model
+from hybridmem.chat.stored.items import make_title, role_of
+from hybridmem.chat.stored.nodes import Item, Node, StoredSession, new_id
+from hybridmem.chat.stored.rows import without_tokens
 
 FORMAT, VERSION = "hybrid-memory.session", 1
 _MOST_NODES = 4096

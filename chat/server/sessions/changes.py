@@ -10,20 +10,26 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from chat.server.errors import ApiError
-from chat.server.sessions.costs import find_costs
-from chat.server.sessions.desk import Desk
-from chat.server.sessions.input import read_content
-from chat.server.sessions.objects import output_message
-from chat.server.sessions.pins import Pins
-from chat.server.sessions.prompting import count_texts
-from chat.server.sessions.replying import Place, Replying
-from chat.server.sessions.schema import EditRequest, ForkRequest, HeadRequest, RegenerateRequest, SampledRequest
-from chat.server.sessions.trees import nodes_as_json
-from chat.server.tool_fields import read_tools
-from chat.stored.copying import copy_path
-from chat.stored.items import text_item
-from chat.stored.nodes import Item, Node, StoredSession, new_id
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.sessions.costs import find_costs
+from hybridmem.chat.server.sessions.desk import Desk
+from hybridmem.chat.server.sessions.input import read_content
+from hybridmem.chat.server.sessions.objects import output_message
+from hybridmem.chat.server.sessions.pins import Pins
+from hybridmem.chat.server.sessions.prompting import count_texts
+from hybridmem.chat.server.sessions.replying import Place, Replying
+from hybridmem.chat.server.sessions.schema import (
+    EditRequest,
+    ForkRequest,
+    HeadRequest,
+    RegenerateRequest,
+    SampledRequest,
+)
+from hybridmem.chat.server.sessions.trees import nodes_as_json
+from hybridmem.chat.server.tool_fields import read_tools
+from hybridmem.chat.stored.copying import copy_path
+from hybridmem.chat.stored.items import text_item
+from hybridmem.chat.stored.nodes import Item, Node, StoredSession, new_id
 
 AskedT = TypeVar("AskedT", bound=SampledRequest)
 _KEPT = ("instructions", "max_output_tokens", "temperature", "top_p")

@@ -7,13 +7,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from chat.server.errors import ApiError, clip
-from chat.server.sessions.desk import Desk
-from chat.server.sessions.lists import as_page, page_of
-from chat.server.sessions.prompting import count_texts
-from chat.server.sessions.schema import ConversationRequest, ItemsRequest
-from chat.stored.items import make_nodes, make_title
-from chat.stored.nodes import Item, Node, StoredSession, new_id
+from hybridmem.chat.server.errors import ApiError, clip
+from hybridmem.chat.server.sessions.desk import Desk
+from hybridmem.chat.server.sessions.lists import as_page, page_of
+from hybridmem.chat.server.sessions.prompting import count_texts
+from hybridmem.chat.server.sessions.schema import ConversationRequest, ItemsRequest
+from hybridmem.chat.stored.items import make_nodes, make_title
+from hybridmem.chat.stored.nodes import Item, Node, StoredSession, new_id
 
 
 class Conversations:

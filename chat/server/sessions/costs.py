@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from chat.engine.engine import Engine
-from chat.stored.nodes import Node, each_tokens
-from memory import Sequence
-from memory.blocks.arrays import Int64s
-from memory.prefix import PrefixCache
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.stored.nodes import Node, each_tokens
+from hybridmem.memory import Sequence
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.prefix import PrefixCache
 
 _PLACES = {"host": "from host memory", "disk": "from files", "nothing": "nothing is kept of it"}
 

@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from chat.server.errors import ApiError, clip
-from chat.server.schema import MOST_VALUES, read_request
-from chat.server.service import Service
-from chat.server.sessions.input import REFERENCE
-from chat.server.sessions.schema import OwnedRequest, SampledRequest
-from chat.stored.nodes import Item, Node, StoredSession, each_tokens, new_id
-from chat.stored.store import SessionStore
-from memory.blocks.arrays import Int64s
-from memory.prefix import PrefixCache
+from hybridmem.chat.server.errors import ApiError, clip
+from hybridmem.chat.server.schema import MOST_VALUES, read_request
+from hybridmem.chat.server.service import Service
+from hybridmem.chat.server.sessions.input import REFERENCE
+from hybridmem.chat.server.sessions.schema import OwnedRequest, SampledRequest
+from hybridmem.chat.stored.nodes import Item, Node, StoredSession, each_tokens, new_id
+from hybridmem.chat.stored.store import SessionStore
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.prefix import PrefixCache
 
 T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=OwnedRequest | SampledRequest)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from chat.server.schema import MOST_MESSAGES
-from chat.stored.items import text_item
-from chat.stored.nodes import Item, new_id
+from hybridmem.chat.server.schema import MOST_MESSAGES
+from hybridmem.chat.stored.items import text_item
+from hybridmem.chat.stored.nodes import Item, new_id
 
 REFERENCE = "item_reference"
 _ROLES = ("user", "assistant", "system", "developer")

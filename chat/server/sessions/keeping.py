@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from chat.server.errors import log
-from chat.server.sessions.desk import Desk
-from chat.server.sessions.pins import Pins
+from hybridmem.chat.server.errors import log
+from hybridmem.chat.server.sessions.desk import Desk
+from hybridmem.chat.server.sessions.pins import Pins
 
 _PIN_SECONDS = 2.0
 _LIMIT_SECONDS = 60.0

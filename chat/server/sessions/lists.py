@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from chat.server.errors import ApiError, clip
+from hybridmem.chat.server.errors import ApiError, clip
 
 _MOST = 100
 

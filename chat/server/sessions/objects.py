@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from chat.server.errors import ApiError
-from chat.server.sessions.schema import SampledRequest
-from chat.stored.nodes import Item, Node
-from chat.tools.calls import Tool
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.sessions.schema import SampledRequest
+from hybridmem.chat.stored.nodes import Item, Node
+from hybridmem.chat.tools.calls import Tool
 
 Response = dict[str, Any]
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from chat.decoding.sampling import Sampling
-from chat.server.errors import ApiError, as_api_error
-from chat.server.limits import exchange_of
-from chat.server.replies import Ask
-from chat.server.sessions.costs import missing_tokens
-from chat.server.sessions.desk import Desk
-from chat.server.sessions.schema import PinRequest
-from chat.stored.nodes import Node
-from memory import BatchError
-from memory.blocks.arrays import Int64s
-from memory.prefix import PrefixCache
+from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.server.errors import ApiError, as_api_error
+from hybridmem.chat.server.limits import exchange_of
+from hybridmem.chat.server.replies import Ask
+from hybridmem.chat.server.sessions.costs import missing_tokens
+from hybridmem.chat.server.sessions.desk import Desk
+from hybridmem.chat.server.sessions.schema import PinRequest
+from hybridmem.chat.stored.nodes import Node
+from hybridmem.memory import BatchError
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.prefix import PrefixCache
 
 _SHARE = 2
 """Pinned checkpoints take at most the budget divided by this: the rest is for replies."""

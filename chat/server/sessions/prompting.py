@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from chat.prompts import Tokenizer, encode_chat, encode_rest, render
-from chat.server.errors import ApiError
-from chat.server.shaping import check_plain
-from chat.stored.continuing import Prompt, behind_reply, rest_behind, with_placeholders
-from chat.stored.items import as_messages, text_of
-from chat.stored.nodes import Node
-from memory import FormatError
-from memory.blocks.arrays import Int64s
-from memory.sequences.token_buffer import common_prefix
+from hybridmem.chat.prompts import Tokenizer, encode_chat, encode_rest, render
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.shaping import check_plain
+from hybridmem.chat.stored.continuing import Prompt, behind_reply, rest_behind, with_placeholders
+from hybridmem.chat.stored.items import as_messages, text_of
+from hybridmem.chat.stored.nodes import Node
+from hybridmem.memory import FormatError
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.sequences.token_buffer import common_prefix
 
 NO_HISTORY = "there is no earlier reply"
 

@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator
 from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
 
-from chat.server.formats import EventStream
-from chat.server.sessions.objects import Events, stored_response
-from chat.server.sessions.writing import Writing
-from chat.stored.nodes import Ids, Item, Node
-from chat.tools.calls import CallPart
-from chat.tools.reading import Part
+from hybridmem.chat.server.formats import EventStream
+from hybridmem.chat.server.sessions.objects import Events, stored_response
+from hybridmem.chat.server.sessions.writing import Writing
+from hybridmem.chat.stored.nodes import Ids, Item, Node
+from hybridmem.chat.tools.calls import CallPart
+from hybridmem.chat.tools.reading import Part
 
 
 def response_again(node: Node, seed: str, *, stream: bool) -> HttpResponse:

@@ -14,24 +14,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
 
-from chat.engine.engine import Generation
-from chat.engine.output import Output
-from chat.server.errors import ApiError, as_api_error, stopping
-from chat.server.formats import EventStream
-from chat.server.lengths import check_length
-from chat.server.limits import exchange_of
-from chat.server.replies import Replies
-from chat.server.sessions.desk import Desk
-from chat.server.sessions.objects import Events, Response, about_of, failed, finished, new_response, usage_of
-from chat.server.sessions.prompting import History, count_nodes, find_base, make_prompt
-from chat.server.sessions.schema import SampledRequest
-from chat.server.sessions.speaking import Speaking
-from chat.server.sessions.writing import Writing
-from chat.server.shaping import NewReader
-from chat.stored.continuing import Prompt, tokens_of_text
-from chat.stored.items import make_nodes, make_title
-from chat.stored.nodes import Ids, Item, Node, StoredSession
-from chat.stored.rows import without_tokens
+from hybridmem.chat.engine.engine import Generation
+from hybridmem.chat.engine.output import Output
+from hybridmem.chat.server.errors import ApiError, as_api_error, stopping
+from hybridmem.chat.server.formats import EventStream
+from hybridmem.chat.server.lengths import check_length
+from hybridmem.chat.server.limits import exchange_of
+from hybridmem.chat.server.replies import Replies
+from hybridmem.chat.server.sessions.desk import Desk
+from hybridmem.chat.server.sessions.objects import Events, Response, about_of, failed, finished, new_response, usage_of
+from hybridmem.chat.server.sessions.prompting import History, count_nodes, find_base, make_prompt
+from hybridmem.chat.server.sessions.schema import SampledRequest
+from hybridmem.chat.server.sessions.speaking import Speaking
+from hybridmem.chat.server.sessions.writing import Writing
+from hybridmem.chat.server.shaping import NewReader
+from hybridmem.chat.stored.continuing import Prompt, tokens_of_text
+from hybridmem.chat.stored.items import make_nodes, make_title
+from hybridmem.chat.stored.nodes import Ids, Item, Node, StoredSession
+from hybridmem.chat.stored.rows import without_tokens
 
 _PAUSE_SECONDS = 0.01
 

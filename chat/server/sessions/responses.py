@@ -5,14 +5,14 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from chat.server.errors import ApiError
-from chat.server.sessions.desk import Desk
-from chat.server.sessions.lists import page_of
-from chat.server.sessions.objects import stored_response
-from chat.server.sessions.replaying import response_again
-from chat.server.sessions.replying import Place, Replying
-from chat.server.sessions.schema import ResponseRequest
-from chat.stored.nodes import Ids, Node
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.sessions.desk import Desk
+from hybridmem.chat.server.sessions.lists import page_of
+from hybridmem.chat.server.sessions.objects import stored_response
+from hybridmem.chat.server.sessions.replaying import response_again
+from hybridmem.chat.server.sessions.replying import Place, Replying
+from hybridmem.chat.server.sessions.schema import ResponseRequest
+from hybridmem.chat.stored.nodes import Ids, Node
 
 REPLY_SEED = "hybrid_memory.reply_seed"
 """The name in the scope of a request of what its ids are drawn of, 32 hexadecimal digits: whoever answers it again, in

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from chat.server.sessions.archives import Archives
-from chat.server.sessions.changes import Changes
-from chat.server.sessions.conversations import Conversations
-from chat.server.sessions.desk import Desk
-from chat.server.sessions.pins import Pins
-from chat.server.sessions.responses import Responses
-from chat.server.sessions.trees import Trees
+from hybridmem.chat.server.sessions.archives import Archives
+from hybridmem.chat.server.sessions.changes import Changes
+from hybridmem.chat.server.sessions.conversations import Conversations
+from hybridmem.chat.server.sessions.desk import Desk
+from hybridmem.chat.server.sessions.pins import Pins
+from hybridmem.chat.server.sessions.responses import Responses
+from hybridmem.chat.server.sessions.trees import Trees
 
 Route = tuple[str, str, Callable[..., Any]]
 """A method, a path and its endpoint."""

@@ -7,13 +7,13 @@ from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from chat.server.errors import ApiError
-from chat.server.schema import Checked, CommonRequest, Neutral
-from chat.server.sessions.input import read_input, read_items
-from chat.server.structured import read_format
-from chat.server.template_fields import TemplateFields
-from chat.stored.nodes import Item
-from chat.tools.grammars import Shape
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.schema import Checked, CommonRequest, Neutral
+from hybridmem.chat.server.sessions.input import read_input, read_items
+from hybridmem.chat.server.structured import read_format
+from hybridmem.chat.server.template_fields import TemplateFields
+from hybridmem.chat.stored.nodes import Item
+from hybridmem.chat.tools.grammars import Shape
 
 MOST_TITLE = 200
 _MOST_METADATA = 16

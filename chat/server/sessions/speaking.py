@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from chat.engine.engine import Generation
-from chat.engine.streaming import TextStream
-from chat.prompts import Tokenizer
-from chat.server.replies import Piece
-from chat.server.sessions.writing import Writing
-from chat.tools.reading import ReplyReader
+from hybridmem.chat.engine.engine import Generation
+from hybridmem.chat.engine.streaming import TextStream
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server.replies import Piece
+from hybridmem.chat.server.sessions.writing import Writing
+from hybridmem.chat.tools.reading import ReplyReader
 
 
 class Speaking:

@@ -9,13 +9,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from chat.server.sessions.costs import Cost, find_costs
-from chat.server.sessions.desk import Desk
-from chat.server.sessions.lists import as_page, read_limit
-from chat.server.sessions.schema import SessionRequest
-from chat.stored.items import text_of
-from chat.stored.nodes import Node, StoredSession, new_id
-from chat.stored.store import Counted
+from hybridmem.chat.server.sessions.costs import Cost, find_costs
+from hybridmem.chat.server.sessions.desk import Desk
+from hybridmem.chat.server.sessions.lists import as_page, read_limit
+from hybridmem.chat.server.sessions.schema import SessionRequest
+from hybridmem.chat.stored.items import text_of
+from hybridmem.chat.stored.nodes import Node, StoredSession, new_id
+from hybridmem.chat.stored.store import Counted
 
 
 class Trees:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from chat.server.sessions.objects import Events
-from chat.stored.nodes import Item
-from chat.tools.calls import CallPart
-from chat.tools.reading import Part
+from hybridmem.chat.server.sessions.objects import Events
+from hybridmem.chat.stored.nodes import Item
+from hybridmem.chat.tools.calls import CallPart
+from hybridmem.chat.tools.reading import Part
 
 _CALL_ID_LENGTH = len("call_") + 24
 

@@ -13,15 +13,15 @@ zero.
 Machine code is kept on disk until a source of `memory.kernels` changes, see `compiled`.
 """
 
-from memory.kernels.cpu.attention import attend_rows, paged_attention
-from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
-from memory.kernels.cpu.mamba2 import SSDLayer
-from memory.kernels.cpu.matrix_states import matrix_scan
-from memory.kernels.cpu.norms import norm_parts, rms_norm
-from memory.kernels.cpu.page_choice import choose_pages
-from memory.kernels.cpu.recurrences import causal_conv, selective_scan
-from memory.kernels.cpu.rows import plan_attention, plan_choice, prepare, read_rows, write_rows_
-from memory.kernels.cpu.warm_up import warm_up
+from hybridmem.memory.kernels.cpu.attention import attend_rows, paged_attention
+from hybridmem.memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
+from hybridmem.memory.kernels.cpu.mamba2 import SSDLayer
+from hybridmem.memory.kernels.cpu.matrix_states import matrix_scan
+from hybridmem.memory.kernels.cpu.norms import norm_parts, rms_norm
+from hybridmem.memory.kernels.cpu.page_choice import choose_pages
+from hybridmem.memory.kernels.cpu.recurrences import causal_conv, selective_scan
+from hybridmem.memory.kernels.cpu.rows import plan_attention, plan_choice, prepare, read_rows, write_rows_
+from hybridmem.memory.kernels.cpu.warm_up import warm_up
 
 __all__ = [
     "SSDLayer",

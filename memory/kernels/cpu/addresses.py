@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import typeof, types
 
-from memory.kernels.cpu.numbers import untyped_intrinsic
+from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
 
 
 def address_of(kernel: Any, *arguments: Any) -> int:

@@ -9,16 +9,16 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from memory.kernels import checks
-from memory.kernels.blocked import Rows, attend, blocks, causal_mask, sees_all
-from memory.kernels.cpu.addresses import address_of, call_at
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.folded_rows import attend_few_folded
-from memory.kernels.cpu.rows import as_array, copy_, gather_rows
-from memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
-from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
-from memory.kernels.reference import row_reader
-from memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.blocked import Rows, attend, blocks, causal_mask, sees_all
+from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.folded_rows import attend_few_folded
+from hybridmem.memory.kernels.cpu.rows import as_array, copy_, gather_rows
+from hybridmem.memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
+from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, use_threads
+from hybridmem.memory.kernels.reference import row_reader
+from hybridmem.memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The function behind `scaled_dot_product_attention` on a CPU; unlike that, it also returns the sums of weights."""

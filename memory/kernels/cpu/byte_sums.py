@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from memory.blocks.arrays import Int64s
-from memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.kernels.cpu.compiled import compiled
 
 
 @compiled()

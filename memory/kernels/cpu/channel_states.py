@@ -11,13 +11,13 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from memory.kernels import checks
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import get
-from memory.kernels.cpu.rows import as_array, close, copy_, opened
-from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
-from memory.kernels.cpu.vector_math import exp_f32, softplus_f32
-from memory.kernels.signature import Prepared, StateSlots
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import get
+from hybridmem.memory.kernels.cpu.rows import as_array, close, copy_, opened
+from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, use_threads
+from hybridmem.memory.kernels.cpu.vector_math import exp_f32, softplus_f32
+from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 _AT_ONCE = 128
 """Channels of a task."""

@@ -32,13 +32,13 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 from platformdirs import user_cache_path
 
-from memory.blocks.scoped import Scoped
-from memory.kernels.cpu import progress
-from memory.kernels.cpu.launches import NotedDispatcher
-from memory.kernels.cpu.locks import FileLock
-from memory.kernels.cpu.threads import MAY_OVERLAP
+from hybridmem.memory.blocks.scoped import Scoped
+from hybridmem.memory.kernels.cpu import progress
+from hybridmem.memory.kernels.cpu.launches import NotedDispatcher
+from hybridmem.memory.kernels.cpu.locks import FileLock
+from hybridmem.memory.kernels.cpu.threads import MAY_OVERLAP
 
-_LOG = logging.getLogger("memory")
+_LOG = logging.getLogger("hybridmem.memory")
 _PLACE = "HYBRID_MEMORY_CACHE"
 _MOST_BUILDS = 8
 """Versions of the kernels that are kept on this machine; older ones are removed."""

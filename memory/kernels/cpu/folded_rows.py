@@ -12,15 +12,15 @@ import numpy as np
 from numba import njit, prange
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s
-from memory.kernels.cpu.addresses import address_of, call_at
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.rows import as_array, copy_
-from memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
-from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
-from memory.kernels.cpu.vector_math import float_from_bits
-from memory.kernels.cpu.vectors import LANES, load_codes, load_float8, store
-from memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.rows import as_array, copy_
+from hybridmem.memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
+from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
+from hybridmem.memory.kernels.cpu.vector_math import float_from_bits
+from hybridmem.memory.kernels.cpu.vectors import LANES, load_codes, load_float8, store
+from hybridmem.memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _BY_NUMBER, _BY_CHANNEL, _BY_ROW = 0, 1, 2

@@ -8,7 +8,7 @@ from typing import Any
 
 from numba.core.registry import CPUDispatcher
 
-from memory.blocks.staging import current_watch
+from hybridmem.memory.blocks.staging import current_watch
 
 
 def note(function: Callable[..., object], *arguments: Any) -> None:

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.kernels import checks
-from memory.kernels.cpu.channel_states import softplus_rows
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.matrix_states import NOTHING, is_long, scan_states
-from memory.kernels.cpu.numbers import array_at
-from memory.kernels.cpu.recurrences import channels_at_once, convolve_rows
-from memory.kernels.cpu.rows import LIKE, as_array, close, copy_, opened
-from memory.kernels.cpu.threads import use_threads
-from memory.kernels.signature import Prepared, StateSlots, as_tensor
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cpu.channel_states import softplus_rows
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.matrix_states import NOTHING, is_long, scan_states
+from hybridmem.memory.kernels.cpu.numbers import array_at
+from hybridmem.memory.kernels.cpu.recurrences import channels_at_once, convolve_rows
+from hybridmem.memory.kernels.cpu.rows import LIKE, as_array, close, copy_, opened
+from hybridmem.memory.kernels.cpu.threads import use_threads
+from hybridmem.memory.kernels.signature import Prepared, StateSlots, as_tensor
 
 
 class SSDLayer:

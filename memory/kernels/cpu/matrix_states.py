@@ -9,17 +9,17 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s
-from memory.kernels import checks
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import get
-from memory.kernels.cpu.rows import as_array, as_flat, close, copy_, opened
-from memory.kernels.cpu.tail_matrices import scan_matrices
-from memory.kernels.cpu.tail_states import arrays_of, places_of
-from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
-from memory.kernels.cpu.vector_math import exp_f32, prefetch
-from memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, store_totals, total
-from memory.kernels.signature import Erase, Prepared, StateSlots
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import get
+from hybridmem.memory.kernels.cpu.rows import as_array, as_flat, close, copy_, opened
+from hybridmem.memory.kernels.cpu.tail_matrices import scan_matrices
+from hybridmem.memory.kernels.cpu.tail_states import arrays_of, places_of
+from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, use_threads
+from hybridmem.memory.kernels.cpu.vector_math import exp_f32, prefetch
+from hybridmem.memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, store_totals, total
+from hybridmem.memory.kernels.signature import Erase, Prepared, StateSlots
 
 _LONG_RUN_ELEMENTS = 8192
 """State elements of a task in long segments: 32 KiB stay in a fast cache from token to token, and are enough for the

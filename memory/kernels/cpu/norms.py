@@ -7,13 +7,13 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s
-from memory.kernels import checks
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import array_at, get
-from memory.kernels.cpu.rows import LIKE, as_array, copy_
-from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
-from memory.kernels.signature import Prepared
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import array_at, get
+from hybridmem.memory.kernels.cpu.rows import LIKE, as_array, copy_
+from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
+from hybridmem.memory.kernels.signature import Prepared
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 

@@ -7,13 +7,13 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from memory.kernels import checks
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import get
-from memory.kernels.cpu.rows import as_array, copy_
-from memory.kernels.cpu.threads import REDUCING, use_threads
-from memory.kernels.cpu.vector_math import prefetch
-from memory.kernels.signature import PageChoice, Prepared
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import get
+from hybridmem.memory.kernels.cpu.rows import as_array, copy_
+from hybridmem.memory.kernels.cpu.threads import REDUCING, use_threads
+from hybridmem.memory.kernels.cpu.vector_math import prefetch
+from hybridmem.memory.kernels.signature import PageChoice, Prepared
 
 _ZERO = np.float32(0.0)
 _ONE, _AHEAD, _LINE = np.uint64(1), np.uint64(4), np.uint64(16)

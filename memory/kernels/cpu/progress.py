@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-_LOG = logging.getLogger("memory")
+_LOG = logging.getLogger("hybridmem.memory")
 _WHY = "compiling CPU kernels for this machine, once"
 
 _has_told = False

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from memory.blocks.scoped import without_gradients
-from memory.blocks.staging import current_watch, set_watch
-from memory.kernels.cpu.step_memory import Calls, StepMemory, storage_of
+from hybridmem.memory.blocks.scoped import without_gradients
+from hybridmem.memory.blocks.staging import current_watch, set_watch
+from hybridmem.memory.kernels.cpu.step_memory import Calls, StepMemory, storage_of
 
 _OF_ANY_CONTENT = {
     "aten::empty",
@@ -42,7 +42,7 @@ _HOST_READS = {
 _READ_ARGUMENTS = {"as_tensor", "asarray", "new_tensor", "tensor", "tensor_split"}
 """Functions that may read tensors which are given behind or within their first argument, without an operation."""
 
-_OWN = "memory.kernels.cpu."
+_OWN = "hybridmem.memory.kernels.cpu."
 _PASSES_ADDRESSES = "PASSES_ADDRESSES"
 """Modules outside of these kernels declare by this name that they give arrays and addresses to kernels alone."""
 

@@ -11,15 +11,15 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s
-from memory.kernels import checks
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import array_at, get
-from memory.kernels.cpu.rows import LIKE, as_array, close, copy_, fill_, opened
-from memory.kernels.cpu.tail_states import arrays_of, convolve, places_of, scan_channels
-from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
-from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
-from memory.kernels.signature import Prepared, StateSlots
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import array_at, get
+from hybridmem.memory.kernels.cpu.rows import LIKE, as_array, close, copy_, fill_, opened
+from hybridmem.memory.kernels.cpu.tail_states import arrays_of, convolve, places_of, scan_channels
+from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, use_threads
+from hybridmem.memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
+from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 _LONG_RUN = 128
 """Channels of a task in long segments: 128 x 16 states (8 KiB) stay in the first-level cache from row to row."""

@@ -9,11 +9,11 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from memory.errors import StepError
-from memory.kernels import checks
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import array_at, move, put
-from memory.kernels.signature import PagedBatch, Prepared, StateSlots, as_tensor
+from hybridmem.memory.errors import StepError
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import array_at, move, put
+from hybridmem.memory.kernels.signature import PagedBatch, Prepared, StateSlots, as_tensor
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 LIKE: dict[torch.dtype, np.ndarray] = {

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from memory.kernels.cpu.numbers import get
-from memory.kernels.cpu.rows import copy_
-from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
-from memory.kernels.cpu.vector_math import exp_f32, prefetch
-from memory.kernels.cpu.vectors import LANES, load, multiply_add, splat, store, store_totals, total
+from hybridmem.memory.kernels.cpu.numbers import get
+from hybridmem.memory.kernels.cpu.rows import copy_
+from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
+from hybridmem.memory.kernels.cpu.vector_math import exp_f32, prefetch
+from hybridmem.memory.kernels.cpu.vectors import LANES, load, multiply_add, splat, store, store_totals, total
 
 BLOCK = 64
 """Rows whose scores are kept at once, 256 bytes a head."""

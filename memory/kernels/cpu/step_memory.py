@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.kernels.cpu.launches import Address
+from hybridmem.memory.kernels.cpu.launches import Address
 
 Calls = list[tuple[Callable[..., object], tuple[Any, ...]]]
 """Functions, and the arguments with which they are called, one after the other."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import get, put
-from memory.kernels.cpu.rows import copy_, fill_
-from memory.kernels.cpu.threads import ELEMENTWISE
-from memory.kernels.cpu.vector_math import exp_f32
-from memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, total
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import get, put
+from hybridmem.memory.kernels.cpu.rows import copy_, fill_
+from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE
+from hybridmem.memory.kernels.cpu.vector_math import exp_f32
+from hybridmem.memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, total
 
 _ELEMENTS_AT_ONCE = 8192
 """Elements of a state of a task: 32 KiB stay in a fast cache from token to token."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import get
-from memory.kernels.cpu.rows import as_array, copy_, fill_
-from memory.kernels.cpu.threads import ELEMENTWISE
-from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
-from memory.kernels.signature import Prepared, StateSlots, Tail
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import get
+from hybridmem.memory.kernels.cpu.rows import as_array, copy_, fill_
+from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE
+from hybridmem.memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
+from hybridmem.memory.kernels.signature import Prepared, StateSlots, Tail
 
 AT_ONCE = 128
 """Channels of a task."""

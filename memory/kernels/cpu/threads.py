@@ -9,8 +9,8 @@ import torch
 from numba import get_num_threads, set_num_threads
 from numba.np.ufunc.parallel import threading_layer
 
-from memory.blocks.forked_process import refuse_kernel
-from memory.kernels.cpu.launches import note
+from hybridmem.memory.blocks.forked_process import refuse_kernel
+from hybridmem.memory.kernels.cpu.launches import note
 
 # Reassociation lets sums use vector registers; without sums it stays off. Together with "nsz" it would let LLVM remove
 # the rounding steps of `exp2_f32`. "nnan" and "ninf" stay off: NaN must reach the output.

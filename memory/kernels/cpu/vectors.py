@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
-from memory.kernels.cpu.numbers import as_float, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.numbers import as_float, untyped_intrinsic
 
 LANES = 16
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)

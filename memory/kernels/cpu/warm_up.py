@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.staging import place
-from memory.kernels.cpu import progress
-from memory.kernels.cpu.attention import paged_attention
-from memory.kernels.cpu.byte_sums import column_and_row_sums
-from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
-from memory.kernels.cpu.compiled import NotCompiledError, is_kept, on_a_miss
-from memory.kernels.cpu.mamba2 import SSDLayer
-from memory.kernels.cpu.matrix_states import matrix_scan
-from memory.kernels.cpu.norms import norm_parts, rms_norm
-from memory.kernels.cpu.page_choice import choose_pages
-from memory.kernels.cpu.recurrences import causal_conv, selective_scan
-from memory.kernels.cpu.rows import gather_rows, read_rows, write_rows_
-from memory.kernels.signature import FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots
-from memory.quantization import Float8
+from hybridmem.memory.blocks.staging import place
+from hybridmem.memory.kernels.cpu import progress
+from hybridmem.memory.kernels.cpu.attention import paged_attention
+from hybridmem.memory.kernels.cpu.byte_sums import column_and_row_sums
+from hybridmem.memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
+from hybridmem.memory.kernels.cpu.compiled import NotCompiledError, is_kept, on_a_miss
+from hybridmem.memory.kernels.cpu.mamba2 import SSDLayer
+from hybridmem.memory.kernels.cpu.matrix_states import matrix_scan
+from hybridmem.memory.kernels.cpu.norms import norm_parts, rms_norm
+from hybridmem.memory.kernels.cpu.page_choice import choose_pages
+from hybridmem.memory.kernels.cpu.recurrences import causal_conv, selective_scan
+from hybridmem.memory.kernels.cpu.rows import gather_rows, read_rows, write_rows_
+from hybridmem.memory.kernels.signature import FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots
+from hybridmem.memory.quantization import Float8
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _states, _offsets, _cu = torch.zeros(64), torch.zeros(1, dtype=torch.int64), np.arange(2)
@@ -160,7 +160,7 @@ def compile_alone(dtype: str, *names: str) -> None:
 
 
 def _start_helper(names: list[str], dtype: torch.dtype) -> subprocess.Popen[bytes]:
-    code = "import sys; from memory.kernels.cpu.warm_up import compile_alone; compile_alone(*sys.argv[1:])"
+    code = "import sys; from hybridmem.memory.kernels.cpu.warm_up import compile_alone; compile_alone(*sys.argv[1:])"
     path = os.pathsep.join(folder or os.curdir for folder in sys.path)
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     return subprocess.Popen(

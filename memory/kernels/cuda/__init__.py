@@ -11,14 +11,14 @@ With TRITON_INTERPRET=1 in the environment, all of it runs in Triton's interpret
 use it.
 """
 
-from memory.kernels.cuda.attention import attend_rows, paged_attention, plan_attention
-from memory.kernels.cuda.channel_states import selective_scan
-from memory.kernels.cuda.convolution import causal_conv
-from memory.kernels.cuda.matrix_states import matrix_scan
-from memory.kernels.cuda.norms import rms_norm
-from memory.kernels.cuda.page_choice import choose_pages, plan_choice
-from memory.kernels.cuda.rows import prepare, read_rows, write_rows_
-from memory.kernels.cuda.vectors import linear_scan, softplus, wkv4
+from hybridmem.memory.kernels.cuda.attention import attend_rows, paged_attention, plan_attention
+from hybridmem.memory.kernels.cuda.channel_states import selective_scan
+from hybridmem.memory.kernels.cuda.convolution import causal_conv
+from hybridmem.memory.kernels.cuda.matrix_states import matrix_scan
+from hybridmem.memory.kernels.cuda.norms import rms_norm
+from hybridmem.memory.kernels.cuda.page_choice import choose_pages, plan_choice
+from hybridmem.memory.kernels.cuda.rows import prepare, read_rows, write_rows_
+from hybridmem.memory.kernels.cuda.vectors import linear_scan, softplus, wkv4
 
 __all__ = [
     "attend_rows",

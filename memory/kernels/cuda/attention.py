@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.blocks.staging import upload
-from memory.kernels import checks
-from memory.kernels.cuda import folded_rows
-from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.folded_rows import NOT_FOLDED, load_folded
-from memory.kernels.cuda.launch import aligned_elements, head_parts, launch, next_power_of_2
-from memory.kernels.cuda.softmax import LOG2_E, add, hide, load_bias, load_rows, score, store_rows
-from memory.kernels.cuda.tiles import MERGE, TASK, Shape, Tiles, tile
-from memory.kernels.signature import FoldedRows, PagedBatch, Scoring
+from hybridmem.memory.blocks.staging import upload
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cuda import folded_rows
+from hybridmem.memory.kernels.cuda.choices import powers_of_2, tunable
+from hybridmem.memory.kernels.cuda.folded_rows import NOT_FOLDED, load_folded
+from hybridmem.memory.kernels.cuda.launch import aligned_elements, head_parts, launch, next_power_of_2
+from hybridmem.memory.kernels.cuda.softmax import LOG2_E, add, hide, load_bias, load_rows, score, store_rows
+from hybridmem.memory.kernels.cuda.tiles import MERGE, TASK, Shape, Tiles, tile
+from hybridmem.memory.kernels.signature import FoldedRows, PagedBatch, Scoring
 
 
 def plan_attention(

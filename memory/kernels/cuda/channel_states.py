@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
-from memory.kernels import checks
-from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import launch, load_rows, next_power_of_2, with_contiguous_rows
-from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, softplus
-from memory.kernels.cuda.prompts import scan_by_library
-from memory.kernels.cuda.rings import keep_row, no_rings, rings_of
-from memory.kernels.signature import Prepared, StateSlots
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cuda.choices import powers_of_2, tunable
+from hybridmem.memory.kernels.cuda.launch import launch, load_rows, next_power_of_2, with_contiguous_rows
+from hybridmem.memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, softplus
+from hybridmem.memory.kernels.cuda.prompts import scan_by_library
+from hybridmem.memory.kernels.cuda.rings import keep_row, no_rings, rings_of
+from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 _BLOCK = tl.constexpr(4)
 """Tokens of a tail that are added at once: what they bring to 16 states of 32 channels fits into a warp's registers."""

@@ -27,7 +27,7 @@ C = TypeVar("C", bound=tuple[int, ...])
 Key = tuple[str, tuple[int, ...]]
 """A kernel's name, and its sizes."""
 
-_LOG = logging.getLogger("memory")
+_LOG = logging.getLogger("hybridmem.memory")
 _FORMAT = 1
 
 

@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
-from memory.kernels import checks
-from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import absent, launch, next_power_of_2, with_contiguous_rows
-from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, silu
-from memory.kernels.cuda.prompts import conv_by_library
-from memory.kernels.signature import Prepared, StateSlots
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cuda.choices import powers_of_2, tunable
+from hybridmem.memory.kernels.cuda.launch import absent, launch, next_power_of_2, with_contiguous_rows
+from hybridmem.memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, silu
+from hybridmem.memory.kernels.cuda.prompts import conv_by_library
+from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 
 class Convolve(NamedTuple):

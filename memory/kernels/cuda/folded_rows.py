@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.kernels.signature import FoldedRows
+from hybridmem.memory.kernels.signature import FoldedRows
 
 NOT_FOLDED = -1
 

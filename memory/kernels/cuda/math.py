@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.arrays import Int64s
 
 
 @triton.jit

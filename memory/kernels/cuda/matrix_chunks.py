@@ -24,14 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
-from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import dot, launch, load_rows, next_power_of_2
-from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, summable
-from memory.kernels.cuda.matrix_inputs import Inputs
-from memory.kernels.cuda.matrix_tails import fold_tail
-from memory.kernels.cuda.rings import no_rings, rings_of
-from memory.kernels.signature import StateSlots
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.kernels.cuda.choices import powers_of_2, tunable
+from hybridmem.memory.kernels.cuda.launch import dot, launch, load_rows, next_power_of_2
+from hybridmem.memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, summable
+from hybridmem.memory.kernels.cuda.matrix_inputs import Inputs
+from hybridmem.memory.kernels.cuda.matrix_tails import fold_tail
+from hybridmem.memory.kernels.cuda.rings import no_rings, rings_of
+from hybridmem.memory.kernels.signature import StateSlots
 
 SPARE = tl.constexpr(2)
 """Chunks that a segment may have beyond its full ones: the last one, and the one that ends at a body."""

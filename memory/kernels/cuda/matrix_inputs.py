@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from memory.kernels.cuda.launch import absent, next_power_of_2, with_contiguous_rows
-from memory.kernels.signature import Erase, Prepared, StateSlots
+from hybridmem.memory.kernels.cuda.launch import absent, next_power_of_2, with_contiguous_rows
+from hybridmem.memory.kernels.signature import Erase, Prepared, StateSlots
 
 
 class Inputs(NamedTuple):

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.kernels import checks
-from memory.kernels.cuda.matrix_chunks import scan_chunks
-from memory.kernels.cuda.matrix_columns import scan_columns
-from memory.kernels.cuda.matrix_inputs import Inputs, part_of
-from memory.kernels.cuda.matrix_tails import FEW_TOKENS, read_states
-from memory.kernels.cuda.matrix_tokens import scan_tokens
-from memory.kernels.signature import Erase, Prepared, StateSlots
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cuda.matrix_chunks import scan_chunks
+from hybridmem.memory.kernels.cuda.matrix_columns import scan_columns
+from hybridmem.memory.kernels.cuda.matrix_inputs import Inputs, part_of
+from hybridmem.memory.kernels.cuda.matrix_tails import FEW_TOKENS, read_states
+from hybridmem.memory.kernels.cuda.matrix_tokens import scan_tokens
+from hybridmem.memory.kernels.signature import Erase, Prepared, StateSlots
 
 _LONG_RUN = FEW_TOKENS + 1
 """Tokens from which on a segment is divided into chunks."""

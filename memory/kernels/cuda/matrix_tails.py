@@ -19,13 +19,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
-from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import MOST_REGISTERS, aligned_elements, dot, launch, load_rows, next_power_of_2
-from memory.kernels.cuda.math import bound, summable
-from memory.kernels.cuda.matrix_inputs import Inputs
-from memory.kernels.cuda.rings import rings_of
-from memory.kernels.signature import StateSlots
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.kernels.cuda.choices import powers_of_2, tunable
+from hybridmem.memory.kernels.cuda.launch import (
+    MOST_REGISTERS,
+    aligned_elements,
+    dot,
+    launch,
+    load_rows,
+    next_power_of_2,
+)
+from hybridmem.memory.kernels.cuda.math import bound, summable
+from hybridmem.memory.kernels.cuda.matrix_inputs import Inputs
+from hybridmem.memory.kernels.cuda.rings import rings_of
+from hybridmem.memory.kernels.signature import StateSlots
 
 FEW_TOKENS = 16
 """Most tokens of a segment: the fewest rows that a product of matrices has."""

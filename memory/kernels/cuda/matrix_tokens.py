@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
-from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import absent, dot, launch, load_rows, next_power_of_2
-from memory.kernels.cuda.math import bound
-from memory.kernels.cuda.matrix_inputs import Inputs, rows_a_program
-from memory.kernels.cuda.rings import keep_row, no_rings, rings_of
-from memory.kernels.signature import StateSlots
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.kernels.cuda.choices import powers_of_2, tunable
+from hybridmem.memory.kernels.cuda.launch import absent, dot, launch, load_rows, next_power_of_2
+from hybridmem.memory.kernels.cuda.math import bound
+from hybridmem.memory.kernels.cuda.matrix_inputs import Inputs, rows_a_program
+from hybridmem.memory.kernels.cuda.rings import keep_row, no_rings, rings_of
+from hybridmem.memory.kernels.signature import StateSlots
 
 _BLOCK = tl.constexpr(16)
 """Tokens of a tail that are added at once: the least that tensor cores take."""

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
-from memory.kernels import checks
-from memory.kernels.cuda.launch import absent, launch, next_power_of_2, with_contiguous_rows
-from memory.kernels.signature import Prepared
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cuda.launch import absent, launch, next_power_of_2, with_contiguous_rows
+from hybridmem.memory.kernels.signature import Prepared
 
 
 def rms_norm(

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.blocks.staging import upload
-from memory.kernels import checks
-from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import aligned_elements, dot, head_parts, launch, next_power_of_2
-from memory.kernels.cuda.softmax import load_rows
-from memory.kernels.signature import PageChoice
+from hybridmem.memory.blocks.staging import upload
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cuda.choices import powers_of_2, tunable
+from hybridmem.memory.kernels.cuda.launch import aligned_elements, dot, head_parts, launch, next_power_of_2
+from hybridmem.memory.kernels.cuda.softmax import load_rows
+from hybridmem.memory.kernels.signature import PageChoice
 
 
 class ScorePages(NamedTuple):

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.kernels.cuda.libraries import for_prompts
-from memory.kernels.cuda.rows import read_rows, write_rows_
-from memory.kernels.cuda.vectors import softplus
-from memory.kernels.signature import Prepared, StateSlots
+from hybridmem.memory.kernels.cuda.libraries import for_prompts
+from hybridmem.memory.kernels.cuda.rows import read_rows, write_rows_
+from hybridmem.memory.kernels.cuda.vectors import softplus
+from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 LEAST_TOKENS = 512
 """Least tokens of the shortest segment of a step: with fewer, a launch and some copies a segment cost too much."""

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.kernels.signature import Tail
+from hybridmem.memory.kernels.signature import Tail
 
 
 def rings_of(tail: Tail, *, n_absent: int = 0) -> tuple[Any, ...]:

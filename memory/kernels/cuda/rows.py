@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.errors import StepError
-from memory.kernels.cuda.launch import aligned_elements, launch, next_power_of_2
-from memory.kernels.signature import Prepared
+from hybridmem.memory.errors import StepError
+from hybridmem.memory.kernels.cuda.launch import aligned_elements, launch, next_power_of_2
+from hybridmem.memory.kernels.signature import Prepared
 
 _MOST_ELEMENTS = 2048
 """Most elements of a tile: 16 bytes or more for each thread of four warps."""

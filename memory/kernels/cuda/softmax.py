@@ -9,7 +9,7 @@ import math
 import triton
 import triton.language as tl
 
-from memory.kernels.cuda.launch import dot
+from hybridmem.memory.kernels.cuda.launch import dot
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 """Scores are in units of log2, because the hardware has exp2."""

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from memory.blocks.arrays import Int64s, ceil_div, ranges, starts_of
-from memory.blocks.staging import room_for
-from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import next_power_of_2
-from memory.kernels.signature import FoldedRows, PagedBatch
+from hybridmem.memory.blocks.arrays import Int64s, ceil_div, ranges, starts_of
+from hybridmem.memory.blocks.staging import room_for
+from hybridmem.memory.kernels.cuda.choices import powers_of_2, tunable
+from hybridmem.memory.kernels.cuda.launch import next_power_of_2
+from hybridmem.memory.kernels.signature import FoldedRows, PagedBatch
 
 FEW_QUERIES = 16
 """Requests of up to so many queries split their rows; more queries fill the device without that."""

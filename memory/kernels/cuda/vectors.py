@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
-from memory.kernels import checks
-from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import launch, next_power_of_2, with_contiguous_rows
-from memory.kernels.cuda.math import bound
-from memory.kernels.cuda.math import softplus as softplus_of
-from memory.kernels.signature import Prepared, StateSlots
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cuda.choices import powers_of_2, tunable
+from hybridmem.memory.kernels.cuda.launch import launch, next_power_of_2, with_contiguous_rows
+from hybridmem.memory.kernels.cuda.math import bound
+from hybridmem.memory.kernels.cuda.math import softplus as softplus_of
+from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 
 class Vectors(NamedTuple):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memory.errors import FormatError
-from models.loading.checkpoint import Checkpoint
-from models.loading.gguf.file import GgufFile
-from models.loading.gguf.names import expert_of, known_name, layer_of
-from models.loading.gguf.undo import interleave_by_key_head, undo
+from hybridmem.memory.errors import FormatError
+from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.loading.gguf.file import GgufFile
+from hybridmem.models.loading.gguf.names import expert_of, known_name, layer_of
+from hybridmem.models.loading.gguf.undo import interleave_by_key_head, undo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memory.errors import FormatError
-from models.loading.architectures import ARCHITECTURES
-from models.loading.checkpoint import UnsupportedModelError
-from models.loading.compiler import compiler_when_called
-from models.loading.gguf.fields import (
+from hybridmem.memory.errors import FormatError
+from hybridmem.models.loading.architectures import ARCHITECTURES
+from hybridmem.models.loading.checkpoint import UnsupportedModelError
+from hybridmem.models.loading.compiler import compiler_when_called
+from hybridmem.models.loading.gguf.fields import (
     Fields,
     attention_fields,
     attention_layers,
@@ -24,7 +24,7 @@ from models.loading.gguf.fields import (
     rope_fields,
     ssd_fields,
 )
-from models.loading.gguf.file import GgufFile
+from hybridmem.models.loading.gguf.file import GgufFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

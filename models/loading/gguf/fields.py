@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from memory.errors import FormatError
-from models.loading.checkpoint import UnsupportedModelError
-from models.loading.gguf.file import GgufFile
+from hybridmem.memory.errors import FormatError
+from hybridmem.models.loading.checkpoint import UnsupportedModelError
+from hybridmem.models.loading.gguf.file import GgufFile
 
 Fields = dict[str, Any]
 

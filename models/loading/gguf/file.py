@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.arrays import ceil_div
-from memory.errors import FormatError
-from models.loading.checkpoint import UnsupportedModelError
-from models.loading.gguf.header import check_header
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.errors import FormatError
+from hybridmem.models.loading.checkpoint import UnsupportedModelError
+from hybridmem.models.loading.gguf.header import check_header
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memory.errors import FormatError
-from models.loading.gguf.file import GgufFile
+from hybridmem.memory.errors import FormatError
+from hybridmem.models.loading.gguf.file import GgufFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ def _load_known(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _load_world(file: GgufFile) -> PreTrainedTokenizerBase:
-    from models.loading.gguf.world import WorldTokenizer
+    from hybridmem.models.loading.gguf.world import WorldTokenizer
 
     template = file.value("tokenizer.chat_template", is_needed=False)
     return WorldTokenizer(

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AddedToken, PreTrainedTokenizer
 
-from memory.errors import FormatError
+from hybridmem.memory.errors import FormatError
 
 SPECIAL = 3
 """llama.cpp's type of tokens that no text is encoded to."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memory import (
+from hybridmem.memory import (
     AttentionSpec,
     CrossAttentionSpec,
     HybridMemory,
@@ -34,10 +34,10 @@ from memory import (
     StateTensor,
     Step,
 )
-from memory.eviction import H2O, Quest
-from memory.quantization import Quantized
-from memory.recurrences import Fold
-from memory.recurrences.linear_attention import LinearAttention, linear_attention_spec
+from hybridmem.memory.eviction import H2O, Quest
+from hybridmem.memory.quantization import Quantized
+from hybridmem.memory.recurrences import Fold
+from hybridmem.memory.recurrences.linear_attention import LinearAttention, linear_attention_spec
 
 VOCAB = 97
 TOKENS = [(7 * i * i + 3 * i) % VOCAB for i in range(45)]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import HybridMemory, SpecError
-from memory.eviction import Quest
-from memory.kernels import Kernels, Scoring, cpu, reference
-from memory.quantization import Float8, Quantized, Storage
+from hybridmem.memory import HybridMemory, SpecError
+from hybridmem.memory.eviction import Quest
+from hybridmem.memory.kernels import Kernels, Scoring, cpu, reference
+from hybridmem.memory.quantization import Float8, Quantized, Storage
 from tests.tolerances import assert_kernel_close
 from tests.unit.attention.test_page_selection import EVERY_QUERY, N_TOKENS, PAGE, Table, feed, page_bound
 from tests.unit.eviction.test_policies import assert_each_as_alone, assert_no_trace
@@ -155,7 +155,7 @@ def test_a_plan_that_fails_sets_nothing_aside(monkeypatch: pytest.MonkeyPatch) -
     feed(model, memory, sequence, list(range(53)), (53,))
     used_bytes = memory.usage().used_bytes
     with monkeypatch.context() as patch:
-        patch.setattr("memory.attention.selection.PageChoice", lambda *_: 1 / 0)
+        patch.setattr("hybridmem.memory.attention.selection.PageChoice", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError), memory.step({sequence: [1]}):  # the 54th token folds a group
             pass
     assert memory.usage().used_bytes == used_bytes and sequence.length == 53

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import (
+from hybridmem.memory import (
     UNROTATED,
     CapacityError,
     HybridMemory,
@@ -24,15 +24,15 @@ from memory import (
     SequenceError,
     SpecError,
 )
-from memory.attention.offload import HostedAttention
-from memory.blocks.journal import Journal
-from memory.blocks.layout import Field
-from memory.blocks.pinned import host_store
-from memory.errors import BUDGET_UNIT, HOST_UNIT
-from memory.kernels import Scoring
-from memory.prefix.cache import PrefixCache
-from memory.sequences.batch import TokenLists, pack
-from memory.specs import AttentionSpec
+from hybridmem.memory.attention.offload import HostedAttention
+from hybridmem.memory.blocks.journal import Journal
+from hybridmem.memory.blocks.layout import Field
+from hybridmem.memory.blocks.pinned import host_store
+from hybridmem.memory.errors import BUDGET_UNIT, HOST_UNIT
+from hybridmem.memory.kernels import Scoring
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.memory.sequences.batch import TokenLists, pack
+from hybridmem.memory.specs import AttentionSpec
 from tests.inside import arena_bytes, host_arena, host_bytes, layer_memories
 from tests.subjects import Subject, make_subject
 from tests.toy import Toy
@@ -217,9 +217,9 @@ def test_pages_are_where_they_are_said_to_be() -> None:
 
 
 def test_whoever_looks_sees_them() -> None:
-    from memory.pictures import fork_tree, layer_map
-    from memory.pictures.forks import grow, share_out
-    from memory.pictures.layers import layer_rows
+    from hybridmem.memory.pictures import fork_tree, layer_map
+    from hybridmem.memory.pictures.forks import grow, share_out
+    from hybridmem.memory.pictures.layers import layer_rows
 
     model, memory = hosted()
     sequence, other = memory.open(), memory.open()

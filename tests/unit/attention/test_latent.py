@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
-from memory.eviction import H2O, TOVA, EvictionPolicy, KNorm, Recent
+from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
+from hybridmem.memory.eviction import H2O, TOVA, EvictionPolicy, KNorm, Recent
 from tests.inside import kept_positions
 from tests.tolerances import assert_kernel_close
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memory import UNROTATED, AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
-from memory.eviction import H2O, Quest
-from memory.kernels.reference import page_scores
+from hybridmem.memory import UNROTATED, AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
+from hybridmem.memory.eviction import H2O, Quest
+from hybridmem.memory.kernels.reference import page_scores
 from tests.tolerances import assert_kernel_close
 from tests.toy import VOCAB, Toy
 from tests.unit.eviction.test_policies import assert_each_as_alone

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from memory import AttentionSpec, DropError, HybridMemory, MemorySpec, RollbackError, Rotation, Sequence
-from memory import attention_cache as cache_module
-from memory.attention_cache import AttentionCache
-from memory.blocks import table as table_module
+from hybridmem.memory import AttentionSpec, DropError, HybridMemory, MemorySpec, RollbackError, Rotation, Sequence
+from hybridmem.memory import attention_cache as cache_module
+from hybridmem.memory.attention_cache import AttentionCache
+from hybridmem.memory.blocks import table as table_module
 from tests.inside import layer_memories, peak_of
 from tests.toy import Toy
 

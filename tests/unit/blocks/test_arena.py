@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memory import CapacityError, IntegrityError, SpecError
-from memory.blocks.arena import Arena, read_budget
-from memory.blocks.layout import ALIGNMENT_BYTES, BlockLayout, Field
-from memory.blocks.pool import BlockPool
-from memory.blocks.store import Store
+from hybridmem.memory import CapacityError, IntegrityError, SpecError
+from hybridmem.memory.blocks.arena import Arena, read_budget
+from hybridmem.memory.blocks.layout import ALIGNMENT_BYTES, BlockLayout, Field
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.blocks.store import Store
 from tests.counting import Calls
 from tests.inside import free_ranges
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memory.blocks import compaction
-from memory.blocks.arrays import EMPTY, Int64s
-from memory.blocks.compaction import cheapest_region, compact
-from memory.blocks.layout import ALIGNMENT_BYTES, BlockLayout
-from memory.blocks.pool import BlockPool
-from memory.blocks.store import Store
+from hybridmem.memory.blocks import compaction
+from hybridmem.memory.blocks.arrays import EMPTY, Int64s
+from hybridmem.memory.blocks.compaction import cheapest_region, compact
+from hybridmem.memory.blocks.layout import ALIGNMENT_BYTES, BlockLayout
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.blocks.store import Store
 
 UNIT = ALIGNMENT_BYTES
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[3]
 FORKING = """
     import os, signal, sys
     import torch
-    from memory import HybridMemory, SpecError
-    from memory.blocks import forked_process
-    from memory.kernels import rms_norm
-    from models import load_model
+    from hybridmem.memory import HybridMemory, SpecError
+    from hybridmem.memory.blocks import forked_process
+    from hybridmem.memory.kernels import rms_norm
+    from hybridmem.models import load_model
     from tests.toy import Toy
 
     toy, limit_seconds = Toy(), 100

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from memory.blocks.scoped import Scoped, without_gradients
+from hybridmem.memory.blocks.scoped import Scoped, without_gradients
 from tests.interrupts import HANDLERS, Outcome, try_places
 
 

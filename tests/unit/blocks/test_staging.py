@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory.blocks import staging as uploads
-from memory.blocks.arrays import Int64s
-from memory.blocks.staging import Stage, Stages, in_one_copy, place, upload
+from hybridmem.memory.blocks import staging as uploads
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.staging import Stage, Stages, in_one_copy, place, upload
 from tests.subjects import make_subject
 
 HOST = torch.device("cpu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from memory.blocks.arena import Arena
-from memory.blocks.arrays import Int64s
-from memory.blocks.pool import BlockPool
-from memory.blocks.table import BlockTable
+from hybridmem.memory.blocks.arena import Arena
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.pool import BlockPool
+from hybridmem.memory.blocks.table import BlockTable
 
 
 def make() -> tuple[BlockPool, BlockTable]:

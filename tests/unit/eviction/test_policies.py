@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
-from memory.eviction import (
+from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
+from hybridmem.memory.eviction import (
     H2O,
     TOVA,
     Candidates,
@@ -26,8 +26,8 @@ from memory.eviction import (
     Scissorhands,
     SnapKV,
 )
-from memory.kernels import Scoring
-from memory.kernels.blocked import causal_mask
+from hybridmem.memory.kernels import Scoring
+from hybridmem.memory.kernels.blocked import causal_mask
 from tests.inside import kept_positions
 from tests.tolerances import assert_kernel_close
 from tests.toy import VOCAB, Toy

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.kernels import StateSlots, Tail, reference
+from hybridmem.memory.kernels import StateSlots, Tail, reference
 from tests.unit.kernels.test_kernels import Slots
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import HybridMemory, MemorySpec, RecurrentSpec, States, StateTensor, StepError
-from memory.kernels import Erase, Kernels, Scoring, StateSlots, cpu, reference
-from memory.recurrences import Fold
+from hybridmem.memory import HybridMemory, MemorySpec, RecurrentSpec, States, StateTensor, StepError
+from hybridmem.memory.kernels import Erase, Kernels, Scoring, StateSlots, cpu, reference
+from hybridmem.memory.recurrences import Fold
 from tests.unit.kernels.test_kernels import Pages, Slots
 
 LENGTHS = (2, 3)

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
-from memory import RecurrentSpec, SpecError, States, StateTensor
-from memory.blocks.staging import Placed, place
-from memory.kernels import (
+from hybridmem.memory import RecurrentSpec, SpecError, States, StateTensor
+from hybridmem.memory.blocks.staging import Placed, place
+from hybridmem.memory.kernels import (
     Kernels,
     PagedBatch,
     Scoring,
@@ -34,10 +34,10 @@ from memory.kernels import (
     reference,
     select_kernels,
 )
-from memory.kernels.cpu import attention
-from memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
-from memory.recurrences import Fold
-from memory.state.access import Segments
+from hybridmem.memory.kernels.cpu import attention
+from hybridmem.memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
+from hybridmem.memory.recurrences import Fold
+from hybridmem.memory.state.access import Segments
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory.kernels import Kernels, PagedBatch, Scoring, cpu, reference
-from memory.quantization import Float8, Quantized, Storage
+from hybridmem.memory.kernels import Kernels, PagedBatch, Scoring, cpu, reference
+from hybridmem.memory.quantization import Float8, Quantized, Storage
 from tests.tolerances import assert_kernel_close
 from tests.unit.kernels.test_kernels import Pages, cumulate
 from tests.unit.test_quantization import folded_rows

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory.kernels import Kernels, PageChoice, PagedBatch, Scoring, cpu, reference
+from hybridmem.memory.kernels import Kernels, PageChoice, PagedBatch, Scoring, cpu, reference
 from tests.tolerances import assert_kernel_close
 from tests.unit.kernels.test_kernels import cumulate, poisoned, shuffled_offsets
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
 
-from memory import HybridMemory, MemorySpec, SpecError, StepError
-from memory.kernels import Erase, Kernels, StateSlots, cpu, reference, rms_norm
-from memory.recurrences import (
+from hybridmem.memory import HybridMemory, MemorySpec, SpecError, StepError
+from hybridmem.memory.kernels import Erase, Kernels, StateSlots, cpu, reference, rms_norm
+from hybridmem.memory.recurrences import (
     FAMILIES,
     CausalConv,
     DeltaRuleShape,

@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memory import HybridMemory, SequenceError, SpecError
-from memory.pictures import arena_map, fork_tree, layer_map
-from memory.pictures.canvas import need_matplotlib
-from memory.pictures.forks import grow, share_out
-from memory.pictures.layers import layer_rows
-from memory.views.text_tables import format_bytes
+from hybridmem.memory import HybridMemory, SequenceError, SpecError
+from hybridmem.memory.pictures import arena_map, fork_tree, layer_map
+from hybridmem.memory.pictures.canvas import need_matplotlib
+from hybridmem.memory.pictures.forks import grow, share_out
+from hybridmem.memory.pictures.layers import layer_rows
+from hybridmem.memory.views.text_tables import format_bytes
 from tests.unit.views.test_usage import DENSE, HOSTILE, HYBRID, SPECS, Hostile, family, make, open_in
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -312,7 +312,7 @@ def test_looking_changes_nothing() -> None:
 def test_without_matplotlib_pictures_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = make(HYBRID)
     a = memory.open()
-    monkeypatch.setattr("memory.pictures.canvas.find_spec", lambda name: None)
+    monkeypatch.setattr("hybridmem.memory.pictures.canvas.find_spec", lambda name: None)
     for draw in (lambda: arena_map(memory), lambda: fork_tree(memory), lambda: layer_map(memory, a), need_matplotlib):
         with pytest.raises(SpecError, match=r"pip install 'hybridmem\[notebooks\]'"):
             draw()

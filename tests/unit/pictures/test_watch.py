@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from memory import SpecError
-from memory.pictures import Watch, watch
-from memory.pictures.cells import arena_of
-from memory.pictures.forks import label_of, trees_of
-from memory.pictures.live import draw
-from memory.pictures.svg import WIDTH, arena_svg
+from hybridmem.memory import SpecError
+from hybridmem.memory.pictures import Watch, watch
+from hybridmem.memory.pictures.cells import arena_of
+from hybridmem.memory.pictures.forks import label_of, trees_of
+from hybridmem.memory.pictures.live import draw
+from hybridmem.memory.pictures.svg import WIDTH, arena_svg
 from tests.unit.views.test_usage import HYBRID, SPECS, books, family, make, open_in
 
 ROWS = 12

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from memory import (
+from hybridmem.memory import (
     AttentionSpec,
     BatchError,
     CapacityError,
@@ -22,7 +22,7 @@ from memory import (
     SequenceError,
     SpecError,
 )
-from memory.prefix.cache import PrefixCache
+from hybridmem.memory.prefix.cache import PrefixCache
 from tests.subjects import Subject, make_subject
 from tests.toy import VOCAB, Toy
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from memory import FormatError
-from memory.layer_memories import Snapshot
-from memory.prefix import PrefixCache
-from memory.storage.files import write_snapshot
-from memory.storage.reading import read_snapshot
+from hybridmem.memory import FormatError
+from hybridmem.memory.layer_memories import Snapshot
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.storage.files import write_snapshot
+from hybridmem.memory.storage.reading import read_snapshot
 from tests.subjects import Subject, make_subject
 from tests.unit.prefix.test_outside import WINDOW, run
 

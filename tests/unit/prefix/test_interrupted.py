@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor
-from memory.prefix import PrefixCache
+from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor
+from hybridmem.memory.prefix import PrefixCache
 from tests.inside import assert_books_follow
 from tests.interrupts import HANDLERS, Outcome, try_places
 from tests.toy import Toy

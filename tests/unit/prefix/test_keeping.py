@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from memory import BatchError, CapacityError, HybridMemory, SequenceError, SpecError
-from memory.prefix import PrefixCache
+from hybridmem.memory import BatchError, CapacityError, HybridMemory, SequenceError, SpecError
+from hybridmem.memory.prefix import PrefixCache
 from tests.toy import Toy
 
 TOY = Toy()

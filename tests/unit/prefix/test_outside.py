@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memory.prefix import PrefixCache
-from memory.storage import swap
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.storage import swap
 from tests.subjects import Subject, make_subject
 from tests.tolerances import assert_kernel_close
 
@@ -122,7 +122,7 @@ def test_where_files_cannot_be_written_checkpoints_are_closed(tmp_path: Path, mo
         held = cache.stats().n_checkpoints
         cache.reclaim(memory.usage().used_bytes // 2)
         moved = cache.stats().n_moved
-        monkeypatch.setattr("memory.storage.local_files.Path.replace", full)
+        monkeypatch.setattr("hybridmem.memory.storage.local_files.Path.replace", full)
         while cache.reclaim(memory.budget):
             memory.check()
         stats = cache.stats()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memory import BatchError, HybridMemory, SpecError
-from memory.prefix import PrefixCache
+from hybridmem.memory import BatchError, HybridMemory, SpecError
+from hybridmem.memory.prefix import PrefixCache
 from tests.toy import Toy
 
 TOY = Toy()

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from memory import FormatError, SpecError
-from memory.prefix import PrefixCache
-from memory.storage import folder_writing, folders, swap
+from hybridmem.memory import FormatError, SpecError
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.storage import folder_writing, folders, swap
 from tests.subjects import Subject, make_subject
 from tests.tolerances import assert_kernel_close
 from tests.unit.prefix.test_outside import WINDOW, prompts_of, run
@@ -93,7 +93,7 @@ def test_a_cache_may_change_while_it_is_saved(name: str, tmp_path: Path, monkeyp
     """Whenever the lock is free, checkpoints are closed and moved, and others take their blocks. Lossy subjects are
     left out: what they say depends on where prompts were cut, and others cut here."""
     subject = make_subject(name, tmp_path)
-    monkeypatch.setattr("memory.storage.folder_writing.LOT_BYTES", 1)
+    monkeypatch.setattr("hybridmem.memory.storage.folder_writing.LOT_BYTES", 1)
     rng = random.Random(6)
     prompts, later = prompts_of(rng, 12), iter(prompts_of(rng, 60))
 

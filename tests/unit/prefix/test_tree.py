@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from memory import BatchError, FormatError, HybridMemory, Sequence, SpecError
-from memory.prefix import PrefixCache
-from memory.prefix.digests import DIGEST_BYTES, digests_at
-from memory.prefix.lookup import Lookup, PrefixStats, explain, read_prompt
-from memory.prefix.radix_tree import Node, RadixTree, is_shared, marked_above, marks_below, relatives
-from memory.prefix.saved import as_label, as_owner, entries_of
+from hybridmem.memory import BatchError, FormatError, HybridMemory, Sequence, SpecError
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.prefix.digests import DIGEST_BYTES, digests_at
+from hybridmem.memory.prefix.lookup import Lookup, PrefixStats, explain, read_prompt
+from hybridmem.memory.prefix.radix_tree import Node, RadixTree, is_shared, marked_above, marks_below, relatives
+from hybridmem.memory.prefix.saved import as_label, as_owner, entries_of
 from tests.inside import prefix_roots
 from tests.toy import Toy
 

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from memory import HybridMemory, Sequence
-from memory.prefix.cache import PrefixCache
-from memory.prefix.victims import Ranking
+from hybridmem.memory import HybridMemory, Sequence
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.memory.prefix.victims import Ranking
 from tests.toy import VOCAB, Toy
 
 

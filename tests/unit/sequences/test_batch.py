@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memory import AttentionSpec, BatchError, HybridMemory, MemorySpec, Sequence
-from memory.blocks.arrays import ranges
-from memory.sequences.batch import TokenLists, output_rows, pack, read_pairs, read_tokens
+from hybridmem.memory import AttentionSpec, BatchError, HybridMemory, MemorySpec, Sequence
+from hybridmem.memory.blocks.arrays import ranges
+from hybridmem.memory.sequences.batch import TokenLists, output_rows, pack, read_pairs, read_tokens
 
 VOCAB = 10
 

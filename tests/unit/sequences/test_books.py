@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from memory import (
+from hybridmem.memory import (
     AttentionSpec,
     BatchError,
     CrossAttentionSpec,
@@ -20,8 +20,8 @@ from memory import (
     SequenceError,
     Step,
 )
-from memory.prefix import PrefixCache
-from memory.state.tails import TailTable
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.state.tails import TailTable
 from tests.inside import drops_of, ledger_of
 from tests.toy import Toy
 

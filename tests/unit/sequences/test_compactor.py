@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from memory import CapacityError, HybridMemory, Sequence
-from memory.recorded import run_recorded
-from memory.sequences import compactor
+from hybridmem.memory import CapacityError, HybridMemory, Sequence
+from hybridmem.memory.recorded import run_recorded
+from hybridmem.memory.sequences import compactor
 from tests.inside import shake
 from tests.interrupts import HANDLERS, Outcome, try_places
 from tests.subjects import IS_FULL, make_subject

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import (
+from hybridmem.memory import (
     UNROTATED,
     AttentionSpec,
     CapacityError,
@@ -32,9 +32,9 @@ from memory import (
     StateTensor,
     Step,
 )
-from memory.eviction import Recent
-from memory.quantization import Quantized
-from memory.recurrences import Fold
+from hybridmem.memory.eviction import Recent
+from hybridmem.memory.quantization import Quantized
+from hybridmem.memory.recurrences import Fold
 from tests.inside import books, peak_of, state_offset, stored_keys
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from memory import (
+from hybridmem.memory import (
     AttentionSpec,
     CrossAttentionSpec,
     HybridMemory,
@@ -23,11 +23,11 @@ from memory import (
     StateTensor,
     hybrid,
 )
-from memory.eviction import H2O
-from memory.quantization import Quantized
-from memory.rotary import UNROTATED
-from memory.sequences import interrupts
-from memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
+from hybridmem.memory.eviction import H2O
+from hybridmem.memory.quantization import Quantized
+from hybridmem.memory.rotary import UNROTATED
+from hybridmem.memory.sequences import interrupts
+from hybridmem.memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
 from tests.interrupts import HANDLERS, Outcome, try_places
 from tests.toy import VOCAB, Toy
 

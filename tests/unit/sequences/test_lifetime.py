@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chat.engine.engine import Engine
-from memory import BatchError, CapacityError, HybridMemory, RollbackError, Sequence, SequenceError, StepError
-from memory.prefix.cache import PrefixCache
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.memory import BatchError, CapacityError, HybridMemory, RollbackError, Sequence, SequenceError, StepError
+from hybridmem.memory.prefix.cache import PrefixCache
 from tests.inside import arena_bytes
 from tests.toy import Toy
 
@@ -373,8 +373,8 @@ def test_nothing_is_sent_to_a_process() -> None:
 FORKED = """
     import os, sys, threading
     from pathlib import Path
-    from memory import HybridMemory, SequenceError
-    from memory.prefix import PrefixCache
+    from hybridmem.memory import HybridMemory, SequenceError
+    from hybridmem.memory.prefix import PrefixCache
     from tests.toy import Toy
 
     folder, toy = Path(sys.argv[1]), Toy()

@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from memory import AttentionSpec, CapacityError, CrossAttentionSpec, DropError, HybridMemory, MemorySpec, SpecError
-from memory.eviction import H2O, PyramidKV, Quest, Recent, SnapKV
-from memory.quantization import Float8, Quantized
-from memory.recurrences import FAMILIES
-from memory.rotary import Rotation
-from memory.specs import LayerSpec, RecurrentSpec
+from hybridmem.memory import (
+    AttentionSpec,
+    CapacityError,
+    CrossAttentionSpec,
+    DropError,
+    HybridMemory,
+    MemorySpec,
+    SpecError,
+)
+from hybridmem.memory.eviction import H2O, PyramidKV, Quest, Recent, SnapKV
+from hybridmem.memory.quantization import Float8, Quantized
+from hybridmem.memory.recurrences import FAMILIES
+from hybridmem.memory.rotary import Rotation
+from hybridmem.memory.specs import LayerSpec, RecurrentSpec
 from tests.subjects import IS_FULL
 
 ROOM = 1 << 50

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from memory import CapacityError, HybridMemory, MemorySpec, Sequence
-from memory.chunked_prefill import split_requests
-from memory.prefix.cache import PrefixCache
-from memory.sequences.chunks import GRID_TOKENS
+from hybridmem.memory import CapacityError, HybridMemory, MemorySpec, Sequence
+from hybridmem.memory.chunked_prefill import split_requests
+from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.memory.sequences.chunks import GRID_TOKENS
 from tests.counting import refused_by_number
 from tests.toy import Toy
 from tests.unit.test_capacity import HYBRID, ROOM, SPECS, WINDOWS

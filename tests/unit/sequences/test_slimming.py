@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from memory import (
+from hybridmem.memory import (
     AttentionSpec,
     CapacityError,
     HybridMemory,
@@ -19,8 +19,8 @@ from memory import (
     Sequence,
     SpecError,
 )
-from memory.recurrences import linear_attention_spec, mamba1_spec, rwkv7_spec
-from memory.rotary import UNROTATED
+from hybridmem.memory.recurrences import linear_attention_spec, mamba1_spec, rwkv7_spec
+from hybridmem.memory.rotary import UNROTATED
 from tests.inside import layer_memories
 from tests.toy import VOCAB, Toy
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from memory import HybridMemory, Sequence, SequenceError
-from memory.sequences.ledger import Ledger
-from memory.testing.toys import Toy
+from hybridmem.memory import HybridMemory, Sequence, SequenceError
+from hybridmem.memory.sequences.ledger import Ledger
+from hybridmem.memory.testing.toys import Toy
 from tests.inside import lock_of
 
 MODEL = Toy()

@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from memory import CapacityError, HybridMemory, IntegrityError, MemorySpec, RecurrentSpec, Sequence, StateTensor
-from memory.sequences import ledger as ledger_module
-from memory.sequences.token_buffer import common_prefix
+from hybridmem.memory import (
+    CapacityError,
+    HybridMemory,
+    IntegrityError,
+    MemorySpec,
+    RecurrentSpec,
+    Sequence,
+    StateTensor,
+)
+from hybridmem.memory.sequences import ledger as ledger_module
+from hybridmem.memory.sequences.token_buffer import common_prefix
 from tests.counting import Calls
 from tests.inside import books, drops_of, token_bytes
 

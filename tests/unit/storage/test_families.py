@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from memory import CapacityError, Family, FormatError, HybridMemory, Sequence, SequenceError, SpecError
-from memory.interface import Dropped
-from memory.storage.checksums import digest_of
-from memory.storage.family_files import read_family
+from hybridmem.memory import CapacityError, Family, FormatError, HybridMemory, Sequence, SequenceError, SpecError
+from hybridmem.memory.interface import Dropped
+from hybridmem.memory.storage.checksums import digest_of
+from hybridmem.memory.storage.family_files import read_family
 from tests.inside import held_bytes, ledger_of
 from tests.subjects import Subject, make_subject
 from tests.toy import HOST, VOCAB

@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from memory import (
+from hybridmem.memory import (
     AttentionSpec,
     CapacityError,
     CrossAttentionSpec,
@@ -33,13 +33,13 @@ from memory import (
     SequenceError,
     SpecError,
 )
-from memory.blocks.arena import Arena
-from memory.eviction import H2O
-from memory.layer_memories import LayerMemories
-from memory.recurrences import FAMILIES
-from memory.rotary import UNROTATED
-from memory.sequences.folding import Fold
-from memory.storage.checksums import digest_of
+from hybridmem.memory.blocks.arena import Arena
+from hybridmem.memory.eviction import H2O
+from hybridmem.memory.layer_memories import LayerMemories
+from hybridmem.memory.recurrences import FAMILIES
+from hybridmem.memory.rotary import UNROTATED
+from hybridmem.memory.sequences.folding import Fold
+from hybridmem.memory.storage.checksums import digest_of
 from tests.inside import arena_bytes, forged_file
 from tests.toy import VOCAB, FamilyToy, Toy
 

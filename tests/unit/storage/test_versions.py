@@ -17,8 +17,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-import memory.eviction
-from memory import (
+from hybridmem.memory import (
     UNROTATED,
     AttentionSpec,
     CrossAttentionSpec,
@@ -28,8 +27,9 @@ from memory import (
     RecurrentSpec,
     Rotation,
     StateTensor,
+    eviction,
 )
-from memory.eviction import (
+from hybridmem.memory.eviction import (
     H2O,
     TOVA,
     Budget,
@@ -43,11 +43,11 @@ from memory.eviction import (
     Scissorhands,
     SnapKV,
 )  # fmt: skip
-from memory.quantization import Float8, Quantized, Storage
-from memory.sequences.folding import Fold, TailRules
-from memory.storage.names import CHOICES
-from memory.storage.signature import signature_of
-from memory.storage.version_2 import text_of
+from hybridmem.memory.quantization import Float8, Quantized, Storage
+from hybridmem.memory.sequences.folding import Fold, TailRules
+from hybridmem.memory.storage.names import CHOICES
+from hybridmem.memory.storage.signature import signature_of
+from hybridmem.memory.storage.version_2 import text_of
 from tests.data.sequences.write import OPTIONS, SUBJECTS, TOKENS, VOCAB, feed, make, save_family
 
 FOLDER = Path(__file__).parent.parent.parent / "data" / "sequences"
@@ -291,7 +291,7 @@ def signed(part: Any, fold: Fold = "keep") -> dict[str, Any]:
 
 def test_policies_and_storages_have_names_in_files() -> None:
     """A new one wants an entry, and so does a new parameter."""
-    ours = {cls for name in memory.eviction.__all__ if issubclass(cls := getattr(memory.eviction, name), Budget)} | {
+    ours = {cls for name in eviction.__all__ if issubclass(cls := getattr(eviction, name), Budget)} | {
         Quantized,
         Float8,
     }

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memory.prefix import PrefixCache
-from memory.storage import local_files
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.storage import local_files
 from tests.subjects import make_subject
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.recurrences import FAMILIES
-from memory.recurrences.mamba1 import Mamba1
-from memory.testing import subjects
-from memory.testing.toys import N_MODEL, VOCAB, project
+from hybridmem.memory.recurrences import FAMILIES
+from hybridmem.memory.recurrences.mamba1 import Mamba1
+from hybridmem.memory.testing import subjects
+from hybridmem.memory.testing.toys import N_MODEL, VOCAB, project
 
 _EXAMPLE = FAMILIES["mamba1"].example
 CUTS = (0, 1, 19, 21, 23, 41, 60)

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memory.testing import PROMISES, HybridAdapter, RefusedError, check
-from memory.testing.__main__ import main, table
-from memory.testing.adapter import Logits
-from memory.testing.histories import Fed, Fork, Misuse, Open, Reorder, ReturnTo, Rollback, Step, head
-from memory.testing.subjects import attention, hybrid
-from memory.testing.tally import Tally
-from memory.testing.toys import Toy
-from memory.testing.trial import Oracle, Trial
+from hybridmem.memory.testing import PROMISES, HybridAdapter, RefusedError, check
+from hybridmem.memory.testing.__main__ import main, table
+from hybridmem.memory.testing.adapter import Logits
+from hybridmem.memory.testing.histories import Fed, Fork, Misuse, Open, Reorder, ReturnTo, Rollback, Step, head
+from hybridmem.memory.testing.subjects import attention, hybrid
+from hybridmem.memory.testing.tally import Tally
+from hybridmem.memory.testing.toys import Toy
+from hybridmem.memory.testing.trial import Oracle, Trial
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -313,16 +313,16 @@ def test_every_promise_is_about_an_operation_that_its_histories_hold() -> None:
 
 def test_the_command_says_what_failed_and_how_to_see_it_again(capsys: pytest.CaptureFixture[str]) -> None:
     only = ["--only", "reorder", "--examples", "3"]
-    assert main(["memory.testing.subjects:attention", *only]) == 0
+    assert main(["hybridmem.memory.testing.subjects:attention", *only]) == 0
     assert main([f"{__name__}:ReordersOneByOne", *only]) == 1
     text = capsys.readouterr().out
     assert "--seed 0 --examples 1" in text and "Reorder(moves=" in text and "0 passed, 1 failed" in text
     once = ["--only", "reorder", "--examples", "1", "--minutes"]
-    assert main(["memory.testing.subjects:attention", *once, "0.001"]) == 0
+    assert main(["hybridmem.memory.testing.subjects:attention", *once, "0.001"]) == 0
     assert re.search("anything, in any order +passed", capsys.readouterr().out)
     assert main([f"{__name__}:MixesRows", *once, "1"]) == 1  # no longer than needed
     assert "failed: anything, in any order (--seed" in capsys.readouterr().out
-    wrongs = ("memory.testing.subjects:nothing", "memory", "os:getcwd", "--only=no such", "--examples=0")
+    wrongs = ("hybridmem.memory.testing.subjects:nothing", "memory", "os:getcwd", "--only=no such", "--examples=0")
     for wrong in (*wrongs, "--allow-refused=no such"):
         assert main([wrong]) == 2
     assert "names no adapter" in capsys.readouterr().err
@@ -337,7 +337,18 @@ def test_pytest_takes_a_subject_of_the_command_line_and_what_it_may_refuse(tmp_p
     options = ["--subject", "mine:make", "--subject-examples", "1", "-k", "reorder or fork"]
     options += ["--allow-refused", "a fork goes its own way"]
     script = "import sys; sys.path[0] = ''; del sys.path[0]; import pytest; sys.exit(pytest.main())"
-    call = [sys.executable, "-c", script, "-q", "-n", "0", "-p", "hybrid_memory_pytest", "--pyargs", "memory.testing"]
+    call = [
+        sys.executable,
+        "-c",
+        script,
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "hybridmem.pytest_options",
+        "--pyargs",
+        "hybridmem.memory.testing",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     found = subprocess.run(
         [*call, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
@@ -347,8 +358,8 @@ def test_pytest_takes_a_subject_of_the_command_line_and_what_it_may_refuse(tmp_p
 
 
 _REFUSES_FORKS = """
-from memory.testing import HybridAdapter, RefusedError
-from memory.testing.toys import Toy
+from hybridmem.memory.testing import HybridAdapter, RefusedError
+from hybridmem.memory.testing.toys import Toy
 
 model = Toy(recurrent=False)
 

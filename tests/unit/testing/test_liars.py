@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import CapacityError
-from memory.eviction import Candidates, EvictionPolicy, KNorm
-from memory.testing import PROMISES, HybridAdapter, InjectedError, RefusedError, check
-from memory.testing.__main__ import main, table
-from memory.testing.adapter import Logits
-from memory.testing.toys import Toy
+from hybridmem.memory import CapacityError
+from hybridmem.memory.eviction import Candidates, EvictionPolicy, KNorm
+from hybridmem.memory.testing import PROMISES, HybridAdapter, InjectedError, RefusedError, check
+from hybridmem.memory.testing.__main__ import main, table
+from hybridmem.memory.testing.adapter import Logits
+from hybridmem.memory.testing.toys import Toy
 
 _MODEL, _HYBRID = Toy(recurrent=False), Toy()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chat.server.page_palette import PATH, palette_css
-from memory.views.palette import COLOURS, SCHEMES, VIEWS, pool_colours, shades
+from hybridmem.chat.server.page_palette import PATH, palette_css
+from hybridmem.memory.views.palette import COLOURS, SCHEMES, VIEWS, pool_colours, shades
 
 ROOT = Path(__file__).parent.parent.parent.parent
 PAGE = ROOT / "chat" / "server" / "page"
@@ -58,13 +58,13 @@ def test_pools_of_a_kind_share_a_hue_and_no_colour() -> None:
 
 
 def test_the_page_has_the_colours_of_the_palette() -> None:
-    assert PATH.read_text() == palette_css(), "run python -m chat.server.page_palette"
+    assert PATH.read_text() == palette_css(), "run python -m hybridmem.chat.server.page_palette"
 
 
 def test_a_concepts_colour_is_written_nowhere_else() -> None:
     """Not in the page's other style sheets and scripts, nor in pictures."""
     own = {colour for pair in SCHEMES.values() for colour in pair}
-    files = [path for path in PAGE.iterdir() if path.suffix in (".css", ".js") and path != PATH]
+    files = [path for path in PAGE.iterdir() if path.suffix in (".css", ".js") and path.name != PATH.name]
     files += [*(ROOT / "memory" / "pictures").glob("*.py"), *(ROOT / "chat" / "simulation").glob("*.py")]
     for path in files:
         written = set(re.findall(r"#[0-9a-f]{6}", path.read_text().lower()))

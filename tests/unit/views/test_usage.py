@@ -13,12 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Sequence, StateTensor
-from memory.errors import HybridMemoryError, SequenceError
-from memory.eviction import H2O, Quest, Recent
-from memory.quantization import Quantized
-from memory.views.palette import COLOURS
-from memory.views.text_tables import Table, format_bytes
+from hybridmem.memory import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    HybridMemory,
+    MemorySpec,
+    RecurrentSpec,
+    Sequence,
+    StateTensor,
+)
+from hybridmem.memory.errors import HybridMemoryError, SequenceError
+from hybridmem.memory.eviction import H2O, Quest, Recent
+from hybridmem.memory.quantization import Quantized
+from hybridmem.memory.views.palette import COLOURS
+from hybridmem.memory.views.text_tables import Table, format_bytes
 from tests.inside import layer_memories
 from tests.toy import Toy
 
@@ -342,7 +350,7 @@ def test_ten_thousand_sequences_are_a_short_page(monkeypatch: pytest.MonkeyPatch
         n_written += 1
         return plain(n_bytes)
 
-    for module in ("memory.views.text_tables", "memory.views.usage"):
+    for module in ("hybridmem.memory.views.text_tables", "hybridmem.memory.views.usage"):
         monkeypatch.setattr(f"{module}.format_bytes", write)
     html = memory._repr_html_()
     assert asked == [10_000] * len(layers) and n_written < 600

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import StepError
-from memory.kernels import Weights, cpu, norm_parts, reference, rms_norm
+from hybridmem.memory import StepError
+from hybridmem.memory.kernels import Weights, cpu, norm_parts, reference, rms_norm
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 from tests.unit.kernels.test_kernels import LENGTHS, Slots

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from numba.core.codegen import JITCPUCodegen
 
-from memory.kernels.cpu import compiled as module
-from memory.kernels.cpu import progress
-from memory.kernels.cpu.compiled import cache_folder, compiled, sources_digest
+from hybridmem.memory.kernels.cpu import compiled as module
+from hybridmem.memory.kernels.cpu import progress
+from hybridmem.memory.kernels.cpu.compiled import cache_folder, compiled, sources_digest
 
 ROOT = Path(__file__).parent.parent.parent.parent.parent
 
@@ -213,8 +213,8 @@ def test_kernels_of_another_processor_are_not_run(folder: Path, monkeypatch: pyt
 
 SLOW = """
 import sys, time
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu import compiled as module
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu import compiled as module
 
 def double(x):
     return x + x
@@ -248,15 +248,17 @@ def test_a_process_waits_for_one_that_compiles_but_not_for_a_killed_one(folder: 
 
 SOFTPLUS = """
 import torch
-from memory.kernels.cpu.channel_states import softplus
+from hybridmem.memory.kernels.cpu.channel_states import softplus
 print(round(softplus(torch.zeros(1, 1), torch.zeros(1)).item(), 4))
 """
 
 
 def test_kernels_follow_functions_that_they_inline_from_other_files(tmp_path: Path) -> None:
     """Two processes at once, and one when a file has changed; nothing can be written beside the sources or at home."""
-    shutil.copytree(ROOT / "memory", tmp_path / "memory", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "memory" / "kernels" / "cpu" / "__pycache__").touch()
+    copy, ignored = tmp_path / "hybridmem" / "memory", shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "memory", copy, ignore=ignored)
+    shutil.copy(ROOT / "hybridmem" / "__init__.py", copy.parent)
+    (copy / "kernels" / "cpu" / "__pycache__").touch()
     environment = os.environ | {
         "HOME": "/dev/null",
         "HYBRID_MEMORY_CACHE": str(tmp_path / "cache"),
@@ -270,7 +272,7 @@ def test_kernels_follow_functions_that_they_inline_from_other_files(tmp_path: Pa
 
     two = [start(), start()]
     assert [process.communicate()[0] for process in two] == ["0.6931\n"] * 2
-    inlined = tmp_path / "memory" / "kernels" / "cpu" / "vector_math.py"
+    inlined = copy / "kernels" / "cpu" / "vector_math.py"
     inlined.write_text(
         inlined.read_text().replace("return max(x, _ZERO) + _TWO * s * p", "return max(x, _ZERO) + _ONE")
     )

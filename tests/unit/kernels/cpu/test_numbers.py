@@ -7,10 +7,10 @@ import pytest
 import torch
 from numba import njit
 
-from memory.kernels.cpu.numbers import get, move, put
-from memory.kernels.cpu.rows import as_array, copy_
-from memory.kernels.cpu.vectors import LANES, load, store
-from memory.kernels.signature import as_tensor
+from hybridmem.memory.kernels.cpu.numbers import get, move, put
+from hybridmem.memory.kernels.cpu.rows import as_array, copy_
+from hybridmem.memory.kernels.cpu.vectors import LANES, load, store
+from hybridmem.memory.kernels.signature import as_tensor
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numba import prange
 
-from memory.kernels.cpu import threads
-from memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu import threads
+from hybridmem.memory.kernels.cpu.compiled import compiled
 
 MOST_TURNS = 1 << 36
 """A kernel makes some billions of turns a second: where the lock is held, it gives up after a minute or so."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memory.kernels import Erase, StateSlots, cpu, reference
+from hybridmem.memory.kernels import Erase, StateSlots, cpu, reference
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 from tests.unit.kernels.tails import behind_tails, flats_of, forget_folded, matrix_rows, moved, rows_of, table

@@ -12,23 +12,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from memory import AttentionSpec, MemorySpec
-from memory.build import compiled_ahead
-from memory.eviction import Quest
-from memory.kernels.cpu import progress
-from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.warm_up import warm_up
-from memory.quantization import Float8
-from memory.recurrences.mamba1 import mamba1_spec
-from memory.recurrences.rwkv4 import rwkv4_spec
-from memory.specs import LayerSpec
+from hybridmem.memory import AttentionSpec, MemorySpec
+from hybridmem.memory.build import compiled_ahead
+from hybridmem.memory.eviction import Quest
+from hybridmem.memory.kernels.cpu import progress
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.warm_up import warm_up
+from hybridmem.memory.quantization import Float8
+from hybridmem.memory.recurrences.mamba1 import mamba1_spec
+from hybridmem.memory.recurrences.rwkv4 import rwkv4_spec
+from hybridmem.memory.specs import LayerSpec
 
-module = sys.modules["memory.kernels.cpu.warm_up"]
+module = sys.modules["hybridmem.memory.kernels.cpu.warm_up"]
 
 EVERY_KERNEL = """
-from memory import HybridMemory
-from memory.kernels.cpu import attention, channel_states, mamba2, matrix_states, norms, recurrences, rows, warm_up
-from models import load_model
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.kernels.cpu import attention, channel_states, mamba2, matrix_states, norms, recurrences, rows
+from hybridmem.memory.kernels.cpu import warm_up
+from hybridmem.models import load_model
 
 kernels = [attention._attend_few, recurrences.convolve_at, recurrences.scan_at]
 kernels += [rows._read_rows, rows._write_rows, rows._gather_rows]
@@ -117,8 +118,8 @@ def test_helpers_take_from_the_other_end(tmp_path: Path) -> None:
     """The whole list is compiled once by two processes together; neither compiles what the other has."""
     code = """
 import sys
-from memory.kernels.cpu import warm_up
-module = sys.modules["memory.kernels.cpu.warm_up"]
+from hybridmem.memory.kernels.cpu import warm_up
+module = sys.modules["hybridmem.memory.kernels.cpu.warm_up"]
 module._n_cores, module._HELPER_SECONDS = lambda: 2, 0.1
 warm_up(["softplus", "linear_scan"])
 """
@@ -150,7 +151,7 @@ import torch
 torch.set_num_threads(1)
 assert torch.get_num_threads() == 1, "what is counted first here, torch does not ask OpenMP for again"
 import numba.np.ufunc.parallel
-from memory import AttentionSpec, HybridMemory, MemorySpec
+from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec
 HybridMemory(MemorySpec(((AttentionSpec(1, 1, 8),),), vocab_size=8), "1MiB")
 assert numba.np.ufunc.parallel._is_initialized and torch.get_num_threads() == 1, torch.get_num_threads()
 """
@@ -163,7 +164,7 @@ def test_every_kernel_is_kept_so_the_next_process_compiles_nothing() -> None:
     warm_up()
     code = (
         "import torch\n"
-        "from memory.kernels.cpu import warm_up\n"
+        "from hybridmem.memory.kernels.cpu import warm_up\n"
         "module = __import__('sys').modules['memory.kernels.cpu.warm_up']\n"
         "assert [n for n in module.NAMES if not module._has_run(n, torch.float32, 'skip')] == []\n"
         "print('done')"

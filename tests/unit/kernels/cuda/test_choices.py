@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from memory.kernels.cuda import choices
-from memory.kernels.cuda.choices import TUNABLES
+from hybridmem.memory.kernels.cuda import choices
+from hybridmem.memory.kernels.cuda.choices import TUNABLES
 
 DEVICE = torch.device("cuda", 0)
 SIZES, CHOICE = {"n_states": 16, "itemsize": 2}, {"channels": 64, "chunk": 32, "num_warps": 2}

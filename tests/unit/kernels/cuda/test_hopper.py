@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from memory.blocks.staging import Placed
-from memory.kernels import Erase, FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots, Tail
-from memory.quantization import Float8, Quantized, Storage
+from hybridmem.memory.blocks.staging import Placed
+from hybridmem.memory.kernels import Erase, FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots, Tail
+from hybridmem.memory.quantization import Float8, Quantized, Storage
 from tests.hopper import SHARED_BYTES, Recorder
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -30,7 +30,7 @@ MODULES = (
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
     for name in MODULES:
-        monkeypatch.setattr(importlib.import_module(f"memory.kernels.cuda.{name}"), "launch", recorder.launch)
+        monkeypatch.setattr(importlib.import_module(f"hybridmem.memory.kernels.cuda.{name}"), "launch", recorder.launch)
     yield recorder
     assert recorder.compiled, "nothing was compiled"
     assert all(kernel.shared_bytes <= SHARED_BYTES for kernel in recorder.compiled), recorder.compiled
@@ -44,7 +44,7 @@ def attend(
     dtype: torch.dtype, heads: tuple[int, int, int], n_queries: int, scoring: Scoring, storage: Storage | None = None
 ) -> None:
     """A request of so many queries after 2,000 rows, some of them folded."""
-    from memory.kernels import cuda
+    from hybridmem.memory.kernels import cuda
 
     n_heads, n_kv_heads, head_dim = heads
     n_rows = 2000 + n_queries
@@ -112,14 +112,14 @@ def test_attention_over_folded_rows(recorder: Recorder, storage: Storage) -> Non
 
 
 def test_choice_of_pages(recorder: Recorder) -> None:
-    from memory.kernels import cuda
+    from hybridmem.memory.kernels import cuda
 
     choice = PageChoice(zeros(500), np.array([0, 500]), 1, np.array([2]), np.array([0, 32]))
     cuda.choose_pages(zeros(1, 32, 128, dtype=BF16), zeros(64, dtype=BF16), zeros(64, dtype=BF16), choice, 8)
 
 
 def test_rows(recorder: Recorder) -> None:
-    from memory.kernels import cuda
+    from hybridmem.memory.kernels import cuda
 
     cuda.write_rows_(zeros(64, dtype=BF16), zeros(64), zeros(64, 128, dtype=BF16))
     cuda.read_rows(zeros(64, dtype=F32), zeros(2), (128, 4096), 0.0)
@@ -177,7 +177,7 @@ def test_matrix_states(
     has_tail: bool,
 ) -> None:
     """As Mamba-2 and Qwen3.5 have them. Steps of a token keep all in registers, but for what folds a tail."""
-    from memory.kernels import cuda
+    from hybridmem.memory.kernels import cuda
 
     (n_heads, n_groups, value_dim, key_dim), n = sizes, sum(lengths)
     state = slots(lengths, (n_heads, value_dim, key_dim), (dtype, dtype, F32) if has_tail else ())
@@ -202,8 +202,8 @@ def test_matrix_states(
 def test_the_largest_tiles_that_tuning_tries_fit(recorder: Recorder, kernel: str, choice: dict[str, int]) -> None:
     """What does not fit, it skips."""
     from benchmarks.gpu_tune import OPTIONS
-    from memory.kernels import cuda
-    from memory.kernels.cuda.choices import TUNABLES
+    from hybridmem.memory.kernels import cuda
+    from hybridmem.memory.kernels.cuda.choices import TUNABLES
 
     assert all(value in OPTIONS[kernel][name] for name, value in choice.items())
     with TUNABLES[kernel].instead(lambda *_: TUNABLES[kernel].checked(choice)):
@@ -219,7 +219,7 @@ def test_what_the_package_brings_fits_with_all_that_scores_may_have(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, has_bias: bool
 ) -> None:
     """Tile sizes were measured without windows, caps, sinks and biases; latent attention's are the largest."""
-    from memory.kernels.cuda import choices
+    from hybridmem.memory.kernels.cuda import choices
 
     monkeypatch.setattr(choices, "measured", lambda device: choices.read(choices.shipped_file("sm90"), "sm90"))
     everything = with_all(128)
@@ -228,7 +228,7 @@ def test_what_the_package_brings_fits_with_all_that_scores_may_have(
 
 def test_prompts_that_fade_by_column(recorder: Recorder) -> None:
     """RWKV-7's, and Kimi's delta rule."""
-    from memory.kernels import cuda
+    from hybridmem.memory.kernels import cuda
 
     row = zeros(4096, 40, 64, dtype=BF16)
     rings = (BF16, BF16, F32, BF16, BF16)
@@ -243,7 +243,7 @@ def test_prompts_that_fade_by_column(recorder: Recorder) -> None:
 
 def test_prompts_that_fade_by_head_with_a_vector_to_erase(recorder: Recorder) -> None:
     """No model has such yet. Triton 3.6 could not compile it."""
-    from memory.kernels import cuda
+    from hybridmem.memory.kernels import cuda
 
     row, decay = zeros(40, 2, 16, dtype=BF16), zeros(40, 2, dtype=F32)
     rings = (BF16, BF16, F32, BF16, BF16)
@@ -252,9 +252,9 @@ def test_prompts_that_fade_by_head_with_a_vector_to_erase(recorder: Recorder) ->
 
 def test_other_recurrences(recorder: Recorder) -> None:
     """Decode steps of 64 sequences; prompts through the convolution, and in chunks through Mamba-1."""
-    from memory.kernels import cuda
-    from memory.kernels.cuda.channel_states import SelectiveScan
-    from memory.kernels.cuda.choices import TUNABLES
+    from hybridmem.memory.kernels import cuda
+    from hybridmem.memory.kernels.cuda.channel_states import SelectiveScan
+    from hybridmem.memory.kernels.cuda.choices import TUNABLES
 
     one, n, n_channels = [1] * 64, 64, 5120
     row, weight = zeros(n, n_channels, dtype=BF16), zeros(4, n_channels, dtype=BF16)

@@ -1,4 +1,4 @@
-"""Options of pytest for `memory.testing`: `pytest --pyargs memory.testing --subject MODULE:FACTORY`.
+"""Options of pytest for `memory.testing`: `pytest --pyargs hybridmem.memory.testing --subject MODULE:FACTORY`.
 
 Every run of pytest imports this where the library is installed, so it imports nothing.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def pytest_addoption(parser: Any) -> None:
-    group = parser.getgroup("memory.testing")
+    group = parser.getgroup("hybridmem.memory.testing")
     group.addoption(
         "--subject", action="append", default=[], metavar="MODULE:FACTORY",
         help="makes an adapter whose memory is tested; may be repeated; unless given, all kinds of hybrid-memory",
