@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import hybridmem
 from hybridmem.chat.commands.cluster import cluster
 from hybridmem.chat.commands.inspect import inspect
 from hybridmem.chat.commands.plan import plan
@@ -42,6 +43,21 @@ Device = Annotated[str, typer.Option(help="where the model and its memory live, 
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16")]
 Weights = Annotated[str, typer.Option(help="int8, int8-row or int4 rounds weights to these, on the CPU; auto: --dtype")]
 Budget = Annotated[str, typer.Option(help="bytes that the memory may use at most, such as 512MiB")]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"hybridmem {hybridmem.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _read_common_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version, and exit")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()

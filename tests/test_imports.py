@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
 
+ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"fastapi", "matplotlib", "numba", "openai", "pandas", "transformers", "uvicorn"}
 MODELING = "transformers.modeling_utils"
 STARTS = {
@@ -61,3 +65,30 @@ def test_no_compiler_of_torch_is_imported_for_a_gguf_file(tmp_path: Path) -> Non
         (folder := tmp_path / name).mkdir()
         paths.append(str(write_gguf(write_checkpoint(folder, CONFIGS[name]()), folder / "model.gguf")))
     assert {"torch._dynamo", "triton"}.isdisjoint(imported_by(USES_GGUF, *paths))
+
+
+# In a folder with modules of the same names as our packages
+
+
+README_LINES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+FIRST_CELLS = [
+    next("".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code")
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+]
+
+
+def test_a_program_may_have_modules_called_memory_and_models(tmp_path: Path) -> None:
+    """They are found first, and nothing of the library is hidden by them."""
+    for name in ("memory.py", "models/__init__.py", "chat.py", "cluster/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("MINE = True\n")
+    programs = ["\n".join(README_LINES), *FIRST_CELLS]
+    assert len(FIRST_CELLS) >= 6 and "HybridMemory(" in programs[0]
+    code = "import memory, models, chat, cluster\nassert memory.MINE and models.MINE and chat.MINE and cluster.MINE\n"
+    for number, program in enumerate(programs):
+        (tmp_path / f"program{number}.py").write_text(program)
+        code += f"import runpy\nrunpy.run_path('program{number}.py')\n"
+    (tmp_path / "all.py").write_text(code)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"MPLBACKEND": "agg"}
+    done = subprocess.run([sys.executable, "all.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

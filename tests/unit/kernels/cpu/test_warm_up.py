@@ -165,7 +165,7 @@ def test_every_kernel_is_kept_so_the_next_process_compiles_nothing() -> None:
     code = (
         "import torch\n"
         "from hybridmem.memory.kernels.cpu import warm_up\n"
-        "module = __import__('sys').modules['memory.kernels.cpu.warm_up']\n"
+        "module = __import__('sys').modules['hybridmem.memory.kernels.cpu.warm_up']\n"
         "assert [n for n in module.NAMES if not module._has_run(n, torch.float32, 'skip')] == []\n"
         "print('done')"
     )
