@@ -7,8 +7,10 @@ middle of a step; columns of the books, to spoil one and see that `check()` find
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,12 +22,31 @@ from hybridmem.memory.blocks.arena import Arena
 from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.sequences.ledger import Ledger
-from hybridmem.memory.storage.checksums import digest_of
+from hybridmem.memory.storage import family_files
+from hybridmem.memory.storage.checksums import checksum_of
+from hybridmem.memory.storage.family_files import SavedFamily
+from hybridmem.memory.storage.files import BLOCKS, CHECKSUM
 
 
 def forged_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
-    """Return a file of a saved sequence that says anything, with a checksum that is right."""
-    return save(tensors, metadata | {"sha256": digest_of(tensors, metadata)})
+    """Return a file of a saved sequence, or of blocks, that says anything, with checksums that are right.
+
+    Members whose entries cannot be read keep the checksums that they have.
+    """
+    metadata = {name: text for name, text in metadata.items() if name != CHECKSUM}
+    if "members" not in metadata:
+        return save(tensors, metadata | {CHECKSUM: checksum_of(tensors, metadata)})
+    with suppress(KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError):
+        entries = json.loads(metadata["members"])
+        members = [family_files._read_entry(entry, 1 << 40) for entry in entries]
+        tokens = [tensors[f"tokens/{i}"].numpy() for i in range(1 + max(member.buffer for member in members))]
+        blocks = {name.removeprefix(BLOCKS): [own] for name, own in tensors.items() if name.startswith(BLOCKS)}
+        for entry, own in zip(
+            entries, family_files._checksums(SavedFamily("", {}, members, tokens, blocks)), strict=True
+        ):
+            entry[CHECKSUM] = own
+        metadata["members"] = json.dumps(entries)
+    return save(tensors, metadata | {CHECKSUM: checksum_of({}, metadata)})
 
 
 def store_of(memory: HybridMemory) -> Store:

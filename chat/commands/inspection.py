@@ -21,7 +21,7 @@ from hybridmem.chat.stored.database import FILE, PREFIXES
 from hybridmem.memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, RecurrentSpec
 from hybridmem.memory.storage.family_files import read_family
 from hybridmem.memory.storage.folders import CHECKPOINTS_FILE
-from hybridmem.memory.storage.reading import read_snapshot
+from hybridmem.memory.storage.reading import read_blocks
 from hybridmem.models.loading.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
 from hybridmem.models.loading.dry import DryCheckpoint, find_files
 from hybridmem.models.loading.folders import read_config
@@ -129,7 +129,7 @@ def _inspect_sequence(path: Path) -> Finding:
 
 def _signature_facts(about: dict[str, Any]) -> dict[str, Any]:
     """Return what a file says of the memory that wrote it, and of the weights."""
-    signature = dict(about.get("signature") or about.get("layout") or {})
+    signature = dict(about["signature"])
     if isinstance(layers := signature.get("layers"), list):
         signature["layers"] = len(layers)
     weights = {} if about.get("weights") is None else {"weights": str(about["weights"])}
@@ -138,7 +138,7 @@ def _signature_facts(about: dict[str, Any]) -> dict[str, Any]:
 
 def _inspect_prefixes(folder: Path) -> Finding:
     path = folder / CHECKPOINTS_FILE
-    _, about = read_snapshot(str(path))  # compares the checksum
+    _, about = read_blocks(str(path))  # compares the checksum
     try:
         tree = prefixes_in(folder, about)
         facts = {
@@ -156,7 +156,7 @@ def _inspect_sessions(folder: Path) -> Finding:
     """Inspect the sessions of a server, with the checkpoints that are saved beside them."""
     beside, parts, about = folder / PREFIXES, tuple[Finding, ...](), None
     if (beside / CHECKPOINTS_FILE).exists():
-        parts, (_, about) = (_inspect_prefixes(beside),), read_snapshot(str(beside / CHECKPOINTS_FILE))
+        parts, (_, about) = (_inspect_prefixes(beside),), read_blocks(str(beside / CHECKPOINTS_FILE))
     found = read_sessions(folder, about)
     return Finding(
         "server's sessions", str(folder), not found.faults, found.facts, found.by_kind, tree=found.tree, parts=parts

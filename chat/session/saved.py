@@ -25,7 +25,7 @@ from hybridmem.memory import CapacityError, FormatError, HybridMemory, Sequence,
 from hybridmem.memory.storage.files import read_path
 from hybridmem.memory.storage.local_files import remove_abandoned, written_whole
 
-_FORMAT, _VERSION = "hybrid-memory chat", 2
+_FORMAT, _VERSION = "hybridmem chat", 1
 SESSION_FILE = "session.json"
 _MEMORY_FILE = re.compile(r"memory-[0-9a-f]{32}\.safetensors")
 
@@ -114,8 +114,8 @@ def read_sessions(folder: Path, memory: HybridMemory) -> tuple[list[SavedSession
     path = folder / SESSION_FILE
     about = read_about(path)
     try:
-        sessions = [_read_one(path, own, memory.spec.vocab_size) for own in (about, *about.get("branches", ()))]
-        name, first = about["memory"], about.get("first", 0)
+        sessions = [_read_one(path, own, memory.spec.vocab_size) for own in (about, *about["branches"])]
+        name, first = about["memory"], about["first"]
         if not (name is None or (_MEMORY_FILE.fullmatch(name) and index(first) in range(len(sessions)))):
             raise ValueError(f"memory {name!r} of session {first!r}")
     except FormatError:
@@ -165,10 +165,10 @@ def read_about(path: Path) -> dict[str, Any]:
         raise FormatError(f"{path} cannot be read ({error}); give the folder of a saved session") from error
     if not isinstance(about, dict) or about.get("format") != _FORMAT:
         raise FormatError(f"{path} holds no saved session; give a folder that ChatSession.save wrote")
-    if about.get("version") not in (1, _VERSION):
+    if about.get("version") != _VERSION:
         raise FormatError(
-            f"{path} has format version {about.get('version')!r}, this library reads 1 and {_VERSION}; use the one "
-            "that wrote it"
+            f"{path} has format version {about.get('version')!r}, this library reads {_VERSION}; use the one that "
+            "wrote it"
         )
     if about.pop("sha256", None) != _digest(about):
         raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the session again")

@@ -10,17 +10,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load
+
 from fuzzing.mutation import damage_bytes, damage_json
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import load_tokenizer
 from hybridmem.chat.session import ChatSession
-from hybridmem.memory import FormatError, HybridMemory, Sequence
+from hybridmem.memory import HybridMemory, Sequence
 from hybridmem.memory.errors import CapacityError
 from hybridmem.memory.prefix import PrefixCache
-from hybridmem.memory.storage.checksums import digest_of
-from hybridmem.memory.storage.reading import read_content
 from hybridmem.models import load_model
 from tests.data.sequences import write
+from tests.inside import forged_file
 
 _FIXTURES = Path(write.__file__).parent
 
@@ -38,22 +40,16 @@ def join_file(header: dict[str, Any], tensors: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + tensors
 
 
-def sign(data: bytes, folder: Path, *, covers_tensors: bool) -> bytes:
-    """Return a file with the checksum that its content should have, or as it is where it cannot be read at all."""
-    path = folder / "unsigned"
-    path.write_bytes(data)
+def sign(data: bytes) -> bytes:
+    """Return a file with the checksums that its content should have, or as it is where it cannot be read at all."""
     try:
-        content = read_content(str(path))
-        metadata = {name: text for name, text in content.metadata.items() if name != "sha256"}
-        digest = digest_of(content.tensors if covers_tensors else {}, metadata)
-        header, rest = split_file(data)
-        header["__metadata__"]["sha256"] = digest
-        return join_file(header, rest)
-    except (FormatError, TypeError, ValueError):
+        header, _ = split_file(data)
+        return forged_file(load(data), dict(header["__metadata__"]))
+    except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return data
 
 
-def damage_file(data: bytes, random: Random, folder: Path, *, covers_tensors: bool = True) -> bytes:
+def damage_file(data: bytes, random: Random) -> bytes:
     """Damage a file's bytes, or its header or tensors with a checksum that is right again."""
     kind = random.random()
     if kind < 0.2:
@@ -65,7 +61,7 @@ def damage_file(data: bytes, random: Random, folder: Path, *, covers_tensors: bo
     else:
         tensors = damage_bytes(tensors, random)
     try:
-        return sign(join_file(header, tensors), folder, covers_tensors=covers_tensors)
+        return sign(join_file(header, tensors))
     except (UnicodeEncodeError, RecursionError):
         return damage_bytes(data, random)
 
@@ -82,7 +78,7 @@ def use(memory: HybridMemory, sequence: Sequence, feed: Callable[[HybridMemory, 
 
 
 class SavedSequence:
-    """Loads files of `memory.save`, of all versions, into a memory of their kind."""
+    """Loads files of `memory.save` into a memory of their kind."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._folder = folder / "saved.safetensors", folder
@@ -91,11 +87,8 @@ class SavedSequence:
 
     def draw(self, random: Random) -> bytes:
         path = random.choice(self._files)
-        name = {"rolled_back": "storage", "family": "keep"}.get(path.stem, path.stem)
-        covers_tensors = path.stem != "family"  # there, each member has a checksum of its own
-        return f"{name}\n".encode() + damage_file(
-            path.read_bytes(), random, self._folder, covers_tensors=covers_tensors
-        )
+        name = "keep" if path.stem == "family" else path.stem
+        return f"{name}\n".encode() + damage_file(path.read_bytes(), random)
 
     def _memory(self, name: str) -> HybridMemory:
         if name not in self._memories:
@@ -136,7 +129,7 @@ class SavedFamily:
         self._memory = HybridMemory(spec, **write.OPTIONS, **options, poison=True)
 
     def draw(self, random: Random) -> bytes:
-        return damage_file(self._seed, random, self._folder, covers_tensors=False)
+        return damage_file(self._seed, random)
 
     def read(self, data: bytes) -> None:
         self._path.write_bytes(data)
@@ -177,7 +170,7 @@ class SavedPrefixes:
 
     def draw(self, random: Random) -> bytes:
         name = random.choice(sorted(self._seeds))
-        return f"{name}\n".encode() + damage_file(self._seeds[name], random, self._folder)
+        return f"{name}\n".encode() + damage_file(self._seeds[name], random)
 
     def read(self, data: bytes) -> None:
         name, _, content = data.partition(b"\n")
@@ -225,7 +218,7 @@ class SavedChat:
                 about["sha256"] = sha256(text.encode()).hexdigest()
             content = json.dumps(about).encode()
         else:
-            content = damage_file(data, random, self._folder, covers_tensors=False)
+            content = damage_file(data, random)
         return f"{name}\n".encode() + content
 
     def read(self, data: bytes) -> None:

@@ -23,19 +23,11 @@ from hybridmem.memory.layer_memories import Held, LayerMemories
 from hybridmem.memory.sequences.folding import TailRules
 from hybridmem.memory.sequences.locking import locked
 from hybridmem.memory.specs import MemorySpec
-from hybridmem.memory.storage.family_files import (
-    Member,
-    MemberKind,
-    SavedFamily,
-    family_in,
-    family_of_one,
-    is_family,
-    write_family,
-)
-from hybridmem.memory.storage.files import read_path, write_snapshot
+from hybridmem.memory.storage.family_files import Member, MemberKind, SavedFamily, family_in, write_family
+from hybridmem.memory.storage.files import SEQUENCES_FORMAT, read_path
 from hybridmem.memory.storage.names import names_in_files
-from hybridmem.memory.storage.reading import read_content, snapshot_in
-from hybridmem.memory.storage.signature import check_signature, check_weights, fitted, signature_of
+from hybridmem.memory.storage.reading import read_content
+from hybridmem.memory.storage.signature import check_signature, check_weights, signature_of
 from hybridmem.memory.storage.swapping import Swapping
 
 Checkpoints: TypeAlias = bool | Iterable[Sequence]
@@ -89,13 +81,10 @@ class Archive:
         That function may run in any thread, while the memory goes on. Raises as `HybridMemory.save`; so does the
         function. Cost: a copy of the bytes.
         """
-        ledger, spec = self._coordinator.ledger, self._coordinator.spec
-        ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        names = names_in_files(self._coordinator.layers)
-        snapshot = names.renamed(self._swapping.snapshot(sequence.slot))
-        about = self._about(spec) | ledger.record(sequence.slot)
-        about["tokens"] = np.array(about["tokens"], np.int64)  # a copy: the memory may go on meanwhile
-        return lambda path: write_snapshot(read_path("path", path, _PATH), snapshot, about)
+        self._coordinator.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        saved = self._gather([("sequence", "", sequence)])
+        saved = replace(saved, tokens=[tokens.copy() for tokens in saved.tokens])  # the memory may go on meanwhile
+        return lambda path: write_family(replace(saved, path=read_path("path", path, _PATH)))
 
     def read(self, path: object) -> SavedFamily:
         """Read the sequence of a file, without its checkpoints and forks, for `open`. Any thread may do so.
@@ -121,19 +110,16 @@ class Archive:
     @locked
     def save(self, sequence: Sequence, path: object, checkpoints: Checkpoints, forks: Forks) -> None:
         """See `HybridMemory.save`."""
-        ledger, spec = self._coordinator.ledger, self._coordinator.spec
-        ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        about = self._about(spec)
-        names = names_in_files(self._coordinator.layers)
-        if checkpoints is False and not forks:
-            snapshot = self._swapping.snapshot(sequence.slot)
-            place = read_path("path", path, _PATH)
-            write_snapshot(place, names.renamed(snapshot), about | ledger.record(sequence.slot))
-            return
+        self._coordinator.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         chosen = self._choose(sequence, checkpoints, forks)
         place = read_path("path", path, _PATH)
+        write_family(replace(self._gather(chosen), path=place))
+
+    def _gather(self, chosen: list[tuple[MemberKind, str, Sequence]]) -> SavedFamily:
+        """Copy sequences out of the memory, by the names of files."""
         saved = _Gathering(self._coordinator, self._swapping, chosen).saved
-        write_family(replace(saved.renamed(names), path=place, about=about))
+        saved = saved.renamed(names_in_files(self._coordinator.layers))
+        return replace(saved, about=self._about(self._coordinator.spec))
 
     def _choose(
         self, sequence: Sequence, checkpoints: Checkpoints, forks: Forks
@@ -194,13 +180,7 @@ class Archive:
         """Read a file, by the memory's own names; warn of members that are left out. Raises FormatError."""
         place = read_path("path", path, "the path of a saved sequence", FormatError)
         spec, layers = self._coordinator.spec, self._coordinator.layers
-        content = read_content(place)
-        if not is_family(content.metadata):
-            snapshot, about = snapshot_in(content)
-            snapshot = fitted(place, snapshot, about, spec, self._page_tokens, self._rules, layers)
-            check_weights(place, about, spec)
-            return family_of_one(place, snapshot, about)
-        saved = family_in(content, only_first=only_first)
+        saved = family_in(read_content(place, SEQUENCES_FORMAT), only_first=only_first)
         check_signature(place, saved.about, spec, self._page_tokens, self._rules)
         check_weights(place, saved.about, spec)
         if saved.damaged:

@@ -1,7 +1,8 @@
-"""Writes several sequences and checkpoints to one safetensors file, and reads it; what they share is in it once.
+"""Writes a sequence, with checkpoints and forks of it, to one safetensors file, and reads it; what they share is in it
+once.
 
     tensors    tokens/N (n,) int64, the tokens of one buffer; blocks/NAME OF A POOL (n, block_bytes) uint8
-    metadata   format, version, about (the signature of the memory), members, sha256 over all of this
+    metadata   format, version, about (the signature of the memory), members, checksum over all of this
 
 Each member is a sequence or a checkpoint: its length, its record, and which blocks of each pool it refers to. Tokens
 and blocks that no member before it has are its own. A checksum over these is in its entry, so damage costs the members
@@ -21,11 +22,11 @@ from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import EMPTY, Int64s, ranges
 from hybridmem.memory.errors import FormatError
-from hybridmem.memory.layer_memories import Held, Snapshot
-from hybridmem.memory.storage.checksums import VERSION, RangesDigest, digest_of
-from hybridmem.memory.storage.files import BLOCKS, FORMAT, require_bytes, write_tensors
+from hybridmem.memory.layer_memories import Held
+from hybridmem.memory.storage.checksums import RangesChecksum, checksum_of
+from hybridmem.memory.storage.files import BLOCKS, CHECKSUM, SEQUENCES_FORMAT, VERSION, require_bytes, write_tensors
 from hybridmem.memory.storage.names import Names
-from hybridmem.memory.storage.reading import Content, read_content, snapshot_in
+from hybridmem.memory.storage.reading import Content, read_content
 
 MemberKind = Literal["sequence", "checkpoint", "fork"]
 _TOKENS = "tokens/"
@@ -102,26 +103,19 @@ def write_family(saved: SavedFamily) -> None:
     require_bytes(piece for pieces in saved.blocks.values() for piece in pieces)
     tensors = {BLOCKS + pool: pieces for pool, pieces in saved.blocks.items()}
     tensors |= {f"{_TOKENS}{i}": [torch.from_numpy(tokens)] for i, tokens in enumerate(saved.tokens)}
-    digests = _digests(saved, VERSION)
-    entries = [_entry(member) | {"sha256": digest} for member, digest in zip(saved.members, digests, strict=True)]
+    entries = [_entry(member) | {CHECKSUM: own} for member, own in zip(saved.members, _checksums(saved), strict=True)]
     metadata = {
-        "format": FORMAT,
-        "version": str(VERSION),
+        "format": SEQUENCES_FORMAT,
+        "version": VERSION,
         "about": json.dumps(saved.about, sort_keys=True),
         "members": json.dumps(entries, sort_keys=True),
     }
-    write_tensors(saved.path, tensors, metadata, lambda: digest_of({}, metadata))
+    write_tensors(saved.path, tensors, metadata, lambda: checksum_of({}, metadata))
 
 
 def read_family(path: str) -> SavedFamily:
-    """Read a file of any version. Raises FormatError, also if its header or its first member is damaged."""
-    content = read_content(path)
-    return family_in(content) if is_family(content.metadata) else family_of_one(path, *snapshot_in(content))
-
-
-def is_family(metadata: dict[str, str]) -> bool:
-    """True if a file with this metadata is one of `write_family`."""
-    return "members" in metadata
+    """Read a file. Raises FormatError, also if its header or its first member is damaged."""
+    return family_in(read_content(path, SEQUENCES_FORMAT))
 
 
 def family_in(content: Content, *, only_first: bool = False) -> SavedFamily:
@@ -130,7 +124,7 @@ def family_in(content: Content, *, only_first: bool = False) -> SavedFamily:
     Args:
         only_first: leave all members but the first out.
     """
-    content.check_digest(covers_tensors=False)
+    content.check(covers_tensors=False)
     path, tensors, metadata = content.path, content.tensors, content.metadata
     try:
         about = {**json.loads(metadata["about"]), "version": int(metadata["version"])}
@@ -141,9 +135,7 @@ def family_in(content: Content, *, only_first: bool = False) -> SavedFamily:
         blocks = {name.removeprefix(BLOCKS): [own] for name, own in tensors.items() if name.startswith(BLOCKS)}
         saved = SavedFamily(path, about, members, tokens, blocks)
         _check(saved)
-        right = [
-            digest == entry["sha256"] for digest, entry in zip(_digests(saved, about["version"]), entries, strict=True)
-        ]
+        right = [own == entry[CHECKSUM] for own, entry in zip(_checksums(saved), entries, strict=True)]
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         raise FormatError(f"{path} holds what memory.save never writes ({error!r}); save the sequence again") from error
     whole = [all(right[i] for i in needed) for needed in _needed(saved)]
@@ -154,18 +146,6 @@ def family_in(content: Content, *, only_first: bool = False) -> SavedFamily:
     lengths = [max((m.length for m in members if m.buffer == i), default=0) for i in range(len(tokens))]
     tokens = [own[:length] for own, length in zip(tokens, lengths, strict=True)]
     return replace(saved, members=members, tokens=tokens, damaged=left_out)
-
-
-def family_of_one(path: str, snapshot: Snapshot, about: dict[str, Any]) -> SavedFamily:
-    """Return what a file of `write_snapshot` holds, in the same form. Raises FormatError."""
-    try:
-        tokens = np.asarray(about["tokens"], np.int64).ravel()
-        drops = tuple((int(position), i) for i, position in enumerate(about["seams"], 1))
-        numbers = {pool: np.arange(len(blocks)) for pool, blocks in snapshot.blocks.items()}
-        member = Member("sequence", "", 0, 0, len(tokens), int(about["peak"]), drops, Held(snapshot.records, numbers))
-    except (KeyError, ValueError, TypeError, OverflowError) as error:
-        raise FormatError(f"{path} contradicts itself ({error}); save the sequence again") from error
-    return SavedFamily(path, about, [member], [tokens], {pool: [blocks] for pool, blocks in snapshot.blocks.items()})
 
 
 # Entries of members, as JSON
@@ -236,9 +216,9 @@ def _ends(saved: SavedFamily) -> dict[str, Int64s]:
     return {name: np.maximum.accumulate(own) for name, own in ends.items()}
 
 
-def _digests(saved: SavedFamily, version: int) -> list[str]:
+def _checksums(saved: SavedFamily) -> list[str]:
     """Return the checksum of each member's own tokens and blocks, as hexadecimal text."""
-    digests = [RangesDigest(version) for _ in saved.members]
+    digests = [RangesChecksum() for _ in saved.members]
     pieces = {BLOCKS + pool: of for pool, of in saved.blocks.items()}
     pieces |= {f"{_TOKENS}{i}": [torch.from_numpy(tokens)] for i, tokens in enumerate(saved.tokens)}
     for name, ends in sorted(_ends(saved).items()):

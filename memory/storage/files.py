@@ -1,9 +1,11 @@
-"""Writes a sequence to a safetensors file: a tensor of blocks for each pool, and JSON in the header.
+"""Writes safetensors files of two formats, both of version 1: saved sequences, and blocks alone.
 
-    tensors    tokens (n,) int64; blocks/NAME OF A POOL (n, block_bytes) uint8
-    metadata   format, version, records, about (the sequence, and the signature of its memory), sha256 over all of it
+    tensors    blocks/NAME OF A POOL (n, block_bytes) uint8; tokens (n,) int64, or those of several sequences
+    metadata   format, version, about (JSON), checksum of all else; of saved sequences also members
 
-`memory.storage.reading` reads it. Files of several sequences are those of `memory.storage.family_files`.
+Saved sequences are those of `memory.storage.family_files`. Blocks alone are what is swapped out and what a prefix cache
+keeps in a folder, whose list is a file of this format without blocks. `memory.storage.reading` reads both.
+
 The bytes of blocks are those of the arena, so a loaded sequence continues bit for bit as the saved one would; a memory
 of another signature refuses them. Equal sequences make equal files. So the header is written here, with its names
 sorted: safetensors' own writer puts metadata in an order that changes from call to call. Paths are those of fsspec: a
@@ -26,13 +28,14 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.errors import FormatError, SpecError
-from hybridmem.memory.layer_memories import Snapshot
-from hybridmem.memory.storage.checksums import PIECE_BYTES, VERSION, bytes_of, digest_of
+from hybridmem.memory.storage.checksums import PIECE_BYTES, bytes_of, checksum_of
 from hybridmem.memory.storage.local_files import begin_flush, reserve_space, written_whole
 
-FORMAT = "hybrid-memory sequence"
+VERSION = "1"
+SEQUENCES_FORMAT, BLOCKS_FORMAT = "hybridmem sequences", "hybridmem blocks"
 BLOCKS = "blocks/"
-_ANY_DIGEST = "0" * 64
+CHECKSUM = "checksum"
+_ANY_CHECKSUM = "0" * 32
 DTYPES = {torch.int64: "I64", torch.uint8: "U8"}
 
 
@@ -43,22 +46,20 @@ def read_path(option: str, path: Any, wanted: str, error: type[SpecError | Forma
     return os.fsdecode(path)
 
 
-def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any], *, is_lasting: bool = True) -> None:
-    """Write the file of one sequence, as `write_tensors` does.
+def write_blocks(path: str, blocks: Mapping[str, Tensor], about: dict[str, Any], *, is_lasting: bool = True) -> None:
+    """Write a file of blocks, as `write_tensors` does.
 
     Args:
-        about: facts on the sequence as JSON values; `tokens` may be an array.
+        blocks: pool -> (n, block_bytes).
+        about: facts on them as JSON values; `tokens` may be an array.
     """
     about = dict(about)
-    tensors = {BLOCKS + name: blocks for name, blocks in snapshot.blocks.items()}
+    require_bytes(blocks.values())
+    tensors = {BLOCKS + name: own for name, own in blocks.items()}
     tensors["tokens"] = torch.from_numpy(np.asarray(about.pop("tokens", ()), np.int64))
-    texts = {
-        name: json.dumps(value, sort_keys=True) for name, value in (("records", snapshot.records), ("about", about))
-    }
-    metadata = {"format": FORMAT, "version": str(VERSION), **texts}
-    require_bytes(snapshot.blocks.values())
+    metadata = {"format": BLOCKS_FORMAT, "version": VERSION, "about": json.dumps(about, sort_keys=True)}
     pieces = {name: [tensor] for name, tensor in tensors.items()}
-    write_tensors(path, pieces, metadata, lambda: digest_of(tensors, metadata), is_lasting=is_lasting)
+    write_tensors(path, pieces, metadata, lambda: checksum_of(tensors, metadata), is_lasting=is_lasting)
 
 
 def require_bytes(tensors: Iterable[Tensor]) -> None:
@@ -81,7 +82,7 @@ def write_tensors(
 
     Args:
         tensors: name -> the tensor in pieces, which are joined along the first axis.
-        checksum: returns the checksum of all of it, a SHA-256 as hexadecimal text, for the metadata. The header of a
+        checksum: returns the checksum of all of it, as hexadecimal text, for the metadata. The header of a
             local file is written last, so the checksum is computed while the disk is busy with the tensors.
         is_lasting: wait until a local file has reached the disk; False for one that is worth nothing after a crash.
     Raises:
@@ -91,14 +92,14 @@ def write_tensors(
 
     fs, place = url_to_fs(path)
     if not is_local(path):
-        parts: list[bytes | memoryview] = [_header(tensors, metadata | {"sha256": checksum()}), *_contents(tensors)]
+        parts: list[bytes | memoryview] = [_header(tensors, metadata | {CHECKSUM: checksum()}), *_contents(tensors)]
         with as_os_errors(path):
             fs.pipe_file(place, b"".join(parts))
         return
     _check_place(path, place)
     n_bytes = sum(piece.nbytes for pieces in tensors.values() for piece in pieces)
     with written_whole(Path(place), is_lasting=is_lasting) as file:
-        n_header = len(_header(tensors, metadata | {"sha256": _ANY_DIGEST}))
+        n_header = len(_header(tensors, metadata | {CHECKSUM: _ANY_CHECKSUM}))
         reserve_space(file, n_header + n_bytes)
         at = file.seek(n_header)
         for piece in _pieces(_contents(tensors)):
@@ -107,7 +108,7 @@ def write_tensors(
                 begin_flush(file, at, len(piece))
             at += len(piece)
         file.seek(0)
-        file.write(_header(tensors, metadata | {"sha256": checksum()}))
+        file.write(_header(tensors, metadata | {CHECKSUM: checksum()}))
 
 
 def _check_place(path: str, place: str) -> None:

@@ -17,8 +17,7 @@ from hybridmem.memory.blocks.arrays import EMPTY, Bools, Int64s
 from hybridmem.memory.coordinator import Coordinator
 from hybridmem.memory.errors import FormatError
 from hybridmem.memory.interface import Sequence
-from hybridmem.memory.layer_memories import Snapshot
-from hybridmem.memory.storage.files import join_path, list_names, write_snapshot
+from hybridmem.memory.storage.files import join_path, list_names, write_blocks
 from hybridmem.memory.storage.names import names_in_files
 from hybridmem.memory.storage.parcels import Places, count_bytes
 from hybridmem.memory.storage.swapping import Swapping
@@ -171,14 +170,14 @@ class FolderWriting:
         """Write blocks to a file, unless it is there; return its name, None for no blocks."""
         if not blocks:
             return None
-        snapshot = self._names_in_files.renamed(Snapshot({}, blocks))
+        blocks = self._names_in_files.of_pools(blocks)
         digest = hashlib.sha256()
-        for pool, own in sorted(snapshot.blocks.items()):
+        for pool, own in sorted(blocks.items()):
             digest.update(f"{pool} {tuple(own.shape)} ".encode())
             digest.update(own.contiguous().numpy().data if not own.is_meta else b"")
         name = f"blocks-{digest.hexdigest()}.safetensors"
         if name not in self._there:
-            write_snapshot(join_path(self._place, name), snapshot, {})
+            write_blocks(join_path(self._place, name), blocks, {})
         return name
 
 

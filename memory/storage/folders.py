@@ -23,21 +23,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import EMPTY, Int64s
 from hybridmem.memory.blocks.holdings import Record
 from hybridmem.memory.coordinator import Coordinator
 from hybridmem.memory.errors import FormatError
 from hybridmem.memory.interface import Sequence
-from hybridmem.memory.layer_memories import Snapshot
 from hybridmem.memory.sequences.folding import TailRules
-from hybridmem.memory.storage.files import is_local, join_path, make_folder, read_path, write_snapshot
+from hybridmem.memory.storage.files import is_local, join_path, make_folder, read_path, write_blocks
 from hybridmem.memory.storage.folder_writing import BlocksFile, Entry, FolderWriting
 from hybridmem.memory.storage.local_files import alone_in, hold_folder, remove_abandoned
 from hybridmem.memory.storage.names import Names, names_in_files
 from hybridmem.memory.storage.parcels import Kept, Places
-from hybridmem.memory.storage.reading import read_snapshot
-from hybridmem.memory.storage.signature import check_weights, fitted, signature_of
+from hybridmem.memory.storage.reading import read_blocks
+from hybridmem.memory.storage.signature import check_signature, check_weights, signature_of
 from hybridmem.memory.storage.swapping import Swapping
 
 CHECKPOINTS_FILE = "checkpoints.safetensors"
@@ -89,7 +89,7 @@ class Folders:
                 "entries": writing.entries,
                 "tokens": np.concatenate([EMPTY, *writing.tokens]),
             }
-            write_snapshot(join_path(place, CHECKPOINTS_FILE), Snapshot({}, {}), about)
+            write_blocks(join_path(place, CHECKPOINTS_FILE), {}, about)
             with lock:
                 needed = writing.names | self._memory.swapped.other_files
             self._clean(place, needed)
@@ -133,8 +133,8 @@ class Folders:
         path = join_path(place, CHECKPOINTS_FILE)
         if is_local(place) and place not in self._folders and Path(place).is_dir():
             self._folders[place] = hold_folder(place)  # from now on: its blocks are read later
-        snapshot, about = read_snapshot(path)
-        fitted(path, snapshot, about, self._memory.spec, self._page_tokens, self._rules, self._memory.layers)
+        _, about = read_blocks(path)
+        check_signature(path, about, self._memory.spec, self._page_tokens, self._rules)
         check_weights(path, about, self._memory.spec)
         try:
             with self._memory.lock:
@@ -147,10 +147,10 @@ class Folders:
             raise FormatError(f"{path} contradicts itself ({error}); save the checkpoints again") from error
 
 
-def _renamed(names: Names, sizes: dict[str, int], snapshot: Snapshot) -> Snapshot:
+def _renamed(names: Names, sizes: dict[str, int], blocks: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the blocks of a file under this memory's names. Raises FormatError if they are not of its sizes."""
-    found = names.renamed(snapshot)
-    for pool, own in found.blocks.items():
+    found = names.of_pools(blocks)
+    for pool, own in found.items():
         if own.dtype != torch.uint8 or own.dim() != 2 or own.shape[1] != sizes.get(pool):
             raise FormatError(
                 f"a file of saved checkpoints has blocks of {pool} of shape {tuple(own.shape)} in {own.dtype}, not "

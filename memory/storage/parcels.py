@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import EMPTY, Bools, Int64s
 from hybridmem.memory.blocks.holdings import Record
-from hybridmem.memory.layer_memories import Snapshot
 
 Blocks = dict[str, Tensor]
 """Pool -> (n, block_bytes) uint8."""
@@ -44,7 +43,7 @@ class Parcel:
     n_bytes: int
     path: str | None = None
     is_own: bool = True
-    rename: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot
+    rename: Callable[[Blocks], Blocks] = lambda blocks: blocks
     n_holders: int = 0
     arriving: Future[Blocks] | None = None
 

@@ -1,4 +1,4 @@
-"""Reads the safetensors files of saved sequences, of all versions, and checks that every byte is as it was written.
+"""Reads the safetensors files of `memory.storage.files`, and checks that every byte is as it was written.
 
 A local file is read in pieces into the memory where its tensors lie; the checksum of each is computed right then, while
 it is in the processor's cache.
@@ -21,9 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridmem.memory.errors import FormatError
-from hybridmem.memory.layer_memories import Snapshot
-from hybridmem.memory.storage.checksums import PIECE_BYTES, READ_VERSIONS, digest_of, has_sums, in_threads, sums_of
-from hybridmem.memory.storage.files import BLOCKS, DTYPES, FORMAT, as_os_errors, local_place
+from hybridmem.memory.storage.checksums import PIECE_BYTES, checksum_of, checksum_of_piece, in_threads
+from hybridmem.memory.storage.files import (
+    BLOCKS,
+    BLOCKS_FORMAT,
+    CHECKSUM,
+    DTYPES,
+    SEQUENCES_FORMAT,
+    VERSION,
+    as_os_errors,
+    local_place,
+)
 
 _BEGINNING_BYTES = 1 << 16
 """What is read first: the headers of most files are shorter."""
@@ -44,51 +52,42 @@ class Content:
     metadata: dict[str, str]
     checksums: Mapping[str, bytes] = field(default_factory=dict)
 
-    def check_digest(self, *, covers_tensors: bool = True) -> None:
+    def check(self, *, covers_tensors: bool = True) -> None:
         """Raise FormatError unless the checksum in the metadata is that of all else in them, and of the tensors."""
-        others = {name: text for name, text in self.metadata.items() if name != "sha256"}
+        others = {name: text for name, text in self.metadata.items() if name != CHECKSUM}
         try:
-            digest = digest_of(self.tensors if covers_tensors else {}, others, self.checksums)
+            found = checksum_of(self.tensors if covers_tensors else {}, others, self.checksums)
         except TypeError as error:  # of a dtype that numpy lacks
             raise _never_written(self.path, error) from error
-        if digest != self.metadata.get("sha256"):
+        if found != self.metadata.get(CHECKSUM):
             raise FormatError(
                 f"{self.path} is damaged: its checksum is not that of its content; save the sequence again"
             )
 
 
-def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
-    """Read a file of `write_snapshot`: its snapshot, and `about` with `tokens` as an array and the file's `version`.
+def read_blocks(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a file of `write_blocks`: its blocks, and `about` with `tokens` as an array and the file's `version`.
 
     Raises FormatError unless every byte is as it was written.
     """
-    return snapshot_in(read_content(path))
-
-
-def snapshot_in(content: Content) -> tuple[Snapshot, dict[str, Any]]:
-    """Return what `read_snapshot` does, of what `read_content` has read."""
-    content.check_digest()
-    path, metadata = content.path, content.metadata
+    content = read_content(path, BLOCKS_FORMAT)
+    content.check()
     try:
-        records = json.loads(metadata["records"])
-        if not isinstance(records, dict):
-            raise TypeError(f"records that are a {type(records).__name__}")
-        about = json.loads(metadata["about"])
+        about = json.loads(content.metadata["about"])
         tokens = content.tensors["tokens"].numpy()
-        about = {**about, "tokens": tokens, "version": int(metadata["version"])}
+        about = {**about, "tokens": tokens, "version": int(content.metadata["version"])}
     except (KeyError, ValueError) as error:
-        raise FormatError(f"{path} lacks {error}, which memory.save always writes; save the sequence again") from error
+        raise FormatError(f"{path} lacks {error}, which is always written; save it again") from error
     except (TypeError, RecursionError) as error:
         raise _never_written(path, error) from error
-    blocks = {name.removeprefix(BLOCKS): own for name, own in content.tensors.items() if name.startswith(BLOCKS)}
-    return Snapshot(records, blocks), about
+    return {name.removeprefix(BLOCKS): own for name, own in content.tensors.items() if name.startswith(BLOCKS)}, about
 
 
-def read_content(path: str) -> Content:
-    """Read a file of any version. Compares no checksum. Raises FormatError."""
+def read_content(path: str, format: str) -> Content:
+    """Read a file of one of the two formats. Compares no checksum. Raises FormatError."""
     try:
         place = local_place(path)
-        return _read_from_store(path) if place is None else _read_locally(path, Path(place))
+        return _read_from_store(path, format) if place is None else _read_locally(path, Path(place), format)
     except IsADirectoryError as error:
         raise FormatError(f"{path} is a folder; give the path of a saved sequence, a file") from error
     except FormatError:
@@ -99,17 +98,17 @@ def read_content(path: str) -> Content:
         ) from error
 
 
-def _read_from_store(path: str) -> Content:
+def _read_from_store(path: str, format: str) -> Content:
     from fsspec.core import url_to_fs
 
     fs, place = url_to_fs(path)
     with as_os_errors(path):
         data = np.frombuffer(bytearray(fs.cat_file(place)), np.uint8)
-    header = _Header.of(path, data)
+    header = _Header.of(path, data, format)
     return Content(path, header.tensors_in(data[header.n_bytes :]), header.metadata)
 
 
-def _read_locally(path: str, place: Path) -> Content:
+def _read_locally(path: str, place: Path, format: str) -> Content:
     """Read into memory of its own: a mapped file would end the process where its disk fails. Raises OSError."""
     with place.open("rb", buffering=0) as file:
         n_bytes = os.fstat(file.fileno()).st_size
@@ -118,13 +117,13 @@ def _read_locally(path: str, place: Path) -> Content:
         if (end := 8 + _header_bytes(beginning)) > len(beginning) and end <= n_bytes:
             beginning = np.empty(end, np.uint8)
             _fill(file.fileno(), beginning, 0)
-        header = _Header.of(path, beginning)
+        header = _Header.of(path, beginning, format)
         data = np.empty(n_bytes - header.n_bytes, np.uint8)
 
         def read(piece: tuple[str, int, int]) -> bytes:
             _, begin, end = piece
             _fill(file.fileno(), data[begin:end], header.n_bytes + begin)
-            return sums_of(data[begin:end].data) if header.has_sums else b""
+            return checksum_of_piece(data[begin:end].data)
 
         pieces = [
             (name, first, min(first + PIECE_BYTES, end))
@@ -133,9 +132,8 @@ def _read_locally(path: str, place: Path) -> Content:
         ]
         found = in_threads(read, pieces)
     checksums = dict[str, bytes]()
-    if header.has_sums:
-        for (name, _, _), own in zip(pieces, found, strict=True):
-            checksums[name] = checksums.get(name, b"") + own
+    for (name, _, _), own in zip(pieces, found, strict=True):
+        checksums[name] = checksums.get(name, b"") + own
     return Content(path, header.tensors_in(data), header.metadata, checksums)
 
 
@@ -178,7 +176,7 @@ class _Header:
     metadata: dict[str, str]
 
     @staticmethod
-    def of(path: str, data: NDArray[np.uint8]) -> _Header:
+    def of(path: str, data: NDArray[np.uint8], format: str) -> _Header:
         """Read a file's header. Raises FormatError unless it is one of this format and of a version that is read."""
         n_bytes = 8 + _header_bytes(data)
         try:
@@ -188,19 +186,15 @@ class _Header:
             raise FormatError(
                 f"{path} is no safetensors file, or a damaged one ({error}); save the sequence again"
             ) from error
-        if metadata.get("format") != FORMAT:
-            raise FormatError(f"{path} holds no sequence of a HybridMemory; give a file that memory.save wrote")
-        if (version := metadata.get("version")) not in READ_VERSIONS:
+        if (found := metadata.get("format")) != format:
+            what = "blocks that were swapped out, not a saved sequence" if found == BLOCKS_FORMAT else "no sequence"
+            wanted = "memory.save" if format == SEQUENCES_FORMAT else "PrefixCache.save"
+            raise FormatError(f"{path} holds {what} of a HybridMemory; give a file that {wanted} wrote")
+        if (version := metadata.get("version")) != VERSION:
             raise FormatError(
-                f"{path} has format version {version}, this library reads {' and '.join(READ_VERSIONS)}; use the one "
-                "that wrote it"
+                f"{path} has format version {version}, this library reads {VERSION}; use the one that wrote it"
             )
         return _Header(path, n_bytes, header, metadata)
-
-    @property
-    def has_sums(self) -> bool:
-        """True if the checksum of the file is one of sums of all tensors."""
-        return has_sums(self.metadata)
 
     def tensors_in(self, data: NDArray[np.uint8]) -> dict[str, Tensor]:
         """Return the tensors, views of these bytes. Raises FormatError."""

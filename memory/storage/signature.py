@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.errors import FormatError, MismatchError
-from hybridmem.memory.layer_memories import LayerMemories, Snapshot
 from hybridmem.memory.rotary import Rotation
 from hybridmem.memory.sequences.folding import TailRules
 from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
-from hybridmem.memory.storage import version_2, version_3
-from hybridmem.memory.storage.names import CHOICES, kind_in_files, names_in_files
+from hybridmem.memory.storage.names import CHOICES, kind_in_files
 
 Signature = dict[str, Any]
 
@@ -147,37 +145,11 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def fitted(
-    path: str,
-    snapshot: Snapshot,
-    about: dict[str, Any],
-    spec: MemorySpec,
-    page_tokens: int,
-    rules: TailRules,
-    layers: LayerMemories,
-) -> Snapshot:
-    """Return a file's snapshot with the names of the memory that loads it.
-    Raises FormatError, which names what differs, if its signature is another one.
-    """
-    if about["version"] == 2:
-        version_2.check_layout(path, about, spec, page_tokens, rules)
-        snapshot = version_2.with_own_names(snapshot, layers)
-    else:
-        check_signature(path, about, spec, page_tokens, rules)
-        snapshot = names_in_files(layers).reversed.renamed(snapshot)
-    if about["version"] < 4:
-        snapshot = version_3.with_room(path, snapshot, about, layers, rules.rollback_window)
-    return snapshot
-
-
 def check_signature(path: str, about: dict[str, Any], spec: MemorySpec, page_tokens: int, rules: TailRules) -> None:
     """Raise FormatError unless the signature in a file is that of such a memory."""
     theirs, ours = about.get("signature"), signature_of(spec, page_tokens, rules)
     if not isinstance(theirs, dict):
-        raise FormatError(
-            f"{path} lacks the signature of its memory: it is a swap file, not a saved sequence; give a file that "
-            "memory.save wrote"
-        )
+        raise FormatError(f"{path} lacks the signature of its memory; save it again")
     found = None if _text(theirs) == _text(ours) else _difference(theirs, ours)
     if found is None:
         return

@@ -26,7 +26,7 @@ from hybridmem.memory.blocks.journal import Journal
 from hybridmem.memory.errors import CapacityError
 from hybridmem.memory.interface import Sequence
 from hybridmem.memory.layer_memories import Leaving, Snapshot
-from hybridmem.memory.storage.files import join_path, local_place, make_folder, remove_file, write_snapshot
+from hybridmem.memory.storage.files import join_path, local_place, make_folder, remove_file, write_blocks
 from hybridmem.memory.storage.local_files import share_folder
 from hybridmem.memory.storage.parcels import (
     Blocks,
@@ -39,7 +39,7 @@ from hybridmem.memory.storage.parcels import (
     gather,
     live_keys,
 )
-from hybridmem.memory.storage.reading import read_snapshot
+from hybridmem.memory.storage.reading import read_blocks
 
 _PREFIX = "swapped-"
 _NAMES = rf"{_PREFIX}[0-9a-f]{{32}}\.safetensors"
@@ -313,7 +313,7 @@ class Tiers:
 
     # What others have written
 
-    def add_file(self, path: str, n_bytes: int, rename: Callable[[Snapshot], Snapshot]) -> int:
+    def add_file(self, path: str, n_bytes: int, rename: Callable[[Blocks], Blocks]) -> int:
         """Return the number of a new parcel: a file with so many bytes of blocks, which is not removed with it.
 
         Args:
@@ -377,7 +377,7 @@ class Tiers:
         path = join_path(self.folder, f"{_PREFIX}{uuid4().hex}.safetensors")
         parcel.path = path  # first: whoever finds it beside the blocks knows that it may be half written
         try:
-            write_snapshot(path, Snapshot({}, parcel.blocks), {}, is_lasting=False)
+            write_blocks(path, parcel.blocks, {}, is_lasting=False)
         except OSError:
             parcel.path = None
             raise
@@ -394,9 +394,9 @@ class Tiers:
         self._has_joined = True
 
 
-def _read_file(path: str, rename: Callable[[Snapshot], Snapshot]) -> Blocks:
+def _read_file(path: str, rename: Callable[[Blocks], Blocks]) -> Blocks:
     """Read the blocks of a parcel. Raises FormatError if the file was damaged or removed."""
-    return rename(read_snapshot(path)[0]).blocks
+    return rename(read_blocks(path)[0])
 
 
 def _unlink_all(parcels: dict[int, Parcel], process: int) -> None:

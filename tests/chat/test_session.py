@@ -17,7 +17,6 @@ import pytest
 from hybridmem.chat.engine.engine import Engine, Sampling
 from hybridmem.chat.prompts import Tokenizer, load_tokenizer, render
 from hybridmem.chat.session.history import Utterance, common_tokens, decode, encode_history
-from hybridmem.chat.session.saved import _digest as session_digest
 from hybridmem.chat.session.session import ChatSession, Turn
 from hybridmem.chat.session.turn import EDITED, LAST, NEW, NO_CHECKPOINT, REWRITTEN
 from hybridmem.memory import BatchError, CapacityError, FormatError, HybridMemory, SequenceError, StepError
@@ -496,20 +495,6 @@ def test_a_damaged_branch_is_computed_again(embedded: Any, tokenizer: Tokenizer,
     (again,) = resumed.branches
     assert resumed.sequence is not None and again.sequence is None
     assert again.say(LINES[3]).text == "Your cat is called Zoe."
-
-
-def test_a_session_of_format_version_1_goes_on(embedded: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    session = ChatSession(make_engine(embedded, tokenizer), max_tokens=20)
-    session.say(LINES[0])
-    session.save(tmp_path)
-    about = json.loads((tmp_path / "session.json").read_text())
-    for name in ("first", "branches", "parent", "sha256"):
-        del about[name]
-    about["version"] = 1
-    (tmp_path / "session.json").write_text(json.dumps(about | {"sha256": session_digest(about)}))
-    resumed = ChatSession.resume(make_engine(embedded, tokenizer), tmp_path)
-    assert resumed.sequence is not None and resumed.branches == ()
-    assert resumed.say(LINES[3]).text == "Your cat is called Zoe."
 
 
 def test_without_room_for_all_branches_the_session_alone_is_remembered(

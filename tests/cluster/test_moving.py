@@ -29,7 +29,7 @@ def test_logits_after_a_move_are_the_same_bits(embedded: LanguageModel, tmp_path
     here, there = (HybridMemory(embedded.memory_spec, "16MiB") for _ in range(2))
     sequence, tokens = here.open(), list(range(20, 120))
     here.run(embedded, {sequence: tokens})
-    mark = here.checkpoint(sequence)
+    mark = here.checkpoint(sequence, holds_tail=True)
     write = here.archive.pack(mark)
     here.close(mark)
     here.run(embedded, {sequence: [1, 2, 3]})  # what was packed does not change any more

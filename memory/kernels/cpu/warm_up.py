@@ -16,7 +16,6 @@ from torch import Tensor
 from hybridmem.memory.blocks.staging import place
 from hybridmem.memory.kernels.cpu import progress
 from hybridmem.memory.kernels.cpu.attention import paged_attention
-from hybridmem.memory.kernels.cpu.byte_sums import column_and_row_sums
 from hybridmem.memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from hybridmem.memory.kernels.cpu.compiled import NotCompiledError, is_kept, on_a_miss
 from hybridmem.memory.kernels.cpu.mamba2 import SSDLayer
@@ -100,7 +99,6 @@ _RUNS: dict[str, tuple[float, Callable[[Tensor], object]]] = {
     "rms_norm": (1.5, _norm),
     "rows": (1, _copy_rows),
     "softplus": (0.5, lambda flat: softplus(flat[:2].view(1, 2), _states[:2])),
-    "byte_sums": (0.5, lambda _: column_and_row_sums(np.zeros((1, 1), np.int64))),
 }
 """For each name the seconds that its kernels take to compile, the longest first, and what runs them on tiny inputs.
 

@@ -1,16 +1,7 @@
 """Writes the saved sequences of this folder: `python tests/data/sequences/write.py FOLDER`.
 
-It uses what every version of the library has, so an older one, first on PYTHONPATH, can be asked for its files. A
-folder for each writer:
-
-    version_2          the last library that left what was in the rows of tokens that were taken back
-    version_2_zeroed   a later one, which made zeros of them
-    version_3          the last library whose bodies held nothing of what had folded lately; `rolled_back` is `storage`
-                       with a 46th token, at which more folds, taken back to 43
-    version_4          the last library with one checksum over all tensors
-    version_5          the last library with SHA-256 for pieces of tensors; `family` is `keep` with a checkpoint and a
-                       fork
-    version_6          today's
+`family` is `keep` with a checkpoint and a fork. Whoever changes what a file says gives the format another version, a
+folder of its own here, and keeps reading the older ones.
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from hybridmem.memory import FormatError
-from hybridmem.memory.layer_memories import Snapshot
 from hybridmem.memory.prefix import PrefixCache
-from hybridmem.memory.storage.files import write_snapshot
-from hybridmem.memory.storage.reading import read_snapshot
+from hybridmem.memory.storage.files import write_blocks
+from hybridmem.memory.storage.reading import read_blocks
 from tests.subjects import Subject, make_subject
 from tests.unit.prefix.test_outside import WINDOW, run
 
@@ -78,14 +77,14 @@ CONTRADICTIONS: dict[str, Callable[[Entries], object]] = {
 def test_a_list_that_contradicts_itself_leaves_nothing(name: str, toy: Subject, folder: Path) -> None:
     path = folder / "checkpoints.safetensors"
     whole = path.read_bytes()
-    _, about = read_snapshot(str(path))
+    _, about = read_blocks(str(path))
     CONTRADICTIONS[name](about["entries"])
     with toy.memory(WINDOW) as memory:
         cache = PrefixCache(memory)
         kept = memory.open()
         memory.run(toy.model, {kept: [1, 2, 3]})
         try:
-            write_snapshot(str(path), Snapshot({}, {}), {k: v for k, v in about.items() if k != "version"})
+            write_blocks(str(path), {}, {k: v for k, v in about.items() if k != "version"})
             with pytest.raises(FormatError, match="again"):
                 cache.load(folder)
         finally:

@@ -109,13 +109,13 @@ def test_a_cache_may_change_while_it_is_saved(name: str, tmp_path: Path, monkeyp
                 cache.reclaim(memory.usage().used_bytes // 4)
             run(subject, cache, [next(later)])
 
-    write, lock = folder_writing.write_snapshot, Lock()
+    write, lock = folder_writing.write_blocks, Lock()
 
     def write_while_free(*arguments: Any) -> None:
         assert not lock.is_held
         write(*arguments)
 
-    monkeypatch.setattr(folder_writing, "write_snapshot", write_while_free)
+    monkeypatch.setattr(folder_writing, "write_blocks", write_while_free)
     with subject.memory(WINDOW) as memory:
         cache = PrefixCache(memory, grid_tokens=8, max_bytes="1GiB")
         run(subject, cache, prompts)
@@ -294,9 +294,9 @@ def test_what_the_folder_has_is_neither_read_nor_written_again(tmp_path: Path, m
     with toy.memory(WINDOW) as memory:
         cache = PrefixCache(memory, grid_tokens=8, max_bytes="1GiB")
         cache.load(folder)
-        monkeypatch.setattr(swap, "read_snapshot", noted(swap.read_snapshot))
+        monkeypatch.setattr(swap, "read_blocks", noted(swap.read_blocks))
         for module in (folders, folder_writing):
-            monkeypatch.setattr(module, "write_snapshot", noted(folders.write_snapshot))
+            monkeypatch.setattr(module, "write_blocks", noted(folders.write_blocks))
         n_bytes, before = cache.save(folder), files(folder)
         assert touched == ["checkpoints.safetensors"] and n_bytes > 0
         run(toy, cache, [[*prompts[0], 5]])

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 
 from hybridmem.memory import CapacityError, Family, FormatError, HybridMemory, Sequence, SequenceError, SpecError
 from hybridmem.memory.interface import Dropped
-from hybridmem.memory.storage.checksums import digest_of
+from hybridmem.memory.storage.checksums import checksum_of
 from hybridmem.memory.storage.family_files import read_family
 from tests.inside import held_bytes, ledger_of
 from tests.subjects import Subject, make_subject
@@ -53,8 +53,8 @@ def header_of(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 def rewrite(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write a family's file whose header has the right checksum."""
-    metadata = {name: text for name, text in metadata.items() if name != "sha256"}
-    path.write_bytes(save(tensors, metadata | {"sha256": digest_of({}, metadata)}))
+    metadata = {name: text for name, text in metadata.items() if name != "checksum"}
+    path.write_bytes(save(tensors, metadata | {"checksum": checksum_of({}, metadata)}))
 
 
 # What comes back

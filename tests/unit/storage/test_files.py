@@ -39,7 +39,7 @@ from hybridmem.memory.layer_memories import LayerMemories
 from hybridmem.memory.recurrences import FAMILIES
 from hybridmem.memory.rotary import UNROTATED
 from hybridmem.memory.sequences.folding import Fold
-from hybridmem.memory.storage.checksums import digest_of
+from hybridmem.memory.storage.checksums import checksum_of
 from tests.inside import arena_bytes, forged_file
 from tests.toy import VOCAB, FamilyToy, Toy
 
@@ -198,20 +198,21 @@ def test_any_damaged_byte_and_any_missing_end_is_found(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["peak", "seams", "tokens", "lengths", "positions", "blocks", "missing", "signature", "version", "format"]
+    "change", ["peak", "drops", "tokens", "lengths", "positions", "blocks", "missing", "signature", "version", "format"]
 )
 def test_a_file_with_a_right_checksum_and_wrong_content_is_refused(saved: Path, change: str) -> None:
     data = saved.read_bytes()
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-    tensors, about, records = load(data), json.loads(metadata["about"]), json.loads(metadata["records"])
+    tensors, about, (entry,) = load(data), json.loads(metadata["about"]), json.loads(metadata["members"])
+    records = entry["records"]
     if change == "peak":
-        about["peak"] = 10_000
-    elif change == "seams":
-        about["seams"] = ["nowhere"]
+        entry["peak"] = 10_000
+    elif change == "drops":
+        entry["drops"] = [["nowhere", 1]]
     elif change == "tokens":
-        tensors["tokens"][3] = VOCAB
+        tensors["tokens/0"][3] = VOCAB
     elif change == "lengths":
-        tensors["tokens"] = torch.zeros(500, dtype=torch.int64)
+        tensors["tokens/0"], entry["length"] = torch.zeros(500, dtype=torch.int64), 500
     elif change == "positions":
         next(r for name, r in records.items() if name.startswith("recurrence"))["positions"] = [9, 9, 9]
     elif change == "blocks":
@@ -220,12 +221,11 @@ def test_a_file_with_a_right_checksum_and_wrong_content_is_refused(saved: Path, 
             for name, tensor in tensors.items()
         }
     elif change == "missing":
-        records = {name: record for name, record in records.items() if not name.startswith("recurrence")}
+        entry["records"] = {name: record for name, record in records.items() if not name.startswith("recurrence")}
     elif change == "signature":
         del about["signature"]
-    metadata |= {"about": json.dumps(about), "records": json.dumps(records)}
+    metadata |= {"about": json.dumps(about), "members": json.dumps([entry])}
     metadata |= {"version": {"version": "99"}, "format": {"format": "a novel"}}.get(change, {})
-    del metadata["sha256"]
     saved.write_bytes(forged_file(tensors, metadata))
     memory = make()
     with pytest.raises(FormatError, match="saved"):
@@ -625,11 +625,11 @@ def test_what_is_optional_goes_before_anything_is_refused() -> None:
 def test_forged_contents_are_refused_though_their_checksum_is_right(saved: Path, about: object) -> None:
     tensors, data = load(saved.read_bytes()), saved.read_bytes()
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-    metadata = {name: text for name, text in metadata.items() if name != "sha256"} | {"about": json.dumps(about)}
+    metadata |= {"about": json.dumps(about)}
     saved.write_bytes(forged_file(tensors, metadata))
     with pytest.raises(FormatError, match="never writes"):
         make().load(saved)
-    saved.write_bytes(save({"tokens": torch.zeros(3, dtype=torch.bfloat16)}, metadata))
+    saved.write_bytes(save({"tokens/0": torch.zeros(3, dtype=torch.bfloat16)}, metadata))
     with pytest.raises(FormatError, match="never writes"):
         make().load(saved)
 
@@ -640,7 +640,7 @@ def test_every_kind_of_damage_changes_the_checksum() -> None:
     n_row = 2048
 
     def digest(tensor: torch.Tensor) -> str:
-        return digest_of({"blocks/x": tensor}, {"version": "6"})
+        return checksum_of({"blocks/x": tensor}, {"version": "1"})
 
     def swapped(a: int, b: int, n: int) -> torch.Tensor:
         changed = content.clone()

@@ -1,5 +1,4 @@
-"""Saved sequences of every format version that is read: files that older versions of the library wrote,
-and this one's."""
+"""Saved sequences of format version 1: files that were written once and must stay readable, and what files say."""
 
 from __future__ import annotations
 
@@ -31,39 +30,30 @@ from hybridmem.memory import (
 )
 from hybridmem.memory.eviction import (
     H2O,
-    TOVA,
     Budget,
     Candidates,
     EvictionPolicy,
-    ExpectedAttention,
-    KNorm,
-    PyramidKV,
     Quest,
-    Recent,
-    Scissorhands,
     SnapKV,
 )  # fmt: skip
 from hybridmem.memory.quantization import Float8, Quantized, Storage
 from hybridmem.memory.sequences.folding import Fold, TailRules
+from hybridmem.memory.storage.files import CHECKSUM
 from hybridmem.memory.storage.names import CHOICES
 from hybridmem.memory.storage.signature import signature_of
-from hybridmem.memory.storage.version_2 import text_of
 from tests.data.sequences.write import OPTIONS, SUBJECTS, TOKENS, VOCAB, feed, make, save_family
 
-FOLDER = Path(__file__).parent.parent.parent / "data" / "sequences"
-VERSIONS = ("version_2", "version_2_zeroed", "version_3", "version_4", "version_5", "version_6")
+FOLDER = Path(__file__).parent.parent.parent / "data" / "sequences" / "version_1"
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_file_of_any_version_goes_on_as_its_sequence_would(version: str, name: str) -> None:
+def test_a_file_goes_on_as_its_sequence_would(name: str) -> None:
     spec, options = SUBJECTS[name]
     _, twin = twins = make(name)
     memory = HybridMemory(spec, **OPTIONS, **options)
-    loaded = memory.load(FOLDER / version / f"{name}.safetensors")
+    loaded = memory.load(FOLDER / f"{name}.safetensors")
     assert loaded.tokens.tolist() == TOKENS[:43] == twin.tokens.tolist()
-    # Before version 4, what had folded was gone: a policy's or a storage's rows cannot be seen as they were before.
-    assert loaded.horizon == twin.horizon or (loaded.horizon == 38 and version < "version_4")
+    assert loaded.horizon == twin.horizon
     memory.check()
     for tokens in ([5], [8, 1, 3], [2] * 9):
         assert_close(feed(memory, loaded, tokens), feed(*twins, tokens))
@@ -72,25 +62,14 @@ def test_a_file_of_any_version_goes_on_as_its_sequence_would(version: str, name:
     assert_close(feed(memory, loaded, [7]), feed(*twins, [7]))
 
 
-@pytest.mark.parametrize("version", VERSIONS[-2:])
-def test_a_family_of_any_version_goes_on_as_its_members_would(version: str) -> None:
+def test_a_family_goes_on_as_its_members_would() -> None:
     spec, options = SUBJECTS["keep"]
     memory, (other, twin) = HybridMemory(spec, **OPTIONS, **options), make("keep")
-    loaded = memory.load(FOLDER / version / "family.safetensors", family=True)
+    loaded = memory.load(FOLDER / "family.safetensors", family=True)
     memory.check()
     assert loaded.checkpoints[0].length == 43 and loaded.forks["fork"].length == 52
     feed(other, twin, TOKENS[:9])
     assert_close(feed(memory, loaded.forks["fork"], [7]), feed(other, twin, [7]))
-
-
-def test_a_file_that_cannot_show_what_was_kept_is_refused() -> None:
-    """It was saved by version 3 after a rollback across a fold, and says nothing of the exact rows before that fold."""
-    spec, options = SUBJECTS["storage"]
-    memory = HybridMemory(spec, **OPTIONS, **options)
-    with pytest.raises(FormatError, match="saved after a rollback to 43 tokens, when tokens up to 40 had folded"):
-        memory.load(FOLDER / "version_3" / "rolled_back.safetensors")
-    assert memory.usage().used_bytes == 0
-    memory.check()
 
 
 @pytest.fixture
@@ -109,12 +88,11 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("renamed")
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_file_can_be_read_after_renames(version: str, name: str) -> None:
+def test_a_file_can_be_read_after_renames(name: str) -> None:
     spec, options = SUBJECTS[name]
     memory = HybridMemory(spec, **OPTIONS, **options)
-    assert memory.load(FOLDER / version / f"{name}.safetensors").length == 43
+    assert memory.load(FOLDER / f"{name}.safetensors").length == 43
     memory.check()
 
 
@@ -123,10 +101,10 @@ def test_files_say_what_they_said(name: str, tmp_path: Path) -> None:
     """Whoever changes what a file says gives the format another version, and keeps reading this one."""
     memory, sequence = make(name)
     memory.save(sequence, tmp_path / "file")
-    written, kept = (read(path) for path in (tmp_path / "file", FOLDER / VERSIONS[-1] / f"{name}.safetensors"))
+    written, kept = (read(path) for path in (tmp_path / "file", FOLDER / f"{name}.safetensors"))
     assert written == kept
     save_family(*make("keep"), tmp_path / "file")
-    assert read(tmp_path / "file")[1] == read(FOLDER / VERSIONS[-1] / "family.safetensors")[1]
+    assert read(tmp_path / "file")[1] == read(FOLDER / "family.safetensors")[1]
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -134,7 +112,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     data = path.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header.pop("__metadata__")
-    return {name: text for name, text in metadata.items() if name != "sha256"}, header
+    return {name: text for name, text in metadata.items() if name != CHECKSUM}, header
 
 
 ATTENTION = AttentionSpec(4, 2, 8, rotation=Rotation((1.0, 0.1)))
@@ -234,13 +212,12 @@ def test_the_first_entry_that_differs_is_named(
     assert not other.sequences
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", ["replay", "defer", "policy", "storage", "latent"])
-def test_a_memory_of_another_spec_refuses_a_file_of_any_version(version: str, name: str) -> None:
+def test_a_memory_of_another_spec_refuses_a_file(name: str) -> None:
     spec, options = SUBJECTS["keep"]
     memory = HybridMemory(spec, **OPTIONS, **options)
     with pytest.raises(FormatError, match="was saved from a memory of"):
-        memory.load(FOLDER / version / f"{name}.safetensors")
+        memory.load(FOLDER / f"{name}.safetensors")
     assert not memory.sequences
 
 
@@ -298,53 +275,6 @@ def test_policies_and_storages_have_names_in_files() -> None:
     assert CHOICES.keys() == ours - {Budget, EvictionPolicy}
     for cls, named in CHOICES.items():
         assert list(named.parameters.values()) == [x.name for x in fields(cls)]
-
-
-ROWS = "budget_tokens=16, sinks={}, recent={}, every=32"
-TEXTS: list[tuple[Any, str]] = [
-    (None, "None"),
-    (Recent(16), f"Recent({ROWS.format(4, 0)})"),
-    (KNorm(16), f"KNorm({ROWS.format(0, 0)})"),
-    (H2O(16), f"H2O({ROWS.format(0, 16)}, decay=1.0)"),
-    (Scissorhands(16), f"Scissorhands({ROWS.format(0, 16)}, decay=0.9)"),
-    (TOVA(16), f"TOVA({ROWS.format(0, 0)})"),
-    (ExpectedAttention(16, recent=8), f"ExpectedAttention({ROWS.format(4, 8)}, decay=0.9)"),
-    (SnapKV(16), f"SnapKV({ROWS.format(0, 16)}, observed=32, kernel=5)"),
-    (PyramidKV(16), f"PyramidKV({ROWS.format(0, 16)}, observed=32, kernel=5, steepness=20)"),
-    (Quest(64), "Quest(budget_tokens=64, sinks=0, recent=16, select_up_to=16)"),
-    (Quantized(4), "Quantized(group=64, bits=4)"),
-    (Float8(), "Float8(group=64)"),
-]
-
-
-@pytest.mark.parametrize(("choice", "text"), TEXTS, ids=lambda x: str(x)[:20])
-def test_version_2_is_told_what_specs_printed(choice: Any, text: str) -> None:
-    choices = {"storage": choice} if isinstance(choice, Storage) else {"policy": choice}
-    spec = MemorySpec(
-        (
-            (),
-            (replace(ATTENTION, **choices),),
-            (CROSS, STATES),
-            (LATENT, replace(ATTENTION, name="near", window=9, rotation=None)),
-        ),
-        9,
-    )
-    spec = replace(spec, layers=(*spec.layers, (TWO_STATES,)))
-    policy, storage = ("None", text) if isinstance(choice, Storage) else (text, "None")
-    heads = "n_query_heads=4, n_kv_heads={}, head_dim=8, name={!r}"
-    attention = "AttentionSpec({}, window={}, policy={}, storage={}, value_dim={}, rotation={}, has_bias=False)".format
-    mean, total = (
-        f"StateTensor(name={n!r}, shape=({d},), dtype=torch.float32, initial=0.0, keeps_dtype=False)"
-        for n, d in (("mean", 5), ("sum", 3))
-    )
-    recurrence = "RecurrentSpec(family='family', row_shape=(5,), states=({}), name='recurrence')".format
-    own, latent, near = (heads.format(n, name) for n, name in ((2, "attention"), (1, "attention"), (2, "near")))
-    assert text_of(spec) == (
-        f"((), ({attention(own, None, policy, storage, None, '<Rotation of 2 pairs, half>')},), "
-        f"(CrossAttentionSpec({heads.format(2, 'cross_attention')}), {recurrence(mean + ',')}), "
-        f"({attention(latent, None, None, None, 6, None)}, {attention(near, 9, None, None, None, None)}), "
-        f"({recurrence(f'{mean}, {total}')},))"
-    )
 
 
 class Mode(enum.IntEnum):
