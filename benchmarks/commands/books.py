@@ -27,7 +27,7 @@ def folds_(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
 @app.command(name="holes")
 def holes_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure how many new sequences fit into what others that decoded together have left."""
-    run(holes.holes, ("tests/unit/sequences/test_compactor.py",), quick, out, threads)
+    run(holes.holes, ("tests/memory/sequences/test_compactor.py",), quick, out, threads)
 
 
 @app.command()
@@ -51,14 +51,20 @@ def agentic_(quick: Quick = False, out: Out = None, threads: Threads = None) -> 
 @app.command(name="restarts")
 def restarts_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure a chat's next turn after a restart, and prompts whose checkpoint is outside of the budget."""
-    tests = ("tests/unit/prefix/test_saved.py", "tests/unit/prefix/test_outside.py")
+    tests = ("tests/memory/prefix/test_saved.py", "tests/memory/prefix/test_outside.py")
     run(restarts.restarts, tests, quick, out, threads)
 
 
 @app.command(name="prefixes")
 def prefixes_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure lookups in a radix tree, the share of tokens reused on a known workload, and swapping."""
-    run(prefixes.prefixes, ("tests/unit/prefix/test_cache.py", "tests/unit/storage/test_files.py"), quick, out, threads)
+    run(
+        prefixes.prefixes,
+        ("tests/memory/prefix/test_cache.py", "tests/memory/storage/test_files.py"),
+        quick,
+        out,
+        threads,
+    )
 
 
 @app.command(name="states")

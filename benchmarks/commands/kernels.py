@@ -14,7 +14,7 @@ from benchmarks.commands.options import Out, Quick, Threads, app, run
 @app.command(name="kernels")
 def kernels_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure how many bytes a second each decode kernel moves, beside torch's copy."""
-    run(kernels.kernels, ("tests/unit/kernels/test_kernels.py",), quick, out, threads)
+    run(kernels.kernels, ("tests/memory/kernels/test_kernels.py",), quick, out, threads)
 
 
 @app.command(name="compile")
@@ -33,7 +33,7 @@ def gpu(quick: Quick = False, out: Out = None) -> None:
     tests = (
         "tests/kernels_cuda/test_attention.py",
         "tests/kernels_cuda/test_states.py",
-        "tests/unit/attention/test_host_pages.py",
+        "tests/memory/attention/test_host_pages.py",
     )
     run(gpu_kernels.gpu, tests, quick, out, None)
 

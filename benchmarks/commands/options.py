@@ -30,8 +30,12 @@ Model = Annotated[
     typer.Option("--model", help=f"One of {', '.join(MODELS)}; may be repeated; all unless given, in a quick run two."),
 ]
 
-MODEL_TESTS = ("tests/models/test_parity.py", "tests/unit/kernels/test_kernels.py", "tests/unit/kernels/test_states.py")
-BOOK_TESTS = ("tests/unit/test_hybrid.py", "tests/unit/sequences/test_batch.py", "tests/unit/test_coordinator.py")
+MODEL_TESTS = (
+    "tests/models/test_parity.py",
+    "tests/memory/kernels/test_kernels.py",
+    "tests/memory/kernels/test_states.py",
+)
+BOOK_TESTS = ("tests/memory/test_hybrid.py", "tests/memory/sequences/test_batch.py", "tests/memory/test_coordinator.py")
 
 
 def run(

@@ -21,28 +21,29 @@ from benchmarks.mutants.running import OPTIONS, ROOT, Collected, Task, import_ah
 
 _WIDE = (
     "tests/conformance/test_sequences.py", "tests/conformance/test_rollback.py", "tests/conformance/test_away.py",
-    "tests/conformance/test_lossy_bodies.py", "tests/unit/eviction", "tests/unit/storage", "tests/unit/test_step.py",
-    "tests/unit/sequences/test_interrupts.py", "tests/unit/views/test_usage.py",
+    "tests/conformance/test_lossy_bodies.py", "tests/memory/eviction", "tests/memory/storage",
+    "tests/memory/test_step.py",
+    "tests/memory/sequences/test_interrupts.py", "tests/memory/views/test_usage.py",
 )  # fmt: skip
 """Tests of all kinds of memories, which take minutes: `--wide` asks them too."""
 _MEMORY = (
-    "tests/unit/test_hybrid.py", "tests/unit/test_coordinator.py", "tests/unit/test_integrity.py",
-    "tests/unit/test_wrong_calls.py", "tests/unit/test_capacity.py", "tests/unit/test_tails.py",
-    "tests/unit/attention/test_pages.py", "tests/unit/sequences/test_drop.py",
-    "tests/unit/sequences/test_lifetime.py", "tests/unit/sequences/test_room.py",
-    "tests/unit/sequences/test_token_buffer.py", "tests/unit/sequences/test_batch.py",
-    "tests/unit/sequences/test_books.py", "tests/unit/prefix/test_keeping.py",
-    "tests/unit/storage/test_files.py", "tests/unit/attention/test_host_pages.py",
-    "tests/unit/attention/test_page_selection.py",
+    "tests/memory/test_hybrid.py", "tests/memory/test_coordinator.py", "tests/memory/test_integrity.py",
+    "tests/memory/test_wrong_calls.py", "tests/memory/test_capacity.py", "tests/memory/test_tails.py",
+    "tests/memory/attention/test_pages.py", "tests/memory/sequences/test_drop.py",
+    "tests/memory/sequences/test_lifetime.py", "tests/memory/sequences/test_room.py",
+    "tests/memory/sequences/test_token_buffer.py", "tests/memory/sequences/test_batch.py",
+    "tests/memory/sequences/test_books.py", "tests/memory/prefix/test_keeping.py",
+    "tests/memory/storage/test_files.py", "tests/memory/attention/test_host_pages.py",
+    "tests/memory/attention/test_page_selection.py",
 )  # fmt: skip
-_PREFIX = ("tests/unit/prefix", "tests/chat/test_sharing.py")
+_PREFIX = ("tests/memory/prefix", "tests/chat/test_sharing.py")
 FILES: dict[str, tuple[str, ...]] = {
     "memory/hybrid.py": _MEMORY,
     "memory/coordinator.py": _MEMORY,
     "memory/recurrent_state.py": _MEMORY,
     "memory/state/tails.py": _MEMORY,
     "memory/attention_cache.py": _MEMORY,
-    "memory/blocks/arena.py": ("tests/unit/blocks", "tests/unit/test_hybrid.py", "tests/unit/test_integrity.py"),
+    "memory/blocks/arena.py": ("tests/memory/blocks", "tests/memory/test_hybrid.py", "tests/memory/test_integrity.py"),
     "memory/sequences/ledger.py": _MEMORY,
     "memory/prefix/cache.py": _PREFIX,
     "memory/prefix/digests.py": _PREFIX,

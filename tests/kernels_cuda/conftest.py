@@ -1,7 +1,7 @@
 """Where the CUDA kernels' tests run: on a GPU if one is here, else in Triton's interpreter, on the CPU.
 
 The interpreter is chosen by the environment before triton is imported, so it needs a process of its own:
-`tests/unit/kernels/cuda/test_interpreted.py` starts one. Elsewhere these files are not collected.
+`tests/memory/kernels/cuda/test_interpreted.py` starts one. Elsewhere these files are not collected.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import torch
 from hybridmem.memory.kernels import Scoring, cuda, reference
 from hybridmem.memory.kernels.cuda import tiles
 from tests.kernels_cuda.on_device import OnDevice
+from tests.memory.kernels.test_kernels import Pages
+from tests.memory.kernels.test_masked_rows import BIASES, N_HEADS, SINKS, assert_same, hide_keys_
 from tests.tolerances import TOLERANCE, assert_kernel_close
-from tests.unit.kernels.test_kernels import Pages
-from tests.unit.kernels.test_masked_rows import BIASES, N_HEADS, SINKS, assert_same, hide_keys_
 
 REQUESTS = {
     "decode": {"lengths": (1,) * 5, "histories": (0, 62, 63, 64, 130)},

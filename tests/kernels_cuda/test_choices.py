@@ -23,9 +23,9 @@ from hybridmem.memory.quantization import Quantized
 from hybridmem.memory.recurrences import mamba1_spec, rwkv7_spec
 from tests.kernels_cuda.on_device import MadeOn, OnDevice
 from tests.kernels_cuda.test_states import assert_as_twin, behind_tails, matrix_rows, rows_of
+from tests.memory.kernels.test_kernels import Pages, Slots
+from tests.memory.kernels.test_page_choice import Bounds
 from tests.tolerances import assert_kernel_close
-from tests.unit.kernels.test_kernels import Pages, Slots
-from tests.unit.kernels.test_page_choice import Bounds
 
 HEADS, LAYERS = Heads("tiny", 2, 1, 16), (Layer("adds", 1, 1, 16, 8, False), Layer("erases", 1, 1, 16, 8, True))
 

@@ -11,9 +11,9 @@ from hybridmem.memory.kernels import Scoring, reference
 from hybridmem.memory.kernels.cuda import tiles
 from hybridmem.memory.quantization import Float8, Quantized, Storage
 from tests.kernels_cuda.on_device import OnDevice
+from tests.memory.kernels.test_kernels import Pages
+from tests.memory.test_quantization import folded_rows
 from tests.tolerances import assert_kernel_close
-from tests.unit.kernels.test_kernels import Pages
-from tests.unit.test_quantization import folded_rows
 
 STORAGES = (Quantized(8, group=8), Quantized(4, group=8), Quantized(2, group=8), Float8(group=8))
 

@@ -1,5 +1,5 @@
 """Pages chosen on the device, and attention where each head reads pages of its own.
-As `tests/unit/kernels/test_page_choice.py` has them.
+As `tests/memory/kernels/test_page_choice.py` has them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import torch
 
 from hybridmem.memory.kernels import reference
 from tests.kernels_cuda.on_device import OnDevice
-from tests.unit.kernels.test_page_choice import COUNTS, Bounds
-from tests.unit.kernels.test_page_choice import test_each_head_may_read_pages_of_its_own as attention_of_each_head
+from tests.memory.kernels.test_page_choice import COUNTS, Bounds
+from tests.memory.kernels.test_page_choice import test_each_head_may_read_pages_of_its_own as attention_of_each_head
 
 
 @pytest.mark.parametrize("n_shared, n_kv_heads, head_dim", [(1, 1, 8), (3, 2, 20), (7, 1, 64)])

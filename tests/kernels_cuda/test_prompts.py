@@ -18,8 +18,8 @@ from torch import Tensor
 from hybridmem.memory.kernels import chosen_kernels, cuda, reference
 from hybridmem.memory.kernels.cuda import libraries, prompts
 from tests.kernels_cuda.test_states import moved
+from tests.memory.kernels.test_kernels import Slots
 from tests.tolerances import assert_kernel_close
-from tests.unit.kernels.test_kernels import Slots
 
 LENGTHS = (6, 5, 9)
 calls: list[str] = []

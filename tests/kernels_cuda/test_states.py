@@ -19,10 +19,10 @@ from hybridmem.memory.kernels import Erase, cuda, reference
 from hybridmem.memory.kernels.cuda.channel_states import SelectiveScan
 from hybridmem.memory.kernels.cuda.choices import TUNABLES
 from hybridmem.memory.kernels.cuda.matrix_inputs import part_of
+from tests.memory.kernels.tails import behind_tails, flats_of, forget_folded, matrix_rows, moved, rows_of, table
+from tests.memory.kernels.test_checks import GIVEN
+from tests.memory.kernels.test_kernels import Slots
 from tests.tolerances import assert_kernel_close
-from tests.unit.kernels.tails import behind_tails, flats_of, forget_folded, matrix_rows, moved, rows_of, table
-from tests.unit.kernels.test_checks import GIVEN
-from tests.unit.kernels.test_kernels import Slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHORT = (1, 2, 3, 1)

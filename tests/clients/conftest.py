@@ -1,0 +1,113 @@
+"""Starts a server that the clients of other projects talk to, and writes the table of what worked.
+
+They run in an environment of their own, since their dependencies exclude ours:
+
+    python -m venv .venv-clients
+    .venv-clients/bin/pip install -c constraints.txt ".[clients]"
+    .venv-clients/bin/python -m pytest -c tests/clients/pytest.ini --rootdir . tests/clients
+
+The server runs in the library's environment, `.venv` unless `HYBRID_MEMORY_PYTHON` names another Python.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TABLE = ROOT / "docs" / "results" / "clients.md"
+KEY = "no key is needed"
+_HEAD = """# Clients of other projects
+
+What these clients do with a server that was started as `hybrid-memory serve --model embedded`, each with its defaults.
+Written by `pytest tests/clients`, which continuous integration runs.
+
+| client | version | what works |
+|---|---|---|
+"""
+_TAIL = """
+What cannot work with the embedded model, which knows a small world and no instructions:
+
+- langchain-openai: `with_structured_output(method="json_mode")` for a class sends `{"type": "json_object"}`, so that
+  any object is a valid reply, and tells the fields in words alone. Its default, `json_schema`, fills the class.
+- instructor: `PARALLEL_TOOLS` leaves it to the model whether it calls a tool (`tool_choice: "auto"`). `FUNCTIONS` sends
+  `functions` and `function_call`, which OpenAI replaced by `tools`; the server refuses them by name.
+"""
+_TOLD: dict[str, dict[str, str]] = {}
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    python = os.environ.get("HYBRID_MEMORY_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
+    folder = tmp_path_factory.mktemp("server")
+    log = (folder / "log.txt").open("w+")
+    command = [
+        python,
+        "-c",
+        "from hybridmem.chat.cli import main; main()",
+        "serve",
+        "--model",
+        "embedded",
+        "--port",
+        "0",
+    ]
+    command += ["--sessions", str(folder / "sessions")]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield f"{_wait_for(server, Path(log.name))}/v1"
+    finally:
+        server.terminate()
+        server.wait(120)
+        log.close()
+
+
+def _wait_for(server: subprocess.Popen[bytes], log: Path) -> str:
+
+    for _ in range(3000):
+        found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
+        if found is not None:
+            return found[0]
+        assert server.poll() is None, log.read_text()
+        time.sleep(0.1)
+    raise AssertionError(f"no server after 300 s: {log.read_text()}")
+
+
+@pytest.fixture(autouse=True)
+def environment(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What clients read when they are told nothing; nothing of theirs is written outside of the test's folder."""
+    for name, value in {
+        "OPENAI_API_KEY": KEY, "OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "LLM_USER_PATH": str(tmp_path),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Note what passed: the module says which client it is, and the test's docstring what works."""
+    report = (yield).get_result()
+    package = getattr(item.module, "PACKAGE", None)  # type: ignore[attr-defined]
+    if report.when == "call" and package is not None:
+        words = (item.function.__doc__ or "").strip().split("\n")[0].rstrip(".")  # type: ignore[attr-defined]
+        rows = _TOLD.setdefault(package, {})
+        if words:
+            rows[words] = "" if report.passed and rows.get(words, "") == "" else "**fails**"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the table, if all clients were asked."""
+    wanted = {path.stem for path in Path(__file__).parent.glob("test_*.py")}
+    if len(_TOLD) < len(wanted):
+        return
+    lines = [
+        f"| {package} | {version(package)} | {'; '.join(f'{words} {mark}'.strip() for words, mark in rows.items())} |"
+        for package, rows in sorted(_TOLD.items())
+    ]
+    TABLE.write_text(_HEAD + "\n".join(lines) + "\n" + _TAIL)

@@ -1,0 +1,1 @@
+"""Tests of the house: files, imports, notebooks, and what programs start with."""

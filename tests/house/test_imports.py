@@ -1,0 +1,94 @@
+"""What starts import: a second here is a second of every command, notebook and test."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models.checkpoints import CONFIGS, write_checkpoint
+from tests.models.gguf_files import write_gguf
+
+ROOT = Path(__file__).parent.parent.parent
+FRAMEWORKS = {"fastapi", "matplotlib", "numba", "openai", "pandas", "transformers", "uvicorn"}
+MODELING = "transformers.modeling_utils"
+STARTS = {
+    "from hybridmem import HybridMemory": FRAMEWORKS | {"rich", "safetensors", "triton.language", "typer"},
+    "from hybridmem import models": FRAMEWORKS,
+    "import sys; sys.argv[1:] = ['--help']; from hybridmem.chat.cli import main; main()": FRAMEWORKS
+    | {"torch", "hybridmem.memory"},
+    "import sys; sys.argv[1:] = ['plan', '--model', 'embedded']; from hybridmem.chat.cli import main; main()": {
+        "torch._dynamo"
+    },
+    "from hybridmem.chat.engine.engine import Engine\nfrom hybridmem.chat.prompts import load_tokenizer\n"
+    "from hybridmem import load_model\n"
+    "load_model('embedded'), load_tokenizer('embedded')": {MODELING, "torch._dynamo", "matplotlib", "fastapi"},
+}
+"""Program -> modules that it does not import."""
+
+
+@pytest.mark.parametrize("program", STARTS)
+def test_a_start_imports_what_it_uses(program: str) -> None:
+    assert STARTS[program].isdisjoint(imported_by(program))
+
+
+def imported_by(program: str, *arguments: str) -> list[str]:
+    told = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n{program}"
+    done = subprocess.run([sys.executable, "-c", told, *arguments], capture_output=True, text=True, check=True)
+    return done.stderr.split()
+
+
+USES_GGUF = """
+from typer.testing import CliRunner
+from hybridmem.chat.cli import app
+from hybridmem.memory import HybridMemory
+from hybridmem.models import load_model
+for path in sys.argv[1:]:
+    for command in "inspect", "plan --context 1k --model":
+        result = CliRunner().invoke(app, [*command.split(), path])
+        assert result.exit_code == 0, result.output
+    model = load_model(path)
+    memory = HybridMemory(model.memory_spec, "1MiB")
+    memory.run(model, {memory.open(): [1, 2, 3]})
+"""
+
+
+def test_no_compiler_of_torch_is_imported_for_a_gguf_file(tmp_path: Path) -> None:
+    """triton writes pages about leaks when a process ends that has imported it so."""
+    paths = []
+    for name in ("granite-moe-hybrid-rope-two-of-four-experts", "llama-3-rope"):
+        (folder := tmp_path / name).mkdir()
+        paths.append(str(write_gguf(write_checkpoint(folder, CONFIGS[name]()), folder / "model.gguf")))
+    assert {"torch._dynamo", "triton"}.isdisjoint(imported_by(USES_GGUF, *paths))
+
+
+# In a folder with modules of the same names as our packages
+
+
+README_LINES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+FIRST_CELLS = [
+    next("".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code")
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+]
+
+
+def test_a_program_may_have_modules_called_memory_and_models(tmp_path: Path) -> None:
+    """They are found first, and nothing of the library is hidden by them."""
+    for name in ("memory.py", "models/__init__.py", "chat.py", "cluster/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("MINE = True\n")
+    programs = ["\n".join(README_LINES), *FIRST_CELLS]
+    assert len(FIRST_CELLS) >= 6 and "HybridMemory(" in programs[0]
+    code = "import memory, models, chat, cluster\nassert memory.MINE and models.MINE and chat.MINE and cluster.MINE\n"
+    for number, program in enumerate(programs):
+        (tmp_path / f"program{number}.py").write_text(program)
+        code += f"import runpy\nrunpy.run_path('program{number}.py')\n"
+    (tmp_path / "all.py").write_text(code)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"MPLBACKEND": "agg"}
+    done = subprocess.run([sys.executable, "all.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
