@@ -99,7 +99,7 @@ class Work:
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def _read(flat, offsets, q, k, v, beta, body, old_u, qk, kk, new, erases, y):  # type: ignore[no-untyped-def]
+def _read(flat, offsets, q, k, v, beta, body, old_u, qk, kk, new, erases, y):
     n_heads, value_dim = y.shape[1:]
     n_rows, key_dim, n_shared = old_u.shape[1], q.shape[2], n_heads // q.shape[1]
     for task in prange(len(offsets) * n_heads):
@@ -122,7 +122,7 @@ def _read(flat, offsets, q, k, v, beta, body, old_u, qk, kk, new, erases, y):  #
 
 
 @njit(fastmath=REDUCING)
-def _dot(a, b):  # type: ignore[no-untyped-def]
+def _dot(a, b):
     total = np.float32(0.0)
     for e in range(len(a)):
         total += a[e] * b[e]
@@ -130,6 +130,6 @@ def _dot(a, b):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _add(out, x, weight):  # type: ignore[no-untyped-def]
+def _add(out, x, weight):
     for e in range(len(out)):
         out[e] += weight * x[e]

@@ -119,7 +119,7 @@ def _drift(report: Report, *, quick: bool) -> None:
                 })  # fmt: skip
 
 
-def _step(model, memory: HybridMemory, sequence, token: int) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def _step(model, memory: HybridMemory, sequence, token: int) -> torch.Tensor:
     with memory.step({sequence: token}) as step:
         logits: torch.Tensor = model(step)[0]
     return logits

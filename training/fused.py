@@ -27,13 +27,13 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
 @njit(inline="always", error_model="numpy")
-def _wide(bits):  # type: ignore[no-untyped-def]
+def _wide(bits):
     """Return the float32 of a bfloat16's bits."""
     return float_from_bits(np.int32(np.int32(bits) << np.int32(16)))
 
 
 @njit(inline="always", error_model="numpy")
-def _narrow(x):  # type: ignore[no-untyped-def]
+def _narrow(x):
     """Return the bits of the bfloat16 nearest to a float32."""
     bits = _bits_from_float(x)
     odd = np.int32(np.int32(bits >> np.int32(16)) & np.int32(1))
@@ -41,7 +41,7 @@ def _narrow(x):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=REDUCING, error_model="numpy")
-def _dot(x, y):  # type: ignore[no-untyped-def]
+def _dot(x, y):
     """Add up products in any order. Elsewhere sums keep their order, which the exponential function depends on."""
     total = _ZERO
     for i in range(len(x)):
@@ -50,12 +50,12 @@ def _dot(x, y):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always", error_model="numpy")
-def _sigmoid(x):  # type: ignore[no-untyped-def]
+def _sigmoid(x):
     return _ONE / (_ONE + exp_f32(-x))
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def _norm_forward(x_RD, w_D, eps, y_RD, inverse_R):  # type: ignore[no-untyped-def]
+def _norm_forward(x_RD, w_D, eps, y_RD, inverse_R):
     for r in range(x_RD.shape[0]):
         inverse = _ONE / np.sqrt(_dot(x_RD[r], x_RD[r]) / np.float32(x_RD.shape[1]) + eps)
         inverse_R[r] = inverse
@@ -64,7 +64,7 @@ def _norm_forward(x_RD, w_D, eps, y_RD, inverse_R):  # type: ignore[no-untyped-d
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def _norm_backward(dy_RD, x_RD, w_D, inverse_R, dx_RD, dw_D):  # type: ignore[no-untyped-def]
+def _norm_backward(dy_RD, x_RD, w_D, inverse_R, dx_RD, dw_D):
     weighted_D = np.empty_like(w_D)
     for r in range(x_RD.shape[0]):
         inverse = inverse_R[r]
@@ -78,7 +78,7 @@ def _norm_backward(dy_RD, x_RD, w_D, inverse_R, dx_RD, dw_D):  # type: ignore[no
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def _gate_forward(g_RI, u_RI, y_RI):  # type: ignore[no-untyped-def]
+def _gate_forward(g_RI, u_RI, y_RI):
     for r in range(g_RI.shape[0]):
         for i in range(g_RI.shape[1]):
             g = _wide(g_RI[r, i])
@@ -86,7 +86,7 @@ def _gate_forward(g_RI, u_RI, y_RI):  # type: ignore[no-untyped-def]
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def _gate_backward(dy_RI, g_RI, u_RI, dg_RI, du_RI):  # type: ignore[no-untyped-def]
+def _gate_backward(dy_RI, g_RI, u_RI, dg_RI, du_RI):
     for r in range(g_RI.shape[0]):
         for i in range(g_RI.shape[1]):
             g, dy = _wide(g_RI[r, i]), _wide(dy_RI[r, i])
@@ -96,7 +96,7 @@ def _gate_backward(dy_RI, g_RI, u_RI, dg_RI, du_RI):  # type: ignore[no-untyped-
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def _conv_forward(x_BTE, w_KE, bias_E, y_BTE):  # type: ignore[no-untyped-def]
+def _conv_forward(x_BTE, w_KE, bias_E, y_BTE):
     """Convolve and apply SiLU; tap 0 is the newest position's."""
     n_channels = x_BTE.shape[2]
     a_E = np.empty(n_channels, np.float32)
@@ -111,7 +111,7 @@ def _conv_forward(x_BTE, w_KE, bias_E, y_BTE):  # type: ignore[no-untyped-def]
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def _conv_backward(dy_BTE, x_BTE, w_KE, bias_E, dx_BTE, dw_KE, dbias_E):  # type: ignore[no-untyped-def]
+def _conv_backward(dy_BTE, x_BTE, w_KE, bias_E, dx_BTE, dw_KE, dbias_E):
     n_steps, n_channels = x_BTE.shape[1], x_BTE.shape[2]
     n_taps = w_KE.shape[0]
     da_TE = np.empty((n_steps, n_channels), np.float32)
@@ -140,7 +140,7 @@ def _conv_backward(dy_BTE, x_BTE, w_KE, bias_E, dx_BTE, dw_KE, dbias_E):  # type
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def _scan_forward(x_BTE, z_BTE, dt_BTE, bias_E, a_NE, b_BTN, c_BTN, d_E, h_BTNE, y_BTE):  # type: ignore[no-untyped-def]
+def _scan_forward(x_BTE, z_BTE, dt_BTE, bias_E, a_NE, b_BTN, c_BTN, d_E, h_BTNE, y_BTE):
     """Compute h = exp(dt A) h + dt B x and y = (C h + D x) silu(z), with dt = softplus(dt + bias)."""
     n_batch, n_steps, n_channels = x_BTE.shape
     n_states = a_NE.shape[0]
@@ -167,7 +167,7 @@ def _scan_forward(x_BTE, z_BTE, dt_BTE, bias_E, a_NE, b_BTN, c_BTN, d_E, h_BTNE,
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def _scan_backward(  # type: ignore[no-untyped-def]
+def _scan_backward(
     dy_BTE, x_BTE, z_BTE, dt_BTE, bias_E, a_NE, b_BTN, c_BTN, d_E, h_BTNE,
     dx_BTE, dz_BTE, ddt_BTE, dbias_E, da_NE, db_BTN, dc_BTN, dd_E,
 ):  # fmt: skip
@@ -235,14 +235,14 @@ def _run(kernel: Any, *arguments: Any) -> None:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RD: Tensor, w_D: Tensor, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, x_RD: Tensor, w_D: Tensor, eps: float) -> Tensor:
         y_RD, inverse_R = torch.empty_like(x_RD, dtype=torch.bfloat16), torch.empty(x_RD.shape[0])
         _run(_norm_forward, x_RD, w_D, np.float32(eps), y_RD, inverse_R)
         ctx.save_for_backward(x_RD, w_D, inverse_R)
         return y_RD
 
     @staticmethod
-    def backward(ctx, dy_RD: Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy_RD: Tensor):
         x_RD, w_D, inverse_R = ctx.saved_tensors
         dx_RD, dw_D = torch.empty_like(x_RD), torch.zeros_like(w_D)
         _run(_norm_backward, dy_RD, x_RD, w_D, inverse_R, dx_RD, dw_D)
@@ -251,14 +251,14 @@ class _Norm(torch.autograd.Function):
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, g_RI: Tensor, u_RI: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, g_RI: Tensor, u_RI: Tensor) -> Tensor:
         y_RI = torch.empty_like(g_RI)
         _run(_gate_forward, g_RI, u_RI, y_RI)
         ctx.save_for_backward(g_RI, u_RI)
         return y_RI
 
     @staticmethod
-    def backward(ctx, dy_RI: Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy_RI: Tensor):
         g_RI, u_RI = ctx.saved_tensors
         dg_RI, du_RI = torch.empty_like(g_RI), torch.empty_like(u_RI)
         _run(_gate_backward, dy_RI, g_RI, u_RI, dg_RI, du_RI)
@@ -267,14 +267,14 @@ class _Gate(torch.autograd.Function):
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_BTE: Tensor, w_KE: Tensor, bias_E: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, x_BTE: Tensor, w_KE: Tensor, bias_E: Tensor) -> Tensor:
         y_BTE = torch.empty_like(x_BTE)
         _run(_conv_forward, x_BTE, w_KE, bias_E, y_BTE)
         ctx.save_for_backward(x_BTE, w_KE, bias_E)
         return y_BTE
 
     @staticmethod
-    def backward(ctx, dy_BTE: Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy_BTE: Tensor):
         x_BTE, w_KE, bias_E = ctx.saved_tensors
         dx_BTE, dw_KE, dbias_E = torch.empty_like(x_BTE), torch.zeros_like(w_KE), torch.zeros_like(bias_E)
         _run(_conv_backward, dy_BTE, x_BTE, w_KE, bias_E, dx_BTE, dw_KE, dbias_E)
@@ -285,7 +285,7 @@ class _Scan(torch.autograd.Function):
     """Computes the selective scan (Gu & Dao 2023, eq. 2) with its gate; states of all positions are kept."""
 
     @staticmethod
-    def forward(ctx, x_BTE, z_BTE, dt_BTE, bias_E, a_NE, b_BTN, c_BTN, d_E):  # type: ignore[no-untyped-def]
+    def forward(ctx, x_BTE, z_BTE, dt_BTE, bias_E, a_NE, b_BTN, c_BTN, d_E):
         inputs = (x_BTE, z_BTE, dt_BTE, bias_E, a_NE, b_BTN, c_BTN, d_E)
         h_BTNE = torch.empty(*x_BTE.shape[:2], *a_NE.shape)
         y_BTE = torch.empty_like(x_BTE)
@@ -294,7 +294,7 @@ class _Scan(torch.autograd.Function):
         return y_BTE
 
     @staticmethod
-    def backward(ctx, dy_BTE: Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy_BTE: Tensor):
         *inputs, h_BTNE = ctx.saved_tensors
         grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs]
         _run(_scan_backward, dy_BTE, *inputs, h_BTNE, *grads)

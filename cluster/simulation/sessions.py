@@ -97,7 +97,7 @@ def make_turns(habits: FleetHabits, seed: int) -> Turns:
     return Turns(*(column[order] for column in columns))  # type: ignore[arg-type]
 
 
-def _sums_within(values: NDArray[np.float64] | NDArray[np.int64], first: NDArray[np.int64], n: NDArray[np.int64]):  # type: ignore[no-untyped-def]
+def _sums_within(values: NDArray[Any], first: NDArray[np.int64], n: NDArray[np.int64]) -> NDArray[Any]:
     """Return the sum of a session's values up to each turn, this one included."""
     sums = np.cumsum(values)
     before = np.where(first > 0, sums[first - 1], 0)

@@ -181,7 +181,7 @@ def test_rejected_drafts_change_no_row(policy: str | None, storage: Storage | No
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_every_recurrence_decodes_the_same_text(family) -> None:  # type: ignore[no-untyped-def]
+def test_every_recurrence_decodes_the_same_text(family) -> None:
     model = FamilyToy(family)
     expected = plain(model, max_tokens=24)
     drafter = RandomDrafts([p + e for p, e in zip(PROMPTS, expected, strict=True)], 6, 0.7)

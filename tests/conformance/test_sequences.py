@@ -242,7 +242,7 @@ def test_run_is_all_or_nothing(subject: Subject, monkeypatch: pytest.MonkeyPatch
     subject.feed(memory, old, [prompt])
     used, n_calls = memory.usage().used_bytes, 0
 
-    def failing(step):  # type: ignore[no-untyped-def]
+    def failing(step):
         nonlocal n_calls
         n_calls += 1
         if n_calls == 5:

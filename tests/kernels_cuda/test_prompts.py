@@ -25,7 +25,7 @@ LENGTHS = (6, 5, 9)
 calls: list[str] = []
 
 
-def causal_conv1d_fn(  # type: ignore[no-untyped-def]
+def causal_conv1d_fn(
     x,
     weight,
     bias=None,
@@ -51,7 +51,7 @@ def causal_conv1d_fn(  # type: ignore[no-untyped-def]
     return F.silu(out) if activation else out, seen[:, :, -(width - 1) :]
 
 
-def selective_scan_fn(  # type: ignore[no-untyped-def]
+def selective_scan_fn(
     u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
 ):
     """As mamba-ssm 2.3: states start from zeros."""

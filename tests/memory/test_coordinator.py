@@ -164,7 +164,7 @@ def test_a_sequence_that_the_model_closes_does_not_stop_the_others_from_coming_b
     for sequence in (a, b):
         feed(memory, toy, sequence, [1, 2])
 
-    def model(step):  # type: ignore[no-untyped-def]
+    def model(step):
         if b in step.sequences:
             memory.close(a)
             raise ValueError("the model gives up")

@@ -59,8 +59,8 @@ def share_right(model: LanguageModel, tokenizer: Tokenizer, dialogues: list[list
     return sum(right) / len(right)
 
 
-def _without_history(slots):  # type: ignore[no-untyped-def]
-    def from_nothing(self: States, index: int):  # type: ignore[no-untyped-def]
+def _without_history(slots):
+    def from_nothing(self: States, index: int):
         self.sources[index] = 0 * self.sources[index] - 1
         return slots(self, index)
 

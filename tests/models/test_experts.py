@@ -58,7 +58,7 @@ def test_a_shared_expert_sees_the_input_and_the_others_a_space_of_their_own() ->
     torch.testing.assert_close(mixture(x), 2 * x @ into @ back + 10 * x)
 
 
-def test_a_scaled_tensor_is_taken_times_its_factors(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_scaled_tensor_is_taken_times_its_factors(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, CONFIGS["mamba"]())
     name, factors = "backbone.layers.0.mixer.out_proj.weight", torch.rand(24)
     checkpoint = Checkpoint(folder, torch.device("cpu"), torch.float32)

@@ -23,13 +23,13 @@ def address_of(kernel: Any, *arguments: Any) -> int:
 
 
 @untyped_intrinsic
-def call_at(typing_context, address, arguments):  # type: ignore[no-untyped-def]
+def call_at(typing_context, address, arguments):
     """Call the kernel at an address with a tuple of arguments, of the types that `address_of` was given."""
-    own = tuple(types.unliteral(kind) for kind in arguments.types)  # type: ignore[no-untyped-call]
+    own = tuple(types.unliteral(kind) for kind in arguments.types)
     if any(isinstance(kind, types.Array) and kind.layout != "C" for kind in own):
         raise TypeError("kernels take contiguous arrays")
 
-    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, values):
         convention, (at, packed) = context.call_conv, values
         given = [
             context.cast(builder, builder.extract_value(packed, i), arguments.types[i], kind)

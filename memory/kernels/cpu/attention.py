@@ -134,7 +134,7 @@ def _attend_address(queries: np.dtype, keys: np.dtype, values: np.dtype, sinks: 
 
 
 @compiled(parallel=True, error_model="numpy")
-def _attend_few(  # type: ignore[no-untyped-def]
+def _attend_few(
     attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task,
     scale, window, softcap, sinks, bias_HL, out_THD,
 ):  # fmt: skip
@@ -152,7 +152,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def _attend_task(  # type: ignore[no-untyped-def]
+def _attend_task(
     task, q_TR, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, n_groups,
     heads_a_task, scale, window, softcap, sinks, bias_HL, out_TR,
 ):  # fmt: skip

@@ -31,7 +31,7 @@ def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def softplus_rows(x_TH, bias_H, out_TH):  # type: ignore[no-untyped-def]
+def softplus_rows(x_TH, bias_H, out_TH):
     for t in range(len(x_TH)):
         x, out = x_TH[t], out_TH[t]
         for h in range(len(out)):
@@ -52,7 +52,7 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def _linear_scan(x_TE, decay_TE, cu_rows, flat, sources, targets, initial, y_TE):  # type: ignore[no-untyped-def]
+def _linear_scan(x_TE, decay_TE, cu_rows, flat, sources, targets, initial, y_TE):
     n_channels = x_TE.shape[1]
     n_chunks = -(-n_channels // _AT_ONCE)
     for task in prange((len(cu_rows) - 1) * n_chunks):
@@ -69,7 +69,7 @@ def _linear_scan(x_TE, decay_TE, cu_rows, flat, sources, targets, initial, y_TE)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _fade_and_add_(h, decay, x):  # type: ignore[no-untyped-def]
+def _fade_and_add_(h, decay, x):
     for e in range(len(h)):
         h[e] = decay[e] * h[e] + x[e]
 
@@ -98,7 +98,7 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def _wkv4(  # type: ignore[no-untyped-def]
+def _wkv4(
     k_TE, v_TE, decay_E, first_E, cu_rows, top_flat, top_sources, top_targets, below_flat, below_sources, below_targets,
     exponent_flat, exponent_sources, exponent_targets, initial, y_TE,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def _wkv4(  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _start_(own, flat, source, first, initial):  # type: ignore[no-untyped-def]
+def _start_(own, flat, source, first, initial):
     """Start with the channels from `first` on of a state; each has its own source: some are copies in float32."""
     if source < 0:
         own[:] = initial
@@ -132,7 +132,7 @@ def _start_(own, flat, source, first, initial):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _average_(top, below, exponent, k, v, decay, first, y):  # type: ignore[no-untyped-def]
+def _average_(top, below, exponent, k, v, decay, first, y):
     for e in range(len(y)):
         highest = max(exponent[e], k[e] + first[e])
         old, new = exp_f32(exponent[e] - highest), exp_f32(k[e] + first[e] - highest)

@@ -156,7 +156,7 @@ class KernelCache(_Cache):
             if (payload := _read(key, name)) is None:
                 return None
             self._lock.release()  # another process has compiled it meanwhile
-        return CompileResult._rebuild(target_context, *pickle.loads(payload))  # type: ignore[no-untyped-call]
+        return CompileResult._rebuild(target_context, *pickle.loads(payload))
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Write a kernel's file, if that is possible."""
@@ -164,7 +164,7 @@ class KernelCache(_Cache):
             if data.library.has_dynamic_globals:
                 return  # it contains addresses of this process
             key, name = self._key(sig, data.codegen)
-            payload: bytes = dumps(data._reduce())  # type: ignore[no-untyped-call]
+            payload: bytes = dumps(data._reduce())
             if (folder := cache_folder()) is None:
                 raise FileNotFoundError("the user has no home directory")
             _write(folder / name, hashlib.sha256(key + payload).digest() + payload)

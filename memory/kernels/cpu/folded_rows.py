@@ -75,7 +75,7 @@ def _attend_address(queries: np.dtype, keys: np.dtype, sinks: np.dtype, biases: 
 
 
 @compiled(parallel=True, error_model="numpy")
-def _attend_few(  # type: ignore[no-untyped-def]
+def _attend_few(
     attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, scale, softcap,
     sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape,
     value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_THD,
@@ -95,7 +95,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def _attend_task(  # type: ignore[no-untyped-def]
+def _attend_task(
     task, q_TR, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, n_heads, scale,
     softcap, sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows,
     key_scale_shape, value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_TR,
@@ -154,7 +154,7 @@ def _attend_task(  # type: ignore[no-untyped-def]
 
 
 @njit
-def _fold_of(bits, scale_shape, head_dim):  # type: ignore[no-untyped-def]
+def _fold_of(bits, scale_shape, head_dim):
     """Return whether scales multiply each number, or can multiply products with codes, by channel or by row.
     A block of one row has one row of scales as well.
     """
@@ -166,7 +166,7 @@ def _fold_of(bits, scale_shape, head_dim):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):  # type: ignore[no-untyped-def]
+def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):
     """Decode rows [first, first + n) of head g in the block at byte `at`, as floats.
 
     Scales and lows are left out if a product is multiplied by them instead. There are no slices here: making one takes
@@ -194,7 +194,7 @@ def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):  
 
 
 @njit(inline="always", error_model="numpy")
-def _row_(codes, code, bits, out, row, n_bytes):  # type: ignore[no-untyped-def]
+def _row_(codes, code, bits, out, row, n_bytes):
     """Decode a row of 4-bit or 2-bit codes: the first code of each byte, then the second of each byte, and so on."""
     if bits == 4 and n_bytes & _LAST_LANE == _0:
         for e in range(_0, n_bytes, _LANES):
@@ -215,7 +215,7 @@ def _row_(codes, code, bits, out, row, n_bytes):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always", error_model="numpy")
-def _codes_(codes, code, shift, mask, out, at, n):  # type: ignore[no-untyped-def]
+def _codes_(codes, code, shift, mask, out, at, n):
     e = _0
     while e + _LANES <= n:
         store(out, at + e, load_codes(codes, code + e, shift, mask))
@@ -226,7 +226,7 @@ def _codes_(codes, code, shift, mask, out, at, n):  # type: ignore[no-untyped-de
 
 
 @njit(inline="always", error_model="numpy")
-def _float8_(codes, code, out, row, n):  # type: ignore[no-untyped-def]
+def _float8_(codes, code, out, row, n):
     e = _0
     while e + _LANES <= n:
         store(out, row + e, load_float8(codes, code + e))
@@ -239,14 +239,14 @@ def _float8_(codes, code, out, row, n):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always", error_model="numpy")
-def _half(bits):  # type: ignore[no-untyped-def]
+def _half(bits):
     x = np.int32(bits)
     moved = ((x & np.int32(0x8000)) << np.int32(16)) | ((x & np.int32(0x7FFF)) << np.int32(13))
     return float_from_bits(moved) * _HALF_BIAS  # type: ignore[call-arg]
 
 
 @njit(error_model="numpy")
-def _read_scales(halves, low_halves, scale_shape, place, scales, lows):  # type: ignore[no-untyped-def]
+def _read_scales(halves, low_halves, scale_shape, place, scales, lows):
     """Read scales and lows as float32: one a channel, or one for each of n rows."""
     at, g, _, first, n, _ = place
     start, count = (
@@ -259,7 +259,7 @@ def _read_scales(halves, low_halves, scale_shape, place, scales, lows):  # type:
 
 
 @njit(fastmath=REDUCING, error_model="numpy")
-def _scale_query_(q, scales, lows, q_scaled, offsets):  # type: ignore[no-untyped-def]
+def _scale_query_(q, scales, lows, q_scaled, offsets):
     """Scale a query by channel: q . (code scale + low) = (q scale) . code + q . low"""
     head_dim = len(scales)
     for h in range(len(offsets)):
@@ -271,7 +271,7 @@ def _scale_query_(q, scales, lows, q_scaled, offsets):  # type: ignore[no-untype
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _add_offsets_(scores, n, offsets, scale):  # type: ignore[no-untyped-def]
+def _add_offsets_(scores, n, offsets, scale):
     for h in range(len(offsets)):
         own, offset = scores[h * BLOCK : h * BLOCK + n], offsets[h] * scale
         for r in range(n):
@@ -279,7 +279,7 @@ def _add_offsets_(scores, n, offsets, scale):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=REDUCING, error_model="numpy")
-def _scale_scores_(scores, n, q, row_scales, row_lows, scale):  # type: ignore[no-untyped-def]
+def _scale_scores_(scores, n, q, row_scales, row_lows, scale):
     """Scale scores by row: q . (code scale + low) = (q . code) scale + sum(q) low"""
     head_dim = len(q) // (len(scores) // BLOCK)
     for h in range(len(scores) // BLOCK):
@@ -292,7 +292,7 @@ def _scale_scores_(scores, n, q, row_scales, row_lows, scale):  # type: ignore[n
 
 
 @njit(fastmath=REDUCING, error_model="numpy")
-def _scale_weights_(weights, n, out, row_scales, row_lows):  # type: ignore[no-untyped-def]
+def _scale_weights_(weights, n, out, row_scales, row_lows):
     """Scale weights by row: sum of w (code scale + low) = sum of (w scale) code + sum of w low.
     The last sum is added to `out`.
     """

@@ -76,7 +76,7 @@ class SSDLayer:
 
 
 @compiled(error_model="numpy")
-def _ssd(  # type: ignore[no-untyped-def]
+def _ssd(
     rows_at, n_rows, like, cu_rows, weights, n_taps, n_channels, activation, least, most, window, window_sources,
     window_targets, window_initial, at_once, flat, sources, targets, initial, n_heads, head_dim, n_groups, n_columns,
     is_long, nothing, out_at,

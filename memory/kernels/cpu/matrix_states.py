@@ -95,7 +95,7 @@ def is_long(cu_rows: Int64s) -> bool:
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def scan_states(  # type: ignore[no-untyped-def]
+def scan_states(
     q, q_stride, q_heads, k, k_stride, k_heads, v, v_stride, log_decay, a, a_stride, a_heads, b, after_decay,
     strength, strength_stride, skip, cu_rows, flat, sources, targets, initial, n_columns, is_long, y_THV,
 ):  # fmt: skip
@@ -153,7 +153,7 @@ def scan_states(  # type: ignore[no-untyped-def]
 
 
 @njit
-def _widened(rows, n_columns, width):  # type: ignore[no-untyped-def]
+def _widened(rows, n_columns, width):
     n_rows = len(rows) // n_columns
     wide = np.zeros(n_rows * width, np.float32)
     for r in range(n_rows):
@@ -162,7 +162,7 @@ def _widened(rows, n_columns, width):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _advance(s, w, k, u, q, y, is_long):  # type: ignore[no-untyped-def]
+def _advance(s, w, k, u, q, y, is_long):
     """Advance S by a token, s = w s + u k for each row, and compute y = s . q."""
     n, w = len(k), splat(w)
     for r in range(len(u)):
@@ -177,7 +177,7 @@ def _advance(s, w, k, u, q, y, is_long):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _advance_erasing(s, w, a, b, k, u, q, y, is_long):  # type: ignore[no-untyped-def]
+def _advance_erasing(s, w, a, b, k, u, q, y, is_long):
     """Advance as `_advance`, with a decay for each column and erasing: s = w s + (s . a) b + u k.
 
     In long segments, with the state in a fast cache, four rows share what is loaded: that takes two thirds of the time.
@@ -223,18 +223,18 @@ def _advance_erasing(s, w, a, b, k, u, q, y, is_long):  # type: ignore[no-untype
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _scaled(x, factor, out):  # type: ignore[no-untyped-def]
+def _scaled(x, factor, out):
     for e in range(len(out)):
         out[e] = factor * x[e]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _exp(x, out):  # type: ignore[no-untyped-def]
+def _exp(x, out):
     for e in range(len(out)):
         out[e] = exp_f32(x[e])
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _multiply_(x, y):  # type: ignore[no-untyped-def]
+def _multiply_(x, y):
     for e in range(len(x)):
         x[e] *= y[e]

@@ -47,7 +47,7 @@ def norm_parts(x_TE: Tensor, weight_E: Prepared, eps: float, ends_P: Int64s) -> 
 
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
-def norm_parts_at(x_at, like, weight, eps, ends, out_at, n_rows):  # type: ignore[no-untyped-def]
+def norm_parts_at(x_at, like, weight, eps, ends, out_at, n_rows):
     n = len(weight)
     x, out_TE, out = array_at(x_at, n_rows * n, like), array_at(out_at, n_rows * n, like), np.empty(n, np.float32)
     for t in range(n_rows):
@@ -67,9 +67,7 @@ def _with_whole_rows(x_TE: Tensor) -> Tensor:
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def _rms_norm(  # type: ignore[no-untyped-def]
-    x_at, x_stride, x_like, gate_at, gate_stride, gate_like, weight, eps, n_part, out_at, n_rows, n_elements
-):
+def _rms_norm(x_at, x_stride, x_like, gate_at, gate_stride, gate_like, weight, eps, n_part, out_at, n_rows, n_elements):
     x = array_at(x_at, n_rows * x_stride + n_elements, x_like)
     gate = array_at(gate_at, n_rows * gate_stride + n_elements, gate_like)
     out_TE = array_at(out_at, n_rows * n_elements, x_like)
@@ -82,7 +80,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def norm_row(x, gate, weight, eps, n_part, scratch, out):  # type: ignore[no-untyped-def]
+def norm_row(x, gate, weight, eps, n_part, scratch, out):
     """Norm each part of a row times its gate; gate and weight may be empty, and scratch is float32."""
     copy_(scratch, x)
     if len(gate) > 0:
@@ -96,7 +94,7 @@ def norm_row(x, gate, weight, eps, n_part, scratch, out):  # type: ignore[no-unt
 
 
 @njit(fastmath=REDUCING)
-def _sum_of_squares(x):  # type: ignore[no-untyped-def]
+def _sum_of_squares(x):
     total = _ZERO
     for e in range(len(x)):
         total += x[e] * x[e]
@@ -104,12 +102,12 @@ def _sum_of_squares(x):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _multiply_(x, y):  # type: ignore[no-untyped-def]
+def _multiply_(x, y):
     for e in range(len(x)):
         x[e] *= get(y, e)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _scale_(x, factor):  # type: ignore[no-untyped-def]
+def _scale_(x, factor):
     for e in range(len(x)):
         x[e] *= factor

@@ -70,10 +70,10 @@ def _stored(context: Any, builder: ir.IRBuilder, x: ir.Value, of: Any, dtype: An
 
 
 @untyped_intrinsic
-def get(typing_context, array, at):  # type: ignore[no-untyped-def]
+def get(typing_context, array, at):
     """Return array[at] of a contiguous array, float32 if that is 16 bits; not checked."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         pointer = element_at(context, builder, array, *arguments)
         return as_float(builder, array.dtype, builder.load(pointer, align=array.dtype.bitwidth // 8))
 
@@ -81,10 +81,10 @@ def get(typing_context, array, at):  # type: ignore[no-untyped-def]
 
 
 @untyped_intrinsic
-def put(typing_context, array, at, x):  # type: ignore[no-untyped-def]
+def put(typing_context, array, at, x):
     """Set array[at] = x of a contiguous array, rounded if that is 16 bits; not checked."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         value = _stored(context, builder, arguments[2], x, array.dtype)
         builder.store(value, element_at(context, builder, array, *arguments[:2]), align=array.dtype.bitwidth // 8)
         return context.get_dummy_value()
@@ -93,10 +93,10 @@ def put(typing_context, array, at, x):  # type: ignore[no-untyped-def]
 
 
 @untyped_intrinsic
-def move(typing_context, target, source, at):  # type: ignore[no-untyped-def]
+def move(typing_context, target, source, at):
     """Set target[at] = source[at] of contiguous arrays; of one type the bits stay the same; not checked."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         x = builder.load(element_at(context, builder, source, *arguments[1:]), align=source.dtype.bitwidth // 8)
         if target.dtype != source.dtype:
             of = types.float32 if source.dtype in _SHORT else source.dtype
@@ -109,17 +109,17 @@ def move(typing_context, target, source, at):  # type: ignore[no-untyped-def]
 
 
 @untyped_intrinsic
-def _pointer(typing_context, address, like):  # type: ignore[no-untyped-def]
+def _pointer(typing_context, address, like):
     """Return an address as a pointer to numbers as an array holds them."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(like.dtype)(address, like), codegen  # type: ignore[no-untyped-call]
+    return types.CPointer(like.dtype)(address, like), codegen
 
 
 @njit(inline="always")
-def array_at(address, n, like):  # type: ignore[no-untyped-def]
+def array_at(address, n, like):
     """Return n numbers at an address, of the type that `like` holds; not checked.
 
     A tensor's address takes a tenth of the time of its array, which counts where a kernel runs for few rows.

@@ -34,7 +34,7 @@ def choose_pages(q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: Pag
 
 
 @compiled(parallel=True, error_model="numpy")
-def _choose(  # type: ignore[no-untyped-def]
+def _choose(
     q_QGE, least, greatest, pages, cu_pages, n_first, n_last, cu_chosen, heads_a_task, head_dim, out_GC,
 ):  # fmt: skip
     """Choose pages. A task is a query and some of its key/value heads."""
@@ -54,7 +54,7 @@ def _choose(  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=REDUCING, error_model="numpy")
-def _score(q_GE, least, greatest, pages, first, head_dim, scores_GN):  # type: ignore[no-untyped-def]
+def _score(q_GE, least, greatest, pages, first, head_dim, scores_GN):
     up_GE, down_GE = np.maximum(q_GE, _ZERO), np.minimum(q_GE, _ZERO)
     n_heads, n_elements, size = np.uint64(len(q_GE)), np.uint64(q_GE.shape[1]), np.uint64(head_dim)
     n_pages = np.uint64(scores_GN.shape[1])
@@ -76,7 +76,7 @@ def _score(q_GE, least, greatest, pages, first, head_dim, scores_GN):  # type: i
 
 
 @njit(error_model="numpy")
-def _take_best(scores, pages, n_first, n_last, chosen):  # type: ignore[no-untyped-def]
+def _take_best(scores, pages, n_first, n_last, chosen):
     """Fill `chosen` with the first pages, the best ones of the middle, and the last ones, in order."""
     copy_(chosen[:n_first], pages[:n_first])
     copy_(chosen[len(chosen) - n_last :], pages[len(pages) - n_last :])
@@ -96,7 +96,7 @@ def _take_best(scores, pages, n_first, n_last, chosen):  # type: ignore[no-untyp
 
 
 @njit(error_model="numpy")
-def _select_(x, n):  # type: ignore[no-untyped-def]
+def _select_(x, n):
     """Return the number that is at place n when x is sorted; x is reordered (Hoare 1961, "Find").
     There is no NaN. `np.partition` does the same, but takes seven seconds to compile.
     """

@@ -212,11 +212,11 @@ def _compute_again(operation: Any, arguments: tuple[Any, ...], options: dict[str
             old.copy_(new)
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(TorchDispatchMode):
     """Passes operations of torch to a recording."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recording = recording
 
     @classmethod

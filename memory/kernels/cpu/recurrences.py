@@ -71,9 +71,7 @@ def causal_conv(
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def convolve_rows(  # type: ignore[no-untyped-def]
-    rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE, at_once, activation
-):
+def convolve_rows(rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE, at_once, activation):
     n_taps, n_channels = weight_WE.shape
     n_chunks = -(-n_channels // at_once)
     for task in prange((len(cu_rows) - 1) * n_chunks):
@@ -110,7 +108,7 @@ def convolve_rows(  # type: ignore[no-untyped-def]
 
 
 @compiled(error_model="numpy")
-def convolve_at(  # type: ignore[no-untyped-def]
+def convolve_at(
     rows_at, n_rows, row_width, like, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_at, at_once,
     activation,
 ):  # fmt: skip
@@ -120,13 +118,13 @@ def convolve_at(  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _add_product_(out, a, b):  # type: ignore[no-untyped-def]
+def _add_product_(out, a, b):
     for e in range(len(out)):
         out[e] += get(a, e) * get(b, e)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _silu_(x):  # type: ignore[no-untyped-def]
+def _silu_(x):
     for e in range(len(x)):
         x[e] = x[e] / (_ONE + exp_f32(-x[e]))
 
@@ -168,7 +166,7 @@ def selective_scan(
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def scan_at(  # type: ignore[no-untyped-def]
+def scan_at(
     x_at, dt_at, b_at, c_at, like, n_rows, dt_bias_E, a_NE, d_E, cu_rows, flat, sources, targets, initial, floats,
     y_at, at_once,
 ):  # fmt: skip
@@ -200,7 +198,7 @@ def scan_at(  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _time_step(raw, bias, x, dt, dtx):  # type: ignore[no-untyped-def]
+def _time_step(raw, bias, x, dt, dtx):
     """Compute dt in units of ln 2, so that exp(dt A) is a power of two, and dt x."""
     for e in range(len(dt)):
         step = softplus_f32(get(raw, e) + get(bias, e))
@@ -209,13 +207,13 @@ def _time_step(raw, bias, x, dt, dtx):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _product(a, b, out):  # type: ignore[no-untyped-def]
+def _product(a, b, out):
     for e in range(len(out)):
         out[e] = get(a, e) * get(b, e)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _advance_(h, y, dt, dtx, a, b, c):  # type: ignore[no-untyped-def]
+def _advance_(h, y, dt, dtx, a, b, c):
     for e in range(len(h)):
         h_new = exp2_f32(dt[e] * get(a, e)) * h[e] + dtx[e] * b
         h[e] = h_new

@@ -83,7 +83,7 @@ def write_rows_(flat: Prepared, offsets_T: Prepared, rows_TR: Tensor) -> None:
 
 
 @compiled()
-def _write_rows(flat, offsets_T, rows_at, n, like):  # type: ignore[no-untyped-def]
+def _write_rows(flat, offsets_T, rows_at, n, like):
     rows = array_at(rows_at, len(offsets_T) * n, like)
     for t in range(len(offsets_T)):
         start = offsets_T[t]
@@ -98,7 +98,7 @@ def read_rows(flat: Prepared, offsets_T: Prepared, shape: tuple[int, ...], initi
 
 
 @compiled()
-def _read_rows(flat, offsets_T, rows_TR, initial):  # type: ignore[no-untyped-def]
+def _read_rows(flat, offsets_T, rows_TR, initial):
     for t in range(len(offsets_T)):
         start = offsets_T[t]
         if start < 0:
@@ -119,7 +119,7 @@ def gather_rows(
 
 
 @compiled()
-def _gather_rows(flat, pages_GP, page_tokens, first, rows_GRD):  # type: ignore[no-untyped-def]
+def _gather_rows(flat, pages_GP, page_tokens, first, rows_GRD):
     """Copy rows from the request's row `first` on."""
     n_heads, n_rows, head_dim = rows_GRD.shape
     for g in range(n_heads):
@@ -134,12 +134,12 @@ def _gather_rows(flat, pages_GP, page_tokens, first, rows_GRD):  # type: ignore[
 
 
 @njit
-def copy_(target, source):  # type: ignore[no-untyped-def]
+def copy_(target, source):
     for e in range(len(target)):
         move(target, source, e)
 
 
 @njit
-def fill_(target, x):  # type: ignore[no-untyped-def]
+def fill_(target, x):
     for e in range(len(target)):
         put(target, e, x)

@@ -25,7 +25,7 @@ _0, _1, _2, _3, _4, _STRIDE, _LINE, _AHEAD, _LANES, _LAST_LANE = (
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def start_(out, highest, total, sinks):  # type: ignore[no-untyped-def]
+def start_(out, highest, total, sinks):
     """Start without any row, or with the sink of each head: a row without a value."""
     out[:] = _ZERO
     if len(sinks) > 0:
@@ -38,7 +38,7 @@ def start_(out, highest, total, sinks):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def find_rows(table, begin, page_tokens, head, head_dim, rows):  # type: ignore[no-untyped-def]
+def find_rows(table, begin, page_tokens, head, head_dim, rows):
     """Find the element offset of row begin + i of a head, by the page table: rows[i]."""
     page, slot = begin // page_tokens, begin % page_tokens
     row = table[page] + (head * page_tokens + slot) * head_dim
@@ -52,7 +52,7 @@ def find_rows(table, begin, page_tokens, head, head_dim, rows):  # type: ignore[
 
 
 @njit(error_model="numpy")
-def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, prefetches):  # type: ignore[no-untyped-def]
+def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, prefetches):
     """Compute scores[h, r] = scale q[h] . keys[rows[r]] for all query heads.
 
     The rows of consecutive key heads are `apart` elements apart. Four rows share what is loaded of a query; the sums of
@@ -97,14 +97,14 @@ def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, 
 
 
 @njit(error_model="numpy")
-def _prefetch_row(keys, values, row, ahead, head_dim):  # type: ignore[no-untyped-def]
+def _prefetch_row(keys, values, row, ahead, head_dim):
     for line in range(_0, head_dim, _LINE):
         prefetch(values, row + line)  # type: ignore[call-arg]
         prefetch(keys, ahead + line)
 
 
 @njit(error_model="numpy")
-def _add_rest(x, q, o, keys, row, head_dim):  # type: ignore[no-untyped-def]
+def _add_rest(x, q, o, keys, row, head_dim):
     """Add the products of the elements that do not fill a vector to x."""
     for e in range(head_dim & ~_LAST_LANE, head_dim):
         x += q[o + e] * get(keys, row + e)
@@ -112,7 +112,7 @@ def _add_rest(x, q, o, keys, row, head_dim):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def add_values_(out, values, rows, n_groups, head_dim, apart, weights):  # type: ignore[no-untyped-def]
+def add_values_(out, values, rows, n_groups, head_dim, apart, weights):
     """Add values to the output: out[h] += sum of weights[h, r] values[rows[r]], in the order of rows.
     It takes four rows at once, so that `out` is written less often.
     """
@@ -144,14 +144,14 @@ def add_values_(out, values, rows, n_groups, head_dim, apart, weights):  # type:
 
 
 @njit(error_model="numpy")
-def _add_rest_(out, o, weight, values, row, begin, end):  # type: ignore[no-untyped-def]
+def _add_rest_(out, o, weight, values, row, begin, end):
     """Add the elements that do not fill a vector."""
     for e in range(begin, end):
         out[o + e] += weight * get(values, row + e)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):  # type: ignore[no-untyped-def]
+def weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):
     """Replace scores[h, :n] by weights relative to the highest score so far; `out` and `total` are scaled to that.
 
     Row 0 is `distance` positions before the query. As long as all scores are -inf all weights and `total` are 0.
@@ -177,28 +177,28 @@ def weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):  # type:
 
 
 @njit(error_model="numpy")
-def _hide_(x):  # type: ignore[no-untyped-def]
+def _hide_(x):
     """Replace scores by weights if none is above -inf: -inf by 0, NaN by NaN."""
     for e in range(len(x)):
         x[e] = _ZERO if x[e] == -np.inf else np.float32(np.nan)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _cap_(x, cap):  # type: ignore[no-untyped-def]
+def _cap_(x, cap):
     """Cap scores: x = cap tanh(x / cap)."""
     for e in range(len(x)):
         x[e] = cap * (_ONE - _TWO / (_ONE + exp_f32(_TWO * x[e] / cap)))
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _add_bias_(x, bias, distance):  # type: ignore[no-untyped-def]
+def _add_bias_(x, bias, distance):
     """Add the bias of each distance; x[0] is the score of a row at `distance`, the next one is nearer by one."""
     for e in range(len(x)):
         x[e] += get(bias, min(distance - e, len(bias) - 1))
 
 
 @njit(fastmath=REDUCING)
-def _largest(x):  # type: ignore[no-untyped-def]
+def _largest(x):
     largest = x[0]
     for r in range(1, len(x)):
         largest = max(largest, x[r])
@@ -206,20 +206,20 @@ def _largest(x):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def scale_(x, factor):  # type: ignore[no-untyped-def]
+def scale_(x, factor):
     for e in range(len(x)):
         x[e] *= factor
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _exp_and_sum_(x, shift):  # type: ignore[no-untyped-def]
+def _exp_and_sum_(x, shift):
     for e in range(len(x)):
         x[e] = exp_f32(x[e] - shift)
     return _sum(x)
 
 
 @njit(fastmath=REDUCING)
-def _sum(x):  # type: ignore[no-untyped-def]
+def _sum(x):
     total = _ZERO
     for e in range(len(x)):
         total += x[e]

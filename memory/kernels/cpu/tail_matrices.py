@@ -22,7 +22,7 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def scan_matrices(inputs, kind, cu_rows, flat, sources, targets, initial, rings, old, new, ring_rows, spans, y_THV):  # type: ignore[no-untyped-def]
+def scan_matrices(inputs, kind, cu_rows, flat, sources, targets, initial, rings, old, new, ring_rows, spans, y_THV):
     """Advance matrix states.
 
     Args:
@@ -46,7 +46,7 @@ def scan_matrices(inputs, kind, cu_rows, flat, sources, targets, initial, rings,
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _scan(inputs, kind, own, span, flat, source, target, initial, rings, reads, writes, ring_rows, y_THV):  # type: ignore[no-untyped-def]
+def _scan(inputs, kind, own, span, flat, source, target, initial, rings, reads, writes, ring_rows, y_THV):
     """Advance rows [first, last) of head h over a segment."""
     h, first, last = own
     start, end, first_slot, count, fold = span
@@ -82,7 +82,7 @@ def _scan(inputs, kind, own, span, flat, source, target, initial, rings, reads, 
 
 
 @njit
-def _copy_state(flat, at, initial, own, n_rows, n_columns, s, is_written):  # type: ignore[no-untyped-def]
+def _copy_state(flat, at, initial, own, n_rows, n_columns, s, is_written):
     """Read the state of some rows, or write it."""
     h, first, last = own
     width = len(s) // (last - first)
@@ -97,7 +97,7 @@ def _copy_state(flat, at, initial, own, n_rows, n_columns, s, is_written):  # ty
 
 
 @njit
-def _copy_change(rings, blocks, slot, inputs, own, n_rows, has_b, change, is_written):  # type: ignore[no-untyped-def]
+def _copy_change(rings, blocks, slot, inputs, own, n_rows, has_b, change, is_written):
     """Read what a token changed from the rings, or write it there: what heads and rows share by the first of them."""
     h, first, last = own
     key, u, log_decay, writing, found = change
@@ -121,7 +121,7 @@ def _copy_change(rings, blocks, slot, inputs, own, n_rows, has_b, change, is_wri
 
 
 @njit
-def _copy(ring, x, is_written):  # type: ignore[no-untyped-def]
+def _copy(ring, x, is_written):
     if is_written:
         copy_(ring, x)
     else:
@@ -129,7 +129,7 @@ def _copy(ring, x, is_written):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _find_change(inputs, kind, own, t, s, rings, change, decay):  # type: ignore[no-untyped-def]
+def _find_change(inputs, kind, own, t, s, rings, change, decay):
     """Set `change` to what a new token changes, rounded to the types of the rings, and its decays of all columns."""
     _, k_TGN, v_THV, decay_THD, a_TGN, b_THN, strength_TH, _ = inputs
     erases, after_decay, has_b = kind
@@ -156,7 +156,7 @@ def _find_change(inputs, kind, own, t, s, rings, change, decay):  # type: ignore
 
 
 @njit
-def _round(x, like, out):  # type: ignore[no-untyped-def]
+def _round(x, like, out):
     """Set out to x, rounded to the type of `like`."""
     rounded = np.empty(len(out), like.dtype)
     copy_(rounded, x)
@@ -164,7 +164,7 @@ def _round(x, like, out):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _spread(log_decay, n_columns, decay):  # type: ignore[no-untyped-def]
+def _spread(log_decay, n_columns, decay):
     """Set decay to exp(log_decay), of each column."""
     if len(log_decay) == 1:
         decay[:] = exp_f32(log_decay[0])
@@ -174,13 +174,13 @@ def _spread(log_decay, n_columns, decay):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _multiply_(x, y):  # type: ignore[no-untyped-def]
+def _multiply_(x, y):
     for e in range(len(x)):
         x[e] *= y[e]
 
 
 @njit(error_model="numpy")
-def _read_out(s, a, found):  # type: ignore[no-untyped-def]
+def _read_out(s, a, found):
     """Set found to S a."""
     n = len(a)
     for r in range(len(found)):
@@ -191,7 +191,7 @@ def _read_out(s, a, found):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _advance(s, w, b, has_b, found, k, u, q, y):  # type: ignore[no-untyped-def]
+def _advance(s, w, b, has_b, found, k, u, q, y):
     """Advance S by a token, s = w s + u k + (S a) b for each row, and compute y = s . q."""
     n = len(k)
     for r in range(len(u)):
@@ -207,7 +207,7 @@ def _advance(s, w, b, has_b, found, k, u, q, y):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _write_output(y, skip, h, value, out):  # type: ignore[no-untyped-def]
+def _write_output(y, skip, h, value, out):
     factor = get(skip, h) if len(skip) > 0 else _ZERO
     for r in range(len(out)):
         out[r] = y[r] + factor * value[r]

@@ -35,7 +35,7 @@ def places_of(state: StateSlots) -> tuple[Prepared, ...]:
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def convolve(  # type: ignore[no-untyped-def]
+def convolve(
     rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, ring, blocks, ring_rows, firsts, counts,
     folds, out_TE, activation,
 ):  # fmt: skip
@@ -75,19 +75,19 @@ def convolve(  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _add_product_(out, a, b):  # type: ignore[no-untyped-def]
+def _add_product_(out, a, b):
     for e in range(len(out)):
         out[e] += get(a, e) * b[e]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _silu_(x):  # type: ignore[no-untyped-def]
+def _silu_(x):
     for e in range(len(x)):
         x[e] = x[e] / (_ONE + exp_f32(-x[e]))
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def scan_channels(  # type: ignore[no-untyped-def]
+def scan_channels(
     x_TE, dt_TE, bias_E, b_TN, c_TN, a_NE, d_E, cu_rows, flat, sources, targets, initial, rings, old, new, ring_rows,
     firsts, counts, folds, y_TE,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def scan_channels(  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _time_step_(dt, bias, x, dtx):  # type: ignore[no-untyped-def]
+def _time_step_(dt, bias, x, dtx):
     """Turn dt into steps in units of ln 2, and compute dt x."""
     for e in range(len(dt)):
         step = softplus_f32(dt[e] + get(bias, e))
@@ -150,7 +150,7 @@ def _time_step_(dt, bias, x, dtx):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _advance_channels_(h, y, dt, dtx, a, b, c):  # type: ignore[no-untyped-def]
+def _advance_channels_(h, y, dt, dtx, a, b, c):
     for e in range(len(h)):
         h[e] = exp2_f32(dt[e] * get(a, e)) * h[e] + dtx[e] * b
         y[e] += h[e] * c

@@ -32,7 +32,7 @@ def _launch() -> int:
 
 
 _MOST_THREADS = _launch()
-MAY_OVERLAP = threading_layer() in ("omp", "tbb")  # type: ignore[no-untyped-call]
+MAY_OVERLAP = threading_layer() in ("omp", "tbb")
 """Says whether parallel kernels may run in several threads at once: numba's own queue ends the process then."""
 _last = threading.local()
 """The number that this thread has set last: reading it from numba takes five microseconds, several times a layer."""

@@ -29,25 +29,25 @@ _ATANH = tuple(np.float32(1 / k) for k in (3, 5, 7, 9, 11, 13, 15))
 
 
 @intrinsic
-def float_from_bits(typing_context, bits):  # type: ignore[no-untyped-def]
+def float_from_bits(typing_context, bits):
     """Return the float32 with the same bits as an int32."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.int32), codegen
 
 
 @intrinsic
-def _bits_from_float(typing_context, x):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+def _bits_from_float(typing_context, x):
+    def codegen(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.IntType(32))
 
     return types.int32(types.float32), codegen
 
 
 @njit(inline="always", error_model="numpy")
-def exp2_f32(x):  # type: ignore[no-untyped-def]
+def exp2_f32(x):
     """Compute 2**x for float32, to 2 ulp within [-126, 127]; x outside is clamped to it."""
     # Written so that NaN stays NaN: every comparison with it is false.
     x = _LOWEST if x < _LOWEST else x
@@ -67,13 +67,13 @@ def exp2_f32(x):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always", error_model="numpy")
-def exp_f32(x):  # type: ignore[no-untyped-def]
+def exp_f32(x):
     """Compute e**x for float32. The product with log2(e) rounds: relative error up to |x| * 1.2e-7, as if x rounded."""
     return exp2_f32(x * LOG2_E)
 
 
 @njit(inline="always", error_model="numpy")
-def softplus_f32(x):  # type: ignore[no-untyped-def]
+def softplus_f32(x):
     """Compute log(1 + e**x) without overflow."""
     u = exp_f32(-abs(x))
     s = u / (_TWO + u)
@@ -90,14 +90,14 @@ def softplus_f32(x):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
+def prefetch(typing_context, array, index):
     """Prefetch the cache line of array[index], of a contiguous array, without waiting for it."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")  # type: ignore[no-untyped-call]
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
         builder.call(function, [address, number(0), number(3), number(1)])  # to read, to be kept, data
         return context.get_dummy_value()

@@ -35,14 +35,14 @@ _float32x16 = _Float32x16()
 @register_model(_Float32x16)
 class _Model(models.PrimitiveModel):
     def __init__(self, manager: Any, type_: Any) -> None:
-        super().__init__(manager, type_, _VECTOR)  # type: ignore[no-untyped-call]
+        super().__init__(manager, type_, _VECTOR)
 
 
 @untyped_intrinsic
-def load(typing_context, array, at):  # type: ignore[no-untyped-def]
+def load(typing_context, array, at):
     """Load array[at : at + 16] of a contiguous array of floats, as float32; not checked."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         element = context.get_data_type(array.dtype)
         pointer = _pointer(context, builder, signature, arguments, ir.VectorType(element, LANES))
         return as_float(builder, array.dtype, builder.load(pointer, align=array.dtype.bitwidth // 8))
@@ -51,10 +51,10 @@ def load(typing_context, array, at):  # type: ignore[no-untyped-def]
 
 
 @untyped_intrinsic
-def store(typing_context, array, at, x):  # type: ignore[no-untyped-def]
+def store(typing_context, array, at, x):
     """Store array[at : at + 16] = x; not checked."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         builder.store(arguments[2], _pointer(context, builder, signature, arguments), align=4)
         return context.get_dummy_value()
 
@@ -62,22 +62,22 @@ def store(typing_context, array, at, x):  # type: ignore[no-untyped-def]
 
 
 @untyped_intrinsic
-def splat(typing_context, x):  # type: ignore[no-untyped-def]
+def splat(typing_context, x):
     """Return x in every lane."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         return _in_every_lane(builder, arguments[0])
 
     return _float32x16(types.float32), codegen
 
 
 @untyped_intrinsic
-def load_codes(typing_context, array, at, shift, mask):  # type: ignore[no-untyped-def]
+def load_codes(typing_context, array, at, shift, mask):
     """Load (array[at : at + 16] >> shift) & mask of a contiguous uint8 array, as float32; not checked.
     `shift` and `mask` are int32.
     """
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         shift, mask = (_in_every_lane(builder, x) for x in arguments[2:])
         return builder.uitofp(
             builder.and_(builder.lshr(_bytes(context, builder, signature, arguments), shift), mask), _VECTOR
@@ -87,7 +87,7 @@ def load_codes(typing_context, array, at, shift, mask):  # type: ignore[no-untyp
 
 
 @untyped_intrinsic
-def load_float8(typing_context, array, at):  # type: ignore[no-untyped-def]
+def load_float8(typing_context, array, at):
     """Load the float8 e4m3 numbers array[at : at + 16] of a contiguous uint8 array, as float32; not checked.
 
     The bias of float8's exponents is 120 less than float32's. Numbers below 2**-6 have no leading one: with one, they
@@ -95,7 +95,7 @@ def load_float8(typing_context, array, at):  # type: ignore[no-untyped-def]
     are slow.)
     """
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         def every(number: int) -> ir.Value:
             return ir.Constant(_CODES, [number] * LANES)
 
@@ -112,39 +112,39 @@ def load_float8(typing_context, array, at):  # type: ignore[no-untyped-def]
 
 
 @untyped_intrinsic
-def multiply(typing_context, x, y):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+def multiply(typing_context, x, y):
+    def codegen(context, builder, signature, arguments):
         return builder.fmul(*arguments)
 
     return _float32x16(x, y), codegen
 
 
 @untyped_intrinsic
-def multiply_add(typing_context, x, y, z):  # type: ignore[no-untyped-def]
+def multiply_add(typing_context, x, y, z):
     """Return x * y + z, rounded once."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), arguments)  # type: ignore[no-untyped-call]
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), arguments)
 
     return _float32x16(x, y, z), codegen
 
 
 @untyped_intrinsic
-def total(typing_context, x):  # type: ignore[no-untyped-def]
+def total(typing_context, x):
     """Sum all lanes, by halves."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         return builder.extract_element(_halved(builder, arguments[0], 1), _INDEX(0))
 
     return types.float32(x), codegen
 
 
 @untyped_intrinsic
-def store_totals(typing_context, array, at, x0, x1, x2, x3):  # type: ignore[no-untyped-def]
+def store_totals(typing_context, array, at, x0, x1, x2, x3):
     """Store the totals of four vectors in array[at : at + 4], the same bits as `total` of each."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         x0, x1, x2, x3 = arguments[2:]
         sums = _halved(builder, _paired(builder, _paired(builder, x0, x1, 1), _paired(builder, x2, x3, 1), 2), 4)
         builder.store(sums, _pointer(context, builder, signature, arguments, sums.type), align=4)

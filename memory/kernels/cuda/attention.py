@@ -142,7 +142,7 @@ def _most_warps(block_m: int, n_last_channels: int) -> int:
 
 
 @triton.jit(do_not_specialize=["first_task", "pages_head", "blocks_head"])  # they change from step to step
-def _attend(  # type: ignore[no-untyped-def]
+def _attend(
     q, out, partial, totals, keys, values, pages, tasks, first_task, sinks, bias, blocks, k_codes, k_scales, k_lows,
     v_codes, v_scales, v_lows, q_token, q_head, pages_head, blocks_head, scale, softcap, window, n_distances,
     N_HEADS: tl.constexpr, N_SHARED: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
@@ -206,7 +206,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _merge(  # type: ignore[no-untyped-def]
+def _merge(
     partial, totals, merges, sinks, out, N_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_SINKS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip

@@ -96,7 +96,7 @@ def selective_scan(
 
 
 @triton.jit
-def _selective_scan(  # type: ignore[no-untyped-def]
+def _selective_scan(
     x, x_stride, dt, dt_stride, b, b_stride, c, c_stride, dt_bias, a, d, y, cu_rows, flat, sources, targets, initial,
     inputs, input_sources, input_targets, times, time_sources, time_targets, keys, key_sources, key_targets,
     ring_rows, firsts, counts, folds, starts, n_runs, n_channels, n_states,
@@ -157,7 +157,7 @@ def _selective_scan(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _chunk_ends(  # type: ignore[no-untyped-def]
+def _chunk_ends(
     x, x_stride, dt, dt_stride, b, b_stride, dt_bias, a, cu_rows, ends, times, n_runs, n_channels, n_states,
     CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
@@ -181,7 +181,7 @@ def _chunk_ends(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _chunk_starts(  # type: ignore[no-untyped-def]
+def _chunk_starts(
     dt_bias, a, cu_rows, flat, sources, targets, initial,
     inputs, input_sources, input_targets, times, time_sources, time_targets, keys, key_sources, key_targets,
     ring_rows, firsts, counts, folds, starts, chunk_times, n_channels, n_states,
@@ -217,12 +217,12 @@ def _chunk_starts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _after(h, new, step, key, rate):  # type: ignore[no-untyped-def]
+def _after(h, new, step, key, rate):
     return tl.exp(step[None, :] * rate) * h + (step * new)[None, :] * key[:, None]
 
 
 @triton.jit
-def _add_tail(  # type: ignore[no-untyped-def]
+def _add_tail(
     h, body, limit, fold, count, first, run, rate, bias, channels, states, inputs, input_sources, times, time_sources,
     keys, key_sources, ring_rows, n_channels, n_states,
 ):  # fmt: skip
@@ -244,7 +244,7 @@ def _add_tail(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_tokens(  # type: ignore[no-untyped-def]
+def _add_tokens(
     h, begin, end, first, rate, bias, channels, states, inputs, times, keys, ring_rows, n_channels, n_states
 ):
     """Advance a state by tokens `begin` to `end` of its tail, `_BLOCK` at once, so that their rows are loaded together.

@@ -75,7 +75,7 @@ def causal_conv(
 
 
 @triton.jit
-def _causal_conv(  # type: ignore[no-untyped-def]
+def _causal_conv(
     rows, row_stride, weight, bias, out, cu_rows, n_runs, n_channels, flat, sources, targets, initial, ring,
     ring_blocks, ring_rows, ring_stride, firsts, counts, folds, HAS_BIAS: tl.constexpr, HAS_TAIL: tl.constexpr,
     ACTIVATION: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -121,7 +121,7 @@ def _causal_conv(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _before(  # type: ignore[no-untyped-def]
+def _before(
     p, channels, mask, rows, row_stride, start, count, flat, source, initial, ring, block, slot, ring_rows, ring_stride,
     n_channels, HAS_TAIL: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip

@@ -38,7 +38,7 @@ def flats(folded: FoldedRows | None, none: Tensor) -> list[Any]:
 
 
 @triton.jit
-def load_folded(  # type: ignore[no-untyped-def]
+def load_folded(
     codes, scales, lows, block, slot, head, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def load_folded(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_part(  # type: ignore[no-untyped-def]
+def _load_part(
     codes, scales, lows, block, slot, head, inside, START: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip

@@ -20,7 +20,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def dot(a, b, acc):  # type: ignore[no-untyped-def]
+def dot(a, b, acc):
     """Compute acc + a b, summed in float32.
 
     Tensor cores read only 10 bits of a float32's fraction, so each float32 is given as a sum of two numbers: of this
@@ -43,7 +43,7 @@ def dot(a, b, acc):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_rows(x, stride, rows, is_row, n, n_columns, other=0.0):  # type: ignore[no-untyped-def]
+def load_rows(x, stride, rows, is_row, n, n_columns, other=0.0):
     """Load a block (rows, columns) from the rows and columns of a matrix x in memory; `other` where x has none."""
     at = x + (rows * stride)[:, None] + n[None, :]
     return tl.load(at, mask=is_row[:, None] & (n < n_columns)[None, :], other=other)

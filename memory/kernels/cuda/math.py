@@ -9,7 +9,7 @@ from hybridmem.memory.blocks.arrays import Int64s
 
 
 @triton.jit
-def softplus(x):  # type: ignore[no-untyped-def]
+def softplus(x):
     """Compute log(1 + exp(x)), exact to rounding even for tiny results.
     log1p(e) = log(u) e / (u - 1) with the rounded u = 1 + e (Higham 2002).
     """
@@ -20,12 +20,12 @@ def softplus(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def silu(x):  # type: ignore[no-untyped-def]
+def silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def summable(log_decay):  # type: ignore[no-untyped-def]
+def summable(log_decay):
     """Return log decays in float64, with -10000 for lower ones, so that differences of sums are numbers.
     exp(-10000) is 0, as exp(-inf) is.
     """
@@ -34,7 +34,7 @@ def summable(log_decay):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def bound(offset, n):  # type: ignore[no-untyped-def]
+def bound(offset, n):
     """Return n, or 0 for an offset of -1: the bound of indices in a mask.
     (The interpreter cannot combine a block of bools with a single one.)
     """
@@ -47,7 +47,7 @@ def count_pieces(cu_rows: Int64s, size: int, spare: int) -> int:
 
 
 @triton.jit
-def first_piece(run, cu_rows, size, spare):  # type: ignore[no-untyped-def]
+def first_piece(run, cu_rows, size, spare):
     """Return the number of a segment's first piece of `size` rows, if the pieces of all segments are numbered.
 
     A segment may have as many pieces as its rows fill, and `spare` more: one of n rows gets at least n // size + spare
@@ -57,7 +57,7 @@ def first_piece(run, cu_rows, size, spare):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def run_of(piece, cu_rows, n_runs, size, spare):  # type: ignore[no-untyped-def]
+def run_of(piece, cu_rows, n_runs, size, spare):
     """Return the segment of a piece, by binary search over `first_piece`.
     So the host need not upload an array that follows from cu_rows.
     """

@@ -93,7 +93,7 @@ def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
 
 
 @triton.jit
-def split_at(run, cu_rows, targets, counts, folds, HAS_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+def split_at(run, cu_rows, targets, counts, folds, HAS_TAIL: tl.constexpr):
     """Return a segment's first row, its number of rows, and how many of them come before the new body.
     These are all rows if the body is at its end or there is no tail, and none if no body is written within it.
     """
@@ -108,7 +108,7 @@ def split_at(run, cu_rows, targets, counts, folds, HAS_TAIL: tl.constexpr):  # t
 
 
 @triton.jit
-def place_of(chunk, start, n_new, split, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def place_of(chunk, start, n_new, split, CHUNK: tl.constexpr):
     """Return the first row of a segment's chunk, and where its rows end: a chunk ends at the position of the body."""
     n_before = tl.cdiv(split, CHUNK)
     first = tl.where(chunk < n_before, chunk * CHUNK, split + (chunk - n_before) * CHUNK)
@@ -116,14 +116,14 @@ def place_of(chunk, start, n_new, split, CHUNK: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit
-def _fades(log_decay, decay_stride, h, rows, end):  # type: ignore[no-untyped-def]
+def _fades(log_decay, decay_stride, h, rows, end):
     """Return sums of log decays up to each row, in float64: differences of sums are as exact as the decays."""
     fade = tl.load(log_decay + rows * decay_stride + h, mask=rows < end, other=0.0)
     return tl.cumsum(summable(fade), axis=0)
 
 
 @triton.jit
-def _invert(  # type: ignore[no-untyped-def]
+def _invert(
     k, k_stride, k_heads, a, a_stride, a_heads, log_decay, decay_stride, strength, strength_stride, cu_rows, n_runs,
     targets, counts, folds, inverses, n_heads, n_columns, HAS_STRENGTH: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr,
@@ -152,7 +152,7 @@ def _invert(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _advance(  # type: ignore[no-untyped-def]
+def _advance(
     s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
     strength_stride, skip, y, inverse, rows, end, h, r, n, writes, n_heads, n_rows, n_columns, ERASES: tl.constexpr,
     HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr,
@@ -190,7 +190,7 @@ def _advance(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scan_chunks(  # type: ignore[no-untyped-def]
+def _scan_chunks(
     q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
     strength_stride, skip, y, inverses, cu_rows, flat, sources, targets, initial, keys, key_sources, key_targets,
     writes, write_sources, write_targets, decays, decay_sources, decay_targets, ring_rows, firsts, counts, folds,
@@ -254,11 +254,11 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store(flat, target, at, s, limit, r, n_rows, is_column):  # type: ignore[no-untyped-def]
+def _store(flat, target, at, s, limit, r, n_rows, is_column):
     tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=(r < bound(limit, n_rows))[:, None] & is_column)
 
 
 @triton.jit
-def store_matrix(ring, offsets, x, columns, n_columns, mask):  # type: ignore[no-untyped-def]
+def store_matrix(ring, offsets, x, columns, n_columns, mask):
     at = ring + offsets[:, None] + columns[None, :]
     tl.store(at, x.to(ring.dtype.element_ty), mask=mask[:, None] & (columns < n_columns)[None, :])

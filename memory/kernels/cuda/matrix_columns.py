@@ -76,13 +76,13 @@ def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tens
 
 
 @triton.jit
-def _load(x, stride, h, rows, end, n, n_columns):  # type: ignore[no-untyped-def]
+def _load(x, stride, h, rows, end, n, n_columns):
     """Load a head's rows before `end` of a matrix x as float32: (rows, columns)."""
     return load_rows(x + h * n_columns, stride, rows, rows < end, n, n_columns).to(tl.float32)
 
 
 @triton.jit
-def _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN: tl.constexpr, AFTER_DECAY: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN: tl.constexpr, AFTER_DECAY: tl.constexpr):
     """Return log decays, their sums up to each row, and the sums that its reading sees (H), both in float64.
     Each is (CHUNK, COLUMNS) or (CHUNK, 1).
     """
@@ -98,7 +98,7 @@ def _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN: tl.con
 
 
 @triton.jit
-def _weigh(  # type: ignore[no-untyped-def]
+def _weigh(
     q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, log_decay, decay_stride, strength,
     strength_stride, b, b_stride, cu_rows, n_runs, targets, counts, folds, weights, n_heads, n_columns,
     ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
@@ -159,7 +159,7 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _advance(  # type: ignore[no-untyped-def]
+def _advance(
     s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
     strength_stride, skip, b, b_stride, y, weights, rows, end, h, r, n, writes, others, finds, n_heads, n_rows,
     n_columns, ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr,
@@ -208,7 +208,7 @@ def _advance(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scan_columns(  # type: ignore[no-untyped-def]
+def _scan_columns(
     q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
     strength_stride, skip, b, b_stride, y, weights, cu_rows, flat, sources, targets, initial, keys, key_sources,
     key_targets, writes, write_sources, write_targets, decays, decay_sources, decay_targets, others, other_sources,

@@ -87,7 +87,7 @@ def read_states(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
 
 
 @triton.jit
-def _read_states(  # type: ignore[no-untyped-def]
+def _read_states(
     q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
     strength_stride, skip, y, cu_rows, flat, sources, targets, initial, keys, key_sources, key_targets, writes,
     write_sources, write_targets, decays, decay_sources, decay_targets, ring_rows, firsts, counts, folds, n_heads,
@@ -150,7 +150,7 @@ def _read_states(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _aligned(sources, targets, run, part, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _aligned(sources, targets, run, part, ALIGN: tl.constexpr):
     """Return the offsets of a part of the blocks that are read and written. Several elements are loaded at once where
     the compiler knows that offsets are multiples.
     """
@@ -159,7 +159,7 @@ def _aligned(sources, targets, run, part, ALIGN: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
-def _meet_state(  # type: ignore[no-untyped-def]
+def _meet_state(
     query, q_stride, reading, a_stride, rows, is_new, body, limit, initial, r, key_rows, k_stride, i,
     dtype: tl.constexpr, n_columns, ERASES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -183,7 +183,7 @@ def _meet_state(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _meet_tail(  # type: ignore[no-untyped-def]
+def _meet_tail(
     query, q_stride, reading, a_stride, rows, is_new, r, count, keys, n_keys, writes, decays, first, ring_rows, n_heads,
     n_rows, n_columns, ERASES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -214,9 +214,7 @@ def _meet_tail(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _updates(  # type: ignore[no-untyped-def]
-    u, erased, power, n_new, dtype: tl.constexpr, ERASES: tl.constexpr, TOKENS: tl.constexpr
-):
+def _updates(u, erased, power, n_new, dtype: tl.constexpr, ERASES: tl.constexpr, TOKENS: tl.constexpr):
     """Return what tokens write, (TOKENS, ROWS), rounded to `dtype`: u times `power`.
     Where they erase, less what each finds of those before it, in turn: (TOKENS, TOKENS) erased has their shares.
     """
@@ -232,9 +230,7 @@ def _updates(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _keep_keys(  # type: ignore[no-untyped-def]
-    rows, stride, i, is_new, ring, offsets, n_own, n_columns, WIDTH: tl.constexpr
-):
+def _keep_keys(rows, stride, i, is_new, ring, offsets, n_own, n_columns, WIDTH: tl.constexpr):
     """Store the keys of new tokens at their offsets in the tail's ring buffer; none if `n_own`, their columns, is 0."""
     for column in range(0, n_own, WIDTH):
         n = column + tl.arange(0, WIDTH)
@@ -243,7 +239,7 @@ def _keep_keys(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _move_body(  # type: ignore[no-untyped-def]
+def _move_body(
     body, source, new_body, target, initial, fold, r, count, keys, old_key, key_rows, k_stride, n_keys, writes,
     old_write, new_write, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -262,7 +258,7 @@ def _move_body(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def fold_tail(  # type: ignore[no-untyped-def]
+def fold_tail(
     s, begin, end, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write, decays,
     old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -279,7 +275,7 @@ def fold_tail(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _decays(p, count, end, ring, old, rows, row_stride, first, ring_rows, n_heads):  # type: ignore[no-untyped-def]
+def _decays(p, count, end, ring, old, rows, row_stride, first, ring_rows, n_heads):
     """Load log decays of positions p < end: (BLOCK,), zeros elsewhere. Those from `count` on are the segment's own."""
     is_old, is_new = (p < count) & (p < end), (p >= count) & (p < end)
     old_fade = tl.load(ring + old + (first + p) % ring_rows * n_heads, mask=is_old, other=0.0)
@@ -287,7 +283,7 @@ def _decays(p, count, end, ring, old, rows, row_stride, first, ring_rows, n_head
 
 
 @triton.jit
-def _keys(p, n, count, end, ring, old, rows, row_stride, first, ring_rows, ring_stride, n_columns):  # type: ignore[no-untyped-def]
+def _keys(p, n, count, end, ring, old, rows, row_stride, first, ring_rows, ring_stride, n_columns):
     """Load keys of positions p < end: (BLOCK, COLUMNS), rounded as in a ring, zeros elsewhere."""
     is_old, is_new = (p < count) & (p < end), (p >= count) & (p < end)
     is_column = (n < n_columns)[None, :]
@@ -300,7 +296,7 @@ def _keys(p, n, count, end, ring, old, rows, row_stride, first, ring_rows, ring_
 
 
 @triton.jit
-def _writes(p, r, count, end, ring, old, new, first, ring_rows, ring_stride, n_rows):  # type: ignore[no-untyped-def]
+def _writes(p, r, count, end, ring, old, new, first, ring_rows, ring_stride, n_rows):
     """Load u of positions p < end: (BLOCK, ROWS), zeros elsewhere."""
     mask = ((p >= 0) & (p < end))[:, None] & (r < n_rows)[None, :]
     at = ring + (tl.where(p < count, old, new) + (first + p) % ring_rows * ring_stride)[:, None] + r[None, :]

@@ -59,7 +59,7 @@ def scan_tokens(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
 
 
 @triton.jit
-def _scan_tokens(  # type: ignore[no-untyped-def]
+def _scan_tokens(
     q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
     strength_stride, skip, b, b_stride, y, cu_rows, flat, sources, targets, initial, keys, key_sources, key_targets,
     writes, write_sources, write_targets, decays, decay_sources, decay_targets, others, other_sources, other_targets,
@@ -123,20 +123,20 @@ def _scan_tokens(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load(place, r, limit, n, n_columns, initial):  # type: ignore[no-untyped-def]
+def _load(place, r, limit, n, n_columns, initial):
     """Return the rows of a state before `limit` in float32, and `initial` in place of others."""
     is_held = (r < limit)[:, None] & (n < n_columns)[None, :]
     return tl.load(place, mask=is_held, other=initial).to(tl.float32)
 
 
 @triton.jit
-def _store(place, s, r, limit, n, n_columns):  # type: ignore[no-untyped-def]
+def _store(place, s, r, limit, n, n_columns):
     """Store the rows of a state before `limit`."""
     tl.store(place, s.to(place.dtype.element_ty), mask=(r < limit)[:, None] & (n < n_columns)[None, :])
 
 
 @triton.jit
-def _decays(n, n_columns, BY_COLUMN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decays(n, n_columns, BY_COLUMN: tl.constexpr):
     """Return the indices of a head's decays, and their number."""
     if BY_COLUMN:
         d, n_decays = n, n_columns
@@ -146,7 +146,7 @@ def _decays(n, n_columns, BY_COLUMN: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def add_tail(  # type: ignore[no-untyped-def]
+def add_tail(
     s, body, limit, fold, count, first, run, h, r, n, keys, key_sources, k_heads, writes, write_sources, decays,
     decay_sources, others, other_sources, finds, find_sources, ring_rows, n_heads, n_rows, n_columns,
     BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
@@ -172,13 +172,13 @@ def add_tail(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ring(ring, sources, run, h, n):  # type: ignore[no-untyped-def]
+def _ring(ring, sources, run, h, n):
     """Return a pointer into the first row of a segment's ring buffer, to the n elements of head h."""
     return ring + tl.load(sources + run) + h * n
 
 
 @triton.jit
-def _add_tokens(  # type: ignore[no-untyped-def]
+def _add_tokens(
     s, begin, end, first, r, n, keys, n_groups, writes, decays, others, finds, ring_rows, n_heads, n_rows, n_columns,
     BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
 ):  # fmt: skip

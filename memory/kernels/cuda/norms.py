@@ -35,7 +35,7 @@ def rms_norm(
 
 
 @triton.jit
-def _rms_norm(  # type: ignore[no-untyped-def]
+def _rms_norm(
     x, x_stride, gate, gate_stride, weight, out, eps, n_parts, n_groups, n_part,
     HAS_GATE: tl.constexpr, HAS_WEIGHT: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -118,7 +118,7 @@ def _scores(q_QHD: Tensor, least: Tensor, greatest: Tensor, pages: Tensor, place
 
 
 @triton.jit(do_not_specialize=["most_scored"])
-def _score(  # type: ignore[no-untyped-def]
+def _score(
     q, least, greatest, pages, begins, counts, scores, q_query, q_head, most_scored, N_SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     ALIGN: tl.constexpr,

@@ -25,7 +25,7 @@ def no_rings(instead: Tensor, n_rings: int) -> tuple[Any, ...]:
 
 
 @triton.jit
-def keep_row(ring, targets, run, row, x, columns, n_columns, is_kept):  # type: ignore[no-untyped-def]
+def keep_row(ring, targets, run, row, x, columns, n_columns, is_kept):
     """Round x to the ring's dtype, write it there if it `is_kept`, and return it as float32."""
     rounded = x.to(ring.dtype.element_ty)
     tl.store(

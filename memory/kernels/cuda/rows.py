@@ -73,7 +73,7 @@ def _tile(n_elements: int) -> tuple[int, int]:
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _write(  # type: ignore[no-untyped-def]
+def _write(
     flat,
     offsets,
     rows,
@@ -93,7 +93,7 @@ def _write(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _read(  # type: ignore[no-untyped-def]
+def _read(
     flat, offsets, rows, n_rows, n_elements, initial, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, ALIGN: tl.constexpr
 ):
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -16,7 +16,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def load_rows(flat, at, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_rows(flat, at, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
     """Load rows of D channels from offsets `at` (N,) on: (N, D0) and (N, D1), the first twice if D1 is 0.
     Rows that are not `inside` are zeros.
     """
@@ -31,7 +31,7 @@ def load_rows(flat, at, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.conste
 
 
 @triton.jit
-def store_rows(flat, at, x0, x1, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_rows(flat, at, x0, x1, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
     d = tl.arange(0, D0)
     tl.store(flat + at[:, None] + d[None, :], x0.to(flat.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
     if D1 > 0:
@@ -40,7 +40,7 @@ def store_rows(flat, at, x0, x1, inside, D: tl.constexpr, D0: tl.constexpr, D1: 
 
 
 @triton.jit
-def score(q0, q1, k0, k1, scale, softcap, D1: tl.constexpr, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def score(q0, q1, k0, k1, scale, softcap, D1: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """Compute scores (M, N) float32: scale q . k, capped."""
     s = dot(q0, tl.trans(k0), tl.zeros([q0.shape[0], k0.shape[0]], tl.float32))
     if D1 > 0:
@@ -54,14 +54,14 @@ def score(q0, q1, k0, k1, scale, softcap, D1: tl.constexpr, HAS_SOFTCAP: tl.cons
 
 
 @triton.jit
-def load_bias(bias, head, newest, r, is_own, n_distances):  # type: ignore[no-untyped-def]
+def load_bias(bias, head, newest, r, is_own, n_distances):
     """Load the bias (M, N) of rows `r` (N,), by their distance from the last row that each query sees (M,)."""
     distance = tl.minimum(tl.maximum(newest[:, None] - r[None, :], 0), n_distances - 1)
     return tl.load(bias + head[:, None] * n_distances + distance, mask=is_own[:, None], other=0.0) * LOG2_E
 
 
 @triton.jit
-def hide(s, newest, r, end, window, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def hide(s, newest, r, end, window, HAS_WINDOW: tl.constexpr):
     """Set the scores of rows that a query does not see to -inf."""
     seen = (r[None, :] <= newest[:, None]) & (r < end)[None, :]
     if HAS_WINDOW:
@@ -70,7 +70,7 @@ def hide(s, newest, r, end, window, HAS_WINDOW: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit
-def add(s, v0, v1, acc0, acc1, highest, total, D1: tl.constexpr):  # type: ignore[no-untyped-def]
+def add(s, v0, v1, acc0, acc1, highest, total, D1: tl.constexpr):
     """Add N more rows to the results of queries: `acc` is relative to `highest` and not yet divided by `total`."""
     higher = tl.maximum(highest, tl.max(s, 1))
     shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no row yet

@@ -46,7 +46,7 @@ def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
 
 
 @triton.jit
-def _softplus(x, x_stride, bias, out, n_rows, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _softplus(x, x_stride, bias, out, n_rows, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < n_rows) & (columns < n_columns)[None, :]
@@ -71,7 +71,7 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
 
 
 @triton.jit
-def _linear_scan(  # type: ignore[no-untyped-def]
+def _linear_scan(
     x, x_stride, decay, decay_stride, y, cu_rows, flat, sources, targets, initial, n_channels, CHANNELS: tl.constexpr
 ):
     run = tl.program_id(0)
@@ -105,7 +105,7 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
 
 
 @triton.jit
-def _wkv4(  # type: ignore[no-untyped-def]
+def _wkv4(
     k, k_stride, v, v_stride, decay, first, y, cu_rows, top_flat, top_sources, top_targets, top_initial, below_flat,
     below_sources, below_targets, below_initial, exponent_flat, exponent_sources, exponent_targets, exponent_initial,
     n_channels, CHANNELS: tl.constexpr,
@@ -136,12 +136,12 @@ def _wkv4(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load(flat, at, channels, n_channels, initial):  # type: ignore[no-untyped-def]
+def _load(flat, at, channels, n_channels, initial):
     source = tl.load(at)
     return tl.load(flat + source + channels, mask=channels < bound(source, n_channels), other=initial).to(tl.float32)
 
 
 @triton.jit
-def _store(flat, at, channels, n_channels, x):  # type: ignore[no-untyped-def]
+def _store(flat, at, channels, n_channels, x):
     target = tl.load(at)
     tl.store(flat + target + channels, x.to(flat.dtype.element_ty), mask=channels < bound(target, n_channels))

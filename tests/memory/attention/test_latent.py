@@ -129,7 +129,7 @@ def test_layers_of_both_kinds_share_pages() -> None:
 class Values(EvictionPolicy):
     """Rows by their values' lengths."""
 
-    def rank(self, rows, scores):  # type: ignore[no-untyped-def]
+    def rank(self, rows, scores):
         assert rows.values.shape == (2, rows.positions.shape[1], 5)
         return rows.values.norm(dim=-1)
 

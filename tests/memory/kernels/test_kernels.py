@@ -695,7 +695,7 @@ def test_vector_math_is_as_accurate_as_it_says(fastmath: bool | set[str]) -> Non
         function: Callable[..., float], x: NDArray[np.float64], exact: Callable[..., NDArray[np.float64]]
     ) -> NDArray[np.float64]:
         @njit(fastmath=fastmath)
-        def apply(x, out):  # type: ignore[no-untyped-def]
+        def apply(x, out):
             for i in range(len(x)):
                 out[i] = function(x[i])
 
@@ -715,7 +715,7 @@ def test_vector_math_is_as_accurate_as_it_says(fastmath: bool | set[str]) -> Non
 
 def test_exp_outside_of_its_range_stays_positive_and_finite_and_nan_stays_nan() -> None:
     @njit
-    def exp_one(x):  # type: ignore[no-untyped-def]
+    def exp_one(x):
         return exp_f32(x)
 
     low, high, nan, poison = (

@@ -16,19 +16,19 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 @njit
-def _read(x, out):  # type: ignore[no-untyped-def]
+def _read(x, out):
     for e in range(len(out)):
         out[e] = get(x, e)
 
 
 @njit
-def _read_vectors(x, out):  # type: ignore[no-untyped-def]
+def _read_vectors(x, out):
     for e in range(0, len(out), LANES):
         store(out, e, load(x, e))
 
 
 @njit
-def _write(x, out):  # type: ignore[no-untyped-def]
+def _write(x, out):
     for e in range(len(out)):
         put(out, e, x[e])
 
@@ -69,7 +69,7 @@ def test_copies_of_one_dtype_keep_their_bits(dtype: torch.dtype) -> None:
 
 def test_other_arrays_are_read_and_written_as_ever() -> None:
     @njit
-    def run(x, y):  # type: ignore[no-untyped-def]
+    def run(x, y):
         move(y, x, 0)
         put(y, 1, get(x, 1) + 1)
 
