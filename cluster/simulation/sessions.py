@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +98,7 @@ def make_turns(habits: FleetHabits, seed: int) -> Turns:
     return Turns(*(column[order] for column in columns))  # type: ignore[arg-type]
 
 
-def _sums_within(values: NDArray[Any], first: NDArray[np.int64], n: NDArray[np.int64]) -> NDArray[Any]:
+def _sums_within(values: NDArray[Any], first: NDArray[np.int64], n: NDArray[np.int64]) -> Any:
     """Return the sum of a session's values up to each turn, this one included."""
     sums = np.cumsum(values)
     before = np.where(first > 0, sums[first - 1], 0)
