@@ -11,9 +11,9 @@ from pathlib import Path
 from benchmarks.harness import Report
 from benchmarks.ours import VOCAB
 from benchmarks.speculative import NOTE, SCALES, repeating_model
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import HybridMemory
 from hybridmem.models import LanguageModel, load_model
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from benchmarks.harness import Report
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.sampling.sampling import Sampling
 
 _SETTLE_SECONDS, _TURN_SECONDS = 0.15, 0.6
 _LISTENER = """

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from benchmarks.harness import Report
 from benchmarks.schema_generator import make_schemas
-from hybridmem.chat.decoding.grammar import GrammarError, Grammars
-from hybridmem.chat.decoding.masks import mask_rows_
 from hybridmem.chat.engine.choose import Choice, Plan, choose_tokens
 from hybridmem.chat.engine.engine import Engine, Generation, Sampling
 from hybridmem.chat.engine.output import Output
 from hybridmem.chat.prompts import encode_chat, load_tokenizer
+from hybridmem.chat.sampling.grammar import GrammarError, Grammars
+from hybridmem.chat.sampling.masks import mask_rows_
 from hybridmem.memory import HybridMemory
 from hybridmem.models import EMBEDDED, LanguageModel, load_model
 

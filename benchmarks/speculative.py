@@ -22,7 +22,7 @@ from hybridmem.chat.decoding.drafts import Draft, Drafter, DraftRequest, PromptL
 from hybridmem.chat.decoding.speculative import SpeculativeBatch
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Message, Tokenizer, encode_turn, find_stop_ids, load_tokenizer
-from hybridmem.chat.session.conversation import MAX_REPLY_TOKENS, Conversation, Player
+from hybridmem.chat.simulation.conversation import MAX_REPLY_TOKENS, Conversation, Player
 from hybridmem.chat.simulation.dialogues import Turn, make_dialogue
 from hybridmem.memory import HybridMemory, Sequence, Step
 from hybridmem.models import EMBEDDED, LanguageModel, load_model

@@ -198,7 +198,8 @@ def demo(
     """
     with one_line_errors(f"loading {model} …"):
         from hybridmem.chat.commands.demo import run_demo
-        from hybridmem.chat.console import live_stage, make_console, print_report
+        from hybridmem.chat.commands.demo_view import live_stage, print_report
+        from hybridmem.chat.console import make_console
 
         console = make_console()
         language_model, tokenizer = load(model, device, dtype, weights)

@@ -165,7 +165,7 @@ def _watch(folder: str, results: Any, done: Synchronized[int]) -> None:
     """Report what reading an input must never do: run programs, connect, write outside of the folder."""
 
     def hear(event: str, args: tuple[Any, ...]) -> None:
-        if event in _FORBIDDEN and "trial_worker.py" not in repr(args):  # it compiles grammars of clients
+        if event in _FORBIDDEN and "grammar_worker.py" not in repr(args):  # it compiles grammars of clients
             results.put((f"{event} {args[:1]!r:.80}", done.value, repr(args)[:500]))
         elif event == "open" and isinstance(args[2], int) and args[2] & _WRITES and isinstance(args[0], str):
             path = Path(args[0]).resolve()

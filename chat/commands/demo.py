@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hybridmem.chat.engine.engine import Engine, EngineStats
 from hybridmem.chat.prompts import Tokenizer
-from hybridmem.chat.session.conversation import Answer, Conversation, OnWord, Player
+from hybridmem.chat.simulation.conversation import Answer, Conversation, OnWord, Player
 from hybridmem.chat.simulation.dialogues import (
     NAMED,
     TOPICS,

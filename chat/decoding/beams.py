@@ -14,11 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybridmem.chat.decoding.sampler import Sampler
-from hybridmem.chat.decoding.sampling import Sampling, check_sampling
 from hybridmem.chat.engine.arguments import check_parts, read_stop_ids
 from hybridmem.chat.engine.loop import decode
 from hybridmem.chat.engine.requests import read_token_ids
+from hybridmem.chat.sampling.sampler import Sampler
+from hybridmem.chat.sampling.sampling import Sampling, check_sampling
 from hybridmem.memory import BatchError, HybridMemory, Sequence, Step
 from hybridmem.memory.blocks.arguments import read_count
 from hybridmem.memory.sequences.interrupts import uninterrupted

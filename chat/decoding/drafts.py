@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridmem.chat.decoding.sampler import Sampler
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.engine.arguments import check_parts
 from hybridmem.chat.engine.loop import decode
+from hybridmem.chat.sampling.sampler import Sampler
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, Step, StepError
 from hybridmem.memory.blocks.arguments import read_count
 from hybridmem.memory.sequences.interrupts import uninterrupted

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from hybridmem.chat.decoding.acceptance import Acceptance, accept_drawn, accept_likeliest
 from hybridmem.chat.decoding.drafts import Draft, Drafter, DraftRequest, Draws, check_counts, check_window
-from hybridmem.chat.decoding.sampling import Sampling, check_sampling
 from hybridmem.chat.engine.arguments import check_parts, read_stop_ids
 from hybridmem.chat.engine.loop import feed
 from hybridmem.chat.engine.requests import check_max_tokens, read_token_ids
 from hybridmem.chat.engine.stats import EngineStats
+from hybridmem.chat.sampling.sampling import Sampling, check_sampling
 from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, Step
 from hybridmem.memory.sequences.interrupts import uninterrupted_call
 from hybridmem.memory.step import Outputs

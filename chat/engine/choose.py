@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from hybridmem.chat.decoding.logprobs import Chosen, with_logprobs
-from hybridmem.chat.decoding.sampler import Sampler, choose_rows
 from hybridmem.chat.engine.requests import Job
+from hybridmem.chat.sampling.logprobs import Chosen, with_logprobs
+from hybridmem.chat.sampling.sampler import Sampler, choose_rows
 from hybridmem.memory import StepError
 
 Plan = list[tuple[Job, int]]

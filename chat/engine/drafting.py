@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
-from hybridmem.chat.decoding.guesses import Guesses
 from hybridmem.chat.engine.choose import Plan
 from hybridmem.chat.engine.pace import Pace
 from hybridmem.chat.engine.requests import Job
+from hybridmem.chat.sampling.guesses import Guesses
 from hybridmem.memory import HybridMemory
 
 MOST_DRAFTED = 8

@@ -24,7 +24,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.engine.arguments import (
     HOW_TO_LOAD,
     check_belonging,
@@ -44,6 +43,7 @@ from hybridmem.chat.engine.stats import EngineStats
 from hybridmem.chat.engine.stepping import Stepper
 from hybridmem.chat.engine.streaming import TextStream
 from hybridmem.chat.prompts import Tokenizer, find_stop_ids
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, HybridMemory, Sequence, SequenceError, SpecError, StepError
 from hybridmem.memory.blocks.arguments import read_count
 from hybridmem.memory.blocks.copying import refuse_to_copy

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from hybridmem.chat.decoding.grammar import Grammar
-from hybridmem.chat.decoding.logprobs import MOST_LOGPROBS
 from hybridmem.chat.engine.arguments import read_stop_ids
+from hybridmem.chat.sampling.grammar import Grammar
+from hybridmem.chat.sampling.logprobs import MOST_LOGPROBS
 from hybridmem.memory import BatchError
 from hybridmem.memory.blocks.arguments import is_integer
 
@@ -32,7 +32,7 @@ class Output:
 
     def __post_init__(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise BatchError(f"grammar={self.grammar!r}; give what chat.decoding.grammar.Grammars has read, or None")
+            raise BatchError(f"grammar={self.grammar!r}; give what chat.sampling.grammar.Grammars has read, or None")
         n_top = self.logprobs
         if n_top is not None and not (is_integer(n_top, 0) and n_top <= MOST_LOGPROBS):
             raise BatchError(f"logprobs={n_top!r}; give 0 ... {MOST_LOGPROBS} alternatives, or None for none at all")

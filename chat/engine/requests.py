@@ -12,11 +12,11 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from hybridmem.chat.decoding.logprobs import Chosen
-from hybridmem.chat.decoding.sampler import Sampler
-from hybridmem.chat.decoding.sampling import Sampling, check_sampling
 from hybridmem.chat.engine.output import PLAIN, Output
 from hybridmem.chat.engine.streaming import TextStream
+from hybridmem.chat.sampling.logprobs import Chosen
+from hybridmem.chat.sampling.sampler import Sampler
+from hybridmem.chat.sampling.sampling import Sampling, check_sampling
 from hybridmem.memory import BatchError, Sequence
 from hybridmem.memory.blocks.arguments import is_integer
 from hybridmem.memory.prefix import Lookup

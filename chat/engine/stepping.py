@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hybridmem.chat.decoding.logprobs import Chosen
-from hybridmem.chat.decoding.masks import MasksAhead
 from hybridmem.chat.engine.callbacks import Callbacks
 from hybridmem.chat.engine.choose import Choice, Choose, Plan
 from hybridmem.chat.engine.drafting import Drafting, Drafts
@@ -17,9 +15,11 @@ from hybridmem.chat.engine.forking import Fork, forks_of, with_forks
 from hybridmem.chat.engine.loop import take_step
 from hybridmem.chat.engine.requests import Job
 from hybridmem.chat.engine.scheduling import Scheduler
-from hybridmem.chat.engine.sharing import open_step, plan_step
 from hybridmem.chat.engine.stats import EngineStats
+from hybridmem.chat.engine.step_plan import open_step, plan_step
 from hybridmem.chat.engine.verifying import choose_verified
+from hybridmem.chat.sampling.logprobs import Chosen
+from hybridmem.chat.sampling.masks import MasksAhead
 from hybridmem.memory import CapacityError, HybridMemory, Sequence, SequenceError, Step, StepError
 from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.memory.sequences.interrupts import uninterrupted

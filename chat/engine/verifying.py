@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hybridmem.chat.decoding.logprobs import Chosen
 from hybridmem.chat.engine.choose import Choice, Choose, Plan
 from hybridmem.chat.engine.requests import Job
+from hybridmem.chat.sampling.logprobs import Chosen
 
 
 def choose_verified(

@@ -13,14 +13,14 @@ from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.server.embedding import Embedding
 from hybridmem.chat.server.errors import ApiError, answer_api_error, answer_http_error
-from hybridmem.chat.server.limits import Guard
+from hybridmem.chat.server.guard import Guard
 from hybridmem.chat.server.options import ServerOptions
 from hybridmem.chat.server.page_files import PREFIX, show_file, show_page
 from hybridmem.chat.server.service import Service
-from hybridmem.chat.server.sessions.desk import Desk
 from hybridmem.chat.server.sessions.keeping import keeping
 from hybridmem.chat.server.sessions.pins import Pins
 from hybridmem.chat.server.sessions.routes import session_routes
+from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.server.tokenizing import Tokenizing
 from hybridmem.chat.stored import SessionStore
 from hybridmem.chat.stored.database import model_signature
@@ -36,18 +36,18 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         tokenizer: the engine's.
         model_id: the name by which clients call the model.
     Returns:
-        The app; `app.state.service` is the `Service` behind it, `app.state.sessions` the `Desk` of stored sessions.
+        The app; `app.state.service` is the `Service` behind it, `app.state.sessions` the repository of stored sessions.
     Raises:
         FormatError, MismatchError: as `chat.stored.database.open_database`, for the folder of sessions.
     """
     service = Service(engine, tokenizer, model_id, options or ServerOptions())
     store = SessionStore(service.options.sessions, model_signature(engine.memory.spec, tokenizer))
-    desk = Desk(service, store)
-    pins = Pins(desk)
+    repository = SessionRepository(service, store)
+    pins = Pins(repository)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with keeping(desk, pins), service.lifespan(app):
+        async with keeping(repository, pins), service.lifespan(app):
             yield
 
     app = FastAPI(
@@ -58,7 +58,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         exception_handlers={ApiError: answer_api_error, HTTPException: answer_http_error},
     )
     app.state.service = service
-    app.state.sessions = desk
+    app.state.sessions = repository
     view, tokenizing = service.memory_view, Tokenizing(service)
     embedding = Embedding(service, service.options.pooling)
     routes: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -79,7 +79,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     for path, (method, endpoint) in routes.items():
         methods = [method, "HEAD"] if path in _ASKED_BY_MONITORS else [method]
         app.add_api_route(path, endpoint, methods=methods, response_model=None)
-    for method, path, endpoint in session_routes(desk, pins):
+    for method, path, endpoint in session_routes(repository, pins):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     app.add_middleware(Guard, service=service)
     return app

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.engine.output import PLAIN, Output
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.replies import Ask
 from hybridmem.chat.server.sampled import SamplingFields

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from hybridmem.chat.decoding.logprobs import Chosen
-from hybridmem.chat.decoding.token_bytes import TokenBytes
 from hybridmem.chat.engine.engine import Generation
+from hybridmem.chat.sampling.logprobs import Chosen
+from hybridmem.chat.sampling.token_bytes import TokenBytes
 from hybridmem.chat.server.formats import finish_reason_of
 from hybridmem.chat.server.logprobs import chat_logprobs
 from hybridmem.chat.server.replies import Piece

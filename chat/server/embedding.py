@@ -18,8 +18,8 @@ from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.server.checked import Checked, read_request
 from hybridmem.chat.server.errors import ApiError, stopping
+from hybridmem.chat.server.guard import exchange_of
 from hybridmem.chat.server.lengths import check_lists
-from hybridmem.chat.server.limits import exchange_of
 from hybridmem.chat.server.schema import Prompt, read_prompts
 from hybridmem.chat.server.texts import Texts
 from hybridmem.memory import CapacityError

@@ -12,8 +12,8 @@ from uuid import uuid4
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hybridmem.chat.decoding.token_bytes import TokenBytes
 from hybridmem.chat.engine.engine import Generation
+from hybridmem.chat.sampling.token_bytes import TokenBytes
 from hybridmem.chat.server.logprobs import completion_logprobs
 from hybridmem.chat.server.replies import Piece
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hybridmem.chat.decoding.logprobs import Chosen
-from hybridmem.chat.decoding.token_bytes import TokenBytes
+from hybridmem.chat.sampling.logprobs import Chosen
+from hybridmem.chat.sampling.token_bytes import TokenBytes
 
 _LEAST = -9999.0
 """Instead of minus infinity, which JSON lacks."""

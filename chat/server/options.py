@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.access_log import FORMS, Form
 from hybridmem.chat.server.keys import Key, Keys, check_key
 from hybridmem.memory import SpecError

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridmem.chat.decoding.logprobs import Chosen
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.engine.engine import Engine, Generation
 from hybridmem.chat.engine.output import PLAIN, Output
-from hybridmem.chat.server.accounts import progress_of, usage_of
+from hybridmem.chat.sampling.logprobs import Chosen
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.courier import Courier
 from hybridmem.chat.server.errors import stopping
 from hybridmem.chat.server.metrics import Metrics
+from hybridmem.chat.server.usage import progress_of, usage_of
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.checked import ANY, Checked, Neutral
 
 MOST_STOPS = 4

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from hybridmem.chat.decoding.logprobs import MOST_LOGPROBS
+from hybridmem.chat.sampling.logprobs import MOST_LOGPROBS
 from hybridmem.chat.server.checked import ANY, MOST_VALUES, Checked, Neutral, read_request
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.options import MOST_CHOICES

@@ -13,19 +13,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from hybridmem.chat.decoding.defaults import read_defaults
-from hybridmem.chat.decoding.token_bytes import TokenBytes
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.engine.output import Output
 from hybridmem.chat.prompts import Tokenizer, encode_chat
-from hybridmem.chat.server.accounts import account_for
+from hybridmem.chat.sampling.defaults import read_defaults
+from hybridmem.chat.sampling.token_bytes import TokenBytes
 from hybridmem.chat.server.asking import Asking
 from hybridmem.chat.server.chat_format import ChatFormat
 from hybridmem.chat.server.courier import Courier
 from hybridmem.chat.server.errors import ApiError, StoppingError, as_api_error, log, stopping
 from hybridmem.chat.server.formats import DONE, CompletionFormat, EventStream, as_event
+from hybridmem.chat.server.guard import Exchange, exchange_of
 from hybridmem.chat.server.lengths import check_length, check_lists, find_context_tokens
-from hybridmem.chat.server.limits import Exchange, exchange_of
 from hybridmem.chat.server.memory_view.events import MemoryView
 from hybridmem.chat.server.metrics import Metrics
 from hybridmem.chat.server.options import ServerOptions
@@ -33,6 +32,7 @@ from hybridmem.chat.server.replies import Ask, Piece, Replies
 from hybridmem.chat.server.schema import ChatRequest, CompletionRequest, Prompt, read_request
 from hybridmem.chat.server.shaping import NewReader, Shaping, check_plain
 from hybridmem.chat.server.texts import Texts
+from hybridmem.chat.server.usage import account_for
 from hybridmem.memory import CapacityError, FormatError, IntegrityError
 
 

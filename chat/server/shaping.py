@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hybridmem.chat.decoding.grammar import GrammarError, Grammars
 from hybridmem.chat.engine.output import Output
 from hybridmem.chat.prompts import Message, Tokenizer
+from hybridmem.chat.sampling.grammar import GrammarError, Grammars
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.tool_fields import ToolFields
 from hybridmem.chat.special_tokens import special_tokens_of

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.session.history import Utterance
 from hybridmem.memory import CapacityError, FormatError, HybridMemory, Sequence, SpecError
 from hybridmem.memory.storage.files import read_path

@@ -13,9 +13,9 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from hybridmem.chat.decoding.sampling import check_sampling
 from hybridmem.chat.engine.engine import Engine, Generation, Sampling, require_engine
 from hybridmem.chat.engine.requests import GREEDY, check_max_tokens, read_stop
+from hybridmem.chat.sampling.sampling import check_sampling
 from hybridmem.chat.session.history import (
     Rendering,
     Utterance,

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridmem.chat.decoding.sampling import check_sampling
 from hybridmem.chat.engine.engine import Engine, Generation, Sampling, require_engine
 from hybridmem.chat.engine.requests import GREEDY
+from hybridmem.chat.sampling.sampling import check_sampling
 from hybridmem.chat.session.history import common_tokens, decode
 from hybridmem.chat.session.reuse import resume
 from hybridmem.chat.session.template_syntax import Hole, Template, Text

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hybridmem.chat.decoding.sampling import Sampling, check_sampling
+from hybridmem.chat.sampling.sampling import Sampling, check_sampling
 from hybridmem.memory import BatchError
 from hybridmem.memory.blocks.arguments import is_integer
 

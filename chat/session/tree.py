@@ -8,8 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.session.history import Utterance
 from hybridmem.chat.session.saved import Remembered, SavedSession, read_sessions, write_sessions
 from hybridmem.memory import Sequence

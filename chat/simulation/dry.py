@@ -12,10 +12,10 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from hybridmem.chat.decoding.logprobs import Chosen
 from hybridmem.chat.engine.choose import Choice, Plan
 from hybridmem.chat.engine.requests import Generation
 from hybridmem.chat.prompts import Message, Tokenizer, encode_turn
+from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.simulation.workload import Event
 from hybridmem.memory import FormatError, MemorySpec, Step
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridmem.chat.decoding.grammar import Grammar, GrammarError, Grammars, json_rule
+from hybridmem.chat.sampling.grammar import Grammar, GrammarError, Grammars, json_rule
 from hybridmem.chat.tools.calls import CallFormat, Tool
 from hybridmem.chat.tools.families import THINK_END, Habits
 

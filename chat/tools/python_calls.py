@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridmem.chat.decoding.grammar import json_rule
+from hybridmem.chat.sampling.grammar import json_rule
 from hybridmem.chat.tools.calls import Block, CallPart, Marks, Tool, call_of, either, parse_json, repeated
 
 _AS_IN_JSON = {"true": True, "false": False, "null": None}

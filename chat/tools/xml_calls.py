@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridmem.chat.decoding.grammar import json_rule
+from hybridmem.chat.sampling.grammar import json_rule
 from hybridmem.chat.tools.calls import Block, CallPart, Marks, Tool, either, parse_json, repeated
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)

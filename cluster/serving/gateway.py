@@ -1,6 +1,6 @@
 """Takes requests of clients, and forwards each to the replica that the router chooses: an ASGI app.
 
-The gateway checks hosts, keys and bodies as one server does (`chat.server.limits`), tokenises the prompt, and sends the
+The gateway checks hosts, keys and bodies as one server does (`chat.server.guard`), tokenises the prompt, and sends the
 request through a handle, whose router sees the tokens. What the replica's server sends comes back as it is. Where a
 replica is lost, another one answers, and a stream goes on where the client is (`cluster.serving.continuing`).
 """
@@ -20,13 +20,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hybridmem.chat.server.errors import RETRY, ApiError, log
 from hybridmem.chat.server.formats import as_event
+from hybridmem.chat.server.guard import Guard, exchange_of
 from hybridmem.chat.server.keys import Use
-from hybridmem.chat.server.limits import Guard, exchange_of
 from hybridmem.chat.server.options import ServerOptions
 from hybridmem.cluster.routing.prompts import TokenPrompt
 from hybridmem.cluster.serving.continuing import END, RESPONSES, ResponseSoFar
+from hybridmem.cluster.serving.idempotency import KEY_HEADER, Idempotency, Shelf, name_of
 from hybridmem.cluster.serving.metrics import join_metrics
-from hybridmem.cluster.serving.once import KEY_HEADER, Once, Shelf, name_of
 from hybridmem.cluster.serving.parts import AnotherReplyError
 from hybridmem.cluster.serving.reading import PromptReader
 from hybridmem.cluster.serving.request import CHARGE, ForwardedRequest
@@ -87,7 +87,7 @@ class Gateway:
         self._replicas = replicas
         self._reader = reader
         self._keeps_sessions = keeps_sessions
-        self._once = Once(shelf)
+        self._once = Idempotency(shelf)
         self._guard = Guard(self._forward, service=self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,7 +15,7 @@ from hybridmem.cluster.routing.prompts import TokenPrompt
 from hybridmem.cluster.serving.mover import Mover
 from hybridmem.cluster.store.health import StoreHealth
 from hybridmem.cluster.store.leases import Lease, Leases
-from hybridmem.cluster.store.patience import ASK_SECONDS, Patience
+from hybridmem.cluster.store.timeouts import ASK_SECONDS, Timeouts
 
 log = logging.getLogger("hybrid_memory.cluster")
 T = TypeVar("T")
@@ -70,8 +70,8 @@ class Keeper:
         self._mover = mover
         self._leases = leases
         self._held: dict[str, Held] = {}
-        self._asking = Patience(4, health.note)
-        self._moving = Patience(2)  # whole sequences, which take as long as they take
+        self._asking = Timeouts(4, health.note)
+        self._moving = Timeouts(2)  # whole sequences, which take as long as they take
         self._writing: set[asyncio.Task[None]] = set()
         self._periodic: list[asyncio.Task[None]] = []
 

@@ -3,7 +3,7 @@
     SIGNATURE/sequences/3f/3f...e1-1024.safetensors    a sequence of 1,024 tokens: digest of owner and tokens
     SIGNATURE/hot/3f...e1-1024                         empty: a prefix that several sessions share
     SIGNATURE/sessions/a0/a0.../7.json                 a lease (`cluster.store.leases`)
-    replies/9d/9d...json                               replies to be given again (`cluster.serving.once`)
+    replies/9d/9d...json                               replies to be given again (`cluster.serving.idempotency`)
 
 SIGNATURE names the layout of the memory and the weights of the model, so replicas of another model see nothing of it;
 and each file says both itself, with a checksum. A file is never changed: equal tokens make equal files.

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from fuzzing.mutation import damage_bytes, damage_json
-from hybridmem.chat.decoding.grammar import Grammar, Grammars, fill_masks
 from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.chat.sampling.grammar import Grammar, Grammars, fill_masks
 from hybridmem.chat.server.bodies import count_longest_list
 from hybridmem.chat.server.embedding import EmbeddingsRequest
 from hybridmem.chat.server.schema import ChatRequest, Checked, CommonRequest, CompletionRequest, read_request

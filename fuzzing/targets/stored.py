@@ -19,13 +19,13 @@ import numpy as np
 from fuzzing.mutation import EDGES, damage_bytes, damage_json
 from hybridmem.chat.commands.option_table import read_file
 from hybridmem.chat.commands.serve_options import SERVE
-from hybridmem.chat.decoding.defaults import read_defaults
+from hybridmem.chat.sampling.defaults import read_defaults
 from hybridmem.chat.simulation.traces import read_trace
 from hybridmem.chat.stored.database import FILE
 from hybridmem.chat.stored.items import text_item
 from hybridmem.chat.stored.nodes import Node, StoredSession
 from hybridmem.chat.stored.store import SessionStore
-from hybridmem.cluster.serving.once import Once, name_of
+from hybridmem.cluster.serving.idempotency import Idempotency, name_of
 from hybridmem.cluster.serving.request import ForwardedRequest
 from hybridmem.cluster.store.leases import Leases, Stand
 from hybridmem.cluster.store.place import Place
@@ -166,7 +166,7 @@ class SharedFiles:
         async def answer() -> AsyncIterator[list[Any]]:
             yield [{"type": "http.response.start", "status": 200, "headers": []}]
 
-        async for messages in Once(self._place).play(self._request, "key", answer):
+        async for messages in Idempotency(self._place).play(self._request, "key", answer):
             for message in messages:
                 assert isinstance(message.get("status", 200), int), "ASGI wants a number"
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server import ServerOptions, bind, make_app
 from hybridmem.chat.server.listening import Server, url_of
 from hybridmem.chat.server.memory_view.events import MemoryView

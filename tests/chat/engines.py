@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridmem.chat.decoding.sampler import Sampler
 from hybridmem.chat.engine.engine import Engine, Generation, Sampling
 from hybridmem.chat.engine.scheduling import Scheduler
+from hybridmem.chat.sampling.sampler import Sampler
 from hybridmem.memory import HybridMemory, Step
 
 GREEDY = Sampling()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hybridmem.chat.decoding.beams import Beam, BeamOptions, beam_search, beam_searches, n_best
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, CapacityError, HybridMemory, Step
 from hybridmem.models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint

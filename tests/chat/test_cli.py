@@ -17,7 +17,7 @@ from hybridmem.chat.cli import app
 from hybridmem.chat.commands.demo import run_demo
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer, encode_prompt, encode_turn, load_tokenizer
-from hybridmem.chat.session.conversation import Conversation, Player
+from hybridmem.chat.simulation.conversation import Conversation, Player
 from hybridmem.chat.simulation.dialogues import make_dialogue
 from hybridmem.memory import FormatError, HybridMemory, SpecError
 from hybridmem.models import EMBEDDED, LanguageModel
@@ -126,7 +126,7 @@ def test_the_memory_holds_what_the_chat_template_renders(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, max_reply_tokens: int
 ) -> None:
     """Even where replies are cut short."""
-    monkeypatch.setattr("hybridmem.chat.session.conversation.MAX_REPLY_TOKENS", max_reply_tokens)
+    monkeypatch.setattr("hybridmem.chat.simulation.conversation.MAX_REPLY_TOKENS", max_reply_tokens)
     memory = HybridMemory(embedded.memory_spec, "64MiB", poison=True)
     users = [Conversation(f"user {i}", memory.open()) for i in range(3)]
     scripts = [(user, make_dialogue(random.Random(i), 2 + 3 * i)) for i, user in enumerate(users)]

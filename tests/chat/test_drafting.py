@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from hybridmem.chat.decoding.grammar import Grammars
-from hybridmem.chat.decoding.guesses import Guesses
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine, Generation
 from hybridmem.chat.engine.output import Output
 from hybridmem.chat.engine.pace import Cost, Pace
 from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.sampling.grammar import Grammars
+from hybridmem.chat.sampling.guesses import Guesses
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, HybridMemory
 from hybridmem.models import LanguageModel
 from tests.chat.engines import draw_sampling, make_memory, run_checked

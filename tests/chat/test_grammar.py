@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybridmem.chat.decoding.grammar import GrammarError, Grammars
-from hybridmem.chat.decoding.sampler import Sampler
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.sampling.grammar import GrammarError, Grammars
+from hybridmem.chat.sampling.sampler import Sampler
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError
 
 

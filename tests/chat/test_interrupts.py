@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hybridmem.chat.decoding.beams import BeamOptions, beam_searches, n_best
 from hybridmem.chat.decoding.drafts import DraftModel, PromptLookup
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.decoding.speculative import SpeculativeBatch
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer, load_tokenizer
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.session.session import ChatSession
 from hybridmem.memory import (
     AttentionSpec,

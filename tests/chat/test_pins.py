@@ -16,8 +16,8 @@ from hybridmem.chat.stored.nodes import Node
 NODE = Node("resp_a", "sess_a", None, "assistant", [])
 
 
-class SlowDesk:
-    """A desk whose store takes a turn of the loop to answer."""
+class SlowRepository:
+    """A repository whose store takes a turn of the loop to answer."""
 
     def __init__(self) -> None:
         self.until: dict[str, float] = {}
@@ -43,8 +43,8 @@ class SlowDesk:
 
 
 def test_a_pin_that_the_store_does_not_know_yet_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = SlowDesk()
-    pins, held = Pins(cast("Any", desk)), dict[str, Pin]()
+    repository = SlowRepository()
+    pins, held = Pins(cast("Any", repository)), dict[str, Pin]()
 
     async def compute(request: object, pin: Pin) -> None: ...
 
@@ -63,4 +63,4 @@ def test_a_pin_that_the_store_does_not_know_yet_is_not_forgotten(monkeypatch: py
     for name, stub in (("_pins", held), ("_compute", compute), ("_keep", keep), ("forget", forget)):
         monkeypatch.setattr(pins, name, stub)
     asyncio.run(race())
-    assert held[NODE.id].until == desk.until[NODE.id] == FOREVER
+    assert held[NODE.id].until == repository.until[NODE.id] == FOREVER

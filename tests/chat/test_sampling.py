@@ -19,8 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hybridmem.chat.decoding.sampler import Sampler, choose_rows, score_rows
-from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.sampling.sampler import Sampler, choose_rows, score_rows
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, StepError
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0, -0.5])

@@ -16,7 +16,7 @@ import pytest
 
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
-from hybridmem.chat.server import ServerOptions, limits, listening, make_app
+from hybridmem.chat.server import ServerOptions, guard, listening, make_app
 from hybridmem.chat.simulation.dialogues import make_dialogue, messages
 from hybridmem.memory import HybridMemory
 from hybridmem.models import LanguageModel
@@ -421,7 +421,7 @@ def test_a_body_that_is_too_large(
     """Also where nobody says how large it will be.
     Who is told after a little more than that may find the connection closed.
     """
-    monkeypatch.setattr(limits, "_DRAIN_SECONDS", PATIENCE_SECONDS)  # this client and the server share a processor
+    monkeypatch.setattr(guard, "_DRAIN_SECONDS", PATIENCE_SECONDS)  # this client and the server share a processor
     body = b'{"model": "' + b"a" * (n_bytes - 13) + b'"}'
     try:
         answer = post(server, body if is_declared else (body[i : i + 5000] for i in range(0, n_bytes, 5000)))

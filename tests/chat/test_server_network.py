@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from hybridmem.chat.prompts import Tokenizer
-from hybridmem.chat.server import ServerOptions, incoming, limits
+from hybridmem.chat.server import ServerOptions, guard, incoming
 from hybridmem.chat.server.access import Access
 from hybridmem.chat.server.connections import MOST_CHUNKS, Seldom
 from hybridmem.chat.server.errors import ApiError
@@ -302,7 +302,7 @@ def test_a_body_that_keeps_coming_has_longer(pause: float, is_late: bool, monkey
         return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
 
     async def read(loop: SimulatedLoop) -> None:
-        body = incoming.Incoming(receive, incoming.Turnstile(limits.Places(1)))
+        body = incoming.Incoming(receive, incoming.Turnstile(guard.Places(1)))
         if is_late:
             with pytest.raises(TimeoutError):
                 await body.read(ServerOptions(body_bytes_per_second=1000))
@@ -327,7 +327,7 @@ def test_half_sent_bodies_keep_nobody_out(shared: Running, path: str, n_sent: in
 def test_a_body_without_the_key_is_not_waited_for(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "_DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr(guard, "_DRAIN_SECONDS", 0.05)
     with running(embedded, tokenizer, ServerOptions(api_key="secret")) as server:
         assert send(server, post("Content-Length: 100", body=b"{")).status == 401
         assert (

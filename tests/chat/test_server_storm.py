@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer, encode_chat
-from hybridmem.chat.server import ServerOptions, limits
+from hybridmem.chat.server import ServerOptions, guard
 from hybridmem.chat.simulation.dialogues import make_dialogue, messages
 from hybridmem.memory import HybridMemory
 from hybridmem.models import LanguageModel
@@ -142,7 +142,7 @@ async def client(port: int, number: int, questions: list[Question], tally: Tally
 def test_a_storm(embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget is too small for all of them at once: some are swapped out, and cached prefixes come and go."""
     # A busy machine may take longer to read a body that is refused, and who is cut off there is told nothing.
-    monkeypatch.setattr(limits, "_DRAIN_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(guard, "_DRAIN_SECONDS", PATIENCE_SECONDS)
     questions = make_questions(embedded, tokenizer, N_CLIENTS, 6)
     options = ServerOptions(max_tokens=LIMIT, max_body_bytes=1 << 16, max_requests=2 * N_CLIENTS)
     with running(embedded, tokenizer, options, budget="6MiB", max_running=16) as server:

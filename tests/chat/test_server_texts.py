@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hybridmem.chat.prompts import Tokenizer
-from hybridmem.chat.server import ServerOptions, checked, incoming, limits
+from hybridmem.chat.server import ServerOptions, checked, guard, incoming
 from hybridmem.chat.server.bodies import count_longest_list
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest, CompletionRequest, read_request
@@ -249,12 +249,12 @@ def test_large_bodies_come_in_slowly_while_somebody_is_answered(monkeypatch: pyt
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    async def take_turns(places: limits.Places) -> None:
+    async def take_turns(places: guard.Places) -> None:
         turnstile = incoming.Turnstile(places)
         await asyncio.gather(*(turnstile.wait(n_bytes) for n_bytes in (10, 5)))
 
     monkeypatch.setattr(incoming, "_LARGE_BYTES_PER_SECOND", 100)
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    asyncio.run(take_turns(limits.Places(1)))
-    asyncio.run(take_turns(limits.Places(1, n_taken=1)))
+    asyncio.run(take_turns(guard.Places(1)))
+    asyncio.run(take_turns(guard.Places(1, n_taken=1)))
     assert slept == [0, 0, 0.1, 0.05]

@@ -423,7 +423,7 @@ def test_what_cannot_be_resumed_is_refused(embedded: Any, tokenizer: Tokenizer, 
     elif damage == "changed":
         path.write_text(text.replace("Zoe", "Tom"))
     elif damage == "other version":
-        path.write_text(text.replace('"version": 2', '"version": 3'))
+        path.write_text(text.replace('"version": 1', '"version": 2'))
     elif damage == "no memory":
         memory.unlink()
     elif damage == "damaged memory":

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from hybridmem.chat.decoding.acceptance import accept_drawn
 from hybridmem.chat.decoding.drafts import Draft, Drafter, DraftModel, DraftRequest, Draws, PromptLookup
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.decoding.speculative import SpeculativeBatch
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Message, Tokenizer, encode_turn, find_stop_ids
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.simulation.dialogues import make_dialogue
 from hybridmem.memory import HybridMemory, Sequence, SpecError, Step
 from hybridmem.memory.quantization import Quantized, Storage

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from hybridmem.chat.decoding.grammar import Grammars
-from hybridmem.chat.decoding.sampler import Sampler
-from hybridmem.chat.decoding.sampling import Sampling
-from hybridmem.chat.decoding.token_bytes import TokenBytes
 from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.sampling.grammar import Grammars
+from hybridmem.chat.sampling.sampler import Sampler
+from hybridmem.chat.sampling.sampling import Sampling
+from hybridmem.chat.sampling.token_bytes import TokenBytes
 from hybridmem.chat.server.chat_format import ChatFormat
 from hybridmem.chat.server.replies import Piece
 from hybridmem.chat.tools.calls import CallFormat, Tool, parse_json

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from hybridmem.chat.decoding.sampling import Sampling
 from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine, Generation
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.session import ChatSession
 from hybridmem.memory import CapacityError, HybridMemory
 from hybridmem.memory.prefix import PrefixCache

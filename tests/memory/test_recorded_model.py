@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, Step
 from hybridmem.memory.blocks.staging import current_watch
 from hybridmem.memory.errors import StepError
+from hybridmem.memory.kernels.cpu.activation_planner import ActivationPlanner
 from hybridmem.memory.kernels.cpu.recording import Recording
-from hybridmem.memory.kernels.cpu.step_memory import StepMemory
 from hybridmem.memory.recorded import RecordedModel, run_recorded
 from hybridmem.models.layers.decoder import HIDDEN_STATES
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
@@ -290,19 +290,19 @@ def test_recordings_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_recording_beyond_the_limit_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It drops no other, and what all keep stays below the limit at all times, those included that are being made."""
     made, most = list[weakref.ref[Recording]](), 0
-    make, add = Recording.__init__, StepMemory.add
+    make, add = Recording.__init__, ActivationPlanner.add
 
     def note(recording: Recording) -> None:
         make(recording)
         made.append(weakref.ref(recording))
 
-    def measure(memory: StepMemory, *tensors: list[Tensor]) -> None:
+    def measure(memory: ActivationPlanner, *tensors: list[Tensor]) -> None:
         nonlocal most
         add(memory, *tensors)
         most = max(most, sum(found.n_bytes for own in made if (found := own()) is not None))
 
     monkeypatch.setattr(Recording, "__init__", note)
-    monkeypatch.setattr(StepMemory, "add", measure)
+    monkeypatch.setattr(ActivationPlanner, "add", measure)
     model = Attends()
     in_turns(model, HybridMemory(model.memory_spec, "1MiB", page_tokens=8), 20)
     n_needed = most

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hybridmem.chat.engine.engine import Engine
-from hybridmem.chat.server.accounts import usage_of
 from hybridmem.chat.server.errors import RETRY, ApiError, clip
 from hybridmem.chat.server.formats import EventStream
 from hybridmem.chat.server.memory_view.snapshot import Chosen, engine_counts, snapshot
 from hybridmem.chat.server.metrics import Metrics
+from hybridmem.chat.server.usage import usage_of
 
 LEAST_SECONDS = 0.25
 """Between two snapshots."""

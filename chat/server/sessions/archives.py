@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, Response
 
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.schema import MOST_VALUES, Checked, Neutral
-from hybridmem.chat.server.sessions.desk import Desk
 from hybridmem.chat.server.sessions.input import read_items
 from hybridmem.chat.server.sessions.schema import Metadata, OwnedRequest, Title
+from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.server.tool_fields import Tools
 from hybridmem.chat.stored.ancestors import Ancestors
 from hybridmem.chat.stored.copying import copy_path
@@ -87,31 +87,31 @@ class Archive(OwnedRequest):
 class Archives:
     """Exports and imports sessions."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, repository: SessionRepository) -> None:
+        self._repository = repository
 
     async def save(self, request: Request, session_id: str) -> Response:
-        session = await self._desk.session(self._desk.owner_of(request), session_id)
-        nodes = await self._desk.ask(self._desk.store.tree, session.id)
-        about = {"format": FORMAT, "version": VERSION, "model": self._desk.store.model, "title": session.title}
+        session = await self._repository.session(self._repository.owner_of(request), session_id)
+        nodes = await self._repository.ask(self._repository.store.tree, session.id)
+        about = {"format": FORMAT, "version": VERSION, "model": self._repository.store.model, "title": session.title}
         about |= {"instructions": session.instructions, "metadata": session.metadata, "head": session.head}
         return JSONResponse(about | {"nodes": [_as_json(node) for node in nodes]})
 
     async def load(self, request: Request) -> Response:
         """Store a document as a new session of whoever sends it, with new ids."""
-        asked, owner = await self._desk.read(request, Archive)
+        asked, owner = await self._repository.read(request, Archive)
         read = [self._read(node) for node in asked.nodes]
-        if not is_same_model(asked.model, self._desk.store.model):  # token ids of another model mean nothing here
+        if not is_same_model(asked.model, self._repository.store.model):  # token ids of another model mean nothing here
             read = [without_tokens(node) for node in read]
         session_id = new_id("sess")
-        _check(read, asked.head, self._desk.service.engine.memory.spec.vocab_size)
+        _check(read, asked.head, self._repository.service.engine.memory.spec.vocab_size)
         nodes = copy_path(session_id, read)
         heads = {old.id: new.id for old, new in zip(read, nodes, strict=True)}
         title = asked.title or make_title(item for node in read for item in node.items)
         session = StoredSession(
             session_id, owner, title, asked.instructions, asked.metadata, heads.get(asked.head or "")
         )
-        await self._desk.ask(self._desk.store.add_session, session, nodes)
+        await self._repository.ask(self._repository.store.add_session, session, nodes)
         about = {"id": session.id, "object": "session", "title": title, "head": session.head, "n_nodes": len(nodes)}
         return JSONResponse(about)
 
@@ -119,7 +119,7 @@ class Archives:
         tokens = None if node.tokens is None else np.array(node.tokens, np.int64)
         return Node(
             node.id, "", node.parent, node.role, node.items, node.status, node.about, node.base, node.n_kept,
-            node.n_prompt, node.n_tokens, tokens, node.created_at or self._desk.store.now(),
+            node.n_prompt, node.n_tokens, tokens, node.created_at or self._repository.store.now(),
         )  # fmt: skip
 
 

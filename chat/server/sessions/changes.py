@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.sessions.costs import find_costs
-from hybridmem.chat.server.sessions.desk import Desk
 from hybridmem.chat.server.sessions.input import read_content
 from hybridmem.chat.server.sessions.objects import output_message
 from hybridmem.chat.server.sessions.pins import Pins
@@ -25,6 +24,7 @@ from hybridmem.chat.server.sessions.schema import (
     RegenerateRequest,
     SampledRequest,
 )
+from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.server.sessions.trees import nodes_as_json
 from hybridmem.chat.server.tool_fields import read_tools
 from hybridmem.chat.stored.copying import copy_path
@@ -39,19 +39,19 @@ _KEPT = ("instructions", "max_output_tokens", "temperature", "top_p")
 class Changes:
     """Changes the tree of a session. Nothing that is there is overwritten: what changes is a branch beside it."""
 
-    def __init__(self, desk: Desk, pins: Pins) -> None:
-        self._desk = desk
+    def __init__(self, repository: SessionRepository, pins: Pins) -> None:
+        self._repository = repository
         self._pins = pins
 
     async def edit(self, request: Request, session_id: str) -> Response:
         """Put a message with other content beside one, and let a reply follow if one is asked for."""
-        asked, owner = await self._desk.read(request, EditRequest)
+        asked, owner = await self._repository.read(request, EditRequest)
         session, node, above = await self._find(owner, session_id, asked.node)
         items = _edited(node, asked.content, asked.item)
         if asked.answer:
             asked = await self._like(asked, node, above)
-            return await Replying(self._desk, asked, _place(session, above, items)).answer(request)
-        (written,) = await self._desk.service.texts.run(
+            return await Replying(self._repository, asked, _place(session, above, items)).answer(request)
+        (written,) = await self._repository.service.texts.run(
             len(await request.body()),
             lambda texts: count_texts(texts, [Node(new_id("turn"), session.id, node.parent, node.role, items)]),
             param="content",
@@ -60,17 +60,17 @@ class Changes:
 
     async def regenerate(self, request: Request, session_id: str) -> Response:
         """Generate another reply beside one, or the first reply to a message."""
-        asked, owner = await self._desk.read(request, RegenerateRequest)
+        asked, owner = await self._repository.read(request, RegenerateRequest)
         session, node, above = await self._find(owner, session_id, asked.node)
         path = above if node.role == "assistant" else [*above, node]
         if not path:
             raise ApiError(400, "Nothing stands before this message to reply to.", param="node", code="invalid_value")
         asked = await self._like(asked, node, above)
-        return await Replying(self._desk, asked, _place(session, path, [])).answer(request)
+        return await Replying(self._repository, asked, _place(session, path, [])).answer(request)
 
     async def fork(self, request: Request, session_id: str) -> Response:
         """Copy the path to a node into a session of its own; with `token`, begin another reply as one begins."""
-        asked, owner = await self._desk.read(request, ForkRequest)
+        asked, owner = await self._repository.read(request, ForkRequest)
         session, node, above = await self._find(owner, session_id, asked.node)
         if asked.token is not None:
             return await self._cut(request, asked, session, node, above)
@@ -80,7 +80,7 @@ class Changes:
         title = asked.title if asked.title is not None else session.title
         copy = StoredSession(new_id("sess"), owner, title, session.instructions, session.metadata)
         nodes = copy_path(copy.id, [*above, node])
-        await self._desk.ask(self._desk.store.add_session, replace(copy, head=nodes[-1].id), nodes)
+        await self._repository.ask(self._repository.store.add_session, replace(copy, head=nodes[-1].id), nodes)
         about = {"id": copy.id, "object": "session", "title": title, "head": nodes[-1].id, "n_nodes": len(nodes)}
         return JSONResponse(about)
 
@@ -90,7 +90,7 @@ class Changes:
         if not node.is_reply or node.own_tokens is None:
             message = "Only a reply whose token ids are known can be cut: not one that was edited."
             raise ApiError(400, message, param="node", code="invalid_value")
-        tokens = await self._desk.ask(self._desk.store.tokens, node.id)
+        tokens = await self._repository.ask(self._repository.store.tokens, node.id)
         own, k = tokens[node.n_prompt :].tolist(), asked.token or 0
         if k > len(own):
             message = f"Invalid 'token': this reply has {len(own)} tokens; got {k}."
@@ -98,12 +98,12 @@ class Changes:
         if asked.answer:
             asked = await self._like(asked, node, above)
             place = replace(_place(session, above, []), opening=tuple(own[:k]))
-            return await Replying(self._desk, asked, place).answer(request)
+            return await Replying(self._repository, asked, place).answer(request)
 
         def decode(texts: Any) -> str:
             return str(texts.decode(own[:k], skip_special_tokens=True))
 
-        text = await self._desk.service.texts.run(0, decode)
+        text = await self._repository.service.texts.run(0, decode)
         about = node.about | {
             "usage": None,
             "completed_at": None,
@@ -113,33 +113,37 @@ class Changes:
         cut = replace(
             node, id=new_id("resp"), items=[output_message(new_id("msg"), text, is_whole=False)], status="incomplete",
             about=about, n_kept=n_known, n_tokens=k, own_tokens=np.asarray(tokens[n_known : node.n_prompt + k]),
-            created_at=self._desk.store.now(), pinned_until=None,
+            created_at=self._repository.store.now(), pinned_until=None,
         )  # fmt: skip
         return await self._add(session, cut)
 
     async def set_head(self, request: Request, session_id: str) -> Response:
-        asked, owner = await self._desk.read(request, HeadRequest)
+        asked, owner = await self._repository.read(request, HeadRequest)
         session, node, _ = await self._find(owner, session_id, asked.node)
-        await self._desk.ask(self._desk.store.change_session, session.id, head=node.id)
+        await self._repository.ask(self._repository.store.change_session, session.id, head=node.id)
         return JSONResponse({"id": session.id, "object": "session", "head": node.id})
 
     async def delete(self, request: Request, session_id: str, node_id: str) -> Response:
-        owner = self._desk.owner_of(request)
+        owner = self._repository.owner_of(request)
         _, node, _ = await self._find(owner, session_id, node_id)
-        gone = await self._desk.delete(owner, node, self._desk.store.delete_branch)
+        gone = await self._repository.delete(owner, node, self._repository.store.delete_branch)
         await self._pins.forget([other.id for other in gone])
         about = {"id": node.id, "object": "session.node.deleted", "deleted": True}
         return JSONResponse(about | {"nodes": [other.id for other in gone]})
 
     async def _find(self, owner: bytes, session_id: str, node_id: str) -> tuple[StoredSession, Node, list[Node]]:
         """Return a session, a node of it and those before it. Raises ApiError 404."""
-        session = await self._desk.session(owner, session_id)
-        node = await self._desk.node(owner, node_id, session)
-        return session, node, await self._desk.ask(self._desk.store.path, node.parent) if node.parent else []
+        session = await self._repository.session(owner, session_id)
+        node = await self._repository.node(owner, node_id, session)
+        return (
+            session,
+            node,
+            await self._repository.ask(self._repository.store.path, node.parent) if node.parent else [],
+        )
 
     async def _like(self, asked: AskedT, node: Node, above: list[Node]) -> AskedT:
         """Return a request that asks for what the reply did that it stands beside, where it does not say otherwise."""
-        tree = await self._desk.ask(self._desk.store.tree, node.session)
+        tree = await self._repository.ask(self._repository.store.tree, node.session)
         replies = [node, *(other for other in tree if other.parent == node.id), *reversed(above)]
         model = next((other for other in replies if other.is_reply and other.about), None)
         given = {} if model is None else {name: model.about.get(name) for name in _KEPT}
@@ -151,10 +155,10 @@ class Changes:
 
     async def _add(self, session: StoredSession, node: Node) -> Response:
         """Store a node that is the current one then, and show it."""
-        if not await self._desk.ask(self._desk.store.add_nodes, session.id, [node], node.id):
+        if not await self._repository.ask(self._repository.store.add_nodes, session.id, [node], node.id):
             raise ApiError(409, "This session was changed meanwhile; read it and try again.", code="conflict")
-        path = await self._desk.ask(self._desk.store.path, node.id)
-        costs = await asyncio.to_thread(find_costs, self._desk.service.engine, session.owner, path)
+        path = await self._repository.ask(self._repository.store.path, node.id)
+        costs = await asyncio.to_thread(find_costs, self._repository.service.engine, session.owner, path)
         return JSONResponse({"object": "session.node", **nodes_as_json(path, costs)[-1]})
 
 

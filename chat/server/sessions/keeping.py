@@ -7,39 +7,39 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from hybridmem.chat.server.errors import log
-from hybridmem.chat.server.sessions.desk import Desk
 from hybridmem.chat.server.sessions.pins import Pins
+from hybridmem.chat.server.sessions.session_repository import SessionRepository
 
 _PIN_SECONDS = 2.0
 _LIMIT_SECONDS = 60.0
 
 
 @asynccontextmanager
-async def keeping(desk: Desk, pins: Pins) -> AsyncIterator[None]:
+async def keeping(repository: SessionRepository, pins: Pins) -> AsyncIterator[None]:
     """Restore what was pinned, and keep the limits of sessions until the end; the store is closed then."""
     try:
         await pins.restore()
-        task = asyncio.create_task(_keep(desk, pins))
+        task = asyncio.create_task(_keep(repository, pins))
         try:
             yield
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
     finally:
-        desk.close()
+        repository.close()
 
 
-async def _keep(desk: Desk, pins: Pins) -> None:
+async def _keep(repository: SessionRepository, pins: Pins) -> None:
     seconds = _LIMIT_SECONDS
     while True:
         try:
             await pins.expire()
             if seconds >= _LIMIT_SECONDS:
                 seconds = 0.0
-                options = desk.service.options
-                used_before = desk.store.now() - options.session_days * 86400
-                for session in await desk.ask(desk.store.overdue, used_before, options.session_bytes):
-                    await desk.delete_session(session)
+                options = repository.service.options
+                used_before = repository.store.now() - options.session_days * 86400
+                for session in await repository.ask(repository.store.overdue, used_before, options.session_bytes):
+                    await repository.delete_session(session)
         except Exception:
             log.exception("stored sessions could not be kept within their limits")
         await asyncio.sleep(_PIN_SECONDS)

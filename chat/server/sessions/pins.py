@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.errors import ApiError, as_api_error
-from hybridmem.chat.server.limits import exchange_of
+from hybridmem.chat.server.guard import exchange_of
 from hybridmem.chat.server.replies import Ask
 from hybridmem.chat.server.sessions.costs import missing_tokens
-from hybridmem.chat.server.sessions.desk import Desk
 from hybridmem.chat.server.sessions.schema import PinRequest
+from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.stored.nodes import Node
 from hybridmem.memory import BatchError
 from hybridmem.memory.blocks.arrays import Int64s
@@ -39,47 +39,47 @@ class Pin:
 class Pins:
     """Pins nodes, and unpins them at the end of their time to live."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, repository: SessionRepository) -> None:
+        self._repository = repository
         self._pins: dict[str, Pin] = {}
         self._turn = asyncio.Lock()  # what is pinned here and what the store says of it change together
 
     async def pin(self, request: Request, session_id: str, node_id: str) -> Response:
         """Compute what is missing of a node's tokens, and keep it."""
-        asked, owner = await self._desk.read(request, PinRequest)
-        session = await self._desk.session(owner, session_id)
-        node = await self._desk.node(owner, node_id, session)
-        tokens = await self._desk.tokens_at(node)
+        asked, owner = await self._repository.read(request, PinRequest)
+        session = await self._repository.session(owner, session_id)
+        node = await self._repository.node(owner, node_id, session)
+        tokens = await self._repository.tokens_at(node)
         if tokens is None:
             message = "No token ids are known of this node: nothing has been computed that could be kept."
             raise ApiError(400, message, param="node", code="invalid_value")
         seconds = asked.seconds_to_live
-        pin = Pin(owner, tokens, self._desk.store.now() + (FOREVER if seconds is None else seconds))
+        pin = Pin(owner, tokens, self._repository.store.now() + (FOREVER if seconds is None else seconds))
         await self._compute(request, pin)
         async with self._turn:
             n_bytes = await asyncio.to_thread(self._keep, node.id, pin)
-            await self._desk.ask(self._desk.store.pin, node.id, pin.until)
+            await self._repository.ask(self._repository.store.pin, node.id, pin.until)
         expires_at = None if pin.until == FOREVER else int(pin.until)
         about = {"id": node.id, "object": "session.node", "pinned": True, "expires_at": expires_at, "bytes": n_bytes}
         return JSONResponse(about)
 
     async def unpin(self, request: Request, session_id: str, node_id: str) -> Response:
-        owner = self._desk.owner_of(request)
-        node = await self._desk.node(owner, node_id, await self._desk.session(owner, session_id))
-        await self._desk.ask(self._desk.store.pin, node.id, None)
+        owner = self._repository.owner_of(request)
+        node = await self._repository.node(owner, node_id, await self._repository.session(owner, session_id))
+        await self._repository.ask(self._repository.store.pin, node.id, None)
         await self.forget([node.id])
         return JSONResponse({"id": node.id, "object": "session.node", "pinned": False, "expires_at": None})
 
     async def _compute(self, request: Request, pin: Pin) -> None:
         """Feed the tokens that no checkpoint holds. Raises ApiError."""
-        engine = self._desk.service.engine
+        engine = self._repository.service.engine
         if engine.prefixes is None:
             message = "This server keeps no prefixes (--no-prefix-cache), so nothing can be pinned."
             raise ApiError(400, message, code="unsupported_value")
         if await asyncio.to_thread(missing_tokens, engine, pin.owner, pin.tokens) <= 1:
             return
         ask = Ask(token_ids=pin.tokens.tolist(), max_tokens=0, stop=(), samplings=(Sampling(),), owner=pin.owner)
-        replies = self._desk.service.begin(exchange_of(request.scope), [ask])
+        replies = self._repository.service.begin(exchange_of(request.scope), [ask])
         try:
             while await replies.next() is not None:
                 pass
@@ -88,7 +88,7 @@ class Pins:
 
     def _keep(self, node_id: str, pin: Pin) -> int:
         """Pin the checkpoint of a node; return the bytes that only it holds. Raises ApiError if too much is pinned."""
-        engine = self._desk.service.engine
+        engine = self._repository.service.engine
         prefixes = engine.prefixes
         assert prefixes is not None, "it was asked for"
         with engine.lock:
@@ -111,7 +111,7 @@ class Pins:
             await asyncio.to_thread(self._forget, node_ids)
 
     def _forget(self, node_ids: list[str]) -> None:
-        engine = self._desk.service.engine
+        engine = self._repository.service.engine
         prefixes = engine.prefixes
         if prefixes is None:
             return
@@ -125,20 +125,24 @@ class Pins:
 
     async def restore(self) -> None:
         """Pin what was pinned when the server stopped, as far as it is kept."""
-        for owner, node in await self._desk.ask(self._desk.store.pinned):
-            tokens = await self._desk.tokens_at(node)
-            if tokens is not None and node.pinned_until is not None and self._desk.service.engine.prefixes is not None:
+        for owner, node in await self._repository.ask(self._repository.store.pinned):
+            tokens = await self._repository.tokens_at(node)
+            if (
+                tokens is not None
+                and node.pinned_until is not None
+                and self._repository.service.engine.prefixes is not None
+            ):
                 with suppress(ApiError):
                     await asyncio.to_thread(self._keep, node.id, Pin(owner, tokens, node.pinned_until))
 
     async def expire(self) -> None:
         """Unpin what has lived long enough, and what was deleted."""
         async with self._turn:
-            pinned: list[tuple[bytes, Node]] = await self._desk.ask(self._desk.store.pinned)
-            now, known = self._desk.store.now(), {node.id for _, node in pinned}
+            pinned: list[tuple[bytes, Node]] = await self._repository.ask(self._repository.store.pinned)
+            now, known = self._repository.store.now(), {node.id for _, node in pinned}
             late = [node.id for _, node in pinned if node.pinned_until is not None and node.pinned_until <= now]
             for node_id in late:
-                await self._desk.ask(self._desk.store.pin, node_id, None)
+                await self._repository.ask(self._repository.store.pin, node_id, None)
             await self.forget([*late, *(node_id for node_id in self._pins if node_id not in known)])
 
 

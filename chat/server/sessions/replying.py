@@ -18,13 +18,13 @@ from hybridmem.chat.engine.engine import Generation
 from hybridmem.chat.engine.output import Output
 from hybridmem.chat.server.errors import ApiError, as_api_error, stopping
 from hybridmem.chat.server.formats import EventStream
+from hybridmem.chat.server.guard import exchange_of
 from hybridmem.chat.server.lengths import check_length
-from hybridmem.chat.server.limits import exchange_of
 from hybridmem.chat.server.replies import Replies
-from hybridmem.chat.server.sessions.desk import Desk
 from hybridmem.chat.server.sessions.objects import Events, Response, about_of, failed, finished, new_response, usage_of
 from hybridmem.chat.server.sessions.prompting import History, count_nodes, find_base, make_prompt
 from hybridmem.chat.server.sessions.schema import SampledRequest
+from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.server.sessions.speaking import Speaking
 from hybridmem.chat.server.sessions.writing import Writing
 from hybridmem.chat.server.shaping import NewReader
@@ -75,15 +75,17 @@ class Replying:
         new_id: draws its ids.
     """
 
-    def __init__(self, desk: Desk, asked: SampledRequest, place: Place, new_id: Ids | None = None) -> None:
+    def __init__(
+        self, repository: SessionRepository, asked: SampledRequest, place: Place, new_id: Ids | None = None
+    ) -> None:
         session, new_id = place.session, new_id or Ids()
         self._is_new = session is None and place.is_stored
         if session is None:
             title = place.title or make_title(place.items)
             session = StoredSession(new_id("sess"), place.owner, title, is_implicit=True)
         instructions = asked.instructions if asked.instructions is not None else session.instructions
-        self._desk, self._asked, self._place, self._session = desk, asked, place, session
-        about = new_response(asked, new_id("resp"), model=desk.service.model_id, store=place.is_stored)
+        self._repository, self._asked, self._place, self._session = repository, asked, place, session
+        about = new_response(asked, new_id("resp"), model=repository.service.model_id, store=place.is_stored)
         self._response: Response = about | (place.names or {}) | {"instructions": instructions}
         self._inputs = make_nodes(session.id, place.path[-1].id if place.path else None, place.items)
         self._events = Events()
@@ -93,7 +95,7 @@ class Replying:
 
     async def answer(self, request: Request) -> HttpResponse:
         """Generate and answer, whole or as a stream. Raises ApiError."""
-        service, asked, opening = self._desk.service, self._asked, self._place.opening
+        service, asked, opening = self._repository.service, self._asked, self._place.opening
         prompt, output, new_reader = await self._make_prompt(n_bytes=len(await request.body()))
         token_ids = [*prompt.token_ids, *opening]
         limits = service.options.default_tokens, service.context_tokens
@@ -125,11 +127,11 @@ class Replying:
 
     async def _make_prompt(self, n_bytes: int) -> tuple[Prompt, Output, NewReader]:
         """Return the prompt, the form of the reply, and what makes its reader. Raises ApiError."""
-        desk, service, path = self._desk, self._desk.service, [*self._place.path, *self._inputs]
+        repository, service, path = self._repository, self._repository.service, [*self._place.path, *self._inputs]
         instructions, asked = self._response["instructions"], self._asked
         options = asked.told_options(service.shaping.habits.template)
         base, why = find_base(path, instructions, asked.told_tools, options)
-        tokens = await desk.ask(desk.store.tokens, base.id) if base is not None else None
+        tokens = await repository.ask(repository.store.tokens, base.id) if base is not None else None
         history = History(path, instructions, asked.told_tools, options, base, tokens, why)
         self._told = {"told_tools": asked.told_tools, "told_options": options}
         n_before = sum(node.n_tokens for node in self._place.path)
@@ -164,7 +166,7 @@ class Replying:
                 yield event
             yield events.of_response(response["status"], response)
         except (asyncio.CancelledError, GeneratorExit):  # the client has gone away, or stopped the reply
-            self._desk.finish(self._store_begun(made))
+            self._repository.finish(self._store_begun(made))
             raise
         except Exception as error:  # the status has been sent already
             yield events.of_response("failed", failed(self._response, as_api_error(error)))
@@ -209,10 +211,10 @@ class Replying:
             decode = partial(texts.decode, skip_special_tokens=made.skips_special)
             return tokens_of_text(said, generation.text, decode)
 
-        return await self._desk.service.texts.run(0, cut) if not self._place.opening else None
+        return await self._repository.service.texts.run(0, cut) if not self._place.opening else None
 
     async def _store(self, response: Response, generation: Generation, made: Made) -> None:
-        desk, store, nodes = self._desk, self._desk.store, [*self._inputs]
+        repository, store, nodes = self._repository, self._repository.store, [*self._inputs]
         about = about_of(response) | {name: told for name, told in self._told.items() if told}
         prompt, said = made.prompt, await self._said(generation, made)
         own = [*prompt.token_ids[prompt.n_kept :], *(said or ())]
@@ -226,9 +228,9 @@ class Replying:
         nodes.append(reply)
         try:
             if self._is_new:
-                await desk.ask(store.add_session, replace(self._session, head=reply.id), nodes)
+                await repository.ask(store.add_session, replace(self._session, head=reply.id), nodes)
                 return
-            is_there = await desk.ask(store.add_nodes, self._session.id, nodes, reply.id)
+            is_there = await repository.ask(store.add_nodes, self._session.id, nodes, reply.id)
         except RuntimeError:  # the thread of the store has ended
             raise stopping() from None
         if not is_there:

@@ -8,19 +8,19 @@ from typing import Any
 from hybridmem.chat.server.sessions.archives import Archives
 from hybridmem.chat.server.sessions.changes import Changes
 from hybridmem.chat.server.sessions.conversations import Conversations
-from hybridmem.chat.server.sessions.desk import Desk
 from hybridmem.chat.server.sessions.pins import Pins
 from hybridmem.chat.server.sessions.responses import Responses
+from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.server.sessions.trees import Trees
 
 Route = tuple[str, str, Callable[..., Any]]
 """A method, a path and its endpoint."""
 
 
-def session_routes(desk: Desk, pins: Pins) -> list[Route]:
+def session_routes(repository: SessionRepository, pins: Pins) -> list[Route]:
     """Return all routes of stored sessions."""
-    responses, conversations, trees = Responses(desk), Conversations(desk), Trees(desk)
-    changes, archives = Changes(desk, pins), Archives(desk)
+    responses, conversations, trees = Responses(repository), Conversations(repository), Trees(repository)
+    changes, archives = Changes(repository, pins), Archives(repository)
     return [
         ("POST", "/v1/responses", responses.create),
         ("GET", "/v1/responses/{response_id}", responses.show),

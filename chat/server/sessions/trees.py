@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hybridmem.chat.server.sessions.costs import Cost, find_costs
-from hybridmem.chat.server.sessions.desk import Desk
 from hybridmem.chat.server.sessions.lists import as_page, read_limit
 from hybridmem.chat.server.sessions.schema import SessionRequest
+from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.stored.items import text_of
 from hybridmem.chat.stored.nodes import Node, StoredSession, new_id
 from hybridmem.chat.stored.store import Counted
@@ -21,49 +21,51 @@ from hybridmem.chat.stored.store import Counted
 class Trees:
     """Shows sessions and their trees to their owners."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, repository: SessionRepository) -> None:
+        self._repository = repository
 
     async def list(self, request: Request) -> Response:
-        desk, limit, query = self._desk, read_limit(request), request.query_params
-        owner, after = desk.owner_of(request), query.get("after")
+        repository, limit, query = self._repository, read_limit(request), request.query_params
+        owner, after = repository.owner_of(request), query.get("after")
         if after is not None:
-            await desk.session(owner, after)
-        found = await desk.ask(desk.store.sessions, owner, query.get("search", ""), limit=limit + 1, after=after)
+            await repository.session(owner, after)
+        found = await repository.ask(
+            repository.store.sessions, owner, query.get("search", ""), limit=limit + 1, after=after
+        )
         return JSONResponse(as_page([_as_json(counted) for counted in found[:limit]], has_more=len(found) > limit))
 
     async def create(self, request: Request) -> Response:
-        asked, owner = await self._desk.read(request, SessionRequest)
+        asked, owner = await self._repository.read(request, SessionRequest)
         session = StoredSession(new_id("sess"), owner, asked.title or "", asked.instructions, asked.metadata or {})
-        await self._desk.ask(self._desk.store.add_session, session, [])
+        await self._repository.ask(self._repository.store.add_session, session, [])
         return await self._show(session.id)
 
     async def show(self, request: Request, session_id: str) -> Response:
-        session = await self._desk.session(self._desk.owner_of(request), session_id)
+        session = await self._repository.session(self._repository.owner_of(request), session_id)
         return await self._show(session.id)
 
     async def change(self, request: Request, session_id: str) -> Response:
-        asked, owner = await self._desk.read(request, SessionRequest)
-        session = await self._desk.session(owner, session_id)
+        asked, owner = await self._repository.read(request, SessionRequest)
+        session = await self._repository.session(owner, session_id)
         given = {name: getattr(asked, name) for name in ("title", "instructions", "metadata")}
         values = {name: value for name, value in given.items() if value is not None}
         if values:
-            await self._desk.ask(self._desk.store.change_session, session.id, **values)
+            await self._repository.ask(self._repository.store.change_session, session.id, **values)
         return await self._show(session.id)
 
     async def delete(self, request: Request, session_id: str) -> Response:
-        session = await self._desk.session(self._desk.owner_of(request), session_id)
-        await self._desk.delete_session(session)
+        session = await self._repository.session(self._repository.owner_of(request), session_id)
+        await self._repository.delete_session(session)
         return JSONResponse({"id": session.id, "object": "session.deleted", "deleted": True})
 
     async def _show(self, session_id: str) -> Response:
-        return JSONResponse(_as_json(await self._desk.ask(self._desk.store.count, session_id)))
+        return JSONResponse(_as_json(await self._repository.ask(self._repository.store.count, session_id)))
 
     async def tree(self, request: Request, session_id: str) -> Response:
-        desk = self._desk
-        session = await desk.session(desk.owner_of(request), session_id)
-        nodes = await desk.ask(desk.store.tree, session.id)
-        costs = await asyncio.to_thread(find_costs, desk.service.engine, session.owner, nodes)
+        repository = self._repository
+        session = await repository.session(repository.owner_of(request), session_id)
+        nodes = await repository.ask(repository.store.tree, session.id)
+        costs = await asyncio.to_thread(find_costs, repository.service.engine, session.owner, nodes)
         about = {"object": "session.tree", "id": session.id, "title": session.title, "head": session.head}
         return JSONResponse(about | {"nodes": nodes_as_json(nodes, costs)})
 

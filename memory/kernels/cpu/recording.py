@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from hybridmem.memory.blocks.scoped import without_gradients
 from hybridmem.memory.blocks.staging import current_watch, set_watch
-from hybridmem.memory.kernels.cpu.step_memory import Calls, StepMemory, storage_of
+from hybridmem.memory.kernels.cpu.activation_planner import ActivationPlanner, Calls, storage_of
 
 _OF_ANY_CONTENT = {
     "aten::empty",
@@ -68,7 +68,7 @@ class Recording:
         self.served: Any = None
         self._calls: Calls = []
         self._set_up: object = None
-        self._own = StepMemory()
+        self._own = ActivationPlanner()
         self._packed_bytes = 0
         self._is_going_on: Callable[[], bool] = _never
         self._free_bytes: Callable[[], int] = int
@@ -119,7 +119,7 @@ class Recording:
         set_watch(watch)
 
     def _forget(self) -> None:
-        self._calls, self._own = [], StepMemory()
+        self._calls, self._own = [], ActivationPlanner()
 
     def confirm(self, earlier: Recording) -> None:
         """Refuse unless an earlier recording of such a step has made the same calls. A recording is confirmed once.
@@ -134,7 +134,7 @@ class Recording:
             self._calls = [(getattr(function, "unnoted", function), arguments) for function, arguments in calls]
             self.output = output.copy_(self.output)
             self._packed_bytes = n_bytes
-        self.is_first, self._own = False, StepMemory()
+        self.is_first, self._own = False, ActivationPlanner()
 
     def _compare(self, earlier: Recording) -> None:
         if self.objection is None and earlier.objection is not None:

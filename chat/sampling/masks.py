@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridmem.chat.decoding.grammar import Matcher, fill_masks
+from hybridmem.chat.sampling.grammar import Matcher, fill_masks
 
 _LEAST_PARALLEL = 1 << 20
 """Tokens times rows: to wake threads takes longer than smaller masks."""

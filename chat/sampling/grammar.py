@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from hybridmem.chat.decoding.dates import with_exact_dates
-from hybridmem.chat.decoding.schema_numbers import LEAST, find_in_grammar
-from hybridmem.chat.decoding.trial import Trial
+from hybridmem.chat.sampling.dates import with_exact_dates
+from hybridmem.chat.sampling.grammar_sandbox import Trial
+from hybridmem.chat.sampling.schema_numbers import LEAST, find_in_grammar
 from hybridmem.memory import BatchError, SpecError, StepError
 
 WHITESPACE = r"(\n {0,16}| )?"

@@ -25,7 +25,7 @@ _START_SECONDS = 120.0
 _MOST_BYTES = 4 << 30
 """Address space of the process, with the vocabulary."""
 _MOST_KEPT = 256
-_WORKER = Path(__file__).with_name("trial_worker.py")
+_WORKER = Path(__file__).with_name("grammar_worker.py")
 
 
 class Trial:

@@ -15,7 +15,7 @@ ASK_SECONDS = 5.0
 T = TypeVar("T")
 
 
-class Patience:
+class Timeouts:
     """Runs blocking calls, which others do not wait for once one of them has taken too long.
 
     Args:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=OwnedRequest | SampledRequest)
 
 
-class Desk:
+class SessionRepository:
     """Asks the store in a thread of its own, and finds what belongs to whom.
 
     Every owner sees only what is theirs: what belongs to others is answered as if it did not exist.

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from hybridmem.chat.decoding import grammar as grammar_module
-from hybridmem.chat.decoding.grammar import GrammarError, Grammars
-from hybridmem.chat.decoding.trial import Trial
 from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.sampling import grammar as grammar_module
+from hybridmem.chat.sampling.grammar import GrammarError, Grammars
+from hybridmem.chat.sampling.grammar_sandbox import Trial
 
 ENDLESS = {"type": "integer", "multipleOf": 9999991}
 DEADLY = 'start: %json {"const": -9223372036854775808}'

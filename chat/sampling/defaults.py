@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hybridmem.chat.decoding.sampling import Sampling
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, FormatError
 
 _NAMES = {

@@ -22,7 +22,7 @@ from starlette.types import Message
 from hybridmem.chat.server.errors import ApiError, log
 from hybridmem.cluster.serving.request import ForwardedRequest
 from hybridmem.cluster.store.leases import DAMAGE
-from hybridmem.cluster.store.patience import Patience
+from hybridmem.cluster.store.timeouts import Timeouts
 
 KEY_HEADER = "idempotency-key"
 MOST_KEPT = 1024
@@ -74,7 +74,7 @@ class Recording:
         self.changed = asyncio.Event()
 
 
-class Once:
+class Idempotency:
     """Holds recordings by key.
 
     Args:
@@ -85,7 +85,7 @@ class Once:
         self._shelf = shelf
         self._recordings: OrderedDict[str, Recording] = OrderedDict()
         self._running: set[asyncio.Task[None]] = set()
-        self._patience = Patience(8)
+        self._patience = Timeouts(8)
 
     async def play(
         self, request: ForwardedRequest, key: str, answer: Callable[[], AsyncIterator[list[Message]]]

@@ -24,7 +24,7 @@ _Place = tuple[int, int]
 """Which allocation an address is in, and how many bytes behind its begin."""
 
 
-class StepMemory:
+class ActivationPlanner:
     """Knows the memory that a step has allocated, `n_bytes` of it.
 
     It keeps all tensors that the step has used, so that nothing else comes to lie where one of them is.
@@ -98,7 +98,7 @@ class StepMemory:
 class _Moved:
     """Moves arguments to a block of memory: those that lie in what a step has allocated."""
 
-    def __init__(self, memory: StepMemory, begins: dict[int, int], block: Tensor) -> None:
+    def __init__(self, memory: ActivationPlanner, begins: dict[int, int], block: Tensor) -> None:
         self._memory, self._begins, self._block, self._array = memory, begins, block, block.numpy()
 
     def __call__(self, x: Any) -> Any:

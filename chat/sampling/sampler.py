@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridmem.chat.decoding.grammar import DeadEndError, Matcher
-from hybridmem.chat.decoding.masks import mask_rows_
-from hybridmem.chat.decoding.processors import (
+from hybridmem.chat.sampling.grammar import DeadEndError, Matcher
+from hybridmem.chat.sampling.masks import mask_rows_
+from hybridmem.chat.sampling.processors import (
     draw_rows,
     favour_ends_,
     keep_min_p_,
@@ -20,8 +20,8 @@ from hybridmem.chat.decoding.processors import (
     keep_top_p_,
     penalise_repetition_,
 )
-from hybridmem.chat.decoding.sampling import Sampling
-from hybridmem.chat.decoding.token_counts import TokenCounts
+from hybridmem.chat.sampling.sampling import Sampling
+from hybridmem.chat.sampling.token_counts import TokenCounts
 from hybridmem.memory import StepError
 
 _DRAWN_AT_ONCE = 64

@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Message
 
 from hybridmem.chat.server.errors import ApiError
-from hybridmem.cluster.serving.once import Once
+from hybridmem.cluster.serving.idempotency import Idempotency
 from hybridmem.cluster.serving.request import ForwardedRequest
 from tests.chat.servers import PATIENCE_SECONDS
 from tests.cluster.test_reading import request_of
@@ -52,7 +52,7 @@ class Model:
         yield [{"type": "http.response.body", "body": body, "more_body": False}]
 
 
-async def heard(once: Once, model: Model, request: ForwardedRequest = REQUEST) -> bytes:
+async def heard(once: Idempotency, model: Model, request: ForwardedRequest = REQUEST) -> bytes:
     return b"".join([m.get("body", b"") async for some in once.play(request, "a", model.answer) for m in some])
 
 
@@ -72,7 +72,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 def test_two_that_come_while_the_store_is_read_get_one_reply() -> None:
     async def test() -> None:
         model, shelf = Model(), Shelf()
-        once = Once(shelf)
+        once = Idempotency(shelf)
         both = [asyncio.create_task(heard(once, model)) for _ in range(2)]
         await asyncio.sleep(0)
         shelf.may_read.set()
@@ -89,7 +89,7 @@ def test_a_reply_is_finished_for_a_client_that_has_gone_and_comes_back() -> None
 
     async def test() -> None:
         of_request.set("the first")
-        model, once = Model(), Once(None)
+        model, once = Model(), Idempotency(None)
         first = asyncio.create_task(heard(once, model))
         while not model.contexts:
             await asyncio.sleep(0)
@@ -104,7 +104,7 @@ def test_a_reply_is_finished_for_a_client_that_has_gone_and_comes_back() -> None
 
 def test_nobody_waits_for_a_reply_that_was_cancelled() -> None:
     async def test() -> None:
-        model, once = Model(), Once(None)
+        model, once = Model(), Idempotency(None)
         waiting = asyncio.create_task(heard(once, model))
         while not model.contexts:
             await asyncio.sleep(0)
@@ -125,8 +125,8 @@ def test_what_is_refused_for_the_moment_may_be_tried_again(status: int, second: 
         model, shelf = Model(status), Shelf()
         shelf.may_read.set()
         model.may_end.set()
-        assert await heard(Once(shelf), model) == b"1"
+        assert await heard(Idempotency(shelf), model) == b"1"
         await others()
-        assert await heard(Once(shelf), model) == second, "another gateway, by the store"
+        assert await heard(Idempotency(shelf), model) == second, "another gateway, by the store"
 
     run(test)

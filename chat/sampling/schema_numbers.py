@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from hybridmem.chat.decoding.dates import DATA
+from hybridmem.chat.sampling.dates import DATA
 
 LEAST = -(2**62)
 """Integers that must be, or be below, one near -2**63 are the cause; nobody needs this half of the range."""
