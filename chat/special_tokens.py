@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridmem.memory import FormatError
 
+_ROLES = "user", "assistant", "system", "tool", "developer"
 Tokenizer = Any
 """A tokenizer of transformers; its classes have no common type that mypy could use."""
 
@@ -102,18 +105,44 @@ def special_tokens_of(tokenizer: Tokenizer, role: str = "user") -> SpecialTokens
     """
     # A server's tokenizer refuses long texts; the one inside it has the same special tokens.
     tokenizer = getattr(tokenizer, "unbounded", tokenizer)
-    template = tokenizer.chat_template if isinstance(getattr(tokenizer, "chat_template", None), str) else ""
+    template = template_text(tokenizer)
     known = _known.get(tokenizer)
     if known is None or known[0] != template:
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         special = {token.content: i for i, token in added.items() if token.special}
-        written = {token.content: i for i, token in added.items() if token.content in template}
+        shown = template + _rendered_samples(tokenizer)
+        written = {token.content: i for i, token in added.items() if token.content in shown}
         known = _known[tokenizer] = (
             template,
             SpecialTokens(tokenizer, special | written),
             SpecialTokens(tokenizer, special),
         )
     return known[2] if role == "assistant" else known[1]
+
+
+def template_text(tokenizer: Tokenizer) -> str:
+    """Return the source of the chat template, or of all of them if the tokenizer has several with names."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
+
+def _rendered_samples(tokenizer: Tokenizer) -> str:
+    """Return what the chat templates write around messages of each role.
+
+    A template may put a mark together from parts, such as "<|" + role + "|>": its source does not hold the mark's name.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    names = [None] if isinstance(template, str) else [*(template or ())]
+    chats = [[{"role": role, "content": "x"}] for role in _ROLES]
+    chats += [[*chats[0], *chat] for chat in chats[1:]]
+    chats.append([{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")])
+    texts = list[str]()
+    for name, chat, awaits_reply in product(names, chats, (False, True)):
+        # A template is a program of the checkpoint, and refuses most of these orders of roles.
+        with suppress(Exception):
+            options = {"add_generation_prompt": awaits_reply, "tokenize": False}
+            texts.append(str(tokenizer.apply_chat_template(chat, chat_template=name, **options)))
+    return "\n".join(texts)
 
 
 def _folded(text: str) -> str:

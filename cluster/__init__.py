@@ -3,3 +3,6 @@
 It needs the extra: pip install "hybridmem[cluster]". `cluster.routing` and the leases of `cluster.store` are plain
 Python, without Ray; `cluster.serving` is an application of Ray Serve.
 """
+
+if __name__ != "hybridmem.cluster":
+    raise ImportError("this folder is a package of hybridmem: import hybridmem.cluster")

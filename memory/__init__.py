@@ -1,5 +1,9 @@
 """Remembers the past of attention and recurrent layers alike: slots, rollback, forks and reordering, in step."""
 
+if __name__ != "hybridmem.memory":
+    raise ImportError("this folder is a package of hybridmem: import hybridmem.memory")
+
+
 from hybridmem.memory.errors import (
     BatchError,
     CapacityError,

@@ -3,6 +3,10 @@
 The models, and what works on models of transformers, are imported when they are first used: transformers takes seconds.
 """
 
+if __name__ != "hybridmem.models":
+    raise ImportError("this folder is a package of hybridmem: import hybridmem.models")
+
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hybridmem.chat.special_tokens import template_text
 from hybridmem.chat.tools.calls import CallFormat
 from hybridmem.chat.tools.json_calls import JsonCalls
 from hybridmem.chat.tools.python_calls import PythonCalls
@@ -51,8 +52,7 @@ class Habits:
 
 def find_habits(tokenizer: Any) -> Habits:
     """Return how the model of a tokenizer writes."""
-    template = getattr(tokenizer, "chat_template", None) or ""
-    template = template if isinstance(template, str) else " ".join(map(str, template.values()))
+    template = template_text(tokenizer)
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = frozenset(token.content for token in added if token.special)
     known = {token.content for token in added}

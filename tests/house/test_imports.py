@@ -92,3 +92,10 @@ def test_a_program_may_have_modules_called_memory_and_models(tmp_path: Path) -> 
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"MPLBACKEND": "agg"}
     done = subprocess.run([sys.executable, "all.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("folder", ["memory", "models", "chat", "cluster"])
+def test_a_folder_of_the_repository_is_no_package_by_itself(folder: str) -> None:
+    """Its classes would be others than those of hybridmem, and no `except` would know its errors."""
+    done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and f"import hybridmem.{folder}" in done.stderr
