@@ -154,7 +154,7 @@ def warmup(
         from hybridmem.memory.kernels import cpu
         from hybridmem.memory.kernels.cpu.compiled import cache_folder, is_kept
         from hybridmem.memory.kernels.cpu.warm_up import NAMES
-        from hybridmem.models.layers import blocked, quantised
+        from hybridmem.models.products import blocked, quantised
 
         if to is not None:
             os.environ["HYBRID_MEMORY_CACHE"] = str(to)

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.models.layers.dry import joined
-from hybridmem.models.layers.packed import PackedWeight, packed_dtype
+from hybridmem.models.layers.norms import GatedNorm, RMSNorm
 from hybridmem.models.loading.checkpoint import Checkpoint
 from hybridmem.models.loading.weight_formats import wanted_format
+from hybridmem.models.products.packed import PackedWeight, packed_dtype
 
 if TYPE_CHECKING:
-    from hybridmem.models.layers.blocked import BlockedWeight
-    from hybridmem.models.layers.few_rows import CompiledProduct
-    from hybridmem.models.layers.norms import GatedNorm
-    from hybridmem.models.layers.quantised import QuantisedWeight
+    from hybridmem.models.products.blocked import BlockedWeight
+    from hybridmem.models.products.few_rows import CompiledProduct
+    from hybridmem.models.products.quantised import QuantisedWeight
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -70,12 +70,12 @@ class Linear:
         self._weight: Tensor | PackedWeight | BlockedWeight | QuantisedWeight = weight
         fused: Container[str | None] = ()
         if (format := wanted_format()) is not None:
-            from hybridmem.models.layers.quantised import QuantisedWeight  # it needs numba, which others do without
+            from hybridmem.models.products.quantised import QuantisedWeight  # it needs numba, which others do without
 
             self._weight, fused = QuantisedWeight(weight, format), QuantisedWeight.FUSED
             bias = None if bias is None else bias.float()
         elif (dtype := packed_dtype(weight)) is not None and _compiled_multiplies_fastest(dtype):
-            from hybridmem.models.layers.blocked import BlockedWeight  # as above
+            from hybridmem.models.products.blocked import BlockedWeight  # as above
 
             self._weight, fused = BlockedWeight(weight, dtype), BlockedWeight.FUSED
             bias = None if bias is None else bias.float()
@@ -120,8 +120,9 @@ class Linear:
 def normed_products(x_TM: Tensor, norm: Callable[[Tensor], Tensor], *linears: Linear) -> list[Tensor]:
     """Return linear(norm(x)) of one or two: of few rows in one call, to the same bits."""
     plans = [linear.compiled for linear in linears]
-    if None not in plans and (found := plans[0].normed(x_TM, norm, *plans[1:])) is not None:  # type: ignore[union-attr]
-        return found
+    if None not in plans and isinstance(norm, RMSNorm):
+        if (found := plans[0].normed(x_TM, norm, *plans[1:])) is not None:  # type: ignore[union-attr]
+            return found
     normed = norm(x_TM)
     return [linear(normed) for linear in linears]
 
@@ -146,8 +147,8 @@ def add_gated_mlp(
 ) -> Tensor:
     """Add a gated MLP, x + s down(gate(norm(x)) * up(norm(x))): of few rows in one call, to the same bits."""
     plan, up_plan, down_plan = gate.compiled, up.compiled, down.compiled
-    if plan is not None and up_plan is not None and down_plan is not None and scale == 1.0:
-        if (found := plan.gated_mlp(x_TM, norm, up_plan, down_plan)) is not None:
+    if plan is not None and up_plan is not None and down_plan is not None and isinstance(norm, RMSNorm):
+        if scale == 1.0 and (found := plan.gated_mlp(x_TM, norm, up_plan, down_plan)) is not None:
             return found
     gate_TF, up_TF = normed_products(x_TM, norm, gate, up)
     return add_product(x_TM, down, up_TF, gate_TF, scale=scale)
@@ -158,6 +159,6 @@ def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
 
 
 def _compiled_multiplies_fastest(dtype: torch.dtype) -> bool:
-    from hybridmem.models.layers.blocked import multiplies_fastest  # it needs numba, which others do without
+    from hybridmem.models.products.blocked import multiplies_fastest  # it needs numba, which others do without
 
     return multiplies_fastest(dtype)

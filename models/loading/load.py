@@ -185,12 +185,12 @@ def _compile_products(checkpoint: Checkpoint, weights: WeightFormat) -> None:
     if checkpoint.device.type != "cpu":
         return
     if weights != "auto":
-        from hybridmem.models.layers import quantised
+        from hybridmem.models.products import quantised
 
         quantised.compile_products(checkpoint.dtype, weights)
     else:
-        from hybridmem.models.layers import blocked
-        from hybridmem.models.layers.packed import packed_dtype
+        from hybridmem.models.products import blocked
+        from hybridmem.models.products.packed import packed_dtype
 
         dtype = packed_dtype(torch.empty(1, 1, dtype=checkpoint.dtype))
         if dtype is not None and blocked.multiplies_fastest(dtype):

@@ -203,7 +203,7 @@ def test_the_page_about_containers_fills_the_folder_that_its_image_names(
 ) -> None:
     from hybridmem.memory.kernels import cpu
     from hybridmem.memory.kernels.cpu.warm_up import NAMES
-    from hybridmem.models.layers import quantised
+    from hybridmem.models.products import quantised
 
     warmed: list[tuple[str, tuple[str, ...], torch.dtype]] = []
 

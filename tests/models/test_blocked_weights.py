@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from hybridmem.models import load_model, weight_bytes
-from hybridmem.models.layers import amx, blocked, blocked_kernels, integer_vectors, tile_kernels
 from hybridmem.models.layers import linear as module
 from hybridmem.models.layers.linear import Linear
-from hybridmem.models.layers.packed import PackedWeight
+from hybridmem.models.products import amx, blocked, blocked_kernels, integer_vectors, tile_kernels
+from hybridmem.models.products.packed import PackedWeight
 from tests.tolerances import assert_kernel_close
 
 pytestmark = pytest.mark.skipif(

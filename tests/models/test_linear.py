@@ -14,9 +14,9 @@ from transformers.activations import ACT2FN
 from hybridmem.memory import HybridMemory
 from hybridmem.models import load_model, weight_bytes
 from hybridmem.models.layers import linear as module
-from hybridmem.models.layers import packed as packing
 from hybridmem.models.layers.linear import Linear
-from hybridmem.models.layers.packed import PackedWeight, multiplies_bfloat16, packed_dtype
+from hybridmem.models.products import packed as packing
+from hybridmem.models.products.packed import PackedWeight, multiplies_bfloat16, packed_dtype
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.tolerances import assert_kernel_close
 

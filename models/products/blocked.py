@@ -13,9 +13,9 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
 from hybridmem.memory.kernels.cpu.threads import use_threads
-from hybridmem.models.layers import amx, blocked_kernels, finishing, huge_pages, integer_vectors, tile_kernels
-from hybridmem.models.layers.few_rows import CompiledProduct
-from hybridmem.models.layers.few_rows_kernels import ProductKind
+from hybridmem.models.products import amx, blocked_kernels, epilogue, huge_pages, integer_vectors, tile_kernels
+from hybridmem.models.products.few_rows import CompiledProduct
+from hybridmem.models.products.few_rows_kernels import ProductKind
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
@@ -50,7 +50,7 @@ class BlockedWeight:
         dtype: float32, or bfloat16.
     """
 
-    FUSED = finishing.FUSED
+    FUSED = epilogue.FUSED
     """Activations that are applied before sums are rounded."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
@@ -67,8 +67,8 @@ class BlockedWeight:
     def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct:
         """Return the product for few rows; arguments are those of `multiply`."""
         return CompiledProduct(
-            (self._codes,), finishing.NO_BIAS if bias is None else bias.numpy(),
-            finishing.ACTIVATIONS[activation], self.n_in, self.n_out,
+            (self._codes,), epilogue.NO_BIAS if bias is None else bias.numpy(),
+            epilogue.ACTIVATIONS[activation], self.n_in, self.n_out,
             ProductKind(self._codes.dtype, self._row_dtype, self._has_tiles), self._n_multiple, _PER_CODE[self.dtype],
         )  # fmt: skip
 
@@ -78,7 +78,7 @@ class BlockedWeight:
         n_rows, n_inputs = rows.shape
         y = torch.empty(n_rows, self.n_out, dtype=self.dtype)
         source, options = (rows.data_ptr(), n_rows, n_inputs // _PER_CODE[self.dtype]), (
-            finishing.NO_BIAS if bias is None else bias.numpy(), finishing.ACTIVATIONS[activation],
+            epilogue.NO_BIAS if bias is None else bias.numpy(), epilogue.ACTIVATIONS[activation],
             use_threads(n_rows * n_inputs * self.n_out // 16), y.data_ptr(), self.n_out,
         )  # fmt: skip
         if not self._has_tiles:

@@ -13,11 +13,11 @@ from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import array_at, element_at, untyped_intrinsic
-from hybridmem.models.layers import amx
-from hybridmem.models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
-from hybridmem.models.layers.blocked_kernels import BLOCKS, SHORTS
-from hybridmem.models.layers.finishing import Rows, finish_block, finish_two
-from hybridmem.models.layers.integer_vectors import BLOCK, PAIRS
+from hybridmem.models.products import amx
+from hybridmem.models.products.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
+from hybridmem.models.products.blocked_kernels import BLOCKS, SHORTS
+from hybridmem.models.products.epilogue import Rows, block_epilogue, two_block_epilogue
+from hybridmem.models.products.integer_vectors import BLOCK, PAIRS
 
 CACHED_ROW_BYTES = 1 << 20
 """Rows that are multiplied by all weights of a thread before the next: they stay in the second-level cache."""
@@ -214,16 +214,16 @@ def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_
                     _one_by_four(codes, o * block_codes, block_codes, x, t * n_pairs, n_pairs, sums, 2 * _SUMS)
                     for half in range(0, BLOCKS, 2):
                         at, channel = 2 * _SUMS + half * ROWS * BLOCK, (o + half) * BLOCK
-                        finish_two(sums, at, n, bias, activation, channel, out, t * n_out + channel, n_out)
+                        two_block_epilogue(sums, at, n, bias, activation, channel, out, t * n_out + channel, n_out)
                     t += n
             start = end
-        _finish_tiles(sums, (1 - turn) * _SUMS, n_done, bias, activation, done_channel, out, done_row, n_out)
+        _epilogue_of_tiles(sums, (1 - turn) * _SUMS, n_done, bias, activation, done_channel, out, done_row, n_out)
         amx.release()
 
 
 @njit(error_model="numpy")
-def _finish_tiles(sums, at, n_rows, bias, activation, channel, out, row, n_out):  # type: ignore[no-untyped-def]
+def _epilogue_of_tiles(sums, at, n_rows, bias, activation, channel, out, row, n_out):  # type: ignore[no-untyped-def]
     """Write the results of the pair of tiles that a thread multiplied last."""
     for v in range(2):
         own = channel + v * BLOCK
-        finish_block(sums, at + v * 2 * ROWS * BLOCK, n_rows, bias, activation, own, out, row * n_out + own, n_out)
+        block_epilogue(sums, at + v * 2 * ROWS * BLOCK, n_rows, bias, activation, own, out, row * n_out + own, n_out)

@@ -16,14 +16,14 @@ from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import array_at, get, untyped_intrinsic
-from hybridmem.models.layers import amx
-from hybridmem.models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
-from hybridmem.models.layers.finishing import finish_block
-from hybridmem.models.layers.integer_few_rows import AHEAD_BYTES, MOST_ROWS, multiply_blocks
-from hybridmem.models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
-from hybridmem.models.layers.row_ranges import in_range, multiply_back
-from hybridmem.models.layers.row_units import as_integers, in_units
-from hybridmem.models.layers.tile_kernels import CACHED_ROW_BYTES, add_while, repeat
+from hybridmem.models.products import amx
+from hybridmem.models.products.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
+from hybridmem.models.products.epilogue import block_epilogue
+from hybridmem.models.products.integer_few_rows import AHEAD_BYTES, MOST_ROWS, multiply_blocks
+from hybridmem.models.products.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
+from hybridmem.models.products.row_ranges import in_range, multiply_back
+from hybridmem.models.products.row_units import as_integers, in_units
+from hybridmem.models.products.tile_kernels import CACHED_ROW_BYTES, add_while, repeat
 
 _GROUPS = 4
 """Groups of a block that are unpacked at once. More would fit into the first-level cache, but memory is read while they
@@ -235,7 +235,7 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
                         _scale(sums, at * BLOCK, scales, o * BLOCK)
                     n, channel = min(ROWS, end - t), o * BLOCK
                     multiply_back(sums, at * BLOCK, n, factors, t)
-                    finish_block(sums, at * BLOCK, n, bias, activation, channel, out, t * n_out + channel, n_out)
+                    block_epilogue(sums, at * BLOCK, n, bias, activation, channel, out, t * n_out + channel, n_out)
             start = end
         amx.release()
 

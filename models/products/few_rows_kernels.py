@@ -22,10 +22,10 @@ from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.norms import norm_row
 from hybridmem.memory.kernels.cpu.numbers import array_at, get, put
 from hybridmem.memory.kernels.cpu.rows import as_array, copy_
-from hybridmem.models.layers import (
+from hybridmem.models.products import (
     amx,
     blocked_kernels,
-    finishing,
+    epilogue,
     integer_row_kernels,
     integer_tile_kernels,
     quantised_kernels,
@@ -59,7 +59,7 @@ def codes_like(dtype: np.dtype) -> np.ndarray:
 @cache
 def product_address(kind: ProductKind) -> int:
     """Return the address of a kernel for products."""
-    codes, i, no_bias = np.empty(0, kind.codes), 0, finishing.NO_BIAS
+    codes, i, no_bias = np.empty(0, kind.codes), 0, epilogue.NO_BIAS
     like = as_array(torch.empty(0, dtype=kind.rows))
     shape = amx.shape(1) if kind.has_tiles else None
     if not kind.is_integer and shape is None:

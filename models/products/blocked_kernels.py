@@ -20,8 +20,8 @@ from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import array_at, untyped_intrinsic
-from hybridmem.models.layers.finishing import finish_block
-from hybridmem.models.layers.integer_vectors import BLOCK, FLOATS, PAIRS_OF_BFLOAT, ZEROS, call, in_every_lane
+from hybridmem.models.products.epilogue import block_epilogue
+from hybridmem.models.products.integer_vectors import BLOCK, FLOATS, PAIRS_OF_BFLOAT, ZEROS, call, in_every_lane
 
 BLOCKS = 4
 """Blocks of outputs that are computed at once; outputs are padded to as many."""
@@ -127,7 +127,7 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
         codes: float32, or uint32 for pairs of bfloat16; see the module.
         x_at: address of rows of n codes, a multiple of `UNROLLED`.
         bias: (outputs,) or empty.
-        activation: its number in `finishing.ACTIVATIONS`.
+        activation: its number in `epilogue.ACTIVATIONS`.
         n_parts: into how many parts the outputs are divided, one for each thread.
         out_at: address of (n_rows, n_out) numbers of the type that `like` holds: float32, or uint16 with pairs.
     """
@@ -168,7 +168,7 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
                     _tile_1(codes, code, block_codes, x, at, n, ahead, sums)
                 for v in range(BLOCKS):
                     at, channel = v * n_tile * BLOCK, (o + v) * BLOCK
-                    finish_block(sums, at, n_tile, bias, activation, channel, out, t * n_out + channel, n_out)
+                    block_epilogue(sums, at, n_tile, bias, activation, channel, out, t * n_out + channel, n_out)
                 t += n_tile
 
 

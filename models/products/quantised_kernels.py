@@ -20,8 +20,8 @@ from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
-from hybridmem.models.layers.finishing import finish_block
-from hybridmem.models.layers.integer_vectors import (
+from hybridmem.models.products.epilogue import block_epilogue
+from hybridmem.models.products.integer_vectors import (
     BLOCK,
     F32,
     FLOATS,
@@ -35,7 +35,7 @@ from hybridmem.models.layers.integer_vectors import (
     Emitter,
     has_many_registers,
 )
-from hybridmem.models.layers.row_ranges import in_range, multiply_back
+from hybridmem.models.products.row_ranges import in_range, multiply_back
 
 
 def _tile(n_rows: int) -> Any:
@@ -122,7 +122,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
     Args:
         x_TI: rows, of a multiple of 32 inputs.
         bias: (outputs,) or empty.
-        activation: its number in `finishing.ACTIVATIONS`.
+        activation: its number in `epilogue.ACTIVATIONS`.
         n_parts: into how many parts the blocks are divided, one for each thread.
     """
     n_rows, n_out = out_TO.shape
@@ -159,5 +159,5 @@ def multiply_part(  # type: ignore[no-untyped-def]
                 n = 1
                 _tile_1(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
             multiply_back(sums, 0, n, factors, t)
-            finish_block(sums, 0, n, bias, activation, o * BLOCK, out, t * n_out + o * BLOCK, n_out)
+            block_epilogue(sums, 0, n, bias, activation, o * BLOCK, out, t * n_out + o * BLOCK, n_out)
             t += n

@@ -13,9 +13,9 @@ from llvmlite import ir
 from numba import njit, types
 
 from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
-from hybridmem.models.layers import amx
-from hybridmem.models.layers.amx import I64
-from hybridmem.models.layers.integer_vectors import (
+from hybridmem.models.products import amx
+from hybridmem.models.products.amx import I64
+from hybridmem.models.products.integer_vectors import (
     BLOCK,
     F32,
     FLOATS,
@@ -29,7 +29,7 @@ from hybridmem.models.layers.integer_vectors import (
     every,
     in_every_lane,
 )
-from hybridmem.models.layers.tile_kernels import repeat
+from hybridmem.models.products.tile_kernels import repeat
 
 _LEAST, _MOST = 12, 241
 """Exponents of a group's largest number, with bfloat16's bias of 127, for which its sums are neither denormal nor

@@ -15,8 +15,8 @@ from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import as_float, element_at, get, put, untyped_intrinsic
-from hybridmem.models.layers.amx import I64
-from hybridmem.models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I8, I16, INTS, ROUNDER, ZEROS, call, every
+from hybridmem.models.products.amx import I64
+from hybridmem.models.products.integer_vectors import BLOCK, FLOATS, GROUP, I8, I16, INTS, ROUNDER, ZEROS, call, every
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 

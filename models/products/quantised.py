@@ -12,9 +12,10 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
 from hybridmem.memory.kernels.cpu.threads import use_threads
-from hybridmem.models.layers import (
+from hybridmem.models.loading.weight_formats import IntegerFormat
+from hybridmem.models.products import (
     amx,
-    finishing,
+    epilogue,
     huge_pages,
     integer_rounding,
     integer_row_kernels,
@@ -22,10 +23,9 @@ from hybridmem.models.layers import (
     integer_vectors,
     quantised_kernels,
 )
-from hybridmem.models.layers.blocked import pairs_of
-from hybridmem.models.layers.few_rows import CompiledProduct
-from hybridmem.models.layers.few_rows_kernels import ProductKind
-from hybridmem.models.loading.weight_formats import IntegerFormat
+from hybridmem.models.products.blocked import pairs_of
+from hybridmem.models.products.few_rows import CompiledProduct
+from hybridmem.models.products.few_rows_kernels import ProductKind
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
@@ -45,7 +45,7 @@ class QuantisedWeight:
         weight: of any float dtype, on the CPU; or on "meta", which gives the same bytes without numbers.
     """
 
-    FUSED = finishing.FUSED
+    FUSED = epilogue.FUSED
     """Activations that are applied before sums are rounded."""
 
     def __init__(self, weight: Tensor, format: IntegerFormat) -> None:
@@ -93,8 +93,8 @@ class QuantisedWeight:
         if self.codes.is_meta or self._out_dtype is not self._dtype:
             return None
         return CompiledProduct(
-            (self._codes, self._scales), finishing.NO_BIAS if bias is None else bias.numpy(),
-            finishing.ACTIVATIONS[activation], self.n_in, self.n_out,
+            (self._codes, self._scales), epilogue.NO_BIAS if bias is None else bias.numpy(),
+            epilogue.ACTIVATIONS[activation], self.n_in, self.n_out,
             ProductKind(self._codes.dtype, self._dtype, self._has_tiles, self._adds_integers), 32,
             2 if self._has_tiles else 1,
         )  # fmt: skip
@@ -103,8 +103,8 @@ class QuantisedWeight:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
         y = torch.empty(x.shape[0], self.n_out, dtype=self._out_dtype)
         n_threads = use_threads(x.numel() * self.n_out // 16)
-        own_bias = finishing.NO_BIAS if bias is None else bias.numpy()
-        options = own_bias, finishing.ACTIVATIONS[activation], n_threads
+        own_bias = epilogue.NO_BIAS if bias is None else bias.numpy()
+        options = own_bias, epilogue.ACTIVATIONS[activation], n_threads
         if self._has_tiles:
             self._multiply_tiles(pairs_of(x, 32), options, y)
         else:

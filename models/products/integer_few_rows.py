@@ -16,10 +16,10 @@ from llvmlite import binding, ir
 from numba import njit, types
 
 from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
-from hybridmem.models.layers import amx
-from hybridmem.models.layers.amx import I64
-from hybridmem.models.layers.finishing import finish_block
-from hybridmem.models.layers.integer_vectors import (
+from hybridmem.models.products import amx
+from hybridmem.models.products.amx import I64
+from hybridmem.models.products.epilogue import block_epilogue
+from hybridmem.models.products.integer_vectors import (
     BLOCK,
     F32,
     FLOATS,
@@ -33,8 +33,8 @@ from hybridmem.models.layers.integer_vectors import (
     every,
     in_every_lane,
 )
-from hybridmem.models.layers.row_ranges import multiply_back
-from hybridmem.models.layers.tile_kernels import add_while
+from hybridmem.models.products.row_ranges import multiply_back
+from hybridmem.models.products.tile_kernels import add_while
 
 binding.initialize_native_asmparser()  # it reads `_add_pairs`
 
@@ -213,6 +213,6 @@ def multiply_blocks(  # type: ignore[no-untyped-def]
             for i in range(n_blocks):
                 channel = (o + i) * BLOCK
                 multiply_back(sums, i * n * BLOCK, n, factors, t)
-                finish_block(sums, i * n * BLOCK, n, bias, activation, channel, out, t * n_out + channel, n_out)
+                block_epilogue(sums, i * n * BLOCK, n, bias, activation, channel, out, t * n_out + channel, n_out)
             t += n
         o += n_blocks

@@ -1,0 +1,1 @@
+"""Multiplies rows by weights on the CPU."""
