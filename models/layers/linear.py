@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hybridmem.models.layers.dry import joined
 from hybridmem.models.layers.norms import GatedNorm, RMSNorm
-from hybridmem.models.loading.checkpoint import Checkpoint
-from hybridmem.models.loading.weight_formats import wanted_format
 from hybridmem.models.products.packed import PackedWeight, packed_dtype
+from hybridmem.models.weights.checkpoint import Checkpoint
+from hybridmem.models.weights.formats import wanted_format
 
 if TYPE_CHECKING:
     from hybridmem.models.products.blocked import BlockedWeight

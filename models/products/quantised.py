@@ -12,7 +12,6 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
 from hybridmem.memory.kernels.cpu.threads import use_threads
-from hybridmem.models.loading.weight_formats import IntegerFormat
 from hybridmem.models.products import (
     amx,
     epilogue,
@@ -26,6 +25,7 @@ from hybridmem.models.products import (
 from hybridmem.models.products.blocked import pairs_of
 from hybridmem.models.products.few_rows import CompiledProduct
 from hybridmem.models.products.few_rows_kernels import ProductKind
+from hybridmem.models.weights.formats import IntegerFormat
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.models import from_transformers, load_model, weight_bytes
 from hybridmem.models.layers.linear import Linear
-from hybridmem.models.loading.weight_formats import IntegerFormat, weights_in
 from hybridmem.models.products import amx, integer_vectors, quantised
 from hybridmem.models.products.quantised import QuantisedWeight
+from hybridmem.models.weights.formats import IntegerFormat, weights_in
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.hf_models import hf_model
 from tests.subjects import IS_FULL
