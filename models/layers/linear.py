@@ -12,14 +12,12 @@ from torch import Tensor
 
 from hybridmem.models.layers.dry import joined
 from hybridmem.models.layers.norms import GatedNorm, RMSNorm
-from hybridmem.models.products.packed import PackedWeight, packed_dtype
+from hybridmem.models.products.choice import HeldWeight, hold
 from hybridmem.models.weights.checkpoint import Checkpoint
 from hybridmem.models.weights.formats import wanted_format
 
 if TYPE_CHECKING:
-    from hybridmem.models.products.blocked import BlockedWeight
     from hybridmem.models.products.few_rows import CompiledProduct
-    from hybridmem.models.products.quantised import QuantisedWeight
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -67,27 +65,17 @@ class Linear:
     def __init__(self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
         weight = joined(*weights)
         self.n_out, self.n_in = weight.shape
-        self._weight: Tensor | PackedWeight | BlockedWeight | QuantisedWeight = weight
+        self._weight: Tensor | HeldWeight = weight
         fused: Container[str | None] = ()
-        if (format := wanted_format()) is not None:
-            from hybridmem.models.products.quantised import QuantisedWeight  # it needs numba, which others do without
-
-            self._weight, fused = QuantisedWeight(weight, format), QuantisedWeight.FUSED
-            bias = None if bias is None else bias.float()
-        elif (dtype := packed_dtype(weight)) is not None and _compiled_multiplies_fastest(dtype):
-            from hybridmem.models.products.blocked import BlockedWeight  # as above
-
-            self._weight, fused = BlockedWeight(weight, dtype), BlockedWeight.FUSED
-            bias = None if bias is None else bias.float()
-        elif dtype is not None:
-            self._weight, fused = PackedWeight(weight, dtype), PackedWeight.FUSED
-            bias = None if bias is None else bias.to(dtype)
+        if (held := hold(weight, wanted_format() or "auto")) is not None:
+            self._weight, fused = held, held.FUSED
+            bias = None if bias is None else bias.to(held.bias_dtype)
         self._bias = None if bias is None else bias.contiguous()
         self._fused = activation if activation in fused else None
         self._activation = None if activation is None or self._fused else activation_by(activation)
         self.compiled: CompiledProduct | None = None
-        if self._activation is None and not isinstance(self._weight, Tensor | PackedWeight):
-            self.compiled = self._weight.compiled(self._bias, self._fused)
+        if self._activation is None and held is not None:
+            self.compiled = held.compiled(self._bias, self._fused)
 
     @property
     def is_packed(self) -> bool:
@@ -156,9 +144,3 @@ def add_gated_mlp(
 
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return x + y if scale == 1.0 else torch.add(x, y, alpha=scale)
-
-
-def _compiled_multiplies_fastest(dtype: torch.dtype) -> bool:
-    from hybridmem.models.products.blocked import multiplies_fastest  # it needs numba, which others do without
-
-    return multiplies_fastest(dtype)

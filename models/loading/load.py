@@ -21,6 +21,7 @@ from hybridmem.models.loading.dry import DryCheckpoint
 from hybridmem.models.loading.folders import find_folder, read_config, unsupported
 from hybridmem.models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
 from hybridmem.models.loading.quantised_checkpoints import find_coding
+from hybridmem.models.products.choice import compile_ahead
 from hybridmem.models.weights.checkpoint import (
     Checkpoint,
     LoadedCheckpoint,
@@ -85,7 +86,8 @@ def load_model(
         with weights_in(weights, device):
             model = build(model_class, config, checkpoint)
     checkpoint.warn_of_surprises()
-    _compile_products(checkpoint, weights)
+    if device.type == "cpu":
+        compile_ahead(checkpoint.dtype, (weights,))  # so that no step waits for it
     return model
 
 
@@ -125,7 +127,8 @@ def from_transformers(
     with weights_in(weights, device):
         model = build(model_class, hf_model.config, checkpoint)
     checkpoint.warn_of_surprises()
-    _compile_products(checkpoint, weights)
+    if device.type == "cpu":
+        compile_ahead(checkpoint.dtype, (weights,))  # so that no step waits for it
     return model
 
 
@@ -146,23 +149,6 @@ def _open(
     if (coding := find_coding(config)) is not None:
         checkpoint.decode_with(coding)
     return config, model_class, checkpoint
-
-
-def _compile_products(checkpoint: Checkpoint, weights: WeightFormat) -> None:
-    """Compile what products with weights of this format need, so that no step waits for it."""
-    if checkpoint.device.type != "cpu":
-        return
-    if weights != "auto":
-        from hybridmem.models.products import quantised
-
-        quantised.compile_products(checkpoint.dtype, weights)
-    else:
-        from hybridmem.models.products import blocked
-        from hybridmem.models.products.packed import packed_dtype
-
-        dtype = packed_dtype(torch.empty(1, 1, dtype=checkpoint.dtype))
-        if dtype is not None and blocked.multiplies_fastest(dtype):
-            blocked.compile_products(dtype)
 
 
 def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:

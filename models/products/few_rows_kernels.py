@@ -22,32 +22,24 @@ from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.norms import norm_row
 from hybridmem.memory.kernels.cpu.numbers import array_at, get, put
 from hybridmem.memory.kernels.cpu.rows import as_array, copy_
-from hybridmem.models.products import (
-    amx,
-    blocked_kernels,
-    epilogue,
-    integer_row_kernels,
-    integer_tile_kernels,
-    quantised_kernels,
-    tile_kernels,
-)
+from hybridmem.models.products import amx, epilogue
+from hybridmem.models.products.kernels import KERNELS
 
 
 @dataclass(frozen=True)
 class ProductKind:
-    """Says which kernel multiplies rows by a weight: by the types of both, and whether tiles are, or integers.
+    """Says which kernel of `KERNELS` multiplies rows by a weight, and the types of both.
 
     Rows of 16 bits whose codes are float32, because the processor cannot multiply them, are converted before and after.
     """
 
     codes: np.dtype
     rows: torch.dtype
-    has_tiles: bool
-    adds_integers: bool = False
+    kernel: str
 
     @property
-    def is_integer(self) -> bool:
-        return self.codes.itemsize == 1
+    def has_tiles(self) -> bool:
+        return KERNELS[self.kernel].has_tiles
 
 
 @cache
@@ -59,20 +51,17 @@ def codes_like(dtype: np.dtype) -> np.ndarray:
 @cache
 def product_address(kind: ProductKind) -> int:
     """Return the address of a kernel for products."""
-    codes, i, no_bias = np.empty(0, kind.codes), 0, epilogue.NO_BIAS
-    like = as_array(torch.empty(0, dtype=kind.rows))
-    shape = amx.shape(1) if kind.has_tiles else None
-    if not kind.is_integer and shape is None:
-        own = _FLOATS if kind.codes == np.float32 else like
-        return address_of(blocked_kernels.product, codes, i, i, i, no_bias, i, i, i, i, own)
-    if not kind.is_integer:
-        return address_of(tile_kernels.product, codes, i, i, i, shape, no_bias, i, i, i, i)
-    scales = np.empty(0, np.uint16)
-    if shape is not None:
-        return address_of(integer_tile_kernels.product, codes, scales, i, i, i, shape, no_bias, i, i, i, i, like)
-    rows = np.empty((1, 1), like.dtype)
-    kernel = integer_row_kernels if kind.adds_integers else quantised_kernels
-    return address_of(kernel.product, codes, scales, rows, no_bias, i, i, rows)
+    product, codes, i = KERNELS[kind.kernel].product, np.empty(0, kind.codes), 0
+    like, no_bias = as_array(torch.empty(0, dtype=kind.rows)), epilogue.NO_BIAS
+    scales = (np.empty(0, np.uint16),) if kind.codes.itemsize == 1 else ()
+    if kind.has_tiles:
+        last = (like,) if scales else ()
+        return address_of(product, codes, *scales, i, i, i, amx.shape(1), no_bias, i, i, i, i, *last)
+    if scales:
+        rows = np.empty((1, 1), like.dtype)
+        return address_of(product, codes, *scales, rows, no_bias, i, i, rows)
+    own = _FLOATS if kind.codes == np.float32 else like
+    return address_of(product, codes, i, i, i, no_bias, i, i, i, i, own)
 
 
 FIELDS = 11
