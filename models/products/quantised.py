@@ -12,12 +12,7 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
 from hybridmem.memory.kernels.cpu.threads import use_threads
-from hybridmem.models.products import (
-    amx,
-    epilogue,
-    huge_pages,
-    integer_rounding,
-)
+from hybridmem.models.products import amx, epilogue, huge_pages, integer_rounding
 from hybridmem.models.products.blocked import pairs_of
 from hybridmem.models.products.few_rows import CompiledProduct
 from hybridmem.models.products.few_rows_kernels import ProductKind
@@ -35,8 +30,7 @@ class QuantisedWeight:
     into numbers as it goes: nothing else is kept. Rows are read in bfloat16 if the weight was, where the processor
     multiplies pairs or tiles of that, or integers; else in float32. Tiles and integers read rows of which each 32
     numbers have twelve bits below the power of two of the largest (`row_units`). A row's result has the same bits in
-    any company. At 8 bits a
-    weight is off by at most 1/250 of the largest that shares its scale, at 4 bits by 1/8.
+    any company. At 8 bits a weight is off by at most 1/250 of the largest that shares its scale, at 4 bits by 1/8.
 
     Args:
         weight: of any float dtype, on the CPU; or on "meta", which gives the same bytes without numbers.

@@ -132,4 +132,5 @@ def test_a_model_in_bfloat16_uses_them_and_no_step_compiles(monkeypatch: pytest.
 
     monkeypatch.setattr(few_rows.CompiledProduct, "compile", noted)
     load_model("embedded", dtype="bfloat16")
-    assert compiled == [(torch.bfloat16, choose("auto", torch.bfloat16))]
+    load_model("embedded", dtype="bfloat16", weights="int4")
+    assert compiled == [(torch.bfloat16, choose(format, torch.bfloat16)) for format in ("auto", "int4")]
