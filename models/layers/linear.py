@@ -12,11 +12,12 @@ from torch import Tensor
 
 from hybridmem.models.layers.dry import joined
 from hybridmem.models.layers.norms import GatedNorm, RMSNorm
-from hybridmem.models.products.choice import HeldWeight, hold
+from hybridmem.models.products.choice import hold
 from hybridmem.models.weights.checkpoint import Checkpoint
 from hybridmem.models.weights.formats import wanted_format
 
 if TYPE_CHECKING:
+    from hybridmem.models.products.choice import HeldWeight
     from hybridmem.models.products.few_rows import CompiledProduct
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from typing import TYPE_CHECKING, Protocol, get_args
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
@@ -12,30 +12,10 @@ from hybridmem.models.products.packed import PackedWeight, packed_dtype
 from hybridmem.models.weights.formats import WeightFormat
 
 if TYPE_CHECKING:
-    from hybridmem.models.products.few_rows import CompiledProduct
+    from hybridmem.models.products.blocked import BlockedWeight
+    from hybridmem.models.products.quantised import QuantisedWeight
 
-
-class HeldWeight(Protocol):
-    """Holds a weight (n_out, n_in) as what multiplies it reads it."""
-
-    @property
-    def FUSED(self) -> Container[str]:
-        """The activations that it applies before sums are rounded."""
-        ...
-
-    @property
-    def bias_dtype(self) -> torch.dtype: ...
-
-    def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x.
-
-        `bias` is contiguous, in `bias_dtype`.
-        """
-        ...
-
-    def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct | None:
-        """Return the product for few rows, if there is one; arguments are those of `multiply`."""
-        ...
+    HeldWeight = PackedWeight | BlockedWeight | QuantisedWeight
 
 
 def hold(weight: Tensor, format: WeightFormat) -> HeldWeight | None:
