@@ -14,8 +14,8 @@ from benchmarks.ours import N_UNTIMED, Ours, draw, prefills, workload
 from benchmarks.sparse import answer, draw_dialogues
 from benchmarks.workloads import CONFIGS, MODELS, Transformers, save_random
 from hybridmem.models import EMBEDDED, LanguageModel, load_model
-from hybridmem.models.layers.packed import multiplies_bfloat16
 from hybridmem.models.loading.load import weight_bytes
+from hybridmem.models.products.packed import multiplies_bfloat16
 
 _FORMATS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},

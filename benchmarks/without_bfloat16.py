@@ -20,8 +20,8 @@ from benchmarks.harness import Report, Samples, interleave
 from benchmarks.ours import N_UNTIMED, Ours, draw, prefills, workload
 from benchmarks.workloads import CONFIGS, MODELS, save_random
 from hybridmem.models import load_model
-from hybridmem.models.layers.integer_vectors import multiplies_pairs
-from hybridmem.models.layers.packed import multiplies_bfloat16
+from hybridmem.models.products.integer_vectors import multiplies_pairs
+from hybridmem.models.products.packed import multiplies_bfloat16
 
 _ASKED = 1.05
 """The most that a model in bfloat16 may take of the time of the same model in float32."""

@@ -154,7 +154,7 @@ def warmup(
         from hybridmem.memory.kernels import cpu
         from hybridmem.memory.kernels.cpu.compiled import cache_folder, is_kept
         from hybridmem.memory.kernels.cpu.warm_up import NAMES
-        from hybridmem.models.layers import blocked, quantised
+        from hybridmem.models.products import choice
 
         if to is not None:
             os.environ["HYBRID_MEMORY_CACHE"] = str(to)
@@ -164,9 +164,7 @@ def warmup(
         if is_all:
             for each in (torch.float32, torch.bfloat16):
                 cpu.warm_up(NAMES, each)
-                quantised.compile_products(each, "int8", "int4")
-                if blocked.multiplies_fastest(each):
-                    blocked.compile_products(each)
+                choice.compile_ahead(each)
         else:
             loaded = load(model, "cpu", dtype, weights)[0]
             spec = loaded.memory_spec

@@ -43,11 +43,9 @@ class House:
 def read_house(root: Path) -> House:
     """The house as it stands.
     Raises ValueError if its source breaks the contract, or if a module stands on no floor."""
-    packages, *others = [
-        c for c in read_configuration(str(root / "pyproject.toml"))["contracts_options"] if c["type"] == "layers"
-    ]
-    (within,) = (contract for contract in others if contract["containers"] == ["hybridmem.memory"])
-    floors = tuple(tuple(name.strip() for name in floor.split("|")) for floor in within["layers"])
+    contracts = read_configuration(str(root / "pyproject.toml"))["contracts_options"]
+    layers = {c["containers"][0]: c["layers"] for c in contracts if c["type"] == "layers"}
+    floors = tuple(tuple(name.strip() for name in floor.split("|")) for floor in layers["hybridmem.memory"])
     graph = grimp.build_graph("hybridmem", exclude_type_checking_imports=True, cache_dir=None)
     modules = {module.rpartition(".")[2] for module in graph.find_children("hybridmem.memory")}
     for module in modules:
@@ -58,7 +56,7 @@ def read_house(root: Path) -> House:
         for b in modules - {a}
         if graph.direct_import_exists(importer=f"hybridmem.memory.{a}", imported=f"hybridmem.memory.{b}")
     }
-    house = House(tuple(packages["layers"]), floors, frozenset(imports))
+    house = House(tuple(layers["hybridmem"]), floors, frozenset(imports))
     check_house(house, modules)
     return house
 

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel
-from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
 from hybridmem.models.loading.folders import EMBEDDED
 from hybridmem.models.loading.load import from_transformers, load_model, plan_memory, weight_bytes
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from hybridmem.models import (

@@ -13,7 +13,7 @@ from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import BambaConfig, PreTrainedConfig

@@ -21,7 +21,7 @@ from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.loading.checkpoint import Checkpoint, check_numbers
+from hybridmem.models.weights.checkpoint import Checkpoint, check_numbers
 
 if TYPE_CHECKING:
     from transformers import FalconH1Config

@@ -19,7 +19,7 @@ from hybridmem.models.layers.norms import RMSNorm, load_offset_norm
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.llama import window_of
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
 
 if TYPE_CHECKING:
     from transformers import Gemma2Config, Gemma3TextConfig, PreTrainedConfig

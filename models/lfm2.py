@@ -18,7 +18,7 @@ from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.short_conv_mixer import ShortConvMixer
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import Lfm2Config, Lfm2MoeConfig

@@ -14,7 +14,7 @@ from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config

@@ -17,8 +17,8 @@ from hybridmem.memory.recurrences import DeltaRuleShape
 from hybridmem.models.layers.delta_mixer import DeltaInputs
 from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.loading.checkpoint import Checkpoint
 from hybridmem.models.qwen3_next import Qwen3Next, load_mixture
+from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

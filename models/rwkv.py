@@ -15,7 +15,7 @@ from hybridmem.models.layers.norms import LayerNorm
 from hybridmem.models.layers.rwkv import ChannelMix, RWKVLayer, TokenMix, take_mixture
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import RwkvConfig

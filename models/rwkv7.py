@@ -21,7 +21,7 @@ from hybridmem.models.layers.norms import LayerNorm
 from hybridmem.models.layers.rwkv import ChannelMix, RWKVLayer, TokenMix, take_mixture
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 _LOG_DECAY = -math.exp(-0.5)
 """Logarithm of the fastest decay."""

@@ -20,14 +20,13 @@ from hybridmem.memory.blocks.scoped import without_gradients
 from hybridmem.memory.interface import Encoded
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.bart import CrossAttention, read_token_ids
-from hybridmem.models.layers.decoder import Function
+from hybridmem.models.layers.decoder import Function, on_step
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.mlp import MLP, GatedMLP
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.vocabulary import HEAD, Vocabulary
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.loading.checkpoint import Checkpoint, check_numbers
-from hybridmem.models.loading.load import on_step
+from hybridmem.models.weights.checkpoint import Checkpoint, check_numbers
 
 if TYPE_CHECKING:
     from transformers import T5Config

@@ -28,7 +28,7 @@ from hybridmem.models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError, require
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError, require
 
 if TYPE_CHECKING:
     from transformers import Zamba2Config

@@ -22,13 +22,13 @@ from hybridmem.memory import AttentionSpec, CrossAttentionSpec, FormatError, Mem
 from hybridmem.memory.storage.family_files import read_family
 from hybridmem.memory.storage.folders import CHECKPOINTS_FILE
 from hybridmem.memory.storage.reading import read_blocks
-from hybridmem.models.loading.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
 from hybridmem.models.loading.dry import DryCheckpoint, find_files
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.gguf import GgufFile, is_gguf, read_gguf_config
 from hybridmem.models.loading.load import build, dry_model, weight_bytes
 from hybridmem.models.loading.quantised_checkpoints import find_coding
-from hybridmem.models.loading.weight_formats import WeightFormat
+from hybridmem.models.weights.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
+from hybridmem.models.weights.formats import WeightFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

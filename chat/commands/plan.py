@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from hybridmem.models import LanguageModel
-    from hybridmem.models.loading.weight_formats import WeightFormat
+    from hybridmem.models.weights.formats import WeightFormat
 
 Option = typer.Option
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hybridmem.chat.simulation.simulation import Setup
     from hybridmem.chat.simulation.workload import Habits, Workload
     from hybridmem.memory import MemorySpec
-    from hybridmem.models.loading.weight_formats import WeightFormat
+    from hybridmem.models.weights.formats import WeightFormat
 
 _RUNNING, _DRY_RUNNING = 64, 512
 _STEP_TOKENS, _DRY_STEP_TOKENS = 256, 4096

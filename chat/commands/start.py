@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from hybridmem.chat.prompts import Tokenizer
     from hybridmem.models import LanguageModel
-    from hybridmem.models.loading.weight_formats import WeightFormat
+    from hybridmem.models.weights.formats import WeightFormat
 
 ABOUT_EMBEDDED = (
     "The embedded model is tiny, and talks about nothing but what you tell it: names, cities, colours and numbers, "

@@ -30,8 +30,8 @@ from hybridmem.models.hf.cache import HybridCache
 from hybridmem.models.hf.mixers import MIXERS, Mix, Module
 from hybridmem.models.hf.passes import CURRENT_PASS, Pass
 from hybridmem.models.hf.probe import check_mixer
-from hybridmem.models.loading.checkpoint import UnsupportedModelError
 from hybridmem.models.loading.load import check_is_of_transformers, check_source, find_adapter, spec_of_loaded
+from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 ATTACHABLE = (
     "BambaForCausalLM",

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridmem.memory import Step
 from hybridmem.memory.recurrences import SSD, CausalConv, DeltaRule, DeltaRuleShape, Mamba1, ShortConv, SSDShape
 from hybridmem.models.layers.norms import SplitNorm
-from hybridmem.models.loading.checkpoint import UnsupportedModelError
+from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 Module = Any
 """A module of transformers; its attributes have no static types."""

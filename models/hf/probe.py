@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridmem.memory import HybridMemory, MemorySpec, RecurrentSpec
 from hybridmem.models.hf.mixers import Mix, Module
-from hybridmem.models.loading.checkpoint import UnsupportedModelError
+from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 _N_ROWS = 5
 """Number of rows: more than the taps of a usual convolution."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from hybridmem.memory import MemorySpec, Step
+from hybridmem.memory import MemorySpec, Step, StepError
 from hybridmem.memory.blocks.hints import refuse_attribute
+from hybridmem.memory.blocks.scoped import without_gradients
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.linear import add_scaled
 from hybridmem.models.layers.vocabulary import Vocabulary
-from hybridmem.models.loading.checkpoint import Checkpoint
-from hybridmem.models.loading.load import on_step
+from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -103,6 +105,34 @@ class Block:
         if (add_to := getattr(part, "add_to", None)) is not None:
             return add_to(x_TM, norm, *arguments, scale=self.scale)  # type: ignore[no-any-return]
         return add_scaled(x_TM, part(norm(x_TM), *arguments), self.scale)
+
+
+ForwardT = TypeVar("ForwardT", bound=Callable[..., Tensor])
+
+
+def on_step(forward: ForwardT) -> ForwardT:
+    """Decorate a model's `__call__(self, step)`: it runs without gradients, on an open step of its own memory.
+
+    Any other argument raises StepError, whose message shows the right call.
+    """
+
+    @wraps(forward)
+    def call(model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if (
+            len(args) != 1 or kwargs or not callable(getattr(args[0], "check_model", None))
+        ):  # a step, or what stands for one
+            given = ", ".join(
+                [*map(reprlib.repr, args), *(f"{name}={reprlib.repr(value)}" for name, value in kwargs.items())]
+            )
+            raise StepError(
+                f"{model.memory_spec.model} was given {given or 'nothing'}, but it runs on a step of a memory; write "
+                "`with memory.step({sequence: token_ids}) as step: logits = model(step)`"
+            )
+        args[0].check_model(model.memory_spec)
+        with without_gradients():
+            return forward(model, args[0])
+
+    return call  # type: ignore[return-value]
 
 
 HIDDEN_STATES = "hidden states"

@@ -14,7 +14,7 @@ from hybridmem.models.layers.dry import joined, rates_of
 from hybridmem.models.layers.linear import Linear, add_product, normed_products
 from hybridmem.models.layers.mamba_mixers import load_conv
 from hybridmem.models.layers.norms import RMSNorm
-from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

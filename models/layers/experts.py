@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridmem.memory import FormatError
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.mlp import GatedMLP
-from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

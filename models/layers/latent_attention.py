@@ -17,7 +17,7 @@ from hybridmem.models.layers.attention import Rotary
 from hybridmem.models.layers.dry import joined
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.norms import RMSNorm
-from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

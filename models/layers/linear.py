@@ -11,15 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.models.layers.dry import joined
-from hybridmem.models.layers.packed import PackedWeight, packed_dtype
-from hybridmem.models.loading.checkpoint import Checkpoint
-from hybridmem.models.loading.weight_formats import wanted_format
+from hybridmem.models.layers.norms import GatedNorm, RMSNorm
+from hybridmem.models.products.choice import hold
+from hybridmem.models.weights.checkpoint import Checkpoint
+from hybridmem.models.weights.formats import wanted_format
 
 if TYPE_CHECKING:
-    from hybridmem.models.layers.blocked import BlockedWeight
-    from hybridmem.models.layers.few_rows import CompiledProduct
-    from hybridmem.models.layers.norms import GatedNorm
-    from hybridmem.models.layers.quantised import QuantisedWeight
+    from hybridmem.models.products.choice import HeldWeight
+    from hybridmem.models.products.few_rows import CompiledProduct
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -67,27 +66,17 @@ class Linear:
     def __init__(self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
         weight = joined(*weights)
         self.n_out, self.n_in = weight.shape
-        self._weight: Tensor | PackedWeight | BlockedWeight | QuantisedWeight = weight
+        self._weight: Tensor | HeldWeight = weight
         fused: Container[str | None] = ()
-        if (format := wanted_format()) is not None:
-            from hybridmem.models.layers.quantised import QuantisedWeight  # it needs numba, which others do without
-
-            self._weight, fused = QuantisedWeight(weight, format), QuantisedWeight.FUSED
-            bias = None if bias is None else bias.float()
-        elif (dtype := packed_dtype(weight)) is not None and _compiled_multiplies_fastest(dtype):
-            from hybridmem.models.layers.blocked import BlockedWeight  # as above
-
-            self._weight, fused = BlockedWeight(weight, dtype), BlockedWeight.FUSED
-            bias = None if bias is None else bias.float()
-        elif dtype is not None:
-            self._weight, fused = PackedWeight(weight, dtype), PackedWeight.FUSED
-            bias = None if bias is None else bias.to(dtype)
+        if (held := hold(weight, wanted_format() or "auto")) is not None:
+            self._weight, fused = held, held.FUSED
+            bias = None if bias is None else bias.to(held.bias_dtype)
         self._bias = None if bias is None else bias.contiguous()
         self._fused = activation if activation in fused else None
         self._activation = None if activation is None or self._fused else activation_by(activation)
         self.compiled: CompiledProduct | None = None
-        if self._activation is None and not isinstance(self._weight, Tensor | PackedWeight):
-            self.compiled = self._weight.compiled(self._bias, self._fused)
+        if self._activation is None and held is not None:
+            self.compiled = held.compiled(self._bias, self._fused)
 
     @property
     def is_packed(self) -> bool:
@@ -120,8 +109,9 @@ class Linear:
 def normed_products(x_TM: Tensor, norm: Callable[[Tensor], Tensor], *linears: Linear) -> list[Tensor]:
     """Return linear(norm(x)) of one or two: of few rows in one call, to the same bits."""
     plans = [linear.compiled for linear in linears]
-    if None not in plans and (found := plans[0].normed(x_TM, norm, *plans[1:])) is not None:  # type: ignore[union-attr]
-        return found
+    if None not in plans and isinstance(norm, RMSNorm):
+        if (found := plans[0].normed(x_TM, norm, *plans[1:])) is not None:  # type: ignore[union-attr]
+            return found
     normed = norm(x_TM)
     return [linear(normed) for linear in linears]
 
@@ -146,8 +136,8 @@ def add_gated_mlp(
 ) -> Tensor:
     """Add a gated MLP, x + s down(gate(norm(x)) * up(norm(x))): of few rows in one call, to the same bits."""
     plan, up_plan, down_plan = gate.compiled, up.compiled, down.compiled
-    if plan is not None and up_plan is not None and down_plan is not None and scale == 1.0:
-        if (found := plan.gated_mlp(x_TM, norm, up_plan, down_plan)) is not None:
+    if plan is not None and up_plan is not None and down_plan is not None and isinstance(norm, RMSNorm):
+        if scale == 1.0 and (found := plan.gated_mlp(x_TM, norm, up_plan, down_plan)) is not None:
             return found
     gate_TF, up_TF = normed_products(x_TM, norm, gate, up)
     return add_product(x_TM, down, up_TF, gate_TF, scale=scale)
@@ -155,9 +145,3 @@ def add_gated_mlp(
 
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return x + y if scale == 1.0 else torch.add(x, y, alpha=scale)
-
-
-def _compiled_multiplies_fastest(dtype: torch.dtype) -> bool:
-    from hybridmem.models.layers.blocked import multiplies_fastest  # it needs numba, which others do without
-
-    return multiplies_fastest(dtype)

@@ -20,9 +20,9 @@ from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
 from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.signature import Prepared
 from hybridmem.memory.state.access import States
-from hybridmem.models.layers.few_rows import CompiledProduct
-from hybridmem.models.layers.few_rows_kernels import FIELDS, N_PADDED, codes_like, keep, product_by
 from hybridmem.models.layers.norms import SplitNorm
+from hybridmem.models.products.few_rows import CompiledProduct
+from hybridmem.models.products.few_rows_kernels import FIELDS, N_PADDED, codes_like, keep, product_by
 
 if TYPE_CHECKING:
     from hybridmem.memory.recurrences import Mamba1
@@ -151,7 +151,7 @@ def _addresses(rows: torch.dtype, taps: np.dtype, window: np.dtype, bias: np.dty
 
 
 @compiled(error_model="numpy")
-def _advance(  # type: ignore[no-untyped-def]
+def _advance(
     fields, codes_like, taps_like, bias_like, like, rows_at, n_rows, eps, activation, cu_rows, window, window_sources,
     window_targets, window_initial, state, sources, targets, initial, shape, n_threads, at_once, y_at,
 ):  # fmt: skip

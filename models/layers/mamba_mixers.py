@@ -16,7 +16,7 @@ from hybridmem.memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamb
 from hybridmem.models.layers.dry import rates_of
 from hybridmem.models.layers.linear import Linear, add_product, normed_products
 from hybridmem.models.layers.norms import GatedNorm, SplitNorm
-from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hybridmem.models.layers.linear import Linear, add_gated_mlp, add_product, normed_products
-from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridmem.memory.kernels import Weights, norm_parts, rms_norm
 from hybridmem.models.layers.dry import with_one_more
-from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.decoder import Function, Mixer
 from hybridmem.models.layers.dry import joined
 from hybridmem.models.layers.linear import Linear
-from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint
 
 _SHIFT = TokenShift()
 

@@ -10,7 +10,7 @@ from hybridmem.memory import Step
 from hybridmem.memory.recurrences import ShortConv, short_conv_spec
 from hybridmem.models.layers.linear import Linear, add_product, normed_products
 from hybridmem.models.layers.mamba_mixers import load_conv
-from hybridmem.models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 
 class ShortConvMixer:

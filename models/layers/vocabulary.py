@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.models.layers.linear import Linear
-from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -3,7 +3,6 @@
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass, register
 from hybridmem.models.loading.folders import EMBEDDED, find_config, find_folder, read_config
 from hybridmem.models.loading.load import (
-    ForwardT,
     build,
     check_is_of_transformers,
     check_source,
@@ -11,7 +10,6 @@ from hybridmem.models.loading.load import (
     find_adapter,
     from_transformers,
     load_model,
-    on_step,
     plan_memory,
     weight_bytes,
 )
@@ -19,7 +17,6 @@ from hybridmem.models.loading.load import (
 __all__ = [
     "ARCHITECTURES",
     "EMBEDDED",
-    "ForwardT",
     "LanguageModel",
     "ModelClass",
     "build",
@@ -31,7 +28,6 @@ __all__ = [
     "find_folder",
     "from_transformers",
     "load_model",
-    "on_step",
     "plan_memory",
     "read_config",
     "register",

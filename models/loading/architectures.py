@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 
 from hybridmem.memory import MemorySpec, Step
-from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

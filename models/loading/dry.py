@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.loading.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
 from hybridmem.models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf
 from hybridmem.models.loading.quantised_checkpoints import find_coding
+from hybridmem.models.weights.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.architectures import ARCHITECTURES, ModelClass
-from hybridmem.models.loading.checkpoint import UnsupportedModelError
 from hybridmem.models.loading.compiler import compiler_when_called
 from hybridmem.models.loading.gguf import GgufFile, find_gguf, is_gguf, read_gguf_config
+from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -5,34 +5,31 @@ transformers, the hub and progress bars are imported when they are needed: `impo
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, TypeVar
+from typing import TYPE_CHECKING, Never
 
 import torch
 from torch import Tensor
 
-from hybridmem.memory import MemorySpec, SpecError, StepError
+from hybridmem.memory import MemorySpec, SpecError
 from hybridmem.memory.blocks.arguments import check_usable, read_device, read_dtype
 from hybridmem.memory.blocks.hints import refuse_arguments
-from hybridmem.memory.blocks.scoped import without_gradients
 from hybridmem.memory.errors import FormatError, HybridMemoryError
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
-from hybridmem.models.loading.checkpoint import (
+from hybridmem.models.loading.dry import DryCheckpoint
+from hybridmem.models.loading.folders import find_folder, read_config, unsupported
+from hybridmem.models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
+from hybridmem.models.loading.quantised_checkpoints import find_coding
+from hybridmem.models.products.choice import compile_ahead
+from hybridmem.models.weights.checkpoint import (
     Checkpoint,
     LoadedCheckpoint,
     SampledCheckpoint,
     UnsupportedModelError,
 )
-from hybridmem.models.loading.dry import DryCheckpoint
-from hybridmem.models.loading.folders import find_folder, read_config, unsupported
-from hybridmem.models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
-from hybridmem.models.loading.quantised_checkpoints import find_coding
-from hybridmem.models.loading.weight_formats import WeightFormat, weights_in
-from hybridmem.models.loading.weight_signature import signature_of
+from hybridmem.models.weights.formats import WeightFormat, weights_in
+from hybridmem.models.weights.signature import signature_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -42,34 +39,6 @@ _PROGRESS_FROM_TENSORS = 200
 
 _MOST_PARTS, _PARTS_OF_A_LAYER = 1 << 17, 16
 """Experts of all layers, and as how many of them the rest of a layer counts; far more than any model has."""
-
-
-ForwardT = TypeVar("ForwardT", bound=Callable[..., Tensor])
-
-
-def on_step(forward: ForwardT) -> ForwardT:
-    """Decorate a model's `__call__(self, step)`: it runs without gradients, on an open step of its own memory.
-
-    Any other argument raises StepError, whose message shows the right call.
-    """
-
-    @wraps(forward)
-    def call(model: LanguageModel, *args: Any, **kwargs: Any) -> Tensor:
-        if (
-            len(args) != 1 or kwargs or not callable(getattr(args[0], "check_model", None))
-        ):  # a step, or what stands for one
-            given = ", ".join(
-                [*map(reprlib.repr, args), *(f"{name}={reprlib.repr(value)}" for name, value in kwargs.items())]
-            )
-            raise StepError(
-                f"{model.memory_spec.model} was given {given or 'nothing'}, but it runs on a step of a memory; write "
-                "`with memory.step({sequence: token_ids}) as step: logits = model(step)`"
-            )
-        args[0].check_model(model.memory_spec)
-        with without_gradients():
-            return forward(model, args[0])
-
-    return call  # type: ignore[return-value]
 
 
 def load_model(
@@ -117,7 +86,8 @@ def load_model(
         with weights_in(weights, device):
             model = build(model_class, config, checkpoint)
     checkpoint.warn_of_surprises()
-    _compile_products(checkpoint, weights)
+    if device.type == "cpu":
+        compile_ahead(checkpoint.dtype, (weights,))  # so that no step waits for it
     return model
 
 
@@ -157,7 +127,8 @@ def from_transformers(
     with weights_in(weights, device):
         model = build(model_class, hf_model.config, checkpoint)
     checkpoint.warn_of_surprises()
-    _compile_products(checkpoint, weights)
+    if device.type == "cpu":
+        compile_ahead(checkpoint.dtype, (weights,))  # so that no step waits for it
     return model
 
 
@@ -178,23 +149,6 @@ def _open(
     if (coding := find_coding(config)) is not None:
         checkpoint.decode_with(coding)
     return config, model_class, checkpoint
-
-
-def _compile_products(checkpoint: Checkpoint, weights: WeightFormat) -> None:
-    """Compile what products with weights of this format need, so that no step waits for it."""
-    if checkpoint.device.type != "cpu":
-        return
-    if weights != "auto":
-        from hybridmem.models.layers import quantised
-
-        quantised.compile_products(checkpoint.dtype, weights)
-    else:
-        from hybridmem.models.layers import blocked
-        from hybridmem.models.layers.packed import packed_dtype
-
-        dtype = packed_dtype(torch.empty(1, 1, dtype=checkpoint.dtype))
-        if dtype is not None and blocked.multiplies_fastest(dtype):
-            blocked.compile_products(dtype)
 
 
 def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridmem.memory.blocks.arguments import is_integer
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.loading.checkpoint import CODE_DTYPES, Coding, UnsupportedModelError
+from hybridmem.models.weights.checkpoint import CODE_DTYPES, Coding, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -203,7 +203,7 @@ def test_the_page_about_containers_fills_the_folder_that_its_image_names(
 ) -> None:
     from hybridmem.memory.kernels import cpu
     from hybridmem.memory.kernels.cpu.warm_up import NAMES
-    from hybridmem.models.layers import quantised
+    from hybridmem.models.products import choice
 
     warmed: list[tuple[str, tuple[str, ...], torch.dtype]] = []
 
@@ -211,9 +211,9 @@ def test_the_page_about_containers_fills_the_folder_that_its_image_names(
         warmed.append((os.environ["HYBRID_MEMORY_CACHE"], tuple(names), dtype))
         return 0.0
 
-    compiled: list[tuple[object, ...]] = []
+    compiled: list[torch.dtype] = []
     monkeypatch.setattr(cpu, "warm_up", warm_up)
-    monkeypatch.setattr(quantised, "compile_products", lambda *what: compiled.append(what))
+    monkeypatch.setattr(choice, "compile_ahead", compiled.append)
     monkeypatch.setenv("HYBRID_MEMORY_CACHE", "elsewhere")
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "containers.md").read_text()
     image = page.partition("```text")[2].partition("```")[0].replace("/opt", str(tmp_path))
@@ -222,7 +222,7 @@ def test_the_page_about_containers_fills_the_folder_that_its_image_names(
     (folder,) = re.findall(r"ENV HYBRID_MEMORY_CACHE=(.*)", image)
     assert result.exit_code == 0 and folder in result.stdout
     assert warmed == [(folder, NAMES, torch.float32), (folder, NAMES, torch.bfloat16)]
-    assert compiled == [(torch.float32, "int8", "int4"), (torch.bfloat16, "int8", "int4")]
+    assert compiled == [torch.float32, torch.bfloat16]
 
 
 def test_warmup_refuses_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

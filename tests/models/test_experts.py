@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridmem.models.layers.experts import MixtureOfExperts, sigmoid_then_choose, softmax_then_choose
-from hybridmem.models.loading.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.tolerances import assert_kernel_close
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hybridmem.memory.kernels import Weights
-from hybridmem.models.layers import packed
-from hybridmem.models.layers.few_rows import MOST_ROWS
 from hybridmem.models.layers.linear import Linear, add_gated_mlp, add_product, normed_products
 from hybridmem.models.layers.norms import GatedNorm, LayerNorm, RMSNorm
-from hybridmem.models.loading.weight_formats import IntegerFormat, weights_in
+from hybridmem.models.products import packed
+from hybridmem.models.products.few_rows import MOST_ROWS
+from hybridmem.models.weights.formats import IntegerFormat, weights_in
 
 pytestmark = pytest.mark.skipif(
     Linear(torch.zeros(1, 1)).compiled is None, reason="products of this processor are oneDNN's"

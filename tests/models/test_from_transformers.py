@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig
 
 from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.models import HybridCache, LanguageModel, UnsupportedModelError, attach, from_transformers, load_model
-from hybridmem.models.layers import linear
+from hybridmem.models.products import choice
 from tests.models.checkpoints import CONFIGS, draw_tokens, randomise_
 from tests.models.hf_models import given, hf_model, logits
 
@@ -56,7 +56,7 @@ def test_weights_are_shared_where_they_are_used_as_they_are(monkeypatch: pytest.
     torch.manual_seed(0)
     for dtype, is_shared in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
         if is_shared:
-            monkeypatch.setattr(linear, "packed_dtype", lambda weight: None)
+            monkeypatch.setattr(choice, "packed_dtype", lambda weight: None)
         source = AutoModelForCausalLM.from_config(CONFIGS["jamba"](), dtype=dtype)
         randomise_(source)
         model = from_transformers(source)

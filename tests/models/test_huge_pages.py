@@ -11,8 +11,8 @@ from weakref import ref
 import pytest
 import torch
 
-from hybridmem.models.layers import huge_pages
 from hybridmem.models.layers.linear import Linear
+from hybridmem.models.products import huge_pages
 
 MAPS = Path("/proc/self/smaps")
 

@@ -14,9 +14,10 @@ from transformers.activations import ACT2FN
 from hybridmem.memory import HybridMemory
 from hybridmem.models import load_model, weight_bytes
 from hybridmem.models.layers import linear as module
-from hybridmem.models.layers import packed as packing
 from hybridmem.models.layers.linear import Linear
-from hybridmem.models.layers.packed import PackedWeight, multiplies_bfloat16, packed_dtype
+from hybridmem.models.products import choice
+from hybridmem.models.products import packed as packing
+from hybridmem.models.products.packed import PackedWeight, multiplies_bfloat16, packed_dtype
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.tolerances import assert_kernel_close
 
@@ -115,7 +116,7 @@ def test_models_run_the_same_where_nothing_can_be_packed(
     folder = write_checkpoint(tmp_path, CONFIGS[name]())
     logits = []
     for is_possible in (True, False):
-        monkeypatch.setattr(module, "packed_dtype", packed_dtype if is_possible else lambda weight: None)
+        monkeypatch.setattr(choice, "packed_dtype", packed_dtype if is_possible else lambda weight: None)
         model = load_model(folder)
         memory = HybridMemory(model.memory_spec, "8MiB")
         with memory.step({memory.open(): list(range(20))}, outputs="all") as step:
@@ -130,7 +131,7 @@ def test_weights_are_held_once(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     """
     folder = write_checkpoint(tmp_path, CONFIGS[name]())
     packed = weight_bytes(load_model(folder))
-    monkeypatch.setattr(module, "packed_dtype", lambda weight: None)
+    monkeypatch.setattr(choice, "packed_dtype", lambda weight: None)
     plain_model = load_model(folder)
     n_file = (folder / "model.safetensors").stat().st_size
     assert 0.9 * n_file < weight_bytes(plain_model) <= n_file

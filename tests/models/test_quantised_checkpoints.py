@@ -23,9 +23,9 @@ from hybridmem.chat.commands.inspection import inspect_path
 from hybridmem.memory import FormatError, HybridMemory
 from hybridmem.models import LanguageModel, UnsupportedModelError, load_model
 from hybridmem.models.loading import quantised_checkpoints as quantised
-from hybridmem.models.loading.checkpoint import Checkpoint, UnreadCheckpoint
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.quantised_checkpoints import find_coding
+from hybridmem.models.weights.checkpoint import Checkpoint, UnreadCheckpoint
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 
 WEIGHTS = "model.safetensors"

@@ -20,9 +20,9 @@ from hybridmem.chat.cli import app
 from hybridmem.chat.commands.inspection import inspect_path
 from hybridmem.memory import FormatError, HybridMemory
 from hybridmem.models import LanguageModel, attach, from_transformers, load_model, weight_bytes
-from hybridmem.models.layers import linear
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.load import dry_model
+from hybridmem.models.products import choice
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, randomise_, write_checkpoint
 from tests.models.families.llama import llama_config
 from tests.models.gguf_files import write_gguf
@@ -182,7 +182,7 @@ def test_a_head_in_another_dtype_is_compared_in_the_models(tied: Path) -> None:
 def test_a_head_that_equals_the_embedding_is_one_matrix_with_it(
     own: Path, tied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "packed_dtype", lambda weight: None)
+    monkeypatch.setattr(choice, "packed_dtype", lambda weight: None)
     with warning_of(HEAD):
         n_own = weight_bytes(load_model(own))
     with no_warnings():
@@ -312,7 +312,7 @@ def test_blocks_that_layers_share_are_held_once_and_one_that_differs_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Zamba2's layers 0 and 2 use one block; files hold it under the names of the first."""
-    monkeypatch.setattr(linear, "packed_dtype", lambda weight: None)
+    monkeypatch.setattr(choice, "packed_dtype", lambda weight: None)
     folder = write_checkpoint(tmp_path, CONFIGS["zamba2"]())
     expected, n_bytes = Peer.load(folder).logits(TOKENS), weight_bytes(load_model(folder))
     config, _ = read_config(folder)

@@ -18,7 +18,7 @@ from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import attach, from_transformers, load_model
 from hybridmem.models.hf.attach import ATTACHABLE
 from hybridmem.models.loading.load import plan_memory
-from hybridmem.models.loading.weight_signature import sample_of
+from hybridmem.models.weights.signature import sample_of
 from tests.models.hf_models import hf_model
 from tests.models.test_from_transformers import ONE_OF_EACH
 

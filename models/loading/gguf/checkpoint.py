@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.loading.checkpoint import Checkpoint
 from hybridmem.models.loading.gguf.file import GgufFile
 from hybridmem.models.loading.gguf.names import expert_of, known_name, layer_of
 from hybridmem.models.loading.gguf.undo import interleave_by_key_head, undo
+from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.architectures import ARCHITECTURES
-from hybridmem.models.loading.checkpoint import UnsupportedModelError
 from hybridmem.models.loading.compiler import compiler_when_called
 from hybridmem.models.loading.gguf.fields import (
     Fields,
@@ -25,6 +24,7 @@ from hybridmem.models.loading.gguf.fields import (
     ssd_fields,
 )
 from hybridmem.models.loading.gguf.file import GgufFile
+from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.loading.checkpoint import UnsupportedModelError
 from hybridmem.models.loading.gguf.file import GgufFile
+from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 Fields = dict[str, Any]
 

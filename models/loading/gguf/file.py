@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.loading.checkpoint import UnsupportedModelError
 from hybridmem.models.loading.gguf.header import check_header
+from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor

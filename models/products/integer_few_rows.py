@@ -16,10 +16,10 @@ from llvmlite import binding, ir
 from numba import njit, types
 
 from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
-from hybridmem.models.layers import amx
-from hybridmem.models.layers.amx import I64
-from hybridmem.models.layers.finishing import finish_block
-from hybridmem.models.layers.integer_vectors import (
+from hybridmem.models.products import amx
+from hybridmem.models.products.amx import I64
+from hybridmem.models.products.epilogue import block_epilogue
+from hybridmem.models.products.integer_vectors import (
     BLOCK,
     F32,
     FLOATS,
@@ -33,8 +33,8 @@ from hybridmem.models.layers.integer_vectors import (
     every,
     in_every_lane,
 )
-from hybridmem.models.layers.row_ranges import multiply_back
-from hybridmem.models.layers.tile_kernels import add_while
+from hybridmem.models.products.row_ranges import multiply_back
+from hybridmem.models.products.tile_kernels import add_while
 
 binding.initialize_native_asmparser()  # it reads `_add_pairs`
 
@@ -132,16 +132,14 @@ def sums_of(n_rows: int, n_blocks: int, ahead_bytes: int | None = AHEAD_BYTES) -
     """
 
     @untyped_intrinsic
-    def multiply(  # type: ignore[no-untyped-def]
-        typing_context, codes, first_code, n_groups, scales, first_scale, rows, row, units, offsets, sums
-    ):
+    def multiply(typing_context, codes, first_code, n_groups, scales, first_scale, rows, row, units, offsets, sums):
         """Multiply rows from `row` on by blocks of 16 outputs, and store their sums; not checked.
 
         `rows`, `units` and `offsets` are those of `row_units.as_integers`. Each group of inputs counts times its scale.
         `sums` gets 16 numbers for each row of the first block, then those of the next block.
         """
 
-        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):
             b, emitter = builder, Emitter(builder, 8 if codes.dtype == types.int8 else 4, is_paired=True)
             n_groups = arguments[2]
 
@@ -175,7 +173,7 @@ _one_by_four, _two_by_four, _four_by_two = sums_of(1, 4), sums_of(2, 4), sums_of
 
 
 @njit(error_model="numpy")
-def multiply_blocks(  # type: ignore[no-untyped-def]
+def multiply_blocks(
     codes, scales, integers, units, offsets, factors, first, last, n_groups, block_codes, bias, activation, out, n_rows,
     n_out,
 ):  # fmt: skip
@@ -213,6 +211,6 @@ def multiply_blocks(  # type: ignore[no-untyped-def]
             for i in range(n_blocks):
                 channel = (o + i) * BLOCK
                 multiply_back(sums, i * n * BLOCK, n, factors, t)
-                finish_block(sums, i * n * BLOCK, n, bias, activation, channel, out, t * n_out + channel, n_out)
+                block_epilogue(sums, i * n * BLOCK, n, bias, activation, channel, out, t * n_out + channel, n_out)
             t += n
         o += n_blocks

@@ -16,14 +16,14 @@ from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import array_at, get, untyped_intrinsic
-from hybridmem.models.layers import amx
-from hybridmem.models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
-from hybridmem.models.layers.finishing import finish_block
-from hybridmem.models.layers.integer_few_rows import AHEAD_BYTES, MOST_ROWS, multiply_blocks
-from hybridmem.models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
-from hybridmem.models.layers.row_ranges import in_range, multiply_back
-from hybridmem.models.layers.row_units import as_integers, in_units
-from hybridmem.models.layers.tile_kernels import CACHED_ROW_BYTES, add_while, repeat
+from hybridmem.models.products import amx
+from hybridmem.models.products.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
+from hybridmem.models.products.epilogue import block_epilogue
+from hybridmem.models.products.integer_few_rows import AHEAD_BYTES, MOST_ROWS, multiply_blocks
+from hybridmem.models.products.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
+from hybridmem.models.products.row_ranges import in_range, multiply_back
+from hybridmem.models.products.row_units import as_integers, in_units
+from hybridmem.models.products.tile_kernels import CACHED_ROW_BYTES, add_while, repeat
 
 _GROUPS = 4
 """Groups of a block that are unpacked at once. More would fit into the first-level cache, but memory is read while they
@@ -42,10 +42,10 @@ _HALVES = np.empty(0, np.uint16)
 
 
 @untyped_intrinsic
-def _unpack(typing_context, codes, first_code, n_groups, panel):  # type: ignore[no-untyped-def]
+def _unpack(typing_context, codes, first_code, n_groups, panel):
     """Set panel to the integers of a block's groups, as pairs of bfloat16; not checked."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         b, emitter = builder, Emitter(builder, 8 if codes.dtype == types.int8 else 4, is_paired=True)
         source, target = (
             amx.pointer(context, b, signature, arguments, i, at) for i, at in ((0, arguments[1]), (3, I64(0)))
@@ -95,10 +95,10 @@ class _Groups:
 
 def _add_groups(n_rows: int) -> Any:
     @untyped_intrinsic
-    def add_groups(typing_context, panel, n_groups, scales, first_scale, x, first_pair, n_pairs, parts, sums, at):  # type: ignore[no-untyped-def]
+    def add_groups(typing_context, panel, n_groups, scales, first_scale, x, first_pair, n_pairs, parts, sums, at):
         """Add to sums[at : at + 16 n_rows] those of rows over groups of a panel, each times its scale; not checked."""
 
-        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):
             b, zero = builder, I64(0)
 
             def pointer(i: int, at: ir.Value) -> ir.Value:
@@ -125,10 +125,10 @@ def _add_groups(n_rows: int) -> Any:
 
 
 @untyped_intrinsic
-def _add_products(typing_context, panel, n_groups, x, first_pair, n_pairs, parts, sums, at):  # type: ignore[no-untyped-def]
+def _add_products(typing_context, panel, n_groups, x, first_pair, n_pairs, parts, sums, at):
     """Add to sums[at : at + 256] those of a tile of rows over groups of a panel, without scales; not checked."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         b, zero = builder, I64(0)
 
         def pointer(i: int, at: ir.Value) -> ir.Value:
@@ -177,7 +177,7 @@ _of_few, _of_many = _add_groups(_FEW), _add_groups(ROWS)
 
 
 @compiled(parallel=True, error_model="numpy")
-def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out, like):  # type: ignore[no-untyped-def]
+def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out, like):
     """Set out = activation(x W^T + bias), with weights of 8 or 4 bits.
 
     Args:
@@ -235,19 +235,19 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
                         _scale(sums, at * BLOCK, scales, o * BLOCK)
                     n, channel = min(ROWS, end - t), o * BLOCK
                     multiply_back(sums, at * BLOCK, n, factors, t)
-                    finish_block(sums, at * BLOCK, n, bias, activation, channel, out, t * n_out + channel, n_out)
+                    block_epilogue(sums, at * BLOCK, n, bias, activation, channel, out, t * n_out + channel, n_out)
             start = end
         amx.release()
 
 
 @njit(inline="always")
-def _first_row(start, end, at):  # type: ignore[no-untyped-def]
+def _first_row(start, end, at):
     """Return the first row of a tile: the last tile begins earlier, so that it has as many rows as the others."""
     return max(start, min(start + at, end - ROWS))
 
 
 @njit(error_model="numpy")
-def _scale(sums, first, scales, first_scale):  # type: ignore[no-untyped-def]
+def _scale(sums, first, scales, first_scale):
     """Multiply a tile's sums by its outputs' scales."""
     for row in range(ROWS):
         for lane in range(BLOCK):

@@ -13,11 +13,11 @@ from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import array_at, element_at, untyped_intrinsic
-from hybridmem.models.layers import amx
-from hybridmem.models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
-from hybridmem.models.layers.blocked_kernels import BLOCKS, SHORTS
-from hybridmem.models.layers.finishing import Rows, finish_block, finish_two
-from hybridmem.models.layers.integer_vectors import BLOCK, PAIRS
+from hybridmem.models.products import amx
+from hybridmem.models.products.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
+from hybridmem.models.products.blocked_kernels import BLOCKS, SHORTS
+from hybridmem.models.products.epilogue import Rows, block_epilogue, two_block_epilogue
+from hybridmem.models.products.integer_vectors import BLOCK, PAIRS
 
 CACHED_ROW_BYTES = 1 << 20
 """Rows that are multiplied by all weights of a thread before the next: they stay in the second-level cache."""
@@ -38,15 +38,13 @@ _ASKING = 8
 
 
 @untyped_intrinsic
-def _one_by_four(  # type: ignore[no-untyped-def]
-    typing_context, codes, first_code, block_codes, x, first_pair, n_pairs, sums, at
-):
+def _one_by_four(typing_context, codes, first_code, block_codes, x, first_pair, n_pairs, sums, at):
     """Set sums[at :], of four blocks, 16 x 16 each, to those of a tile of rows; not checked.
 
     Codes and x are uint32 arrays of pairs; a block has `block_codes` of them, and a row `n_pairs`.
     """
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         b = builder
         weights, rows = (amx.pointer(context, b, signature, arguments, i, arguments[i + 1]) for i in (0, 3))
         block_bytes, row_bytes = (b.mul(arguments[i], I64(4)) for i in (2, 5))
@@ -73,7 +71,7 @@ def _one_by_four(  # type: ignore[no-untyped-def]
 
 
 @untyped_intrinsic
-def _two_by_two(  # type: ignore[no-untyped-def]
+def _two_by_two(
     typing_context, codes, first_code, block_codes, x, first_pair, n_pairs, sums, at, ahead, done_at, n_done, bias,
     activation, channel, out, place, n_out,
 ):  # fmt: skip
@@ -84,7 +82,7 @@ def _two_by_two(  # type: ignore[no-untyped-def]
     the codes from `ahead` on, four lines at each step.
     """
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         b = builder
         weights, rows = (amx.pointer(context, b, signature, arguments, i, arguments[i + 1]) for i in (0, 3))
         block_bytes, row_bytes = (b.mul(arguments[i], I64(4)) for i in (2, 5))
@@ -168,7 +166,7 @@ def add_while(
 
 
 @compiled(parallel=True, error_model="numpy")
-def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out):  # type: ignore[no-untyped-def]
+def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out):
     """Set out = activation(x W^T + bias), with weights in bfloat16.
 
     Args:
@@ -214,16 +212,16 @@ def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_
                     _one_by_four(codes, o * block_codes, block_codes, x, t * n_pairs, n_pairs, sums, 2 * _SUMS)
                     for half in range(0, BLOCKS, 2):
                         at, channel = 2 * _SUMS + half * ROWS * BLOCK, (o + half) * BLOCK
-                        finish_two(sums, at, n, bias, activation, channel, out, t * n_out + channel, n_out)
+                        two_block_epilogue(sums, at, n, bias, activation, channel, out, t * n_out + channel, n_out)
                     t += n
             start = end
-        _finish_tiles(sums, (1 - turn) * _SUMS, n_done, bias, activation, done_channel, out, done_row, n_out)
+        _epilogue_of_tiles(sums, (1 - turn) * _SUMS, n_done, bias, activation, done_channel, out, done_row, n_out)
         amx.release()
 
 
 @njit(error_model="numpy")
-def _finish_tiles(sums, at, n_rows, bias, activation, channel, out, row, n_out):  # type: ignore[no-untyped-def]
+def _epilogue_of_tiles(sums, at, n_rows, bias, activation, channel, out, row, n_out):
     """Write the results of the pair of tiles that a thread multiplied last."""
     for v in range(2):
         own = channel + v * BLOCK
-        finish_block(sums, at + v * 2 * ROWS * BLOCK, n_rows, bias, activation, own, out, row * n_out + own, n_out)
+        block_epilogue(sums, at + v * 2 * ROWS * BLOCK, n_rows, bias, activation, own, out, row * n_out + own, n_out)

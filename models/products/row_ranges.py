@@ -13,8 +13,8 @@ from llvmlite import ir
 from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.numbers import element_at, get, put, untyped_intrinsic
-from hybridmem.models.layers.integer_vectors import BLOCK, GROUP, I16, I32, I64, call
-from hybridmem.models.layers.tile_kernels import add_while
+from hybridmem.models.products.integer_vectors import BLOCK, GROUP, I16, I32, I64, call
+from hybridmem.models.products.tile_kernels import add_while
 
 _BIAS, _REACH = 127, 90
 _SHIFT, _BACK = np.float32(2.0**64), np.float32(2.0**-64)
@@ -24,13 +24,13 @@ _MOST_ALONE = 32
 
 
 @untyped_intrinsic
-def _exponent(typing_context, x, first, n_groups):  # type: ignore[no-untyped-def]
+def _exponent(typing_context, x, first, n_groups):
     """Return the exponent, with its bias, of the largest of a row's numbers, `_BIAS` if all are zero; not checked.
 
     The row has `n_groups` times 32 numbers, from `first` on, of float32, or of bfloat16 as uint16.
     """
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         b, is_half = builder, x.dtype == types.uint16
         element, n_lanes = (I16, 2 * BLOCK) if is_half else (I32, BLOCK)
         kind, n_vectors = ir.VectorType(element, n_lanes), GROUP // n_lanes
@@ -54,7 +54,7 @@ def _exponent(typing_context, x, first, n_groups):  # type: ignore[no-untyped-de
 
 
 @njit(parallel=True, error_model="numpy")
-def in_range(x, n_rows, n_in):  # type: ignore[no-untyped-def]
+def in_range(x, n_rows, n_in):
     """Return rows that lie one after the other, and no factors if all may be multiplied as they are.
 
     Otherwise return a copy in which they may, and for each row what its sums are to be multiplied by.
@@ -89,7 +89,7 @@ def in_range(x, n_rows, n_in):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def multiply_back(sums, first, n_rows, factors, t):  # type: ignore[no-untyped-def]
+def multiply_back(sums, first, n_rows, factors, t):
     """Multiply the sums of rows, 16 each from `first` on, by their factors from `t` on, if there are any."""
     if len(factors) > 0:
         for row in range(n_rows):

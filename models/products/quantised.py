@@ -12,20 +12,12 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
 from hybridmem.memory.kernels.cpu.threads import use_threads
-from hybridmem.models.layers import (
-    amx,
-    finishing,
-    huge_pages,
-    integer_rounding,
-    integer_row_kernels,
-    integer_tile_kernels,
-    integer_vectors,
-    quantised_kernels,
-)
-from hybridmem.models.layers.blocked import pairs_of
-from hybridmem.models.layers.few_rows import CompiledProduct
-from hybridmem.models.layers.few_rows_kernels import ProductKind
-from hybridmem.models.loading.weight_formats import IntegerFormat
+from hybridmem.models.products import amx, epilogue, huge_pages, integer_rounding
+from hybridmem.models.products.blocked import pairs_of
+from hybridmem.models.products.few_rows import CompiledProduct
+from hybridmem.models.products.few_rows_kernels import ProductKind
+from hybridmem.models.products.kernels import KERNELS, choose
+from hybridmem.models.weights.formats import IntegerFormat
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
@@ -38,15 +30,16 @@ class QuantisedWeight:
     into numbers as it goes: nothing else is kept. Rows are read in bfloat16 if the weight was, where the processor
     multiplies pairs or tiles of that, or integers; else in float32. Tiles and integers read rows of which each 32
     numbers have twelve bits below the power of two of the largest (`row_units`). A row's result has the same bits in
-    any company. At 8 bits a
-    weight is off by at most 1/250 of the largest that shares its scale, at 4 bits by 1/8.
+    any company. At 8 bits a weight is off by at most 1/250 of the largest that shares its scale, at 4 bits by 1/8.
 
     Args:
         weight: of any float dtype, on the CPU; or on "meta", which gives the same bytes without numbers.
     """
 
-    FUSED = finishing.FUSED
+    FUSED = epilogue.FUSED
     """Activations that are applied before sums are rounded."""
+
+    bias_dtype = torch.float32
 
     def __init__(self, weight: Tensor, format: IntegerFormat) -> None:
         self.n_out, self.n_in = weight.shape
@@ -61,15 +54,10 @@ class QuantisedWeight:
         if is_dry:
             return
         self._codes, self._scales = self.codes.numpy(), as_array(self.scales)
-        is_bfloat16 = weight.dtype is torch.bfloat16
-        is_paired = is_bfloat16 and integer_vectors.multiplies_pairs()
-        self._has_tiles = is_paired and amx.multiplies_tiles()
-        self._adds_integers = (
-            is_bfloat16 and not self._has_tiles and format != "int8-row" and integer_vectors.adds_integers()
-        )
-        self._dtype = torch.bfloat16 if is_paired or self._adds_integers else torch.float32
         own = weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else weight.float()
-        self._out_dtype = own.dtype
+        name = choose(format, own.dtype)
+        assert name is not None, "one of the kernels is for every processor"
+        self._kind, self._dtype = ProductKind(self._codes.dtype, own.dtype, name), KERNELS[name].rows
         integer_rounding.round_to_codes(
             as_array(own.contiguous().view(-1)), self.n_out, self.n_in, 8 if is_8 else 4,
             use_threads(weight.numel()), self._codes.view(np.uint8), self._scales,
@@ -90,42 +78,30 @@ class QuantisedWeight:
 
     def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct | None:
         """Return the product for few rows; None without numbers, or if rows are read in another dtype than weights."""
-        if self.codes.is_meta or self._out_dtype is not self._dtype:
+        if self.codes.is_meta or self._kind.rows is not self._dtype:
             return None
         return CompiledProduct(
-            (self._codes, self._scales), finishing.NO_BIAS if bias is None else bias.numpy(),
-            finishing.ACTIVATIONS[activation], self.n_in, self.n_out,
-            ProductKind(self._codes.dtype, self._dtype, self._has_tiles, self._adds_integers), 32,
-            2 if self._has_tiles else 1,
+            (self._codes, self._scales), epilogue.NO_BIAS if bias is None else bias.numpy(),
+            epilogue.ACTIVATIONS[activation], self.n_in, self.n_out,
+            self._kind, 32, 2 if self._kind.has_tiles else 1,
         )  # fmt: skip
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
-        y = torch.empty(x.shape[0], self.n_out, dtype=self._out_dtype)
+        y = torch.empty(x.shape[0], self.n_out, dtype=self._kind.rows)
         n_threads = use_threads(x.numel() * self.n_out // 16)
-        own_bias = finishing.NO_BIAS if bias is None else bias.numpy()
-        options = own_bias, finishing.ACTIVATIONS[activation], n_threads
-        if self._has_tiles:
-            self._multiply_tiles(pairs_of(x, 32), options, y)
+        own_bias = epilogue.NO_BIAS if bias is None else bias.numpy()
+        options = own_bias, epilogue.ACTIVATIONS[activation], n_threads
+        product = KERNELS[self._kind.kernel].product
+        if self._kind.has_tiles:
+            if n_rows := x.shape[0]:
+                pairs = pairs_of(x, 32)
+                product(
+                    self._codes, self._scales, pairs.data_ptr(), n_rows, pairs.shape[1] // 2, amx.shape(n_rows),
+                    *options, y.data_ptr(), self.n_out, LIKE[y.dtype],
+                )  # fmt: skip
         else:
             rows = x.to(self._dtype).contiguous()
             rows = F.pad(rows, (0, -self.n_in % 32)) if self.n_in % 32 else rows
-            kernel = integer_row_kernels if self._adds_integers else quantised_kernels
-            kernel.product(self._codes, self._scales, as_array(rows), *options, as_array(y))
-        return y if x.dtype is self._out_dtype else y.to(x.dtype)
-
-    def _multiply_tiles(self, rows: Tensor, options: tuple[np.ndarray, int, int], y: Tensor) -> None:
-        if n_rows := rows.shape[0]:
-            integer_tile_kernels.product(
-                self._codes, self._scales, rows.data_ptr(), n_rows, rows.shape[1] // 2, amx.shape(n_rows), *options,
-                y.data_ptr(), self.n_out, LIKE[self._out_dtype],
-            )  # fmt: skip
-
-
-def compile_products(dtype: torch.dtype, *formats: IntegerFormat) -> None:
-    """Compile what models of this dtype need for weights in these formats, or load it from disk."""
-    for format in formats:
-        weight = QuantisedWeight(torch.zeros(1, 1, dtype=dtype), format)
-        weight.multiply(torch.zeros(1, 1, dtype=dtype), None)
-        if (product := weight.compiled(None, None)) is not None:
-            product.compile()
+            product(self._codes, self._scales, as_array(rows), *options, as_array(y))
+        return y if x.dtype is y.dtype else y.to(x.dtype)

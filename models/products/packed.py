@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import ceil_div
+
+if TYPE_CHECKING:
+    from hybridmem.models.products.few_rows import CompiledProduct
 
 _TYPICAL_ROWS = 64
 """Number of rows for which oneDNN chooses a layout, which then serves any number.
@@ -47,9 +50,13 @@ class PackedWeight:
     """Activations that oneDNN applies while it writes the product, and its names for them."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype = self.bias_dtype = dtype
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), _TYPICAL_ROWS)
         self._repeats_rows = weight.numel() >= _LARGE
+
+    def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct | None:
+        """Return None: there is no product for few rows."""
+        return None
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x.

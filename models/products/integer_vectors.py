@@ -9,6 +9,7 @@ Sixteen outputs form a block, and lie in the lanes of a vector. Layout, for each
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 from llvmlite import ir
@@ -45,6 +46,7 @@ def has_many_registers() -> bool:
     return "+avx512f" in _features()
 
 
+@cache
 def _features() -> str:
     """Return what compiled code may use of this processor, as LLVM names it."""
     return str(cpu_target.target_context.codegen().magic_tuple())

@@ -22,32 +22,24 @@ from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.norms import norm_row
 from hybridmem.memory.kernels.cpu.numbers import array_at, get, put
 from hybridmem.memory.kernels.cpu.rows import as_array, copy_
-from hybridmem.models.layers import (
-    amx,
-    blocked_kernels,
-    finishing,
-    integer_row_kernels,
-    integer_tile_kernels,
-    quantised_kernels,
-    tile_kernels,
-)
+from hybridmem.models.products import amx, epilogue
+from hybridmem.models.products.kernels import KERNELS
 
 
 @dataclass(frozen=True)
 class ProductKind:
-    """Says which kernel multiplies rows by a weight: by the types of both, and whether tiles are, or integers.
+    """Says which kernel of `KERNELS` multiplies rows by a weight, and the types of both.
 
     Rows of 16 bits whose codes are float32, because the processor cannot multiply them, are converted before and after.
     """
 
     codes: np.dtype
     rows: torch.dtype
-    has_tiles: bool
-    adds_integers: bool = False
+    kernel: str
 
     @property
-    def is_integer(self) -> bool:
-        return self.codes.itemsize == 1
+    def has_tiles(self) -> bool:
+        return KERNELS[self.kernel].has_tiles
 
 
 @cache
@@ -59,20 +51,17 @@ def codes_like(dtype: np.dtype) -> np.ndarray:
 @cache
 def product_address(kind: ProductKind) -> int:
     """Return the address of a kernel for products."""
-    codes, i, no_bias = np.empty(0, kind.codes), 0, finishing.NO_BIAS
-    like = as_array(torch.empty(0, dtype=kind.rows))
-    shape = amx.shape(1) if kind.has_tiles else None
-    if not kind.is_integer and shape is None:
-        own = _FLOATS if kind.codes == np.float32 else like
-        return address_of(blocked_kernels.product, codes, i, i, i, no_bias, i, i, i, i, own)
-    if not kind.is_integer:
-        return address_of(tile_kernels.product, codes, i, i, i, shape, no_bias, i, i, i, i)
-    scales = np.empty(0, np.uint16)
-    if shape is not None:
-        return address_of(integer_tile_kernels.product, codes, scales, i, i, i, shape, no_bias, i, i, i, i, like)
-    rows = np.empty((1, 1), like.dtype)
-    kernel = integer_row_kernels if kind.adds_integers else quantised_kernels
-    return address_of(kernel.product, codes, scales, rows, no_bias, i, i, rows)
+    product, codes, i = KERNELS[kind.kernel].product, np.empty(0, kind.codes), 0
+    like, no_bias = as_array(torch.empty(0, dtype=kind.rows)), epilogue.NO_BIAS
+    scales = (np.empty(0, np.uint16),) if kind.codes.itemsize == 1 else ()
+    if kind.has_tiles:
+        last = (like,) if scales else ()
+        return address_of(product, codes, *scales, i, i, i, amx.shape(1), no_bias, i, i, i, i, *last)
+    if scales:
+        rows = np.empty((1, 1), like.dtype)
+        return address_of(product, codes, *scales, rows, no_bias, i, i, rows)
+    own = _FLOATS if kind.codes == np.float32 else like
+    return address_of(product, codes, i, i, i, no_bias, i, i, i, i, own)
 
 
 FIELDS = 11
@@ -102,9 +91,7 @@ def product_fields(
     return [*arrays, activation, n, n_out, n_padded, kernel_at]
 
 
-def _by_any_weight(  # type: ignore[no-untyped-def]
-    fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like
-):
+def _by_any_weight(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):
     raise NotImplementedError("compiled code calls what `_choose` returns instead")
 
 
@@ -113,9 +100,7 @@ product_by: Any = _by_any_weight
 
 
 @overload(_by_any_weight)
-def _choose(  # type: ignore[no-untyped-def]
-    fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like
-) -> Callable[..., Any]:
+def _choose(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like) -> Callable[..., Any]:
     """Choose how a product is called by the types of codes and of `shape`.
 
     It writes (n_rows, n_out) numbers as in `like` at `out_at`. `codes_like` is an array of the type of codes, `shape`
@@ -130,14 +115,12 @@ def _choose(  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _array(fields, at, like):  # type: ignore[no-untyped-def]
+def _array(fields, at, like):
     """Return the array whose address and length are two fields."""
     return array_at(fields[at], fields[at + 1], like)
 
 
-def _integer_tiles(  # type: ignore[no-untyped-def]
-    fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like
-):
+def _integer_tiles(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):
     call_at(fields[first + _KERNEL], (
         _array(fields, first + _CODES, codes_like), _array(fields, first + _SCALES, _SHORTS), x_at, n_rows,
         fields[first + _N], shape, _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, out_at,
@@ -145,7 +128,7 @@ def _integer_tiles(  # type: ignore[no-untyped-def]
     ))  # fmt: skip
 
 
-def _integers(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):  # type: ignore[no-untyped-def]
+def _integers(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):
     n, n_out = fields[first + _N], fields[first + _N_OUT]
     x, out = array_at(x_at, n_rows * n, like), array_at(out_at, n_rows * n_out, like)
     call_at(fields[first + _KERNEL], (
@@ -154,14 +137,14 @@ def _integers(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, l
     ))  # fmt: skip
 
 
-def _tiles(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):  # type: ignore[no-untyped-def]
+def _tiles(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):
     call_at(fields[first + _KERNEL], (
         _array(fields, first + _CODES, codes_like), x_at, n_rows, fields[first + _N], shape,
         _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, out_at, fields[first + _N_OUT],
     ))  # fmt: skip
 
 
-def _blocks(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):  # type: ignore[no-untyped-def]
+def _blocks(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):
     call_at(fields[first + _KERNEL], (
         _array(fields, first + _CODES, codes_like), x_at, n_rows, fields[first + _N],
         _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, out_at, fields[first + _N_OUT],
@@ -169,9 +152,7 @@ def _blocks(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, lik
     ))  # fmt: skip
 
 
-def _blocks_of_floats(  # type: ignore[no-untyped-def]
-    fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like
-):
+def _blocks_of_floats(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):
     n_inputs, n_outputs = n_rows * fields[first + _N], n_rows * fields[first + _N_OUT]
     x, out = array_at(x_at, n_inputs, like), array_at(out_at, n_outputs, like)
     rows, results = np.empty(n_inputs, np.float32), np.empty(n_outputs, np.float32)
@@ -186,7 +167,7 @@ def _blocks_of_floats(  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _normed(x_at, n_rows, n_inputs, x_like, norm_at, eps, n_padded, like):  # type: ignore[no-untyped-def]
+def _normed(x_at, n_rows, n_inputs, x_like, norm_at, eps, n_padded, like):
     """Return norms of rows, which are rounded to the type of `like` first, with zeros behind them."""
     x, weight = array_at(x_at, n_rows * n_inputs, x_like), array_at(norm_at, n_inputs, like)
     rows, normed = np.empty(n_inputs, like.dtype), np.zeros(n_rows * n_padded, like.dtype)
@@ -200,7 +181,7 @@ def _normed(x_at, n_rows, n_inputs, x_like, norm_at, eps, n_padded, like):  # ty
 
 
 @njit(error_model="numpy")
-def _gated(y, gate, n_rows, n_inputs, norm_weight, eps, n_part, n_padded, like):  # type: ignore[no-untyped-def]
+def _gated(y, gate, n_rows, n_inputs, norm_weight, eps, n_part, n_padded, like):
     """Return y * gate, or norm(y * gate) where there is a norm's weight, with zeros behind each row."""
     gated, scratch = np.zeros(n_rows * n_padded, like.dtype), np.empty(n_inputs, np.float32)
     n_gates = n_inputs if len(gate) > 0 else 0
@@ -216,9 +197,7 @@ def _gated(y, gate, n_rows, n_inputs, norm_weight, eps, n_part, n_padded, like):
 
 
 @njit(error_model="numpy")
-def _add_product(  # type: ignore[no-untyped-def]
-    fields, first, codes_like, x_at, n_rows, shape, n_parts, like, residual_at, out_at, out_like
-):
+def _add_product(fields, first, codes_like, x_at, n_rows, shape, n_parts, like, residual_at, out_at, out_like):
     """Multiply rows by the weight whose fields begin at `first`, and set out to residual plus the results."""
     n = n_rows * fields[first + _N_OUT]
     product = np.empty(n, like.dtype)
@@ -230,9 +209,7 @@ def _add_product(  # type: ignore[no-untyped-def]
 
 
 @compiled(error_model="numpy")
-def normed_products(  # type: ignore[no-untyped-def]
-    fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, like, out_at, other_at
-):
+def normed_products(fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, like, out_at, other_at):
     """Set out = activation(norm(x) W^T + bias), and the same with other weights unless `other_at` is 0.
 
     Args:
@@ -250,9 +227,7 @@ def normed_products(  # type: ignore[no-untyped-def]
 
 
 @compiled(error_model="numpy")
-def gated_product(  # type: ignore[no-untyped-def]
-    fields, codes_like, y_at, gate_at, n_rows, eps, shape, n_parts, like, residual_at, out_at, out_like
-):
+def gated_product(fields, codes_like, y_at, gate_at, n_rows, eps, shape, n_parts, like, residual_at, out_at, out_like):
     """Set out = residual + W (y * gate) + bias; or norm(y * gate) where there is a norm's weight.
 
     Args:
@@ -273,9 +248,7 @@ def gated_product(  # type: ignore[no-untyped-def]
 
 
 @compiled(error_model="numpy")
-def gated_mlp(  # type: ignore[no-untyped-def]
-    fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, like, out_at
-):
+def gated_mlp(fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, like, out_at):
     """Set out = x + W_down(act(W_gate norm(x)) * W_up norm(x)), with biases.
 
     Args:
@@ -298,6 +271,6 @@ def gated_mlp(  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def keep(array):  # type: ignore[no-untyped-def]
+def keep(array):
     """Keep an array until here: what only has its address does not."""
     return len(array)

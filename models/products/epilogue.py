@@ -1,4 +1,4 @@
-"""Emits what turns the sums of products into results: bias, activation and rounding, in vectors of 16 outputs.
+"""Emits the epilogue of products: bias, activation and rounding of their sums, in vectors of 16 outputs.
 
 Every compiled product ends with it, so a row's result has the same bits whichever kernel formed its sums.
 """
@@ -14,7 +14,7 @@ from numba.core import cgutils
 
 from hybridmem.memory.kernels.cpu.numbers import element_at, rounded, untyped_intrinsic
 from hybridmem.memory.kernels.cpu.vector_math import EXP2, LOG2_E
-from hybridmem.models.layers.integer_vectors import (
+from hybridmem.models.products.integer_vectors import (
     BLOCK,
     FLOATS,
     I16,
@@ -36,20 +36,18 @@ _SIGMOID, _RELU, _SILU = (I64(ACTIVATIONS[name]) for name in ("sigmoid", "relu",
 _LANES = ir.Constant(INTS, list(range(BLOCK)))
 
 
-def finisher(n_blocks: int) -> Any:
+def epilogue_of(n_blocks: int) -> Any:
     """Return a function that writes the results of rows and one block of outputs, or of two side by side."""
 
     @untyped_intrinsic
-    def finish(  # type: ignore[no-untyped-def]
-        typing_context, sums, at, n_rows, bias, activation, channel, out, place, n_out
-    ):
+    def epilogue(typing_context, sums, at, n_rows, bias, activation, channel, out, place, n_out):
         """Set n_rows of `out`, from `place` on, to activation(sums + bias) of outputs from `channel` on; not checked.
 
         Rows of sums lie one behind the other from `at` on, 16 each; those of the second block 256 behind. Rows of `out`
         have `n_out` numbers, float32, or uint16 and int16 for 16 bits; outputs that they do not have are left out.
         """
 
-        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):
             first = element_at(context, builder, sums, arguments[0], arguments[1])
             rows = Rows(context, builder, signature, arguments, 3, (first, BLOCK * BLOCK, n_blocks))
             with cgutils.for_range(builder, arguments[2], intp=I64) as loop:
@@ -59,7 +57,7 @@ def finisher(n_blocks: int) -> Any:
         at = types.int64
         return types.void(sums, at, at, bias, at, at, out, at, at), codegen
 
-    return finish
+    return epilogue
 
 
 class Rows:
@@ -67,7 +65,7 @@ class Rows:
 
     Args:
         first: which argument is the bias, followed by the activation, the first output, `out`, the place in it, and
-            its number of outputs: those of `finish`.
+            its number of outputs: those of `epilogue`.
         sums: where they begin, how far apart those of two blocks are, and the number of blocks.
     """
 
@@ -168,4 +166,4 @@ def _all(number: Any) -> ir.Constant:
     return ir.Constant(FLOATS, [float(number)] * BLOCK)
 
 
-finish_block, finish_two = finisher(1), finisher(2)
+block_epilogue, two_block_epilogue = epilogue_of(1), epilogue_of(2)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybridmem.models.loading.weight_formats import wanted_format
+from hybridmem.models.weights.formats import wanted_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,9 +13,8 @@ from torch import Tensor
 from hybridmem.memory.kernels import Weights, cpu, select_kernels
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
 from hybridmem.memory.kernels.cpu.threads import use_threads
-from hybridmem.models.layers import amx, few_rows_kernels
-from hybridmem.models.layers.few_rows_kernels import ProductKind
-from hybridmem.models.layers.norms import GatedNorm, RMSNorm
+from hybridmem.models.products import amx, few_rows_kernels
+from hybridmem.models.products.few_rows_kernels import ProductKind
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
@@ -24,6 +23,23 @@ PASSES_ADDRESSES = True
 MOST_ROWS, _MOST_NUMBERS = 32, 1 << 16
 """Rows, and numbers in them, up to which one thread computes norms and gates while the others wait: that takes less
 time than calls of their own would."""
+
+
+class Norm(Protocol):
+    """Says what kernels read of a norm, x / rms(x) * weight."""
+
+    @property
+    def weights(self) -> Weights: ...
+
+    @property
+    def eps(self) -> float: ...
+
+
+class GroupedNorm(Norm, Protocol):
+    """Says what kernels read of such a norm of each of n parts of a row."""
+
+    @property
+    def n_groups(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class _Call:
         n_multiplications: for one row.
     """
 
-    norm: Callable[..., Tensor] | None
+    norm: Norm | None
     weight: np.ndarray | None
     others: tuple[CompiledProduct, ...]
     fields: np.ndarray
@@ -48,7 +64,7 @@ class _Call:
 
     @staticmethod
     def of(
-        norm: Callable[..., Tensor] | None, weight: np.ndarray | None, sizes: list[int], eps: float,
+        norm: Norm | None, weight: np.ndarray | None, sizes: list[int], eps: float,
         own: CompiledProduct, *others: CompiledProduct,
     ) -> _Call:  # fmt: skip
         """Make it for a norm with these weights, and sizes that the kernel reads behind their address."""
@@ -66,7 +82,7 @@ class CompiledProduct:
     Attributes:
         weight: arrays of codes, and of scales if they are integers.
         bias: (n_out,) float32, or empty.
-        activation: its number in `finishing.ACTIVATIONS`.
+        activation: its number in `epilogue.ACTIVATIONS`.
         n_multiple, n_per_code: inputs are padded to a multiple, and one code holds so many.
     """
 
@@ -104,15 +120,14 @@ class CompiledProduct:
 
     def compile(self) -> None:
         """Compile what is called for few rows, or load it from disk."""
-        x, norm = torch.zeros(1, self.n_in, dtype=self.dtype), RMSNorm(torch.ones(self.n_in, dtype=self.dtype), 1.0)
+        x, ones = torch.zeros(1, self.n_in, dtype=self.dtype), Weights(torch.ones(self.n_in, dtype=self.dtype))
+        norm: Any = SimpleNamespace(weights=ones, eps=1.0)
         self.normed(x, norm, self)
         self.gated(x, None, None, torch.zeros(1, self.n_out, dtype=self.dtype))
         if self.n_in == self.n_out:
             self.gated_mlp(x, norm, self, self)
 
-    def normed(
-        self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], other: CompiledProduct | None = None
-    ) -> list[Tensor] | None:
+    def normed(self, x_TM: Tensor, norm: Norm, other: CompiledProduct | None = None) -> list[Tensor] | None:
         """Return the product with norm(x), and another's with it; None if that is not for these kernels."""
         call = self._call_behind(norm, *(() if other is None else (other,)))
         if call is None or not self.takes(x_TM):
@@ -127,7 +142,9 @@ class CompiledProduct:
         )  # fmt: skip
         return [y] if second is None else [y, second]
 
-    def gated(self, y_TE: Tensor, gate_TE: Tensor | None, norm: GatedNorm | None, residual_TM: Tensor) -> Tensor | None:
+    def gated(
+        self, y_TE: Tensor, gate_TE: Tensor | None, norm: GroupedNorm | None, residual_TM: Tensor
+    ) -> Tensor | None:
         """Return residual + product with y * gate, or with norm(y, gate); None if that is not for these kernels."""
         if y_TE.dtype is not self.dtype or not self.takes(y_TE):
             return None
@@ -145,9 +162,7 @@ class CompiledProduct:
         )  # fmt: skip
         return out
 
-    def gated_mlp(
-        self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], up: CompiledProduct, down: CompiledProduct
-    ) -> Tensor | None:
+    def gated_mlp(self, x_TM: Tensor, norm: Norm, up: CompiledProduct, down: CompiledProduct) -> Tensor | None:
         """Return x + down(this(norm(x)) * up(norm(x))); None if that is not for these kernels."""
         call = self._call_behind(norm, up, down)
         if call is None or not self.takes(x_TM) or x_TM.shape[0] * self.n_out > _MOST_NUMBERS:
@@ -159,11 +174,11 @@ class CompiledProduct:
         )  # fmt: skip
         return out
 
-    def _call_behind(self, norm: Callable[[Tensor], Tensor], *others: CompiledProduct) -> _Call | None:
+    def _call_behind(self, norm: Norm, *others: CompiledProduct) -> _Call | None:
         """Return what calls of a norm and products of its rows have in common; None if kernels are not for them."""
         call = self._behind_norm
         if call is None or call.norm is not norm or call.others != others:
-            if not isinstance(norm, RMSNorm) or any(other.kind != self.kind for other in others):
+            if any(other.kind != self.kind for other in others):
                 return None
             if (weight := self._prepared(norm.weights)) is None:
                 return None
@@ -171,7 +186,7 @@ class CompiledProduct:
             self._behind_norm = call
         return call
 
-    def _call_of_gated(self, norm: GatedNorm | None) -> _Call | None:
+    def _call_of_gated(self, norm: GroupedNorm | None) -> _Call | None:
         """Return what calls of this product of gated rows have in common; None if these kernels are not for them."""
         call = self._of_gated
         if call is None or call.norm is not norm:

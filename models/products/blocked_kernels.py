@@ -20,8 +20,8 @@ from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import array_at, untyped_intrinsic
-from hybridmem.models.layers.finishing import finish_block
-from hybridmem.models.layers.integer_vectors import BLOCK, FLOATS, PAIRS_OF_BFLOAT, ZEROS, call, in_every_lane
+from hybridmem.models.products.epilogue import block_epilogue
+from hybridmem.models.products.integer_vectors import BLOCK, FLOATS, PAIRS_OF_BFLOAT, ZEROS, call, in_every_lane
 
 BLOCKS = 4
 """Blocks of outputs that are computed at once; outputs are padded to as many."""
@@ -42,7 +42,7 @@ def _tile(n_rows: int) -> Any:
     is_panel = n_rows == _PANEL_ROWS
 
     @untyped_intrinsic
-    def tile(typing_context, codes, first_code, block_codes, x, first, n, ahead, sums):  # type: ignore[no-untyped-def]
+    def tile(typing_context, codes, first_code, block_codes, x, first, n, ahead, sums):
         """Set sums[block, row] (16 each, flat) to the sums of rows and four blocks; not checked.
 
         A block has `block_codes` codes, uint32 for pairs or float32. x has n codes for each row, of the same type, one
@@ -50,7 +50,7 @@ def _tile(n_rows: int) -> Any:
         """
         is_paired = codes.dtype == types.uint32
 
-        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):
             b = builder
             weights_of_all, rows_of_all = (
                 context.make_array(signature.args[i])(context, b, arguments[i]).data for i in (0, 3)
@@ -120,14 +120,14 @@ _panel, _tile_4, _tile_2, _tile_1 = _tile(_PANEL_ROWS), _tile(4), _tile(2), _til
 
 
 @compiled(parallel=True, error_model="numpy")
-def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, like):  # type: ignore[no-untyped-def]
+def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, like):
     """Set out = activation(x W^T + bias).
 
     Args:
         codes: float32, or uint32 for pairs of bfloat16; see the module.
         x_at: address of rows of n codes, a multiple of `UNROLLED`.
         bias: (outputs,) or empty.
-        activation: its number in `finishing.ACTIVATIONS`.
+        activation: its number in `epilogue.ACTIVATIONS`.
         n_parts: into how many parts the outputs are divided, one for each thread.
         out_at: address of (n_rows, n_out) numbers of the type that `like` holds: float32, or uint16 with pairs.
     """
@@ -168,12 +168,12 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
                     _tile_1(codes, code, block_codes, x, at, n, ahead, sums)
                 for v in range(BLOCKS):
                     at, channel = v * n_tile * BLOCK, (o + v) * BLOCK
-                    finish_block(sums, at, n_tile, bias, activation, channel, out, t * n_out + channel, n_out)
+                    block_epilogue(sums, at, n_tile, bias, activation, channel, out, t * n_out + channel, n_out)
                 t += n_tile
 
 
 @njit(error_model="numpy")
-def _fill(panels, x, first, n):  # type: ignore[no-untyped-def]
+def _fill(panels, x, first, n):
     """Set a panel to six rows of x: it takes as much room as they do."""
     for code in range(0, n, UNROLLED):
         for row in range(_PANEL_ROWS):
@@ -182,7 +182,7 @@ def _fill(panels, x, first, n):  # type: ignore[no-untyped-def]
 
 
 @compiled(parallel=True, error_model="numpy")
-def lay_out(weight_OP, n_parts, codes):  # type: ignore[no-untyped-def]
+def lay_out(weight_OP, n_parts, codes):
     """Fill codes from rows of codes (outputs, codes), of one type; outputs beyond the last are zero."""
     n_out, n = weight_OP.shape
     n_blocks = len(codes) // (n * BLOCK)
@@ -199,6 +199,6 @@ def lay_out(weight_OP, n_parts, codes):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _spread(row, codes, lane):  # type: ignore[no-untyped-def]
+def _spread(row, codes, lane):
     for i in range(len(row)):
         codes[i * BLOCK + lane] = row[i]

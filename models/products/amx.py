@@ -65,10 +65,10 @@ def shape(n_rows: int) -> np.ndarray:
 
 
 @untyped_intrinsic
-def configure(typing_context, shape):  # type: ignore[no-untyped-def]
+def configure(typing_context, shape):
     """Shape this thread's registers by what `shape` returns."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         _call(builder, "ldtilecfg", pointer(context, builder, signature, arguments, 0, I64(0)))
         return context.get_dummy_value()
 
@@ -76,10 +76,10 @@ def configure(typing_context, shape):  # type: ignore[no-untyped-def]
 
 
 @untyped_intrinsic
-def release(typing_context):  # type: ignore[no-untyped-def]
+def release(typing_context):
     """Empty this thread's registers: while they are in use, each switch of threads saves 8 KiB."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         _call(builder, "tilerelease")
         return context.get_dummy_value()
 
@@ -128,7 +128,7 @@ def pointer(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any,
 
 
 @njit(error_model="numpy")
-def aligned(n_words):  # type: ignore[no-untyped-def]
+def aligned(n_words):
     """Return an array of so many float32 that begins at a line of the cache."""
     whole = np.zeros(n_words + 16, np.float32)
     first = (-whole.ctypes.data % 64) // 4

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba.core.registry import cpu_target
 from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
 from hybridmem.memory.kernels.cpu.threads import use_threads
-from hybridmem.models.layers import amx, blocked_kernels, finishing, huge_pages, integer_vectors, tile_kernels
-from hybridmem.models.layers.few_rows import CompiledProduct
-from hybridmem.models.layers.few_rows_kernels import ProductKind
+from hybridmem.models.products import amx, blocked_kernels, epilogue, huge_pages, integer_vectors
+from hybridmem.models.products.few_rows import CompiledProduct
+from hybridmem.models.products.few_rows_kernels import ProductKind
+from hybridmem.models.products.kernels import KERNELS
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
@@ -26,21 +24,6 @@ _PER_CODE = {torch.float32: 1, torch.bfloat16: 2}
 _CODES = {torch.float32: np.float32, torch.bfloat16: np.uint32}
 
 
-@cache
-def multiplies_fastest(dtype: torch.dtype) -> bool:
-    """True if compiled products are the fastest in this dtype.
-
-    In float32 where there is AVX-512, whose registers hold the sums of six rows and 64 outputs. In bfloat16 with
-    AVX512_BF16. Where the processor has AMX as well, oneDNN uses that: compiled products are faster than that if they
-    may use it too.
-    """
-    if dtype is torch.float32:
-        return "+avx512f" in str(cpu_target.target_context.codegen().magic_tuple())
-    if dtype is not torch.bfloat16 or not integer_vectors.multiplies_pairs():
-        return False
-    return amx.multiplies_tiles() or not torch.cpu._is_amx_tile_supported()
-
-
 class BlockedWeight:
     """Holds a weight (n_out, n_in) in float32 or bfloat16, as `blocked_kernels` and `tile_kernels` read it.
 
@@ -48,43 +31,47 @@ class BlockedWeight:
 
     Args:
         dtype: float32, or bfloat16.
+        kernel: its name in `KERNELS`.
     """
 
-    FUSED = finishing.FUSED
+    FUSED = epilogue.FUSED
     """Activations that are applied before sums are rounded."""
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+    bias_dtype = torch.float32
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, kernel: str) -> None:
         self.n_out, self.n_in = weight.shape
         self.dtype, self._n_multiple = dtype, blocked_kernels.UNROLLED * _PER_CODE[dtype]
-        self._row_dtype = weight.dtype  # of the model, whose 16 bits may be laid out as float32
         rows = _as_codes(weight, dtype, self._n_multiple)
         n_rows, n_codes = ceil_div(self.n_out, _OUTPUTS) * _OUTPUTS, rows.shape[1] // _PER_CODE[dtype]
         self.codes = huge_pages.empty(n_rows, n_codes, dtype=torch.float32 if dtype is torch.float32 else torch.int32)
         self._codes = self.codes.numpy().reshape(-1).view(_CODES[dtype])
-        self._has_tiles = dtype is torch.bfloat16 and amx.multiplies_tiles()
+        # rows have the model's dtype, whose 16 bits may be laid out as float32
+        self._kind = ProductKind(self._codes.dtype, weight.dtype, kernel)
         blocked_kernels.lay_out(as_array(rows).view(_CODES[dtype]), use_threads(rows.numel()), self._codes)
 
     def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct:
         """Return the product for few rows; arguments are those of `multiply`."""
         return CompiledProduct(
-            (self._codes,), finishing.NO_BIAS if bias is None else bias.numpy(),
-            finishing.ACTIVATIONS[activation], self.n_in, self.n_out,
-            ProductKind(self._codes.dtype, self._row_dtype, self._has_tiles), self._n_multiple, _PER_CODE[self.dtype],
+            (self._codes,), epilogue.NO_BIAS if bias is None else bias.numpy(),
+            epilogue.ACTIVATIONS[activation], self.n_in, self.n_out,
+            self._kind, self._n_multiple, _PER_CODE[self.dtype],
         )  # fmt: skip
 
-    def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
         rows = _as_codes(x, self.dtype, self._n_multiple)
         n_rows, n_inputs = rows.shape
         y = torch.empty(n_rows, self.n_out, dtype=self.dtype)
         source, options = (rows.data_ptr(), n_rows, n_inputs // _PER_CODE[self.dtype]), (
-            finishing.NO_BIAS if bias is None else bias.numpy(), finishing.ACTIVATIONS[activation],
+            epilogue.NO_BIAS if bias is None else bias.numpy(), epilogue.ACTIVATIONS[activation],
             use_threads(n_rows * n_inputs * self.n_out // 16), y.data_ptr(), self.n_out,
         )  # fmt: skip
-        if not self._has_tiles:
-            blocked_kernels.product(self._codes, *source, *options, LIKE[self.dtype])
+        product = KERNELS[self._kind.kernel].product
+        if not self._kind.has_tiles:
+            product(self._codes, *source, *options, LIKE[self.dtype])
         elif n_rows:
-            tile_kernels.product(self._codes, *source, amx.shape(n_rows), *options)
+            product(self._codes, *source, amx.shape(n_rows), *options)
         return y if x.dtype is self.dtype else y.to(x.dtype)
 
 
@@ -99,10 +86,3 @@ def _as_codes(x: Tensor, dtype: torch.dtype, n_multiple: int) -> Tensor:
 def pairs_of(x: Tensor, n_multiple: int) -> Tensor:
     """Return x (T, n) as contiguous rows of bfloat16, of a multiple of `n_multiple` inputs, that begin at a pair."""
     return _as_codes(x, torch.bfloat16, n_multiple)
-
-
-def compile_products(dtype: torch.dtype) -> None:
-    """Compile what products in float32 or bfloat16 need, or load it from disk."""
-    weight = BlockedWeight(torch.zeros(1, 1, dtype=dtype), dtype)
-    weight.multiply(torch.zeros(1, 1, dtype=dtype), None)
-    weight.compiled(None, None).compile()

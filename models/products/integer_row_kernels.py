@@ -12,12 +12,12 @@ import numpy as np
 from numba import njit, prange
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.models.layers.finishing import finish_block
-from hybridmem.models.layers.integer_few_rows import MOST_ROWS, sums_of
-from hybridmem.models.layers.integer_vectors import BLOCK, GROUP, multiplies_pairs
-from hybridmem.models.layers.quantised_kernels import multiply_part
-from hybridmem.models.layers.row_ranges import in_range, multiply_back
-from hybridmem.models.layers.row_units import as_integers, in_units
+from hybridmem.models.products.epilogue import block_epilogue
+from hybridmem.models.products.integer_few_rows import MOST_ROWS, sums_of
+from hybridmem.models.products.integer_vectors import BLOCK, GROUP, multiplies_pairs
+from hybridmem.models.products.quantised_kernels import multiply_part
+from hybridmem.models.products.row_ranges import in_range, multiply_back
+from hybridmem.models.products.row_units import as_integers, in_units
 
 _AHEAD_BYTES = 4096
 """The distance at which weights are prefetched for few rows; many keep the processor busy until they come."""
@@ -33,7 +33,7 @@ _all_at_once = sums_of(_AT_ONCE, 1, None)
 
 
 @compiled(parallel=True, error_model="numpy")
-def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ignore[no-untyped-def]
+def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
     """Set out = activation(x W^T + bias), with a scale for each group of an output.
 
     Args:
@@ -61,7 +61,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
 
 
 @njit(error_model="numpy")
-def _multiply_part(  # type: ignore[no-untyped-def]
+def _multiply_part(
     codes, scales, integers, units, offsets, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out
 ):
     """Multiply all rows, rounded to integers by `as_integers`, by the weights of one part of the outputs."""
@@ -84,14 +84,12 @@ def _multiply_part(  # type: ignore[no-untyped-def]
                 n = 1
                 _one(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
             multiply_back(sums, 0, n, factors, t)
-            finish_block(sums, 0, n, bias, activation, channel, out, t * n_out + channel, n_out)
+            block_epilogue(sums, 0, n, bias, activation, channel, out, t * n_out + channel, n_out)
             t += n
 
 
 @njit(error_model="numpy")
-def _never_called(  # type: ignore[no-untyped-def]
-    codes, scales, x, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out
-):
+def _never_called(codes, scales, x, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out):
     """Take the place of `multiply_part` where compiled code must not name AVX512_BF16; nothing calls it there."""
 
 

@@ -13,9 +13,9 @@ from llvmlite import ir
 from numba import njit, types
 
 from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
-from hybridmem.models.layers import amx
-from hybridmem.models.layers.amx import I64
-from hybridmem.models.layers.integer_vectors import (
+from hybridmem.models.products import amx
+from hybridmem.models.products.amx import I64
+from hybridmem.models.products.integer_vectors import (
     BLOCK,
     F32,
     FLOATS,
@@ -29,7 +29,7 @@ from hybridmem.models.layers.integer_vectors import (
     every,
     in_every_lane,
 )
-from hybridmem.models.layers.tile_kernels import repeat
+from hybridmem.models.products.tile_kernels import repeat
 
 _LEAST, _MOST = 12, 241
 """Exponents of a group's largest number, with bfloat16's bias of 127, for which its sums are neither denormal nor
@@ -84,10 +84,10 @@ class _Rounded:
 
 
 @untyped_intrinsic
-def _to_integers(typing_context, x, n_groups, integers, units, offsets):  # type: ignore[no-untyped-def]
+def _to_integers(typing_context, x, n_groups, integers, units, offsets):
     """Set integers, units and offsets of groups of bfloat16, see `as_integers`; not checked."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         b = builder
         source, target, units, offsets = (
             b.bitcast(amx.pointer(context, b, signature, arguments, i, I64(0)), element.as_pointer())
@@ -111,10 +111,10 @@ def _to_integers(typing_context, x, n_groups, integers, units, offsets):  # type
 
 
 @untyped_intrinsic
-def in_units(typing_context, x, first, n_groups, rounded):  # type: ignore[no-untyped-def]
+def in_units(typing_context, x, first, n_groups, rounded):
     """Set `rounded`, from `first` on, to bfloat16 of x, of which each group has multiples of its unit; not checked."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         b = builder
         source, target = (
             b.bitcast(amx.pointer(context, b, signature, arguments, i, arguments[1]), I16.as_pointer()) for i in (0, 3)
@@ -133,7 +133,7 @@ def in_units(typing_context, x, first, n_groups, rounded):  # type: ignore[no-un
 
 
 @njit(error_model="numpy")
-def as_integers(pairs):  # type: ignore[no-untyped-def]
+def as_integers(pairs):
     """Return rows as integers (int16), the units of their groups, and -8 times the sums of their groups' integers.
 
     A weight of 4 bits is its code less 8: with these sums codes may be multiplied as they are.

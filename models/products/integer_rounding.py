@@ -15,8 +15,8 @@ from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import as_float, element_at, get, put, untyped_intrinsic
-from hybridmem.models.layers.amx import I64
-from hybridmem.models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I8, I16, INTS, ROUNDER, ZEROS, call, every
+from hybridmem.models.products.amx import I64
+from hybridmem.models.products.integer_vectors import BLOCK, FLOATS, GROUP, I8, I16, INTS, ROUNDER, ZEROS, call, every
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
@@ -59,10 +59,10 @@ def _transposed(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
 
 
 @untyped_intrinsic
-def _read(typing_context, weight, first, n_in, group):  # type: ignore[no-untyped-def]
+def _read(typing_context, weight, first, n_in, group):
     """Set group[16 i + lane] to input i of sixteen outputs, whose weights begin at `first`, n_in each; not checked."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         b, n_bytes = builder, weight.dtype.bitwidth // 8
         source = b.bitcast(element_at(context, b, weight, arguments[0], arguments[1]), I8.as_pointer())
         target = element_at(context, b, group, arguments[3], I64(0))
@@ -90,13 +90,13 @@ def _vectors(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> l
 
 
 @untyped_intrinsic
-def _find_largest(typing_context, group, largest, spoilt):  # type: ignore[no-untyped-def]
+def _find_largest(typing_context, group, largest, spoilt):
     """Find the weight with the largest size of each output, and make `spoilt` NaN where a weight is NaN or infinite.
 
     Both arrays hold what was found in the groups before.
     """
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         b = builder
         source, largest_at, spoilt_at = _vectors(context, b, signature, arguments)
         most, sums = b.load(largest_at, align=4), b.load(spoilt_at, align=4)
@@ -122,13 +122,13 @@ def _power_of_two(b: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 @untyped_intrinsic
-def _search_scale(typing_context, group, largest, scale):  # type: ignore[no-untyped-def]
+def _search_scale(typing_context, group, largest, scale):
     """Search the scale of each output for 4 bits: of those from `_DIVISORS` the one with the least squared error.
 
     Weights count in units of the power of two of the largest, since squares of very small ones would be zero.
     """
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):
         b = builder
         source, largest_at, scale_at = _vectors(context, b, signature, arguments)
         unit, inverse = _power_of_two(b, most := b.load(largest_at, align=4))
@@ -154,10 +154,10 @@ def _search_scale(typing_context, group, largest, scale):  # type: ignore[no-unt
 
 def _writer(n_bits: int) -> Any:
     @untyped_intrinsic
-    def write(typing_context, group, factor, codes, first):  # type: ignore[no-untyped-def]
+    def write(typing_context, group, factor, codes, first):
         """Write the integers nearest to x * factor as codes, from `first` on, as `integer_vectors` reads them."""
 
-        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):
             b = builder
             source, factor_at = _vectors(context, b, types.void(group, factor), arguments[:2])
             target, own = element_at(context, b, codes, arguments[2], arguments[3]), b.load(factor_at, align=4)
@@ -191,7 +191,7 @@ _write_8, _write_4 = _writer(8), _writer(4)
 
 
 @compiled(parallel=True, error_model="numpy")
-def round_to_codes(weight, n_out, n_in, n_bits, n_parts, codes, scales):  # type: ignore[no-untyped-def]
+def round_to_codes(weight, n_out, n_in, n_bits, n_parts, codes, scales):
     """Fill codes (uint8) and scales from a flat weight of float32 or 16 bits; what lies beyond its edges is zero.
 
     There are 16 scales for each group of a block, or for each block; the latter with 8 bits only.
@@ -227,7 +227,7 @@ def round_to_codes(weight, n_out, n_in, n_bits, n_parts, codes, scales):  # type
 
 
 @njit(error_model="numpy")
-def _fill(weight, n_out, n_in, first_output, first_input, group):  # type: ignore[no-untyped-def]
+def _fill(weight, n_out, n_in, first_output, first_input, group):
     """Set group[16 * input + lane] to a block's weights."""
     if first_output + BLOCK <= n_out and first_input + GROUP <= n_in:
         _read(weight, first_output * n_in + first_input, n_in, group)
@@ -240,7 +240,7 @@ def _fill(weight, n_out, n_in, first_output, first_input, group):  # type: ignor
 
 
 @njit(error_model="numpy")
-def _choose_scale(group, largest, spoilt, n_bits, scale):  # type: ignore[no-untyped-def]
+def _choose_scale(group, largest, spoilt, n_bits, scale):
     """Set the scale of each lane; NaN where a weight is NaN or infinite."""
     if n_bits == 8:
         for lane in range(BLOCK):

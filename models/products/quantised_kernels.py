@@ -20,8 +20,8 @@ from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
-from hybridmem.models.layers.finishing import finish_block
-from hybridmem.models.layers.integer_vectors import (
+from hybridmem.models.products.epilogue import block_epilogue
+from hybridmem.models.products.integer_vectors import (
     BLOCK,
     F32,
     FLOATS,
@@ -35,19 +35,19 @@ from hybridmem.models.layers.integer_vectors import (
     Emitter,
     has_many_registers,
 )
-from hybridmem.models.layers.row_ranges import in_range, multiply_back
+from hybridmem.models.products.row_ranges import in_range, multiply_back
 
 
 def _tile(n_rows: int) -> Any:
     @untyped_intrinsic
-    def tile(typing_context, codes, first_code, scales, first_scale, step, x, first_input, x_stride, n_groups, sums):  # type: ignore[no-untyped-def]
+    def tile(typing_context, codes, first_code, scales, first_scale, step, x, first_input, x_stride, n_groups, sums):
         """Set sums[: n_rows * 16] to the sums of rows and a block; not checked.
 
         Codes of 8 bits are int8, of 4 bits uint8; x is float32, or uint16 for bfloat16, which then comes in pairs. Each
         group has its scales `step` behind those of the group before: 16, or 0 if all have the same.
         """
 
-        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):
             def pointer(i: int, at: ir.Value, element: ir.Type) -> ir.Value:
                 data = context.make_array(signature.args[i])(context, builder, arguments[i]).data
                 return builder.bitcast(builder.gep(data, [at]), element.as_pointer())
@@ -116,13 +116,13 @@ _tile_most, _tile_4, _tile_2, _tile_1 = map(_tile, (_MOST_ROWS, 4, 2, 1))
 
 
 @compiled(parallel=True, error_model="numpy")
-def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ignore[no-untyped-def]
+def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
     """Set out = activation(x W^T + bias).
 
     Args:
         x_TI: rows, of a multiple of 32 inputs.
         bias: (outputs,) or empty.
-        activation: its number in `finishing.ACTIVATIONS`.
+        activation: its number in `epilogue.ACTIVATIONS`.
         n_parts: into how many parts the blocks are divided, one for each thread.
     """
     n_rows, n_out = out_TO.shape
@@ -133,9 +133,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
 
 
 @njit(error_model="numpy")
-def multiply_part(  # type: ignore[no-untyped-def]
-    codes, scales, x, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out
-):
+def multiply_part(codes, scales, x, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out):
     """Multiply all rows, from `row_ranges.in_range`, by the weights of one part of the outputs."""
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
     block_codes, block_scales = len(codes) // n_blocks, len(scales) // n_blocks
@@ -159,5 +157,5 @@ def multiply_part(  # type: ignore[no-untyped-def]
                 n = 1
                 _tile_1(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
             multiply_back(sums, 0, n, factors, t)
-            finish_block(sums, 0, n, bias, activation, o * BLOCK, out, t * n_out + o * BLOCK, n_out)
+            block_epilogue(sums, 0, n, bias, activation, o * BLOCK, out, t * n_out + o * BLOCK, n_out)
             t += n

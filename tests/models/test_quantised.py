@@ -11,10 +11,11 @@ import torch.nn.functional as F
 
 from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.models import from_transformers, load_model, weight_bytes
-from hybridmem.models.layers import amx, integer_vectors, quantised
 from hybridmem.models.layers.linear import Linear
-from hybridmem.models.layers.quantised import QuantisedWeight
-from hybridmem.models.loading.weight_formats import IntegerFormat, weights_in
+from hybridmem.models.products import amx, integer_vectors, kernels, quantised
+from hybridmem.models.products.kernels import KERNELS
+from hybridmem.models.products.quantised import QuantisedWeight
+from hybridmem.models.weights.formats import IntegerFormat, weights_in
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.hf_models import hf_model
 from tests.subjects import IS_FULL
@@ -25,19 +26,16 @@ DTYPES = (torch.float32, torch.bfloat16, *((torch.float16,) if IS_FULL else ()))
 SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (50, 640)
 
 
-@pytest.fixture(params=["tiles", "integers", "pairs", "float32"])
+BY_INTEGERS = [name for name, kernel in KERNELS.items() if "int8" in kernel.formats]
+
+
+@pytest.fixture(params=BY_INTEGERS)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How rows of bfloat16 are multiplied, as far as this processor can."""
-    can = {
-        "tiles": amx.multiplies_tiles(), "integers": integer_vectors.adds_integers(),
-        "pairs": integer_vectors.multiplies_pairs(), "float32": True,
-    }  # fmt: skip
-    if not can[request.param]:
-        pytest.skip(f"this processor multiplies no {request.param}")
-    uses = list(can).index(request.param)
-    monkeypatch.setattr(amx, "multiplies_tiles", lambda: uses == 0)
-    monkeypatch.setattr(integer_vectors, "adds_integers", lambda: uses == 1)
-    monkeypatch.setattr(integer_vectors, "multiplies_pairs", lambda: uses < 3 and can["pairs"])
+    if not KERNELS[request.param].applies():
+        pytest.skip(f"this processor has no kernel for {request.param}")
+    left = BY_INTEGERS[BY_INTEGERS.index(request.param) :]
+    monkeypatch.setattr(kernels, "KERNELS", {name: KERNELS[name] for name in left})
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from hybridmem.models import load_model, weight_bytes
-from hybridmem.models.layers import amx, blocked, blocked_kernels, integer_vectors, tile_kernels
 from hybridmem.models.layers import linear as module
 from hybridmem.models.layers.linear import Linear
-from hybridmem.models.layers.packed import PackedWeight
+from hybridmem.models.products import amx, blocked, few_rows, integer_vectors, kernels
+from hybridmem.models.products.kernels import KERNELS, choose
+from hybridmem.models.products.packed import PackedWeight
 from tests.tolerances import assert_kernel_close
 
 pytestmark = pytest.mark.skipif(
@@ -24,17 +25,15 @@ SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (64, 96), (80, 768), (250, 512)
 
 
 @pytest.fixture(params=[True, False], ids=["tiles", "pairs"], autouse=True)
-def has_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+def has_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the processor multiplies tiles, or is taken for one that multiplies pairs alone."""
     has: bool = request.param
-    if has and not amx.multiplies_tiles():
+    if has and not KERNELS["tiles"].applies():
         pytest.skip("this processor multiplies no tiles, or Linux does not let us")
-    monkeypatch.setattr(amx, "multiplies_tiles", lambda: has)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has)
-    blocked.multiplies_fastest.cache_clear()
-    yield has
-    monkeypatch.undo()
-    blocked.multiplies_fastest.cache_clear()
+    if not has:
+        monkeypatch.setattr(kernels, "KERNELS", {name: own for name, own in KERNELS.items() if name != "tiles"})
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return has
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -88,8 +87,9 @@ def test_weights_are_held_once() -> None:
 
 def test_tiles_are_multiplied_where_the_processor_does_that(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
-    for kernels, uses_tiles in ((tile_kernels, True), (blocked_kernels, False)):
-        monkeypatch.setattr(kernels, "product", lambda *_, uses_tiles=uses_tiles: found.append(uses_tiles))
+    for name, kernel in list(KERNELS.items()):
+        noted = replace(kernel, product=lambda *_, uses_tiles=kernel.has_tiles: found.append(uses_tiles))
+        monkeypatch.setitem(KERNELS, name, noted)
     Linear(drawn(64, 32))(drawn(3, 32))
     assert found == [has_tiles]
 
@@ -124,7 +124,13 @@ def test_products_of_onednn_and_of_threads_beside_do_not_disturb_each_other() ->
 
 def test_a_model_in_bfloat16_uses_them_and_no_step_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(blocked, "compile_products", compiled.append)
+    compile_product = few_rows.CompiledProduct.compile
+
+    def noted(product: few_rows.CompiledProduct) -> None:
+        compiled.append((product.dtype, product.kind.kernel))
+        compile_product(product)
+
+    monkeypatch.setattr(few_rows.CompiledProduct, "compile", noted)
     load_model("embedded", dtype="bfloat16")
     load_model("embedded", dtype="bfloat16", weights="int4")
-    assert compiled == [torch.bfloat16]
+    assert compiled == [(torch.bfloat16, choose(format, torch.bfloat16)) for format in ("auto", "int4")]

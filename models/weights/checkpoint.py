@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridmem.memory.errors import FormatError, HybridMemoryError
-from hybridmem.models.loading.tied_weights import TiedWeights, equal_in
-from hybridmem.models.loading.weight_signature import sample_of
+from hybridmem.models.weights.signature import sample_of
+from hybridmem.models.weights.tied_weights import TiedWeights, equal_in
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -163,7 +163,7 @@ class Checkpoint:
             )
         return sorted(names)
 
-    def _open(self, name: str):  # type: ignore[no-untyped-def]
+    def _open(self, name: str):
         path = self.folder / name
         if not path.is_file():
             raise FormatError(f"{path} is missing; the checkpoint is incomplete, download it again")
@@ -220,7 +220,7 @@ class Checkpoint:
 
     @property
     def samples(self) -> Mapping[str, bytes]:
-        """Return name -> sample of its numbers, of each tensor that was taken, for `weight_signature.signature_of`."""
+        """Return name -> sample of its numbers, of each tensor that was taken, for `signature.signature_of`."""
         return self._taken
 
     def _read(self, name: str) -> Tensor:
