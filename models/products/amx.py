@@ -112,13 +112,13 @@ def multiply_add(builder: ir.IRBuilder, sums: int, rows: int, weights: int) -> N
 def prefetch(builder: ir.IRBuilder, at: ir.Value) -> None:
     """Ask for a line of memory, which is not waited for, and may lie anywhere."""
     kind = ir.FunctionType(ir.VoidType(), [at.type, _I32, _I32, _I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")  # type: ignore[no-untyped-call]
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
     builder.call(function, [at, _I32(0), _I32(3), _I32(1)])  # to read it, into the nearest cache, as data
 
 
 def _call(builder: ir.IRBuilder, name: str, *values: ir.Value) -> None:
     kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
-    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), values)  # type: ignore[no-untyped-call]
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), values)
 
 
 def pointer(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any, i: int, at: ir.Value) -> ir.Value:

@@ -81,7 +81,7 @@ _BFLOAT_OF_CODE = [_as_short(int(np.float32((code & 15) - 8).view(np.uint32) >> 
 def call(b: ir.IRBuilder, name: str, returns: ir.Type, *values: ir.Value) -> ir.Value:
     """Call an intrinsic of LLVM by its name."""
     kind = ir.FunctionType(returns, [value.type for value in values])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)  # type: ignore[no-untyped-call]
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
 
 
 def in_every_lane(b: ir.IRBuilder, x: ir.Value, n: int = BLOCK) -> ir.Value:

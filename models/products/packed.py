@@ -97,7 +97,7 @@ def packed_dtype(weight: Tensor) -> torch.dtype | None:
     if (
         weight.device.type != "cpu"
         or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        or not torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        or not torch.backends.mkldnn.is_available()
         or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         or not hasattr(torch.ops.mkldnn, "_linear_pointwise")
     ):
