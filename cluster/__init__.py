@@ -4,5 +4,5 @@ It needs the extra: pip install "hybridmem[cluster]". `cluster.routing` and the 
 Python, without Ray; `cluster.serving` is an application of Ray Serve.
 """
 
-if __name__ != "hybridmem.cluster":
+if not __name__.startswith("hybridmem."):
     raise ImportError("this folder is a package of hybridmem: import hybridmem.cluster")

@@ -1,6 +1,6 @@
 """Remembers the past of attention and recurrent layers alike: slots, rollback, forks and reordering, in step."""
 
-if __name__ != "hybridmem.memory":
+if not __name__.startswith("hybridmem."):
     raise ImportError("this folder is a package of hybridmem: import hybridmem.memory")
 
 

@@ -3,7 +3,7 @@
 The models, and what works on models of transformers, are imported when they are first used: transformers takes seconds.
 """
 
-if __name__ != "hybridmem.models":
+if not __name__.startswith("hybridmem."):
     raise ImportError("this folder is a package of hybridmem: import hybridmem.models")
 
 

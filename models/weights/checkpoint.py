@@ -163,7 +163,7 @@ class Checkpoint:
             )
         return sorted(names)
 
-    def _open(self, name: str):
+    def _open(self, name: str) -> Any:
         path = self.folder / name
         if not path.is_file():
             raise FormatError(f"{path} is missing; the checkpoint is incomplete, download it again")
