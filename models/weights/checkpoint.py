@@ -12,7 +12,7 @@ import reprlib
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
