@@ -33,7 +33,7 @@ Written by `pytest tests_clients`, which continuous integration runs.
 |---|---|---|
 """
 _TAIL = """
-What cannot work with the embedded model, which knows a small world and no instructions:
+These features cannot work with the embedded model, which knows a small world and follows no instructions:
 
 - langchain-openai: `with_structured_output(method="json_mode")` for a class sends `{"type": "json_object"}`, so that
   any object is a valid reply, and tells the fields in words alone. Its default, `json_schema`, fills the class.
