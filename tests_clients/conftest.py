@@ -26,8 +26,8 @@ TABLE = ROOT / "docs" / "results" / "clients.md"
 KEY = "no key is needed"
 _HEAD = """# Clients of other projects
 
-What these clients do with a server that was started as `hybrid-memory serve --model embedded`, each with its defaults.
-Written by `pytest tests_clients`, which continuous integration runs.
+This table says which features of these clients work with a server that was started as `hybrid-memory serve --model
+embedded`. Each client has its defaults. `pytest tests_clients` writes the page, and continuous integration runs it.
 
 | client | version | what works |
 |---|---|---|
