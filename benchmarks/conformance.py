@@ -95,18 +95,22 @@ def _line(name: str, result: Result) -> str:
 
 _HEAD = """# Conformance of peers
 
-Which promises of [`memory.testing`](../how-to/testing-a-memory.md) the memories of other libraries keep, on small
-random models. `python -m benchmarks conformance` writes this page; the promises are those of this library, and not
-all that others promise: what needs a call that is not there, or of which any part is refused with nothing changed, is
-*refused*; rollbacks by more than 8 tokens may be refused. What *failed* broke the promise silently, or raised another
-error; the smallest history is printed by the command.
+This page says which promises of [`memory.testing`](../how-to/testing-a-memory.md) the memories of other libraries keep,
+on small random models. `python -m benchmarks conformance` writes it. The promises are those of this library; other
+libraries do not promise all of them. A promise is *refused* if it needs a call that the library does not have, or if
+the library refused any part of it and changed nothing. Rollbacks by more than 8 tokens may be refused freely. A promise
+*failed* if the library broke it without an error, or raised another error; the command prints the smallest history that
+shows it.
 
-Adapters: `benchmarks/peers/`. In transformers each sequence has a `DynamicCache` of its own, `crop` goes back, a fork
-copies the cache; "past recorded" calls `activate_past_recording` first, "forks by rows" doubles the rows of a copy
-(`batch_repeat_interleave`) and selects one (`batch_select_indices`). In llama.cpp sequences share a context,
-`llama_memory_seq_rm` goes back, `llama_memory_seq_cp` forks; "back by a partial copy" goes back by copying the part
-that stays. Where `crop` is wrong, `is_croppable`
-says False; no call asks it. In mlx-lm, on its CPU build, each sequence has a list of caches, `trim_prompt_cache` goes
-back, a fork copies the list; "in batches" merges the lists of a step, pads the tokens on the right and extracts the
-lists again, as `BatchGenerator` does with prompts.
+The adapters are in `benchmarks/peers/`:
+
+- In transformers, each sequence has a `DynamicCache` of its own. `crop` goes back, and a fork copies the cache. "Past
+  recorded" calls `activate_past_recording` first. "Forks by rows" doubles the rows of a copy
+  (`batch_repeat_interleave`) and selects one (`batch_select_indices`). Where `crop` is wrong, the cache's
+  `is_croppable` is False, but no call of transformers checks it.
+- In llama.cpp, sequences share a context. `llama_memory_seq_rm` goes back, and `llama_memory_seq_cp` forks. "Back by a
+  partial copy" goes back by copying the part that stays.
+- In mlx-lm, on its CPU build, each sequence has a list of caches. `trim_prompt_cache` goes back, and a fork copies the
+  list. "In batches" merges the lists of a step, pads the tokens on the right and extracts the lists again, as
+  `BatchGenerator` does with prompts.
 """

@@ -45,10 +45,10 @@ class HybridMemory:
         fold: how old tokens of recurrent layers leave the tail. "keep" keeps the state at each multiple of the window:
             nothing is computed, but a sequence holds a third state and a tail of two windows. "replay" runs old rows
             again: a tail of 1.2 windows, and a tenth to a fifth more time to decode on a CPU. "defer" writes a state
-            only when rows fold, and each step reads body and tail: a tail of 1.5 windows of what tokens did to states,
-            no state at the newest position; for all but RWKV-4 and RG-LRU. Unless given: on the CPU "keep"; on CUDA
-            "defer" where all recurrences can and it moves fewer bytes (SSD, gated delta rules, linear attention; others
-            with small windows), else "replay".
+            only when rows fold, and each step computes the newest state again, from body and tail: a tail of 1.5
+            windows of what tokens did to states. All recurrences but RWKV-4 and RG-LRU can do that. Unless given: on
+            the CPU "keep"; on CUDA "defer" where all recurrences can and it moves fewer bytes (SSD, gated delta rules,
+            linear attention; others with small windows), else "replay".
         device, dtype: the spec's unless given. device="meta" is a dry run: all bookkeeping, no tensors, no model.
         state_dtype: of recurrent states, which models have in float32. "bfloat16" halves them, but each step rounds its
             end state, so outputs drift (`python -m benchmarks states` measures how far).

@@ -15,7 +15,7 @@ SERVE: tuple[Option, ...] = (
            least=1),
     Option("budget", "bytes", None, "bytes that the memory may use at most, such as 512MiB; unless given, 1GiB, and "
            "8MiB for the embedded model, whose page shows a full memory then", "memory"),
-    Option("rollback_window", "whole", 32, "tokens by which a cached prefix may be longer than what is reused",
+    Option("rollback_window", "whole", 32, "how many tokens a cached prefix may be rolled back to be reused",
            "memory", least=0),
     Option("host_budget", "bytes", None, "bytes in host memory for requests that make room; unless given, any",
            "memory"),

@@ -83,8 +83,8 @@ def simulate(
 ) -> None:
     """Simulate many users: they chat, edit, regenerate, branch, pause and leave. Reports latency, tokens and bytes.
 
-    Exits with 1 if an answer is wrong that is right when its user is served alone, or names what only others told, if a
-    reply fails, or if bytes stay in use."""
+    Exits with 1 if sharing the memory changed an answer, if an answer names what only another user told, if a reply
+    fails, or if bytes stay in use."""
     if fleet is not None:
         _simulate_fleet(context)
         return

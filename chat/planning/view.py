@@ -76,7 +76,7 @@ def _remarks(report: Report) -> list[str]:
     more = "" if small == whole else f", or {whole} with its tail"
     lines.append(f"A checkpoint adds {small}{more}, once its session has gone on.")
     if report.session.step_bytes:
-        lines.append(f"Steps of a prompt take up to {format_bytes(report.session.step_bytes)} more while they run.")
+        lines.append(f"A prompt's steps need up to {format_bytes(report.session.step_bytes)} of scratch memory.")
     return lines
 
 

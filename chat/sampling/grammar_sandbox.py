@@ -59,7 +59,8 @@ class Trial:
             if source in self._refused:
                 self._refused.move_to_end(source)
                 return self._refused[source]
-            for _ in range(0 if self._is_closed else 2):  # a process that somebody has ended says nothing of a grammar
+            # A worker that was killed proves nothing about the grammar: try again.
+            for _ in range(0 if self._is_closed else 2):
                 began = time.monotonic()
                 if not self._is_possible or not self._start() or self._ask(source, self._seconds) == "compiled":
                     return None

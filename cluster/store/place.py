@@ -46,7 +46,8 @@ class Place:
         except OSError as error:
             if self._is_local or isinstance(error, PermissionError | FileNotFoundError):
                 raise
-            log.warning("the store does not answer: %s", error)  # a replica that starts meanwhile serves as others do
+            # Start even if the store is down.
+            log.warning("the store does not answer: %s", error)
 
     def path(self, name: str) -> str:
         """Return the path or URL of a file, for functions that open it themselves."""

@@ -98,7 +98,7 @@ class Selection:
         return self._store.upload(ranges(packed.cu_seqlens[:-1][requests], packed.cu_seqlens[1:][requests]))
 
     def _choice(self, blocks: Prepared, n_blocks: Int64s, n_rows: Int64s) -> PageChoice:
-        """Return what queries that see `n_rows` choose from, `n_blocks` each."""
+        """Return the candidate pages of queries that see `n_rows` rows, `n_blocks` pages each."""
         n_last = np.maximum(0, n_blocks - np.maximum(0, n_rows - self.policy.recent) // self._block_tokens)
         cu_chosen = starts_of(np.minimum(n_blocks, self._n_read))
         return PageChoice(

@@ -155,7 +155,7 @@ class PrefixCache:
         return [node.mark]
 
     def has_arrived(self, checkpoint: Sequence) -> bool:
-        """True if nothing that `fetch` has begun for a checkpoint is still being read."""
+        """True if prefetching has finished for a checkpoint: `fetch` is reading nothing more of it."""
         return checkpoint not in self._kept.outside.ranking or self._kept.outside.fetch(checkpoint)
 
     def note_speed(self, seconds_a_token: float) -> None:

@@ -121,7 +121,7 @@ def explain(n_tokens: int, n_matched: int, reused: int) -> str:
         return f"all {n_matched} tokens that were seen before"
     seen = f"{n_matched} tokens were seen before, and attention could reuse them; "
     if not reused:
-        return seen + "recurrent states were kept nowhere on that way"
+        return seen + "there is no checkpoint on that path"
     return seen + f"recurrent states were kept at {reused}, and tokens {reused} ... {n_matched - 1} are computed again"
 
 

@@ -333,7 +333,7 @@ class Tiers:
         return {Path(of.path).name for of in self._parcels.values() if of.path is not None and not of.is_own}
 
     def keys_of(self, slot: int) -> dict[str, Int64s]:
-        """Return for each block of a slot that is kept a number that no other block outside has."""
+        """Return a unique key for each swapped-out block of the slot."""
         return {pool: as_keys(places) for pool, places in self._held[slot].places.items()}
 
     def inside_keys(self, leaving: Leaving) -> dict[str, Int64s]:

@@ -82,7 +82,7 @@ def test_a_template_that_rewrites_what_was_before_is_followed_and_it_says_so(tex
 @pytest.mark.parametrize("texts", [PLAIN], indirect=True)
 def test_other_instructions_or_an_edited_reply_are_no_base(texts: Tokenizer) -> None:
     path, _ = said(texts, "ab", instructions="Be kind.")
-    assert find_base(path, None) == (None, "the instructions are other ones")
+    assert find_base(path, None) == (None, "the instructions differ")
     assert find_base(path, "Be kind.")[0] is path[1]
     edited = Node(new_id("turn"), "s", path[0].id, "assistant", [text_item("assistant", "c")])
     assert "no token ids are known" in find_base([path[0], edited], None)[1]

@@ -186,7 +186,7 @@ def test_the_chat_template_gets_its_options_and_no_special_tokens(
         again = ask(previous_response_id=brief["id"], chat_template_kwargs={"reasoning_effort": "low"}).json
         assert again["hybrid_memory"]["history"].startswith("continues from")
         other = ask(previous_response_id=brief["id"]).json["hybrid_memory"]["history"]
-        assert other == "encoded as a whole: the options of the chat template are other ones"
+        assert other == "encoded as a whole: the options of the chat template differ"
         session = brief["hybrid_memory"]["session"]
         beside = server.call("POST", f"/v1/sessions/{session}/regenerate", {"node": brief["id"]}).json
         assert beside["usage"]["input_tokens"] == brief["usage"]["input_tokens"]
@@ -285,4 +285,4 @@ def test_calls_of_functions_and_forms_are_items_of_a_reply(client: openai.OpenAI
     assert whole.usage is not None
     assert after.usage.input_tokens_details.cached_tokens == whole.usage.total_tokens - 1
     without = client.responses.create(**told)
-    assert without.hybrid_memory["history"] == "encoded as a whole: the tools are other ones"  # type: ignore[attr-defined]
+    assert without.hybrid_memory["history"] == "encoded as a whole: the tools differ"  # type: ignore[attr-defined]

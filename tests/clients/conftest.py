@@ -26,14 +26,14 @@ TABLE = ROOT / "docs" / "results" / "clients.md"
 KEY = "no key is needed"
 _HEAD = """# Clients of other projects
 
-What these clients do with a server that was started as `hybrid-memory serve --model embedded`, each with its defaults.
-Written by `pytest tests/clients`, which continuous integration runs.
+This table says which features of these clients work with a server that was started as `hybrid-memory serve --model
+embedded`. Each client has its defaults. `pytest tests/clients` writes the page, and continuous integration runs it.
 
 | client | version | what works |
 |---|---|---|
 """
 _TAIL = """
-What cannot work with the embedded model, which knows a small world and no instructions:
+These features cannot work with the embedded model, which knows a small world and follows no instructions:
 
 - langchain-openai: `with_structured_output(method="json_mode")` for a class sends `{"type": "json_object"}`, so that
   any object is a valid reply, and tells the fields in words alone. Its default, `json_schema`, fills the class.

@@ -47,7 +47,7 @@ def test_the_classes_and_functions_of_the_glossary_exist() -> None:
         assert match is not None and (match[1] is None or find(match[1]) is not None)
 
 
-@pytest.mark.parametrize("name", ["memory.Slab", "hybridmem.memory.blocks.slab.Slab", "memory.Sequence.marks"])
+@pytest.mark.parametrize("name", ["memory.Slab", "memory.blocks.slab.Slab", "memory.Sequence.marks"])
 def test_names_that_do_not_exist_are_found_out(name: str) -> None:
     with pytest.raises((AttributeError, KeyError, ModuleNotFoundError)):
-        find(name)
+        find(f"hybridmem.{name}")

@@ -56,12 +56,12 @@ def find_base(
         return None, "no token ids are known of what was said before: it was given as text, or changed"
     alike = [node for node in known if node.about.get("instructions") == instructions]
     if not alike:
-        return None, "the instructions are other ones"
+        return None, "the instructions differ"
     alike = [node for node in alike if node.about.get("told_tools", []) == (tools or [])]
     if not alike:
-        return None, "the tools are other ones"
+        return None, "the tools differ"
     alike = [node for node in alike if node.about.get("told_options", {}) == (options or {})]
-    return (alike[-1], "") if alike else (None, "the options of the chat template are other ones")
+    return (alike[-1], "") if alike else (None, "the options of the chat template differ")
 
 
 def make_prompt(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, parse_special: bool) -> Prompt:

@@ -142,7 +142,7 @@ def test_a_prompt_that_parts_before_the_window_says_why_it_computes_again(tmp_pa
     assert (lookup.by_attention, lookup.by_recurrent, lookup.reused) == (22, 16, 16)
     assert lookup.why.endswith("recurrent states were kept at 16, and tokens 16 ... 21 are computed again")
     lookup = cache.find([*tokens[:4], (tokens[4] + 1) % VOCAB, 5])
-    assert lookup.reused == 0 and lookup.why.endswith("recurrent states were kept nowhere on that way")
+    assert lookup.reused == 0 and lookup.why.endswith("there is no checkpoint on that path")
     assert cache.find([(tokens[0] + 1) % VOCAB]).why == "nothing like it was seen before"
 
 

@@ -266,7 +266,7 @@ def test_a_memory_of_another_model_or_policy_refuses(saved: Path) -> None:
 
 
 def test_tails_that_hold_something_else_are_refused_where_states_are_left_behind(tmp_path: Path) -> None:
-    """As many bytes, and other ones: only the rings tell.
+    """The sizes match and the bytes mean something else: only the rings tell.
     States that stand at the newest token have none, so there they do not count.
     """
     model = FamilyToy(FAMILIES["linear_attention"])
