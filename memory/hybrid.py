@@ -171,8 +171,11 @@ class HybridMemory:
         self._coordinator.close()
 
     def fork(self, sequence: Sequence, *excess: Never, **unknown: Never) -> Sequence:
-        """Open a new sequence that continues from the position of this one. Copies no tensor: blocks are shared until
-        one side writes; only the last page, the tail and the head are copied then. Raises SequenceError."""
+        """Open a new sequence that continues from the position of this one.
+
+        No tensor is copied now, because both share their blocks. When one of them writes, only the last page, the tail
+        and the head are copied. Raises SequenceError.
+        """
         if excess or unknown:
             refuse_arguments("memory.fork", excess, unknown)
         with uninterrupted_call() as _until_return:
