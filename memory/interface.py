@@ -366,7 +366,7 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         ...
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        """Make slot targets[i] refer to what slot sources[i] did, all at once. Copies no tensor."""
+        """Make slot targets[i] refer to what slot sources[i] refers to, all at once. Copies no tensor."""
         ...
 
     def truncate(self, slot: int, to: int) -> None:

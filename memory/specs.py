@@ -332,7 +332,7 @@ class MemorySpec:
         return self._with_attention(layers, policy=policy)
 
     def with_storage(self, storage: Storage | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
-        """Return the same spec with old rows stored in few bits (`memory.quantization`), or in the memory's dtype (None).
+        """Return the same spec with old rows stored in few bits (`memory.quantization`), or with None in its own dtype.
 
         `spec.with_policy(H2O(1024)).with_storage(Quantized(4))` keeps 1,024 old rows in 4 bits per number. `layers` and
         errors are those of `with_policy`.

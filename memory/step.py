@@ -69,9 +69,9 @@ class Step:
         token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order. Copy what is needed
             after the step: the next step may overwrite them.
         cu_seqlens: (S + 1,) int64 on the host. The step's request i has tokens [cu_seqlens[i], cu_seqlens[i + 1]).
-        sequences: the sequences, in the caller's order. notes: a dict in which layers pass values to later layers of
-        this step, such as rotary angles. Each uses keys of its own. Anywhere else, the steps of two threads would mix
-        up these values. It is empty when the step ends.
+        sequences: the sequences, in the caller's order.
+        notes: a dict in which layers pass values to later layers of this step, such as rotary angles. Each uses keys of
+            its own. Anywhere else, the steps of two threads would mix up these values. It is empty when the step ends.
     """
 
     def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Outputs) -> None:

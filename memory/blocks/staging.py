@@ -68,7 +68,7 @@ class Stage:
 
     def _use(self, place: Tensor) -> None:
         self._on_device, self._used = place, 0
-        # torch does not use pinned memory again before copies out of it are done.
+        # Torch does not use pinned memory again before copies out of it are done.
         self._pinned = place
         if self._is_apart:
             self._pinned = torch.empty(len(place), dtype=torch.int64, pin_memory=self.device.type == "cuda")

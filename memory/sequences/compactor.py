@@ -71,7 +71,7 @@ class Compactor:
             return np.zeros(0, np.int64)
         is_busy, slots = self._ledger.is_busy, list(self._ledger.handles)
         fixed = {pool.name: pool.counts > 0 for pool, _ in self.layers.pools}
-        # The first round collects what idle sequences refer to, so that the second can remove what busy ones share.
+        # Busy sequences come second, so that blocks to which both busy and idle ones refer stay fixed.
         for busy in (False, True):
             for slot in slots:
                 if is_busy[slot] == busy:

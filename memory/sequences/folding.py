@@ -100,7 +100,7 @@ class TailRules:
 
     @staticmethod
     def of_attention(rollback_window: int, fold_tokens: int, overlap_tokens: int) -> TailRules:
-        """Return the rules of attention whose rows fold `fold_tokens` at a time and stay in the tail for the overlap."""
+        """Return the rules of attention whose rows fold `fold_tokens` at a time and stay in tails for the overlap."""
         return TailRules._with_ring(FoldMode.NONE, rollback_window, fold_tokens, overlap_tokens)
 
     @staticmethod

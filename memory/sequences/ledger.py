@@ -399,7 +399,7 @@ class Ledger:
         ]  # fmt: skip
 
     def nearest_checkpoint(self, sequence: Sequence, to: int) -> tuple[int, Sequence | None]:
-        """Return the furthest position <= `to` that a checkpoint of the family reaches, and that checkpoint, or 0, None.
+        """Return the furthest position <= `to` that a checkpoint of the family reaches, and the checkpoint; or 0, None.
 
         Up to that position the checkpoint must have the sequence's tokens, and remember them as the sequence does or as
         if they were fed anew.

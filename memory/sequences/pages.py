@@ -31,7 +31,7 @@ class PageGrid:
         return ceil_div(positions, self.page_tokens)
 
     def held_pages(self, stretch: Stretch) -> Int64s:
-        """Return (4, N) numbers of pages that sequences hold before, in and after a step, and of full ones that always stay.
+        """Return (4, N) numbers of pages: those held before, in and after a step, and full ones that are never freed.
 
         Pages that leave the window are released when the step is over.
         """
