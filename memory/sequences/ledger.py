@@ -26,7 +26,8 @@ class Ledger:
     Everything else follows from them: see `rebuild`.
 
     Args:
-        journal: the memory's journal. Attributes:
+        journal: the memory's journal.
+    Attributes:
         lengths, peaks: (n_slots,) how many tokens each slot holds, and the furthest position that it has ever reached.
         is_busy, is_away: (n_slots,) True while the sequence is in an open step, and while it is swapped out.
         handles: slot -> the handle of an open sequence or checkpoint.
@@ -41,21 +42,17 @@ class Ledger:
         self.is_away = np.zeros(16, np.bool_)
         self.handles: dict[int, Sequence] = {}
         self._owner = weakref.ref(owner)
-        # Maps a slot to the buffer of its own and its forks' tokens, once it has any.
-        self._buffers: dict[int, TokenBuffer] = {}
-        # Up to this position a slot may write into its buffer. 0 means not known.
-        self._writable = np.zeros(16, np.int64)
+        self._buffers: dict[int, TokenBuffer] = {}  # Maps a slot to the buffer of its tokens, once it has any.
+        self._writable = np.zeros(16, np.int64)  # Slots may write into their buffers up to here. 0: not known.
         self._reserved: dict[int, Int64s] = {}  # Maps a slot to a larger array, for the tokens of an open step.
         self._is_checkpoint = np.zeros(16, np.bool_)
         self._free_slots = list(range(15, -1, -1))
         self._n_opened = 0
         self._families: dict[int, dict[TokenBuffer, None]] = {}  # Maps a lineage to its buffers with checkpoints.
-        # Maps a slot to pairs (first changed position, number of the drop).
-        self._seams: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # Maps a slot to what `drops` returns.
         self.n_drops = 0
         self._swapped: dict[int, tuple[int, int]] = {}  # Maps a slot that is swapped out to its horizon and its bytes.
-        # Holds what `check_all_usable` found. Each change makes a new list.
-        self._found_usable: list[tuple[list[Sequence], Int64s]] = []
+        self._found_usable: list[tuple[list[Sequence], Int64s]] = []  # Each change makes a new list.
 
     def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
         """Open an empty sequence in a free slot. All that is forked from the same sequence has the same `lineage`."""
@@ -129,10 +126,7 @@ class Ledger:
         self._rebuild_buffers(horizon_of)
 
     def _rebuild_buffers(self, horizon_of: Callable[[int], int]) -> None:
-        """Find out who holds each buffer of tokens.
-
-        Nobody writes to a buffer until `reserve` has found that it is allowed.
-        """
+        """Find out who holds each buffer of tokens. Later, `reserve` finds out who may write to it."""
         self._families = {}
         for held in self._buffers.values():
             held.clear()
@@ -181,17 +175,11 @@ class Ledger:
             self._reserved[slot] = ids
 
     def _reach(self, buffer: TokenBuffer, *, but: int | None = None) -> int:
-        """Return how many tokens the longest sequence or checkpoint in a buffer has.
-
-        The live slot `but` does not count.
-        """
+        """Return the greatest length of sequences and checkpoints in a buffer, except that of the live slot `but`."""
         return max([buffer.checkpoint_tokens, *(int(self.lengths[slot]) for slot in buffer.live if slot != but)])
 
     def _place(self, slot: int, ids: Int64s) -> None:
-        """Move the slot's tokens into `ids`.
-
-        If the slot is the writer of its old buffer, all others there move with it.
-        """
+        """Move the slot's tokens into `ids`. If it is the writer of its buffer, all others there move with it."""
         buffer = self._buffers.get(slot)
         if buffer is not None and buffer.writer == slot:
             buffer.ids = ids
@@ -222,10 +210,7 @@ class Ledger:
         self._journal.after(self._trim, buffer)
 
     def _go_back_to(self, slot: int, length: int) -> None:
-        """Stop a slot from writing to its buffer, because others there may hold more tokens.
-
-        `reserve` finds out if they do.
-        """
+        """Stop a slot from writing to its buffer until `reserve` has found out if others there hold more tokens."""
         buffer = self._buffers.get(slot)
         self._writable[slot] = 0
         if buffer is not None and buffer.writer == slot:
@@ -287,10 +272,7 @@ class Ledger:
         self._seams.pop(slot, None)
 
     def drop(self, dropped: Dropped, changed_from: int) -> None:
-        """Remove tokens from the middle.
-
-        From position `changed_from` on, the memory differs from one that was fed only the rest.
-        """
+        """Remove tokens from the middle. From `changed_from` on, memory differs from one that was fed only the rest."""
         slot, tokens = dropped.slot, self.tokens(dropped.slot)
         self._note(self.handles[slot])
         left = np.concatenate([tokens[: dropped.start], tokens[dropped.end :]])
@@ -381,8 +363,7 @@ class Ledger:
                 self._families.setdefault(lineage, {})[buffer] = None
             elif buffer is not None and buffer is not own:
                 buffer.live.add(slot)
-        # Old buffers are released only after all targets have new ones. Otherwise tokens that are still wanted could be
-        # freed.
+        # Old buffers are released after all targets have new ones. Otherwise wanted tokens could be freed.
         for (target, own), source in zip(before, sources, strict=True):
             if target is not source and own is self._buffers.get(target.slot):
                 self._go_back_to(target.slot, int(self.lengths[target.slot]))
