@@ -40,8 +40,8 @@ class AttentionCache:
 
     Args:
         specs: the attention specs, in the order in which `attend` numbers them.
-        name: of its pool; "pages" or "pages over WINDOW" unless given.
-        selection: chooses the pages that are read; None if all are read.
+        name: the name of the pool. By default it is "pages", or "pages over WINDOW".
+        selection: chooses the pages that queries read. None: they read all pages.
     """
 
     def __init__(
@@ -65,12 +65,13 @@ class AttentionCache:
             self._flats = [[self.kernels.prepare(store.flat(next(remaining))) for _ in own] for own in fields]
         # Where values are a part of the keys, both are read from the same flat.
         self._keys_values = [(own[0], own[s.n_parts - 1]) for s, own in zip(specs, self._flats, strict=False)]
-        # first_page: of slots that have released pages; oldest: the oldest row, where it may be inside the first page.
+        # A slot that has released pages has a `first_page`. `oldest` is its oldest row, which may lie inside the first
+        # page.
         self._table = BlockTable(self.pool, "pages", "first_page", "oldest")
         self._first_page, self._oldest = self._table.numbers.values()
 
     def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
-        """Return the shapes of one layer's fields in a page: keys, values unless part of the keys, then bounds."""
+        """Return the shapes of one layer's fields in a page: keys, then values if they are stored, then bounds."""
         bounds = [] if self._selection is None else self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)
         return [(spec.n_kv_heads, self.page_tokens, spec.head_dim)] * spec.n_parts + bounds
 
@@ -86,11 +87,12 @@ class AttentionCache:
         return self.grid.held_pages(stretch) * self.pool.block_bytes
 
     def plan(self, packed: Packed, first_read: Int64s | None = None) -> AttentionPlan:
-        """See `LayerMemory.plan`. With `first_read`, queries of request i read no page before that one."""
+        """See `LayerMemory.plan`. With `first_read`, queries of request i read no page before page first_read[i]."""
         tables = self._table.of_all(slots := packed.slots.tolist())
         held, wanted = self.grid.pages(packed.starts), self.grid.pages(packed.ends)
         lengths, positions, n_new = packed.ends, packed.positions, wanted - held
-        if self._first_page or first_read is not None:  # from here on, all counts from the first page that is read
+        # From here on, everything counts from the first page that is read.
+        if self._first_page or first_read is not None:
             first = self.first_pages(packed.slots) if first_read is None else first_read
             held, wanted, lengths = held - first, wanted - first, lengths - first * self.page_tokens
             positions = positions - np.repeat(first * self.page_tokens, packed.counts)
@@ -111,7 +113,7 @@ class AttentionCache:
             tables[i][-1 - n_new[i]] = new
         try:
             copied = {i for i, _, _ in copies}
-            for i, table in changed.items():  # so that `commit` cannot fail
+            for i, table in changed.items():  # All room is made here, so that `commit` cannot fail.
                 self._table.reserve(slots[i], len(table) - int(n_new[i]) - (i in copied), len(table))
             if first_read is not None:
                 held_from = [self._first_page.get(slot, 0) for slot in slots]
@@ -127,7 +129,10 @@ class AttentionCache:
             raise
 
     def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
-        """Return what a step reads, and the addresses of pages that it fills, whose bounds it then writes."""
+        """Return what a step reads, and the addresses of the pages that it fills.
+
+        The step then writes these pages' bounds.
+        """
         if self._selection is None:
             return (Read(batch),), None
         reads = self._selection.pages_read(packed, batch, pages, self.place)
@@ -136,7 +141,7 @@ class AttentionCache:
         return reads, self.place(pages[full])
 
     def _rows_at(self, packed: Packed, pages: Int64s, n_pages: Int64s, positions: Int64s) -> tuple[Prepared, ...]:
-        """Compute for each layer the element offsets of the new tokens' rows; positions count from the first page."""
+        """Compute for each layer the element offsets of the new tokens' rows. Positions count from the first page."""
         page_T, slot_T = np.divmod(positions, self.page_tokens)
         begins = n_pages.cumsum() - n_pages
         page_T += begins if packed.is_decode else np.repeat(begins, packed.counts)
@@ -145,13 +150,16 @@ class AttentionCache:
         return tuple(rows[s.kv_shape] for s in self._specs)
 
     def _row_offsets(self, kv_shape: tuple[int, int], page_T: Int64s, slot_T: Int64s) -> Int64s:
-        """Return (T * G,) element offsets of each head's rows: `slot_T` of the page at element offset `page_T`."""
+        """Return (T * G,) element offsets of each head's rows: row `slot_T` of the page at element offset `page_T`."""
         n_heads, head_dim = kv_shape
         first_T = page_T + slot_T * head_dim
         return (first_T[:, None] + np.arange(n_heads) * (self.page_tokens * head_dim)).ravel()
 
     def place(self, array: Int64s, *, room: bool = False) -> Prepared:
-        """Upload an array for the kernels. `room` rounds its capacity up: later plans keep the same addresses."""
+        """Upload an array for the kernels.
+
+        `room` rounds its capacity up, so that later plans keep the same addresses.
+        """
         return self.kernels.prepare(self._store.upload(array, room=room))
 
     def begin(self, plan: AttentionPlan) -> None:
@@ -160,7 +168,7 @@ class AttentionCache:
             self.plan_read(read)
 
     def copy_shared(self, plan: AttentionPlan) -> None:
-        """Copy the last pages to which the step appends and to which other sequences refer as well."""
+        """Copy each last page that the step appends to and that other sequences refer to as well."""
         for _, old, new in plan.copies:
             self._store.copy(int(self.pool.addresses[old]), int(self.pool.addresses[new]), self.pool.block_bytes)
 
@@ -174,7 +182,7 @@ class AttentionCache:
     def attend(
         self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
     ) -> Tensor:
-        """Write the step's keys and values, and attends to everything up to each token: (T, H, D or value_dim)."""
+        """Write the step's keys and values. Return what each token attends to up to itself: (T, H, D or value_dim)."""
         self.write(plan, index, q_THD, k_TGD, v_TGD)
         if self._selection is None:
             return self.read(plan.batch, index, q_THD, scoring)
@@ -192,7 +200,7 @@ class AttentionCache:
         return self.read(batch, index, q_QHD, scoring)
 
     def choose(self, choice: PageChoice, index: int, q_QHD: Tensor, bounds: Sequence[Prepared]) -> Tensor:
-        """Return the pages that the queries choose for each head of keys by these bounds, (G, C)."""
+        """Return the pages that queries choose by these bounds, (G, C): C pages for each head of keys."""
         least, greatest = bounds
         return self.kernels.choose_pages(q_QHD, least, greatest, choice, self._specs[index].n_kv_heads)
 
@@ -206,10 +214,10 @@ class AttentionCache:
     def read(
         self, batch: PagedBatch, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None
     ) -> Tensor:
-        """Attend to the pages and, before them, to rows that have folded.
+        """Attend to the rows that have folded, and to the pages behind them.
 
-        Where values are a part of the keys, the kernel mixes whole keys, D elements where value_dim are wanted: an
-        eighth more work on values with DeepSeek's sizes, 576 and 512.
+        Where values are a part of the keys, the kernel sums whole keys: D elements, though only value_dim are wanted.
+        With DeepSeek's sizes, 576 and 512, that is an eighth more work on values.
         """
         spec, (keys, values) = self._specs[index], self._keys_values[index]
         scoring = scoring._replace(window=spec.window)
@@ -248,7 +256,7 @@ class AttentionCache:
             self.pool.release(np.concatenate(dropped))
 
     def _leave_behind(self, slots: Int64s, peaks: Int64s) -> list[Int64s]:
-        """Take pages that have left the window out of these slots' page tables, and returns them."""
+        """Take the pages that have left the window out of these slots' page tables, and return them."""
         left = []
         for slot, first in zip(slots.tolist(), self.grid.first_page(peaks).tolist(), strict=True):
             n_old = first - self._first_page.get(slot, 0)
@@ -290,7 +298,7 @@ class AttentionCache:
     def _copy_moved(self, dropped: Dropped, oldest: int, origin: int, new_R: Int64s, fresh: Int64s) -> None:
         """Write the rows of positions `new_R` into pages `fresh`, which begin at position `origin`.
 
-        Rows older than `oldest` are held no longer and will not be read: they become zeros.
+        Rows older than `oldest` are no longer held, and nobody will read them. They become zeros.
         """
         old_R = new_R + (new_R >= dropped.start) * dropped.n_tokens
         is_held, table = old_R >= oldest, self._table[dropped.slot]
@@ -313,7 +321,7 @@ class AttentionCache:
                 self.kernels.write_rows_(flat, target, rows_RGD.flatten(0, 1))
 
     def _bound(self, index: int, full: Prepared) -> None:
-        """Write the bounds of pages that are full, given by element offsets (F,)."""
+        """Write the bounds of full pages, which are given by their element offsets (F,)."""
         if self._selection is None or not len(full):
             return
         spec, flats = self._specs[index], self._flats[index]
@@ -354,7 +362,7 @@ class AttentionCache:
         return self.grid.horizon(oldest)
 
     def first_pages(self, slots: Int64s) -> Int64s:
-        """Return (S,) the number of the oldest page that each slot holds."""
+        """Return (S,) the page number of the oldest page that each slot holds."""
         return self._table.column("first_page", slots)
 
     def _oldest_row(self, slot: int) -> int:

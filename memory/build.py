@@ -44,8 +44,8 @@ class Kinds:
     """Holds the layer memories of a spec, by name and by kind.
 
     Attributes:
-        by_name: all of them, in the order in which they plan.
-        attention: for each attention of the spec the name of its cache, the cache, and its number there.
+        by_name: name -> layer memory, in the order in which they plan.
+        attention: for each attention of the spec, the name of its cache, the cache, and the attention's number there.
     """
 
     by_name: LayerMemories = field(default_factory=LayerMemories)
@@ -55,11 +55,11 @@ class Kinds:
 
 
 _Group = tuple[int | None, Budget | None, Storage | None]
-"""A window, a policy and a storage: layers with the same three share blocks."""
+"""A window, a policy and a storage. Layers that have all three in common share blocks."""
 
 
 def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec, _Group]]:
-    """Yield each attention of a spec with its group, in which `EvictionPolicy.of_layer` has made the layer's policy."""
+    """Yield each attention of a spec with its group. `EvictionPolicy.of_layer` has made the policy of the group."""
     attention = [m for m in memories if isinstance(m, AttentionSpec)]
     for memory in attention:
         if not isinstance(memory.policy, EvictionPolicy | Quest | None):
@@ -146,7 +146,7 @@ def with_host_pages(
 ) -> HostPages:
     """Give each attention cache of a memory a twin in host memory.
 
-    Raises SpecError: no attention, or no room there for a sequence.
+    Raises SpecError if the model has no attention, or if host memory has no room for one sequence.
     """
     attention = replace(
         spec, layers=tuple(tuple(m for m in layer if isinstance(m, AttentionSpec)) for layer in spec.layers)
@@ -168,16 +168,16 @@ def with_host_pages(
 
 
 def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fold:
-    """Choose the fold mode for a device: "keep" on the CPU; on CUDA "defer" where that moves fewer bytes; or "replay".
+    """Choose the fold mode for a device: "keep" on the CPU; on CUDA "defer" if it moves fewer bytes, else "replay".
 
-    With "defer" a step reads tails, on average half a fold longer than the window, instead of writing states.
+    With "defer" a step does not write states, but reads tails. On average a tail is half a fold longer than the window.
     """
     if device_type == "cpu":
         return "keep"
     recurrent = [m for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec)]
     if device_type != "cuda" or not recurrent or not all(m.can_defer for m in recurrent):
         return "replay"
-    # Windows of convolutions (an empty ring) do not count: they are read from rows, which each mode holds.
+    # Windows of convolutions, whose ring is empty, do not count: every mode reads them from rows that it holds anyway.
     states = [state for m in recurrent for state in m.states if state.ring]
     state_bytes = sum(_bytes([(state.shape, state.dtype)], spec.dtype) for state in states)
     token_bytes = sum(_bytes(state.ring or (), spec.dtype) for state in states)
@@ -186,7 +186,7 @@ def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fo
 
 
 def _bytes(parts: Iterable[tuple[tuple[int, ...], torch.dtype | None]], dtype: torch.dtype) -> int:
-    """Return the bytes of tensors of these shapes and dtypes; `dtype` for those that name none."""
+    """Return the bytes of tensors of these shapes and dtypes. A tensor that names no dtype has `dtype`."""
     return sum(math.prod(shape) * (own or dtype).itemsize for shape, own in parts)
 
 
@@ -227,7 +227,7 @@ def kernels_of(spec: MemorySpec, fold: Fold, rollback_window: int) -> dict[str, 
 
 
 def _in_torch(spec: MemorySpec) -> dict[str, str]:
-    """Return what no kernel computes: recurrences of families that are not this library's, and ranks of policies."""
+    """Return what no kernel computes: recurrences of families that the library does not have, and ranks of policies."""
     found = dict[str, str]()
     for memory in (memory for layer in spec.layers for memory in layer):
         if isinstance(memory, RecurrentSpec) and memory.family not in _WITH_KERNELS:
@@ -253,7 +253,7 @@ _OF_FAMILY = {"mamba1": "selective_scan", "rg_lru": "linear_scan", "rwkv4": "wkv
 def compiled_ahead(spec: MemorySpec) -> set[str]:
     """Return the kernels that steps of this spec call, by `memory.kernels.cpu.warm_up.NAMES`.
 
-    Others, which only a recurrence of the user's own may call, are compiled when they are called first.
+    Only a user's own recurrence may call other kernels. They are compiled at the first call.
     """
     names = {"rows", "rms_norm"}
     for memory in (memory for layer in spec.layers for memory in layer):
@@ -285,7 +285,7 @@ def build(
     disk_budget: float | str | None,
     poison: bool,
 ) -> Coordinator:
-    """Make every layer memory of a spec in one store. Arguments and errors as `HybridMemory`."""
+    """Make every layer memory of a spec in one store. Arguments and errors are those of `HybridMemory`."""
     budget_bytes = read_budget(budget)
     store = Store(budget_bytes, spec.device, poison=poison)
     swapped = Tiers(
@@ -310,7 +310,7 @@ def build(
 
 
 def _places(spec: MemorySpec, kinds: Kinds) -> Places:
-    """Return for each layer, kind and name the layer memory that serves it."""
+    """Return the layer memory that serves each layer, kind and name."""
     places: Places = {}
     for kind in ("attention", "cross-attention", "recurrence"):
         for i, (layer, memory) in enumerate(spec.of_kind(kind)):

@@ -19,20 +19,20 @@ from hybridmem.memory.interface import Encoded
 from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec
 
 _ROOM_BYTES = 1 << 61
-"""Budget of the dry run: more than any sequence takes."""
+"""The budget of the dry run. It is more than any sequence takes."""
 
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Says how many bytes a sequence takes that grows to `n_tokens`: a capacity plan.
+    """Says how many bytes a sequence takes that grows to `n_tokens`. It is called a capacity plan.
 
     Attributes:
-        most_bytes: that it holds between two steps, at any length up to `n_tokens`.
-        most_at: a length at which it holds them.
-        by_kind, block_bytes: at that length, as `Usage` has them; by_kind's values sum to `most_bytes`.
-        step_bytes: that the steps of a prompt of `n_tokens` take on top of `most_bytes`, until blocks that they replace
-            are given back.
-        least_bytes: a memory of this kind is not made with less.
+        most_bytes: the most bytes that the sequence holds between two steps, at any length up to `n_tokens`.
+        most_at: a length at which the sequence holds `most_bytes`.
+        by_kind, block_bytes: the fields of `Usage` at that length. The values of `by_kind` sum to `most_bytes`.
+        step_bytes: how many bytes the steps of a prompt of `n_tokens` need on top of `most_bytes`, until the blocks
+            that they replace are free.
+        least_bytes: the smallest budget with which such a memory can be made.
     """
 
     n_tokens: int
@@ -45,7 +45,10 @@ class SequencePlan:
     least_bytes: int
 
     def fit_into(self, budget_bytes: int) -> int:
-        """Return how many such sequences fit into a budget at once, between steps; 0 if not even one can be fed."""
+        """Return how many such sequences fit into a budget at once, between steps.
+
+        It is 0 if not even one can be fed.
+        """
         usable = budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         return usable // self.most_bytes if usable >= max(self.most_bytes + self.step_bytes, self.least_bytes) else 0
 
@@ -59,18 +62,20 @@ def plan_sequence(
     encoder_tokens: int = 0,
     **options: Any,
 ) -> SequencePlan:
-    """Compute the bytes of a sequence of up to `n_tokens` in a memory of `spec`, without tensors, to the byte.
+    """Compute exactly how many bytes a sequence of up to `n_tokens` takes in a memory of `spec`, without tensors.
 
     What a sequence holds follows from its length, not from the steps that led there, so all but its last tokens are fed
-    at once. It may hold more a little before its end than at its end: old rows fold in groups, and a state at the next
-    fold point is both head and next body.
+    at once. A sequence may hold more a little before its end than at its end, because old rows fold in groups, and
+    because a state at the next fold point is both the head and the next body.
 
     Args:
-        step_tokens: of a prompt's steps: `max_tokens` of `HybridMemory.run`; of its grid with policies or storages.
+        step_tokens: how many tokens a prompt's step takes: `max_tokens` of `HybridMemory.run`. With policies or
+            storages it is the distance of the grid.
         encoder_tokens: rows that the encoder of an encoder-decoder model returns for each sequence's input.
-        options: of `HybridMemory`: rollback_window, fold, dtype, state_dtype. Bytes are those on the spec's device.
+        options: arguments of `HybridMemory`: rollback_window, fold, dtype, state_dtype. Bytes are counted for the
+            spec's device.
     Raises:
-        SpecError: an option that cannot work, as `HybridMemory`.
+        SpecError: an option cannot work, as in `HybridMemory`.
     Cost: O(n_tokens); for a million, in pages of 16, 0.7 s.
     """
     if not isinstance(spec, MemorySpec):
@@ -79,7 +84,10 @@ def plan_sequence(
     encoder_tokens = read_count("encoder_tokens", encoder_tokens, 0)
 
     def feed(ends: Iterable[int]) -> Iterator[tuple[HybridMemory, int, int]]:
-        """Feed a sequence in its own memory up to each of `ends`; yield memory, length and bytes used in the step."""
+        """Feed a sequence in its own memory up to each of `ends`.
+
+        Yield the memory, the length and the bytes used in the step.
+        """
         memory = HybridMemory(spec, _ROOM_BYTES, device="meta", page_tokens=page_tokens, **options)
         sequence = memory.open(encoder=_encoded(spec, encoder_tokens))
         for end in ends:
@@ -93,7 +101,7 @@ def plan_sequence(
         if memory.counters.used_bytes > most_bytes:
             most_bytes, most_at, usage = memory.counters.used_bytes, length, memory.usage()
     n_stepped = 2 * max(memory.rollback_window, n_single) + 2 * step_tokens
-    first = max(0, n_tokens - n_stepped) // step_tokens * step_tokens  # `HybridMemory.run` cuts prompts there
+    first = max(0, n_tokens - n_stepped) // step_tokens * step_tokens  # `HybridMemory.run` cuts prompts here.
     ends = [*([first] if first else []), *range(first + step_tokens, n_tokens, step_tokens), n_tokens]
     peak_bytes = max(in_step_bytes for _, length, in_step_bytes in feed(ends) if length > first)
     step_bytes = max(0, peak_bytes - most_bytes)
@@ -109,13 +117,14 @@ def checkpoint_bytes(
     """Compute the bytes that a checkpoint adds once its sequence has gone on by more than a rollback window.
 
     Args:
-        holds_tail: as `HybridMemory.checkpoint` has it.
-        page_tokens, encoder_tokens, options: as `plan_sequence` has them.
-    Raises SpecError: an option that cannot work. Cost: milliseconds.
+        holds_tail: the argument of `HybridMemory.checkpoint`.
+        page_tokens, encoder_tokens, options: the arguments of `plan_sequence`.
+    Raises SpecError if an option cannot work. Cost: milliseconds.
     """
     memory = HybridMemory(spec, _ROOM_BYTES, device="meta", page_tokens=page_tokens, **options)
     sequence = memory.open(encoder=_encoded(spec, encoder_tokens))
-    n_apart = 512 * ceil_div(2 * memory.rollback_window + page_tokens, 512)  # policies and storages fold within these
+    # The distance is larger than any fold of a policy or a storage.
+    n_apart = 512 * ceil_div(2 * memory.rollback_window + page_tokens, 512)
     memory.run(None, {sequence: np.zeros(n_apart + memory.rollback_window // 2 + 1, np.int64)})
     checkpoint = memory.checkpoint(sequence, holds_tail=holds_tail)
     memory.run(None, {sequence: np.zeros(n_apart, np.int64)})
@@ -123,7 +132,7 @@ def checkpoint_bytes(
 
 
 def _lengths_that_differ(spec: MemorySpec, page_tokens: int) -> int:
-    """Return at how many last lengths to look for the largest: rows fold in groups, and states change roles."""
+    """Return how many of the last lengths to search for the largest, as rows fold in groups and states change roles."""
     attention = [m for layer in spec.layers for m in layer if isinstance(m, AttentionSpec)]
     groups = [m.storage.group for m in attention if m.storage is not None]
     every = [m.policy.every for m in attention if isinstance(m.policy, EvictionPolicy)]
@@ -131,7 +140,7 @@ def _lengths_that_differ(spec: MemorySpec, page_tokens: int) -> int:
 
 
 def _encoded(spec: MemorySpec, n_rows: int) -> Encoded | None:
-    """Return an encoder's output without data, None for a model without an encoder. Raises SpecError."""
+    """Return an encoder's output without data, or None for a model without an encoder. Raises SpecError."""
     cross = [m for _, m in spec.of_kind("cross-attention") if isinstance(m, CrossAttentionSpec)]
     if bool(cross) != bool(n_rows):
         why = (

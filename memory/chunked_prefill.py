@@ -27,7 +27,7 @@ from hybridmem.memory.views.counters import Counters
 
 Model = Callable[[Step], Tensor]
 Chunk = list[tuple[int, int, int]]
-"""(request, start, end), ...: the tokens of each request that one step takes."""
+"""A list of (request, start, end): the tokens of each request that one step takes."""
 
 
 class Steppable(Protocol):
@@ -40,12 +40,12 @@ class Steppable(Protocol):
 
 
 class Run:
-    """Is the block of several steps that count together: unless it is left normally, every sequence is as before.
+    """Is the block of several steps that count together. If an exception ends it, every sequence is as before.
 
-    A checkpoint of each sequence is held meanwhile, to which a failure returns.
+    Meanwhile it holds a checkpoint of each sequence. After a failure the sequence returns to it.
 
     Args:
-        step: one of all these sequences, which need not be entered.
+        step: a step over all these sequences. It need not be entered.
     """
 
     def __init__(self, step: Step) -> None:
@@ -79,14 +79,15 @@ def run_in_chunks(
     memory: Steppable, model: Model | None, requests: Requests, *, max_tokens: int, outputs: Outputs,
     held: uninterrupted_call,
 ) -> Tensor | None:  # fmt: skip
-    """Feed requests in steps of at most `max_tokens`, or on the grid; see `HybridMemory.run`.
+    """Feed requests in steps of at most `max_tokens`, or in steps of the grid. See `HybridMemory.run`.
 
     Args:
-        held: entered before the last commit. From then on a Ctrl-C waits, for as long as the caller keeps this.
+        held: this function enters it before the last commit. From then on a Ctrl-C waits as long as the caller keeps
+            it.
     """
     _check(memory, model, max_tokens)
     sequences, values = read_pairs(requests)
-    # Refuse before the tokens are read, by their number: reading a million takes long.
+    # Refuse requests by their number of tokens, before the tokens are read: to read a million takes long.
     memory.counters.require_room(sequences, count_tokens(values), max_tokens)
     tokens = read_tokens(sequences, values, memory.spec.vocab_size)
     tokens.arrive(sequences, memory.spec.vocab_size)

@@ -44,11 +44,11 @@ class EnteredStep(Protocol):
 
 @dataclass(eq=False)
 class OpenRun:
-    """Holds what several steps that count together return to if they are not completed.
+    """Holds what the sequences return to if several steps that count together are not completed.
 
     Attributes:
         marks: a checkpoint of each sequence.
-        block: refers to what lives until the run is left, on the stack of its `with` statement.
+        block: refers to an object on the stack of the run's `with` statement. It lives until the run ends.
     """
 
     marks: dict[Sequence, Sequence]
@@ -59,13 +59,13 @@ class Coordinator(Lifetime):
     """Keeps all layer memories of one model in step, for `HybridMemory`, its steps and its sequences.
 
     A step is plan -> begin -> commit or abort, in all layer memories or in none. Each sequence has one length, in the
-    ledger. Whatever changes books does so in a change of the journal, so that an exception anywhere leaves all or
+    ledger. Books change only in a change of the journal. So an exception, wherever it comes, leaves all of a change or
     nothing.
 
     Args:
-        places: (layer, kind, name) -> the layer memory that serves it, and its number there.
-        swapped: what holds the sequences that are swapped out.
-        host_pages: keys and values that are offloaded to host memory; None: there are none.
+        places: (layer, kind, name) -> the layer memory that serves it, and the number of that layer there.
+        swapped: holds the sequences that are swapped out.
+        host_pages: holds the keys and values that are offloaded to host memory. None: there is no such place.
     """
 
     parts = ("layers", "places", "store", "ledger", "swapped", "host_pages", "room", "open_steps", "journal")
@@ -91,7 +91,7 @@ class Coordinator(Lifetime):
         self.host_pages = host_pages
         self.ledger = Ledger(self, store.journal)
         self.open_steps: dict[OpenStep, None] = {}
-        # Weakly, because the coordinator refers to both of them.
+        # These references are weak, because the coordinator refers to both objects.
         store.journal.rebuild = _weakly(self, Coordinator._rebuild)
         store.journal.abandon = _weakly(self, Coordinator._abandon_run)
         abort_abandoned = _weakly(self, Coordinator.abort_abandoned)
@@ -102,13 +102,13 @@ class Coordinator(Lifetime):
         self.room = Room(store.arena, self.ledger, compactors, abort_abandoned, on_grid=spec.is_cut_on_grid)
 
     def mend(self) -> None:
-        """Finish or undo what an exception has left half done, before anything of this memory is read."""
+        """Finish or undo what an exception has left half done. It is called before anything of this memory is read."""
         if self.why_ended is None and (self.journal.is_open or self.journal.watched) and self.journal.is_left:
             with self.lock:
                 self.journal.mend()
 
     def _rebuild(self) -> None:
-        """Compute all that follows from the records of sequences and from the open steps."""
+        """Compute what follows from the records of sequences and from the open steps."""
         references = self.layers.references(opened.plans for opened in self.open_steps)
         self.store.rebuild(references)
         if self.host_pages is not None:
@@ -141,10 +141,11 @@ class Coordinator(Lifetime):
             self.open_steps[opened] = None
             self.ledger.occupy(packed.slots)
             step.hold(opened, self.store.upload)
-            self.ledger.reserve(packed)  # last: a step that is refused leaves no larger buffers behind
+            # This comes last, so that a step that is refused leaves no larger buffers behind.
+            self.ledger.reserve(packed)
 
     def _forget(self, opened: OpenStep) -> None:
-        """Take back that a step was opened."""
+        """Undo that a step was opened."""
         self.open_steps.pop(opened, None)
         opened.is_settled = True
 
@@ -162,14 +163,14 @@ class Coordinator(Lifetime):
         self._abort(opened)
 
     def _abort(self, opened: OpenStep) -> None:
-        if self.why_ended or opened.is_settled:  # in a forked child the step is the parent's
+        if self.why_ended or opened.is_settled:  # In a forked child, the step belongs to the parent.
             return
         with self.journal.change():
             self.layers.commit(opened.plans, opened.packed.nothing)
             self._settle(opened)
 
     def want_stages(self) -> None:
-        """Copy the plans of later steps to places that stay, so that steps can be recorded."""
+        """From now on, copy the plans of steps to addresses that stay, so that steps can be recorded."""
         self.store.stages.are_wanted = True
 
     def _settle(self, opened: OpenStep) -> None:
@@ -200,7 +201,10 @@ class Coordinator(Lifetime):
 
     @locked
     def begin_run(self, sequences: list[Sequence], block: ReferenceType[Any] | None) -> OpenRun:
-        """Make a checkpoint of each sequence, to which it returns unless the run is completed. Raises SequenceError."""
+        """Make a checkpoint of each sequence.
+
+        The sequence returns to it unless the run is completed. Raises SequenceError.
+        """
         self.ledger.check_all_usable(sequences)
         with self.journal.change():
             marks = [self.ledger.open(lineage=s.lineage, is_checkpoint=True) for s in sequences]
@@ -212,7 +216,7 @@ class Coordinator(Lifetime):
 
     @locked
     def end_run(self, run: OpenRun, *, is_complete: bool) -> None:
-        """Close the checkpoints of a run; unless it is complete, return its sequences to them first."""
+        """Close the checkpoints of a run. If the run is not complete, return its sequences to them first."""
         if run in self.journal.watched:
             self._end_run(run, is_complete=is_complete)
 
@@ -282,7 +286,8 @@ class Coordinator(Lifetime):
         for handle in handles:
             handle.closed = True
         self.store.give_back()
-        self.end("this memory is closed; make another one")  # until then, closing it again does all of it again
+        # This comes last. Until then, a second call of `close` repeats everything.
+        self.end("this memory is closed; make another one")
 
     @locked
     def open(self, encoder: Encoded | None, made: list[Sequence]) -> Sequence:
@@ -328,11 +333,11 @@ class Coordinator(Lifetime):
     def handed_over(self, make: Callable[..., _T], *arguments: Any) -> _T:
         """Return what `make(*arguments, made)` returns.
 
-        If an exception comes after the sequences that it has made count, and before it returns, they are closed: nobody
-        has their handles.
+        An exception may come when the new sequences count already, but `make` has not returned. Then they are closed,
+        because nobody has their handles.
 
         Args:
-            make: called with a list, to which it adds each sequence before that counts.
+            make: the function. It adds each sequence to the list `made` before the sequence counts.
         """
         made = list[Sequence]()
         try:
@@ -350,7 +355,7 @@ class Coordinator(Lifetime):
                     self._close(sequence)
 
     def _share(self, sources: list[Sequence], targets: list[Sequence], *, hold_tails: bool = True) -> None:
-        """Make each target what its source was, all at once, in a change that the caller has begun."""
+        """Make each target what its source was, all at once. The caller has begun the change."""
         self.layers.share(np.array([s.slot for s in sources]), np.array([s.slot for s in targets]))
         if not hold_tails:
             for source, target in zip(sources, targets, strict=True):
@@ -416,7 +421,7 @@ class Coordinator(Lifetime):
         return self.nearest(sequence, to)[0]
 
     def nearest(self, sequence: Sequence, to: object) -> tuple[int, Sequence | None]:
-        """Find the nearest reachable position <= to, and the handle whose blocks hold it (None at position 0)."""
+        """Find the nearest reachable position <= `to`, and the handle whose blocks hold it (None at position 0)."""
         return nearest_position(self.ledger, sequence, to, self.horizon_of(sequence))
 
     @locked
@@ -477,7 +482,10 @@ class Coordinator(Lifetime):
 
 
 def _weakly(owner: Coordinator, method: Callable[..., _T]) -> Callable[..., _T]:
-    """Return a method of an object as a function that does not keep the object alive, and does nothing without it."""
+    """Return a method as a function that does not keep the method's object alive.
+
+    Without the object it does nothing.
+    """
     found = ref(owner)
 
     def call(*arguments: Any) -> Any:

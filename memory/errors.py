@@ -17,7 +17,7 @@ A refused call has changed nothing.
 from __future__ import annotations
 
 BUDGET_UNIT, HOST_UNIT = "bytes", "bytes of host memory"
-"""Units of a `CapacityError`: bytes of the budget, or of `HybridMemory(host_pages=...)`."""
+"""What a `CapacityError` counts: bytes of the budget, or bytes of `HybridMemory(host_pages=...)`."""
 
 _LARGER = {BUDGET_UNIT: "give the memory a larger budget, of", HOST_UNIT: "give the memory more host_pages,"}
 _REMEDIES = {
@@ -27,7 +27,7 @@ _REMEDIES = {
 
 
 _MOST_CHARACTERS = 2000
-"""Longest message: it may name a value of any size that a caller gave."""
+"""The longest message. There must be a limit, because a message may name a value of any size that a caller gave."""
 
 
 class HybridMemoryError(Exception):
@@ -57,10 +57,10 @@ class CapacityError(HybridMemoryError):
 
     @staticmethod
     def of(what: str, needed: int, free: int, capacity: int, unit: str = BUDGET_UNIT) -> CapacityError:
-        """Make the error for `what` ("3 x pages need"), which does not fit into `free` bytes, or only in pieces.
+        """Make the error for `what` ("3 x pages need") that does not fit into `free` bytes, or fits only in pieces.
 
         Args:
-            capacity: of the budget, or of `host_pages`; the message names one that is enough.
+            capacity: the bytes of the budget, or of `host_pages`. The message names a number that is enough.
         """
         why = CapacityError.why_apart(needed, free)
         enough = capacity + needed - (0 if why else free)
@@ -71,12 +71,15 @@ class CapacityError(HybridMemoryError):
 
     @staticmethod
     def why_apart(needed: int, free: int) -> str:
-        """Return why free bytes are of no use, though they are enough; nothing if they are not."""
+        """Return why free bytes do not help although there are enough, or "" if there are not enough."""
         return "" if needed > free else ", but not in pieces large enough while steps are open"
 
     @staticmethod
     def remedy(unit: str, enough: int, others: str = "") -> str:
-        """Return what there is to do, among it to give a capacity of `enough` bytes; `others`: instead of the usual."""
+        """Return what the user can do, such as to give a capacity of `enough` bytes.
+
+        `others` replaces the usual advice.
+        """
         return f"{others or _REMEDIES[unit]}, or {_LARGER[unit]} {enough:,} bytes"
 
 
@@ -84,7 +87,7 @@ class RollbackError(HybridMemoryError):
     """A sequence cannot return to that position.
 
     Attributes:
-        to: the position asked for, in tokens; whatever was given, if it is none.
+        to: the position asked for, in tokens. If the argument was no position, it is that argument.
         horizon: the earliest position that the sequence's own tail still reaches.
         resume_at: the nearest reachable position <= `to`, or the sequence's length if `to` lies beyond it.
     """
@@ -100,7 +103,7 @@ class DropError(HybridMemoryError, ValueError):
     """A sequence cannot drop these tokens: there is no such range, or a layer would be wrong without them.
 
     Attributes:
-        start, end: the range asked for, whatever was given.
+        start, end: the range asked for, exactly as the caller gave it.
     """
 
     def __init__(self, message: str, *, start: object, end: object) -> None:

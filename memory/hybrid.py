@@ -41,32 +41,37 @@ class HybridMemory:
         budget: bytes for everything: 10**9, "1GiB" (2**30) or "1GB" (10**9). On the CPU, unused ones cost nothing.
         rollback_window: tokens that every sequence can take back, counted from its peak, the furthest position that it
             reached. 0 keeps no tail: then a rollback reaches only position 0, the present and checkpoints.
-        page_tokens: tokens a page of keys and values.
-        fold: how old tokens of recurrent layers leave the tail. "keep" keeps the state at each multiple of the window:
-            nothing is computed, but a sequence holds a third state and a tail of two windows. "replay" runs old rows
-            again: a tail of 1.2 windows, and a tenth to a fifth more time to decode on a CPU. "defer" writes a state
-            only when rows fold, and each step computes the newest state again, from body and tail: a tail of 1.5
-            windows of what tokens did to states. All recurrences but RWKV-4 and RG-LRU can do that. Unless given: on
-            the CPU "keep"; on CUDA "defer" where all recurrences can and it moves fewer bytes (SSD, gated delta rules,
-            linear attention; others with small windows), else "replay".
-        device, dtype: the spec's unless given. device="meta" is a dry run: all bookkeeping, no tensors, no model.
-        state_dtype: of recurrent states, which models have in float32. "bfloat16" halves them, but each step rounds its
-            end state, so outputs drift (`python -m benchmarks states` measures how far).
-        host_pages: bytes of host memory, beside the budget, for the keys and values that `to_host` moves; for a CUDA
-            device all are pinned at once. None: there is no such place.
-        host_attention: what attends to them where the device is CUDA. "stream": the device reads them over the bus; the
-            host never waits. "compute": the host's processor; in each attention layer it waits for queries, keys and
-            values, and the device for its results, which differ by rounding. On the CPU both are the same.
-        host_budget, swap_dir, disk_budget: bytes of host memory for what `swap_out` moves (None: no limit), a folder
-            or fsspec's URL of one for what does not fit there (None: none), and bytes of its files (None: no limit).
-            In a local folder, files of killed processes are removed.
-        poison: for tests: fill fresh and freed memory with NaN.
+        page_tokens: how many tokens a page of keys and values holds.
+        fold: how old tokens of recurrent layers leave the tail. "keep" keeps the state at each multiple of the window.
+            Nothing is computed twice, but a sequence holds a third state and a tail of two windows. "replay" runs old
+            rows again. A tail has 1.2 windows, and decoding on a CPU takes a tenth to a fifth longer. "defer" writes a
+            state only when rows fold. Each step reads the body and a tail of 1.5 windows, and computes the newest state
+            again. RWKV-4 and RG-LRU cannot defer. By default it is "keep" on the CPU. On CUDA it is "defer" if all
+            recurrences can defer and it moves fewer bytes (SSD, gated delta rules and linear attention; others with
+            small windows), else "replay".
+        device, dtype: replace those of the spec. device="meta" is a dry run: all bookkeeping, but no tensors and no
+            model.
+        state_dtype: the dtype of recurrent states, which models have in float32. "bfloat16" halves their bytes. But
+            each step then rounds its end state, so outputs drift (`python -m benchmarks states` measures how far).
+        host_pages: bytes of host memory, beside the budget, for the keys and values that `to_host` moves. For a CUDA
+            device all of them are pinned at once. None: `to_host` cannot be used.
+        host_attention: what attends to these keys and values on CUDA. "stream": the device reads them over the bus, and
+            the host never waits. "compute": the host's processor attends to them. In each attention layer it waits for
+            queries, keys and values, and the device waits for its results. They differ from the device's by rounding.
+            On the CPU both are the same.
+        host_budget, swap_dir, disk_budget: where `swap_out` moves sequences. `host_budget` is the most bytes of host
+            memory. `swap_dir` is a folder, or fsspec's URL of one, for what does not fit there; None means that there
+            is none. `disk_budget` is the most bytes of its files. Without a number there is no limit. In a local
+            folder, files of killed processes are removed.
+        poison: fills fresh and freed memory with NaN, for tests.
     Attributes:
-        spec, rollback_window, page_tokens, fold: options, defaults filled in. Memories with the same ones are alike.
-        budget_bytes: what it may use at most; see `budget`.
+        spec, rollback_window, page_tokens, fold: the options, with defaults filled in. Memories with equal options are
+            alike.
+        budget_bytes: the most bytes that it may use; see `budget`.
         counters: counts bytes, for planners, schedulers and pictures.
-        folders, archive: write checkpoints to folders, and sequences to files in two parts, for caches and servers.
-    Raises SpecError: an option that cannot work, or a budget too small for one sequence.
+        folders: writes checkpoints to folders, for prefix caches.
+        archive: writes sequences to files in two parts, for servers.
+    Raises SpecError if an option cannot work, or if the budget is too small for one sequence.
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class HybridMemory:
         self.page_tokens = read_count("page_tokens", page_tokens, 1, "tokens")
         check_choices(fold, host_attention, host_pages)
         self.spec = resolved_spec(spec, device, dtype, state_dtype)
-        # By the spec's device, not by device=: a dry run counts what the real device would hold.
+        # The spec's device decides, not device=, because a dry run counts what the real device would hold.
         self.fold: Fold = fold or default_fold(self.spec, spec.device.type, self.rollback_window)
         rules = TailRules.of(self.fold, self.rollback_window)
         self._coordinator = build(
@@ -135,10 +140,11 @@ class HybridMemory:
         """Open a new, empty sequence. It holds no bytes until tokens are fed. Cost: O(1).
 
         Args:
-            encoder: only of an encoder-decoder model: what `model.encode` returned for this sequence's input. It is
-                copied, shared by forks, untouched by rollback, and freed with the last sequence that refers to it.
+            encoder: for an encoder-decoder model, what `model.encode` returned for this sequence's input. It is copied.
+                Forks share it, a rollback does not change it, and it is freed with the last sequence that refers to it.
         Raises:
-            BatchError: `encoder` is missing, not wanted, or does not fit the model. CapacityError: no room for it.
+            BatchError: `encoder` is missing or does not fit the model, or the model wants none. CapacityError: there is
+                no room for it.
         """
         if excess or unknown:
             refuse_arguments("memory.open", excess, unknown)
@@ -148,7 +154,7 @@ class HybridMemory:
     def close(self, sequence: Sequence = _NOT_GIVEN, *excess: Never) -> None:
         """Forget a sequence or a checkpoint, and free the bytes that no other refers to.
 
-        Raises SequenceError: a bad handle, or one in an open step; then nothing has changed.
+        Raises SequenceError if the handle is bad or in an open step. Then nothing has changed.
         """
         if excess or sequence is _NOT_GIVEN:
             refuse_arguments("memory.close", excess, {})
@@ -158,15 +164,18 @@ class HybridMemory:
         """Close the whole memory, as the end of `with HybridMemory(...) as memory:` does.
 
         It frees all bytes and removes the files of what was swapped out. Every later use of the memory or of its
-        handles raises SequenceError, but for closing it again.
+        handles raises SequenceError; only closing it again is allowed.
 
-        Raises SequenceError: a sequence is in an open step; then nothing has changed.
+        Raises SequenceError if a sequence is in an open step. Then nothing has changed.
         """
         self._coordinator.close()
 
     def fork(self, sequence: Sequence, *excess: Never, **unknown: Never) -> Sequence:
-        """Open a new sequence that continues from the position of this one. Copies no tensor: blocks are shared until
-        one side writes; only the last page, the tail and the head are copied then. Raises SequenceError."""
+        """Open a new sequence that continues from the position of this one.
+
+        No tensor is copied now, because both share their blocks. When one of them writes, only the last page, the tail
+        and the head are copied. Raises SequenceError.
+        """
         if excess or unknown:
             refuse_arguments("memory.fork", excess, unknown)
         with uninterrupted_call() as _until_return:
@@ -177,13 +186,13 @@ class HybridMemory:
     ) -> Sequence:  # fmt: skip
         """Make a checkpoint: a fork that is never advanced, to which `rollback` returns from any distance.
 
-        It holds one state of each recurrent layer until it is closed, and the pages that the sequence writes next or
-        forgets: at first its last page. Who returns cannot go back further from there.
+        Until it is closed, it holds one state of each recurrent layer, and the pages that its sequence no longer shares
+        with it: at first only the last page. A sequence that has returned to it cannot go back further.
 
         Args:
-            holds_tail: True: it holds the tail and up to two more states as well, so that who returns can go back as
-                far as the sequence can now. With fold="defer", and after a rollback within the tail, there is no state
-                at its position, and it holds the tail in any case.
+            holds_tail: if True, it also holds the tail and up to two more states. A sequence that has returned to it
+                can then go back as far as the sequence can now. With fold="defer", and after a rollback within the
+                tail, there is no state at its position, so it holds the tail in any case.
         Raises:
             SequenceError: a bad handle. SpecError: `holds_tail` is neither True nor False.
         """
@@ -195,8 +204,9 @@ class HybridMemory:
             return self._coordinator.handed_over(self._coordinator.copy, sequence, True, holds_tail)
 
     def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
-        """Permute memories: each key continues as its value was, all at once. For beams: `reorder({a: b, b: b, c: a})`.
+        """Permute memories: each key continues as its value was, all at once.
 
+        A beam search calls `reorder({a: b, b: b, c: a})`.
         Copies no tensor. Raises SequenceError or BatchError with nothing changed.
         """
         self._coordinator.reorder(moves)
@@ -207,17 +217,19 @@ class HybridMemory:
         self, sequence: Sequence, *excess: Never, to: int | Sequence | None = None, n_tokens: int | None = None,
         **unknown: Never,
     ) -> None:  # fmt: skip
-        """Return to an earlier position: later outputs are those of a sequence that never saw the tokens taken back.
+        """Return to an earlier position.
 
-        Copies no tensor and runs no layer. It reaches any position from `sequence.horizon` on, position 0, and what a
-        checkpoint of the same family holds.
+        Later outputs are those of a sequence that never saw the tokens that were taken back. Copies no tensor and runs
+        no layer. It reaches position 0, any position from `sequence.horizon` on, and the position of any checkpoint of
+        the family.
 
         Args:
-            to: tokens to keep, 0 <= to <= length; or a checkpoint of the family: of this sequence, of one it was forked
-                from or of a fork. The sequence then continues as the checkpoint was, whatever it has seen since.
-            n_tokens: instead of `to`: how many of the newest tokens to take back.
+            to: how many tokens to keep, 0 <= to <= length; or a checkpoint of this sequence, of one that it was forked
+                from, or of a fork. The sequence then continues as the checkpoint was, whatever it has seen since.
+            n_tokens: how many of the newest tokens to take back. It is given instead of `to`.
         Raises:
-            RollbackError: out of reach, or no position; .resume_at is the nearest reachable position below `.to`.
+            RollbackError: `to` is out of reach, or no position. `.resume_at` is the nearest reachable position below
+                `.to`.
             SequenceError: a bad handle.
         """
         if excess or unknown:
@@ -225,13 +237,13 @@ class HybridMemory:
         self._coordinator.rollback(sequence, to, n_tokens)
 
     def can_rollback(self, sequence: Sequence, to: int | Sequence) -> bool:
-        """True if `rollback(sequence, to)` would succeed now. Raises as `resume_point`."""
+        """True if `rollback(sequence, to)` would succeed now. Its errors are those of `resume_point`."""
         return self._coordinator.can_rollback(sequence, to)
 
     def resume_point(self, sequence: Sequence, to: int) -> int:
-        """Return the nearest position <= `to` that `rollback` reaches now (the length, if `to` lies beyond it).
+        """Return the nearest position <= `to` that `rollback` reaches now. It is the length if `to` lies beyond it.
 
-        Raises SequenceError: a bad `sequence`. RollbackError: `to` is no position, such as -1.
+        Raises SequenceError if `sequence` is bad, and RollbackError if `to` is no position, such as -1.
         """
         return self._coordinator.resume_point(sequence, to)
 
@@ -239,19 +251,22 @@ class HybridMemory:
         """Forget tokens [start, end) of a live sequence, and move those behind them to start (a context shift).
 
         Attention keeps the rows of the other tokens; keys are rotated to their new positions. Keys and values of later
-        tokens, in layers above the first, still carry a trace of the dropped ones, as in llama.cpp. Only a range that
-        ends with the sequence leaves none: that is a rollback, where a rollback reaches. Others are untouched.
+        tokens, in layers above the first, still carry a trace of the dropped ones, as in llama.cpp. A range at the end
+        of the sequence leaves no trace: where a rollback reaches its start, it is a rollback. Other sequences do not
+        change.
 
         Args:
-            approximate: recurrent layers cannot forget from the middle: a state holds all tokens in one. False: a model
-                that has any is refused. True: their states stay, so they still contain the dropped tokens while
-                attention does not, and a rollback by position reaches no further back than `start`.
+            approximate: recurrent layers cannot forget tokens in the middle, because one state holds all tokens. If
+                False, a model with recurrent layers is refused. If True, their states stay. Then they still contain the
+                dropped tokens while attention does not, and a rollback by position reaches no further back than
+                `start`.
         Raises:
-            DropError: no such range; recurrent layers, unless approximate; attention with a policy, or whose spec does
-                not say how keys carry positions; a window that would reach back to rows that have left it.
-            CapacityError: no room to copy the rows behind `end` before the old ones are freed.
+            DropError: there is no such range; the model has recurrent layers and `approximate` is False; attention has
+                a policy, or its spec does not say how keys carry positions; or a window would reach back to rows that
+                have left it.
+            CapacityError: there is no room to copy the rows behind `end` before the old ones are freed.
             SequenceError: a bad handle.
-        Cost: those rows are read, rotated and written, in every attention layer. No layer of the model runs.
+        Cost: the rows behind `end` are read, rotated and written in every attention layer. No layer of the model runs.
         """
         self._coordinator.drop(sequence, start, end, approximate=approximate)
 
@@ -260,35 +275,38 @@ class HybridMemory:
     def to_host(self, sequence: Sequence) -> None:
         """Offload keys and values of a sequence or a checkpoint to host memory, where attention goes on reading them.
 
-        It can be used as before, also in steps with others. Recurrent states and an encoder's output are not moved.
-        Later forks and checkpoints of it have theirs there too, and share them. Pages that it shares now are copied;
-        the others keep theirs. An empty sequence begins there. After a `rollback` to a checkpoint it is where the
-        checkpoint is, after `reorder` where the source is, after `swap_in` and `load` on the device.
+        The sequence can be used as before, also in steps with others. Recurrent states and an encoder's output stay.
+        Its later forks and checkpoints are in host memory too, and share its pages. Pages that it shares now are
+        copied, and the other sequences keep theirs. An empty sequence will keep its first pages there. `rollback` to a
+        checkpoint moves it to where the checkpoint is, and `reorder` to where the source is. After `swap_in` and `load`
+        it is on the device.
 
         Raises:
-            CapacityError: no room there (see its `.unit`). SpecError: no `host_pages`. SequenceError: a bad handle.
+            CapacityError: there is no room there (see its `.unit`). SpecError: the memory has no `host_pages`.
+                SequenceError: the handle is bad.
         Cost: the bytes of its keys and values, copied once.
         """
         self._swapping.move(sequence, to_host=True)
 
     def to_device(self, sequence: Sequence) -> None:
-        """Move offloaded keys and values back to the device, bit for bit. Raises as `to_host`."""
+        """Move offloaded keys and values back to the device, bit for bit. Its errors are those of `to_host`."""
         self._swapping.move(sequence, to_host=False)
 
     def swap_out(self, sequence: Sequence, *, relatives: Iterable[Sequence] = ()) -> None:
         """Move a sequence or a checkpoint out of the budget: into host memory, or into files if that is full.
 
-        Until `swap_in`, its handle serves only for its length and tokens, `save`, `swap_in` and `close`. What it shares
-        is copied, for all `relatives`, checkpoints in the budget, once: with these it shares again after `swap_in`.
+        Until `swap_in`, its handle gives only its length and tokens, and can be passed only to `save`, `swap_in` and
+        `close`. Blocks that it shares are copied. `relatives` are checkpoints in the budget: what it shares with them
+        is copied only once, and shared again after `swap_in`.
 
-        Raises CapacityError: no room there. SequenceError: a bad handle. Cost: its bytes, copied once.
+        Raises CapacityError if there is no room, and SequenceError if the handle is bad. Cost: its bytes, copied once.
         """
         self._swapping.swap_out(sequence, relatives)
 
     def swap_in(self, sequence: Sequence) -> None:
         """Move a sequence back into the budget, bit for bit as it was.
 
-        Raises CapacityError, or FormatError: its file is damaged. It then stays swapped out.
+        Raises CapacityError, or FormatError if its file is damaged. It then stays swapped out.
         """
         self._swapping.swap_in(sequence)
 
@@ -298,12 +316,13 @@ class HybridMemory:
         """Write all that is remembered of a sequence or a checkpoint to a file, which `load` reads in any process.
 
         Args:
-            path: as fsspec reads it, so it may be a URL. A file there is replaced only when the new one is complete; on
-                a local disk only its owner can read the new one (mode 0600), whatever the mode of the old one.
-            checkpoints: to be written too, shared bytes once: a list, or True for all of its family and of `forks`.
-            forks: name -> a live sequence to be written as well.
+            path: a path or a URL, as fsspec reads it. A file there is replaced only when the new one is complete. On a
+                local disk only its owner can read the new file (mode 0600), whatever the mode of the old one.
+            checkpoints: a list of checkpoints to write too, or True for all checkpoints of its family and of `forks`.
+                Shared bytes are written once.
+            forks: name -> a live sequence to write as well.
 
-        Raises SequenceError: a bad handle. SpecError: a dry run, or a path that names no file. OSError.
+        Raises SequenceError if a handle is bad, SpecError in a dry run or if the path names no file, or OSError.
         """
         self.archive.save(sequence, path, checkpoints, forks)
 
@@ -318,7 +337,8 @@ class HybridMemory:
         `family`, the checkpoints and forks saved with it are opened too, and share blocks as they did. One whose part
         of the file is damaged is left out, with a warning.
 
-        Raises FormatError: no such file, or a damaged, foreign or unsuitable one; nothing has changed. CapacityError.
+        Raises FormatError if there is no such file, or if it is damaged, foreign or unsuitable; or CapacityError. Then
+        nothing has changed.
         """
         with uninterrupted_call() as _until_return:
             loaded = self.archive.load(path, only_first=not family)
@@ -330,13 +350,15 @@ class HybridMemory:
         """Make a step over new tokens: `with memory.step({alice: ids, bob: 7}) as step: logits = model(step)`.
 
         Args:
-            requests: tokens of each sequence: one id, or a sequence, array or tensor of ids; any mix of lengths. If all
+            requests: the tokens of each sequence: one id, or a list, array or tensor of ids. Lengths may differ. If all
                 are tensors on a CUDA device, such as `zip(sequences, logits.argmax(-1))`, the host waits for them only
-                when it leaves the step: so it plans a step while the device computes the one before.
-            outputs: "last" gives one row a request, "all" one row a token; always in the order of `requests`.
+                when it leaves the step: so it plans a step while the device computes the step before.
+            outputs: "last" gives one row of logits for each request, "all" one for each token. They are in the order of
+                `requests`.
         Raises:
-            BatchError, SequenceError: here, or for tokens that were on the device on leaving. CapacityError: on
-            entering, or here for thousands of tokens that the budget could never hold. Nothing has changed then.
+            BatchError, SequenceError: raised here, or when the step is left if tokens were on the device.
+                CapacityError: raised when the step is entered, or here if the budget could never hold these thousands
+                of tokens. Nothing has changed then.
         """
         if excess or unknown:
             refuse_arguments("memory.step", excess, unknown)
@@ -355,25 +377,26 @@ class HybridMemory:
 
         Args:
             model: step -> logits; None in a dry run.
-            max_tokens: with policies or storages at least 512: there requests are cut at multiples of 512 positions
-                alone, so that the same text sees the same rows, whatever this is and whoever shares the steps.
+            max_tokens: the most tokens of a step. With policies or storages it counts as at least 512: there, requests
+                are cut only at multiples of 512 positions. So the same text sees the same rows, whatever `max_tokens`
+                is and whoever shares the steps.
         Returns:
             What one step would have returned: (n_requests, vocab) or (n_tokens, vocab), in the order of `requests`.
         Raises:
-            As `step`, and CapacityError before anything is computed: it names the bytes that the whole run needs.
-            Whatever the model raises, or a Ctrl-C (if the last step commits then, after this has returned). Every
-            sequence is then as it was before.
+            The errors of `step`. CapacityError is raised before anything is computed, and names the bytes that the
+                whole run needs. What the model raises, and a Ctrl-C, pass through; a Ctrl-C during the last commit is
+                raised after this call has returned. After any other error every sequence is as it was before.
         """
         if excess or unknown:
             refuse_arguments("memory.run", excess, unknown)
-        held = uninterrupted_call()  # from the last commit on, a Ctrl-C waits until this returns
+        held = uninterrupted_call()  # From the last commit on, a Ctrl-C waits until this function returns.
         return run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs, held=held)
 
     # Room
 
     @property
     def budget(self) -> int:
-        """Return the bytes that the memory may use at most: what it was made with, in whole multiples of 64."""
+        """Return the most bytes that the memory may use: what it was made with, rounded down to a multiple of 64."""
         return self.counters.budget_bytes
 
     @property
@@ -384,21 +407,21 @@ class HybridMemory:
     def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
         """Add a function that frees optional bytes, such as cached prefixes, before a call is refused for lack of room.
 
-        `reclaim(missing_bytes)` returns True if it has freed anything. It may close or swap out what is in no step, and
-        do nothing else. The memory refers to it until `remove_reclaimer`.
+        `reclaim(missing_bytes)` returns True if it has freed anything. It may only close or swap out sequences that are
+        in no step. The memory refers to it until `remove_reclaimer`.
         """
         self._coordinator.room.reclaimers.append(reclaim)
 
     def remove_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
-        """Remove a function that `add_reclaimer` has added. Nothing happens if there is none."""
+        """Remove a function that `add_reclaimer` has added. Do nothing if it was not added."""
         if reclaim in self._coordinator.room.reclaimers:
             self._coordinator.room.reclaimers.remove(reclaim)
 
     def needed_bytes(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> int:
-        """Return the bytes that one sequence needs to be fed so many tokens, in steps of `max_tokens` as `run` does.
+        """Return the bytes that one sequence needs while `run` feeds it `n_tokens` tokens in steps of `max_tokens`.
 
-        The `n_held` tokens that it holds before are counted. The number is exact: in a memory of so many bytes the
-        run fits, with fewer it does not. Raises SpecError. Cost: milliseconds for a million tokens.
+        It includes the bytes of the `n_held` tokens that the sequence already has. The number is exact: the run fits
+        into a memory of so many bytes, but not of fewer. Raises SpecError. Cost: milliseconds for a million tokens.
         """
         return self.counters.needed_bytes(n_tokens, n_held=n_held, max_tokens=max_tokens)
 
@@ -409,19 +432,25 @@ class HybridMemory:
     # Looking inside
 
     def usage(self) -> Usage:
-        """Count bytes by kind, layers, part and sequence, in the arena; print the result. Cost: O(blocks in use)."""
+        """Count the arena's bytes by kind, layers, part and sequence.
+
+        The result can be printed. Cost: O(blocks in use).
+        """
         self._coordinator.abort_abandoned()
         return self.counters.usage()
 
     def kernels(self) -> dict[str, str]:
-        """Return function -> the set of kernels that computes it here, or "plain torch"; see `chosen_kernels`."""
+        """Return, for each function, the set of kernels that computes it here, or "plain torch".
+
+        See `chosen_kernels`.
+        """
         return kernels_of(self.spec, self.fold, self.rollback_window)
 
     def check(self) -> None:
         """Check that slots, positions, references and bytes fit together. Raises IntegrityError."""
         self._coordinator.check()
 
-    if not TYPE_CHECKING:  # a type checker would otherwise accept any name
+    if not TYPE_CHECKING:  # Otherwise a type checker would accept any name.
 
         def __getattr__(self, name: str) -> object:
             refuse_attribute(self, "HybridMemory", name)
@@ -439,11 +468,11 @@ class HybridMemory:
 
 
 def require_memory(memory: object, call: str) -> None:
-    """Raise SpecError unless `memory` is a HybridMemory; `call` is what the message says to call."""
+    """Raise SpecError unless `memory` is a HybridMemory. The message says to call `call`."""
     if not isinstance(memory, HybridMemory):
         raise SpecError(f"{memory!r:.80} is no HybridMemory; call {call}, with HybridMemory(model.memory_spec, budget)")
 
 
 def coordinator_of(memory: HybridMemory) -> Coordinator:
-    """Return what keeps the layers of a memory in step, for other packages of this library."""
+    """Return the coordinator of a memory, for other packages of this library."""
     return memory._coordinator

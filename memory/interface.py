@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Names the tokens [start, end) that a slot is to forget; `length` and `peak` are those before that."""
+    """Names the tokens [start, end) that a slot will forget. `length` and `peak` are the slot's before that."""
 
     slot: int
     start: int
@@ -76,11 +76,11 @@ class DropsTokens(Protocol):
         ...
 
     def drop(self, plan: Any) -> None:
-        """Forget the tokens: the copies replace the blocks that they were made from."""
+        """Forget the tokens: the copies of `plan_drop` replace the blocks that they were made from."""
         ...
 
     def abandon_drop(self, plan: Any) -> None:
-        """Release the copies of a plan that is not carried out; nothing else has changed."""
+        """Release the copies of a plan that is not carried out. Nothing else has changed."""
         ...
 
 
@@ -92,7 +92,7 @@ class SequenceOwner(Protocol):
         ...
 
     def tokens_of(self, sequence: Sequence) -> Int64s:
-        """Return the token ids of an open sequence, (length,): a view."""
+        """Return a view of the token ids of an open sequence, (length,)."""
         ...
 
     def horizon_of(self, sequence: Sequence) -> int:
@@ -100,7 +100,7 @@ class SequenceOwner(Protocol):
         ...
 
     def is_whole(self, sequence: Sequence) -> bool:
-        """True if an open sequence remembers what feeding its tokens would give."""
+        """True if an open sequence remembers exactly what a new sequence would remember after the same tokens."""
         ...
 
     def is_away(self, sequence: Sequence) -> bool:
@@ -126,7 +126,7 @@ class Sequence:
     It does not keep its memory alive.
 
     Attributes:
-        id: unique within its memory, never used twice.
+        id: the number of the handle. A memory never uses a number twice.
         is_checkpoint: True if it can be forked, returned to and closed, but not advanced.
     """
 
@@ -148,28 +148,31 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Return the number of tokens remembered."""
+        """Return how many tokens the sequence remembers."""
         return self._open_owner().length_of(self)
 
     @property
     def tokens(self) -> Int64s:
-        """Return the token ids remembered, int64 (length,): a copy."""
+        """Return a copy of the token ids that the sequence remembers, int64 (length,)."""
         tokens: Int64s = self._open_owner().tokens_of(self).copy()
         return tokens
 
     @property
     def horizon(self) -> int:
-        """Return the earliest position that `rollback` reaches without a checkpoint (0 it always reaches)."""
+        """Return the earliest position that `rollback` reaches without a checkpoint.
+
+        Apart from it, position 0 is always reached.
+        """
         return self._open_owner().horizon_of(self)
 
     @property
     def is_whole(self) -> bool:
-        """True if it remembers what feeding its tokens would give: none was dropped from its middle."""
+        """True if it remembers exactly what feeding its tokens would give: no tokens were dropped from its middle."""
         return self._open_owner().is_whole(self)
 
     @property
     def is_swapped(self) -> bool:
-        """True if it is swapped out: then `HybridMemory.swap_in` must move it back before it is used."""
+        """True if it is swapped out. Then `HybridMemory.swap_in` must move it back before it can be used."""
         return not self.closed and self._open_owner().is_away(self)
 
     @property
@@ -177,7 +180,7 @@ class Sequence:
         """True if its keys and values are in host memory: see `HybridMemory.to_host`."""
         return not self.closed and self._open_owner().is_on_host(self)
 
-    if not TYPE_CHECKING:  # a type checker would otherwise accept any name
+    if not TYPE_CHECKING:  # Otherwise a type checker would accept any name.
 
         def __getattr__(self, name: str) -> object:
             refuse_attribute(self, "Sequence", name)
@@ -185,7 +188,7 @@ class Sequence:
         def __len__(self) -> int:
             raise TypeError("a Sequence has no len(); use sequence.length")
 
-        def __bool__(self) -> bool:  # else `if sequence:` would ask for its len()
+        def __bool__(self) -> bool:  # Otherwise `if sequence:` would call its `__len__`.
             return True
 
     def _open_owner(self) -> SequenceOwner:
@@ -225,10 +228,10 @@ class Packed:
 
     Attributes:
         slots: (S,) slot of each request, in the step's order.
-        starts: (S,) tokens that each sequence held before.
+        starts: (S,) how many tokens each sequence held before.
         cu_seqlens: (S + 1,) request i has tokens [cu_seqlens[i], cu_seqlens[i + 1]).
-        peaks: (S,) furthest position that each sequence will have reached if all tokens are kept.
-        token_ids, positions: (T,).
+        peaks: (S,) the furthest position that each sequence will have reached if all tokens are kept.
+        token_ids, positions: (T,) the id and the position of each token.
         place: (S,) place[j] is the index of the caller's request j in the step's order.
     """
 
@@ -253,7 +256,7 @@ class Packed:
 
     @property
     def nothing(self) -> Int64s:
-        """(S,) zeros: what `LayerMemory.commit` keeps of a step that is aborted. A view: it needs no memory."""
+        """(S,) zeros: what `LayerMemory.commit` keeps of an aborted step. It is a view, so it needs no memory."""
         nothing: Int64s = np.broadcast_to(_ZERO, self.slots.shape)
         return nothing
 
@@ -266,13 +269,16 @@ class Packed:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Says how far sequences are to be fed, each in one step, to compute the bytes; int64 (N,) on the host.
+    """Says how far N sequences will be fed, each in one step, so that the bytes can be computed.
+
+    All arrays are int64 (N,) on the host.
 
     Attributes:
-        slots: of each sequence; -1 for one that is not open yet.
-        starts, ends: its new tokens [start, end).
-        peaks: the furthest position that it has reached before, at least its start.
-        at_most: of a sequence that was rolled back, count all states that its step may write; otherwise none of them.
+        slots: the slot of each sequence; -1 if it is not open yet.
+        starts, ends: the new tokens [start, end) of each sequence.
+        peaks: the furthest position that each sequence has reached before; it is at least the start.
+        at_most: for sequences that were rolled back, count all states that their step may write. If False, count none
+            of these.
     """
 
     slots: Int64s
@@ -282,13 +288,13 @@ class Stretch:
     at_most: bool = False
 
     def moved(self, offsets: Int64s) -> Stretch:
-        """Return the same in positions that are ahead of these by offsets (N,)."""
+        """Return the same stretch with all positions moved ahead by offsets (N,)."""
         starts, ends, peaks = (at + offsets for at in (self.starts, self.ends, self.peaks))
         return replace(self, starts=starts, ends=ends, peaks=peaks)
 
 
 Plans = dict[str, Any]
-"""Name of a layer memory -> its plan for a step, which only that layer memory reads."""
+"""Maps the name of a layer memory to its plan for a step, which only that layer memory reads."""
 
 
 @dataclass(eq=False)
@@ -296,7 +302,8 @@ class OpenStep:
     """Holds what was allocated for a step, until the step is committed or aborted.
 
     Attributes:
-        block: refers to what lives until the step is left: what a `with` statement has on its stack, else the `Step`.
+        block: refers to an object that lives until the step is left: one on the stack of the `with` statement, else the
+            `Step`.
     """
 
     packed: Packed
@@ -307,11 +314,11 @@ class OpenStep:
 
 
 class StepPlan(Protocol):
-    """Declares what every plan of a layer memory says; the rest is known to that layer memory alone."""
+    """Declares what every plan of a layer memory says. Only that layer memory knows the rest."""
 
     @property
     def can_capture(self) -> bool:
-        """True if a step whose uploads have the same shapes launches the same kernels: a CUDA graph serves both."""
+        """True if all steps whose uploads have the same shapes launch the same kernels: one CUDA graph serves all."""
         ...
 
 
@@ -319,11 +326,11 @@ PlanT = TypeVar("PlanT", bound=StepPlan)
 
 
 References = dict["BlockPool", list[Int64s]]
-"""Pool -> arrays of the ids of its blocks, in which each block occurs once for each reference to it."""
+"""Maps a pool to arrays of block ids. A block occurs in them as often as it is referred to."""
 
 
 class LayerMemory(DropsTokens, Protocol[PlanT]):
-    """Keeps one kind of state for all layers that use it. Positions are passed to it; it has no length of its own.
+    """Keeps one kind of state for all layers that use it. Callers pass positions to it; it holds no length.
 
     A step is plan -> begin -> (the model runs) -> commit. To abort is to commit nothing. Only `plan` may refuse.
     """
@@ -339,10 +346,10 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         ...
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Return (4, N) bytes that each sequence holds before, in and after the step, and what forks share for good.
+        """Return (4, N) bytes that each sequence holds before, in and after the step, and bytes that forks share.
 
-        The first three are exact if nothing of the sequence is shared and it was never rolled back, else lower bounds.
-        The fourth is that part of the first which forks share however far they go on. Cost: O(N).
+        The first three are exact if the sequence shares nothing and was never rolled back; else they are lower bounds.
+        The fourth counts those bytes of the first that forks share however far they go on. Cost: O(N).
         """
         ...
 
@@ -355,15 +362,15 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         ...
 
     def commit(self, plan: PlanT, kept: Int64s) -> None:
-        """Keep the first kept[i] (S,) new tokens of request i; 0 leaves that sequence as it was."""
+        """Keep the first kept[i] new tokens of each request i; `kept` is (S,). 0 leaves that sequence as it was."""
         ...
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        """Make slot targets[i] refer to what slot sources[i] did, all at once. Copies no tensor."""
+        """Make slot targets[i] refer to what slot sources[i] refers to, all at once. Copies no tensor."""
         ...
 
     def truncate(self, slot: int, to: int) -> None:
-        """Forget tokens from position `to` on: `to` >= horizon(slot), or 0 for all that was fed. Copies no tensor."""
+        """Forget the tokens from position `to` on. `to` is 0 or at least horizon(slot). Copies no tensor."""
         ...
 
     def release(self, slot: int) -> None:
@@ -385,12 +392,13 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
     def live_rows(self, slot: int, length: int) -> LiveRows:
         """Return which rows in the blocks of `blocks_of`, in that order, belong to the slot's `length` tokens.
 
-        All other bytes in them are left from earlier uses or from tokens that were taken back: they are never saved.
+        The other bytes of these blocks come from earlier uses or from tokens that were taken back. They are never
+        saved.
         """
         ...
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        """Return the blocks of `blocks_of` for many slots (S,), with the part that each has: body, tail or head."""
+        """Return the blocks of `blocks_of` for many slots (S,), and which part each block is: body, tail or head."""
         ...
 
     def record(self, slot: int) -> Record:
@@ -398,9 +406,10 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         ...
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
-        """Make an empty slot what `record` was taken of, over blocks with the same bytes, whose references pass to it.
+        """Make an empty slot what the slot was that `record` describes. `blocks` hold the same bytes as its blocks did.
 
-        A record that makes no sense may raise anything, before a reference has passed.
+        The slot takes over the references to the blocks. A record that makes no sense may raise anything, but before
+        the slot takes over a reference.
         """
         ...
 
@@ -408,10 +417,10 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         """Raise IntegrityError unless the blocks of the given slots fit their lengths and peaks.
 
         Args:
-            is_all: also raise if another slot holds blocks; else the cost depends on the given slots alone.
+            is_all: also raise if another slot holds blocks. If False, the cost depends only on the given slots.
         """
         ...
 
     def references(self, plans: list[PlanT]) -> References:
-        """Return all references to its blocks: of slots, and of these plans, which are those of all open steps."""
+        """Return all references to its blocks: those of slots, and those of `plans`, the plans of all open steps."""
         ...

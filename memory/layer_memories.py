@@ -26,9 +26,9 @@ class Place:
     """Says which layer memory serves one attention, cross-attention or recurrence of a layer.
 
     Attributes:
-        group: name of the layer memory, by which a step has its plan.
-        number: which of the memory's own layers it is.
-        position: which of its kind it is in the model.
+        group: the name of the layer memory. A step finds its plan by this name.
+        number: the number of the place among those that this layer memory serves.
+        position: the number of the place among those of its kind in the model.
     """
 
     group: str
@@ -38,7 +38,7 @@ class Place:
 
 
 PlaceKey = tuple[int, str, str | None]
-"""Names a place by layer, kind and name, which may be None where a layer has only one of a kind."""
+"""Names a place by layer, kind and name. The name may be None where a layer has only one of a kind."""
 
 Places = dict[PlaceKey, Place]
 
@@ -48,9 +48,9 @@ class Snapshot:
     """Holds a copy of all that a slot holds, outside of the arena.
 
     Attributes:
-        records: name of a layer memory -> its record of the slot, beside the bytes.
-        blocks: pool -> (n, block_bytes) uint8 on the host, in the order of `LayerMemory.blocks_of`; on "meta" for a dry
-            run.
+        records: name of a layer memory -> its record of the slot, which goes with the bytes.
+        blocks: pool -> (n, block_bytes) uint8 on the host, in the order of `LayerMemory.blocks_of`. In a dry run they
+            are on "meta".
     """
 
     records: dict[str, Record]
@@ -66,8 +66,8 @@ class Leaving:
     """Describes a slot that is about to leave the arena, or one that shares blocks with it.
 
     Attributes:
-        ids: pool -> (n,) its blocks.
-        live: pool -> (n, rows) which rows of them belong to its tokens.
+        ids: pool -> (n,) the slot's blocks.
+        live: pool -> (n, rows) which rows of these blocks belong to the slot's tokens.
     """
 
     slot: int
@@ -80,8 +80,8 @@ class Held:
     """Says what one slot holds of blocks that several slots share.
 
     Attributes:
-        records: as those of a `Snapshot`.
-        numbers: pool -> (n,) which of the pool's blocks it refers to, in the order of `LayerMemory.blocks_of`.
+        records: the records of a `Snapshot`.
+        numbers: pool -> (n,) which of the shared blocks the slot refers to, in the order of `LayerMemory.blocks_of`.
     """
 
     records: dict[str, Record]
@@ -138,7 +138,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     """Maps the name of each layer memory to it, in the order in which they plan. They share a store.
 
     Attributes:
-        members: name -> layer and spec of each memory that it is for, in the order of their numbers.
+        members: name -> (layer, spec) of each place that the layer memory serves, in the order of their numbers.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     # Steps
 
     def begin(self, packed: Packed) -> Plans:
-        """Plan and begin a step in all layer memories. Raises CapacityError, of one of them, with nothing changed."""
+        """Plan and begin a step in all layer memories. If one of them raises CapacityError, nothing has changed."""
         plans: Plans = {}
         try:
             for name, memory in self.items():
@@ -180,7 +180,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         return plans
 
     def can_capture(self, plans: Plans) -> bool:
-        """True if steps with uploads of the same shapes launch the same kernels, so that one CUDA graph serves all."""
+        """True if all steps whose uploads have the same shapes launch the same kernels: one CUDA graph serves all."""
         return all(plan.can_capture for plan in plans.values())
 
     def commit(self, plans: Plans, kept: Int64s) -> None:
@@ -218,7 +218,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
 
     def drop(self, dropped: Dropped) -> None:
         """Drop tokens from the middle of a slot, in all layer memories or none. Raises DropError or CapacityError."""
-        # Reversed, because recurrences come last: they refuse at once, before attention copies its rows.
+        # The order is reversed, because recurrences come last. They refuse at once, before attention copies its rows.
         drop_from_all(list(reversed(self.values())), dropped)
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
@@ -241,7 +241,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         return n_bytes
 
     def held_bytes(self, *slots: int) -> int:
-        """Return the bytes of all blocks that these slots refer to; what they share with each other counts once."""
+        """Return the bytes of all blocks that these slots refer to. A block that several of them share counts once."""
         held: dict[str, list[Int64s]] = {}
         for slot in slots:
             for name, ids in self.blocks_of(slot).items():
@@ -262,10 +262,10 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         return {name: rows for memory in self.values() for name, rows in memory.live_rows(slot, length).items()}
 
     def snapshot(self, slot: int, length: int, store: Store, wanted: Mapping[str, Bools] | None = None) -> Snapshot:
-        """Copy all that a slot holds, shared blocks included; bytes that are not of its tokens become zeros.
+        """Copy all that a slot holds, shared blocks included. Bytes that do not belong to its tokens become zeros.
 
         Args:
-            wanted: pool -> (n,) which of its blocks to copy; all, unless given.
+            wanted: pool -> (n,) which of the slot's blocks to copy. By default all are copied.
         Cost: the bytes that are copied.
         """
         blocks = dict[str, Tensor]()
@@ -284,8 +284,8 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         """Fill an empty slot with a snapshot. Raises CapacityError with nothing changed. Cost: its bytes, once.
 
         Args:
-            shared: pool -> (n,) for each block of the slot one in use that has its bytes, to which the slot refers from
-                now on, or -1: then the snapshot has it.
+            shared: pool -> (n,) for each block of the slot, the id of a block in use that has the same bytes, or -1.
+                The slot then refers to that block. Where it is -1, the snapshot has the bytes.
         """
         numbers = {name: np.arange(len(blocks)) for name, blocks in snapshot.blocks.items()}
         for name, ids in (shared or {}).items():
@@ -293,8 +293,9 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         self.restore_all({slot: Held(snapshot.records, numbers)}, snapshot.blocks, store)
 
     def restore_all(self, slots: Mapping[int, Held], blocks: dict[str, Tensor], store: Store) -> None:
-        """Fill empty slots with what each holds of these blocks: pool -> (n, block_bytes), as `Snapshot.blocks`.
+        """Fill empty slots with these blocks, of which `slots` says what each holds.
 
+        `blocks` are like `Snapshot.blocks`.
         A block that several slots hold is written once, and they share it. A negative number -1 - id stands for a block
         of the arena that is in use. Raises CapacityError with nothing changed. Cost: the blocks' bytes, once.
         """
@@ -312,10 +313,10 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     def take_over(self, slot: int, store: Store, others: LayerMemories, others_store: Store) -> None:
         """Move what a slot holds in another store into this one. Raises CapacityError with nothing changed.
 
-        Blocks that it shares there stay with the others; here it shares none. Cost: its bytes, once.
+        Blocks that it shares there stay with the other slots. Here it shares none. Cost: its bytes, once.
 
         Args:
-            others: the same layer memories, in the other store.
+            others: the same layer memories in the other store.
         """
         held = others.blocks_of(slot)
 
@@ -359,7 +360,10 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
                 pools[name].release(ids)
 
     def _adopt(self, slot: int, records: dict[str, Record], ids: dict[str, Int64s]) -> None:
-        """Pass blocks, by pool, to an empty slot; those that no layer memory has taken are released on error."""
+        """Pass blocks, given by pool, to an empty slot.
+
+        After an error, blocks that no layer memory has taken are released.
+        """
         try:
             for name, memory in self.items():
                 own = [pool.name for pool, _ in memory.pools]
@@ -389,7 +393,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         """Raise IntegrityError unless exactly the given slots hold blocks, and theirs fit their lengths and peaks.
 
         Args:
-            plans: of all open steps.
+            plans: the plans of all open steps.
         """
         for memory in self.values():
             memory.check(lengths, peaks)
@@ -399,7 +403,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
 
 
 def _ids_of(numbers: Int64s, fresh: Int64s) -> Int64s:
-    """Return the blocks of `Held.numbers`: those of `fresh`, and where a number is negative, -1 - number."""
+    """Return the block ids for `Held.numbers`: fresh[number], or -1 - number where a number is negative."""
     is_fresh = numbers >= 0
     ids: Int64s = -1 - numbers
     ids[is_fresh] = fresh[numbers[is_fresh]]

@@ -1,8 +1,8 @@
-"""Stores keys and values of bodies in few bits a number: rows older than the rollback window, never written again.
+"""Stores keys and values of bodies in few bits per number. These rows are older than the rollback window.
 
-A storage encodes rows as parts, tensors of small dtypes, and decodes them. Parts are made once, from exact rows, of a
-fixed group of them: the same rows give the same bytes, whatever else was in the batch, and whether tokens came one by
-one or at once.
+A storage encodes rows as parts, which are tensors of small dtypes, and decodes them. Parts are made once, from the
+exact rows of a fixed group, and never written again. So the same rows give the same bytes, whatever else was in the
+batch, and whether tokens came one by one or at once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hybridmem.memory.errors import SpecError
 
 Shaped = tuple[tuple[int, ...], torch.dtype]
 Parts = tuple[Tensor, ...]
-"""Rows (..., G, R, D) of G heads in stored form: codes, and perhaps scales and lows, each (..., G, R or 1, some)."""
+"""Rows (..., G, R, D) of G heads in stored form: codes, and perhaps scales and lows. Each is (..., G, R or 1, some)."""
 
 _MOST = 60_000.0
-"""Scales and lows are float16; numbers beyond this are clipped."""
+"""The largest scale or low. They are float16, and larger numbers are clipped."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Storage(ABC):
     """Encodes keys and values for a body, and decodes them.
 
     Attributes:
-        group: tokens that fold together. It is also the number of tokens of a key channel that share a scale, and of
-            channels of a value that do.
+        group: how many tokens fold together. It is also how many tokens of a key channel share a scale, and how many
+            channels of a value do.
     """
 
     _: KW_ONLY
@@ -42,12 +42,12 @@ class Storage(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """Return the storage's name, for the names of pools."""
+        """Return the storage's name, which is used in the names of pools."""
 
     @property
     @abstractmethod
     def code_bits(self) -> int:
-        """Return the bits of a code; 0 for a float8."""
+        """Return how many bits a code has; 0 for a float8."""
 
     @abstractmethod
     def check(self, head_dim: int) -> None:
@@ -59,7 +59,10 @@ class Storage(ABC):
 
     @abstractmethod
     def encode(self, x_GRD: Tensor, *, by_channel: bool) -> Parts:
-        """Encode rows (..., G, R, D); what shares a scale is all rows of a channel, or else some channels of a row."""
+        """Encode rows (..., G, R, D).
+
+        With `by_channel` all rows of a channel share a scale, else some channels of a row do.
+        """
 
     @abstractmethod
     def decode(self, parts: Parts) -> Tensor:
@@ -172,12 +175,12 @@ def _half_above(x: Tensor) -> Tensor:
 
 
 def _spread(x: Tensor, head_dim: int) -> Tensor:
-    """Repeat one number a group to one a channel."""
+    """Repeat a number of each group for each of its channels."""
     return x.repeat_interleave(head_dim // x.shape[-1], dim=-1)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes (..., D) into bytes (..., D * bits / 8): the lowest bits of all bytes hold the first channels."""
+    """Pack codes (..., D) into bytes (..., D * bits / 8). The lowest bits of all bytes hold the first channels."""
     parts = codes.chunk(8 // bits, -1)
     packed = parts[0].clone()
     for i, part in enumerate(parts[1:], start=1):

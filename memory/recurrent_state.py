@@ -1,4 +1,4 @@
-"""Keeps the states of recurrent layers: a body, a tail of the newest rows, and a head, which is only a shortcut.
+"""Keeps the states of recurrent layers: a body, a tail of the newest rows, and a head, which only saves time.
 
 `memory.state.tails` holds the blocks, and `memory.state.readers` runs a recurrence over them.
 `memory.sequences.folding` decides when rows fold.
@@ -30,7 +30,7 @@ class RecurrentPlan(Generic[ReadsT]):
 
     @property
     def can_capture(self) -> bool:
-        # With segments of one length, kernels and row counts follow from shapes alone.
+        # If all segments have one length, kernels and row counts follow from shapes alone.
         return all(segments.is_even for segments in self.reads.segments)
 
 
@@ -82,7 +82,7 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
     def commit(self, plan: RecurrentPlan[ReadsT], kept: Int64s) -> None:
         self.table.commit(plan.step, kept)
 
-    # Dropping tokens: the states still contain them, so a position offset says how far they are ahead
+    # Dropping tokens: states still contain them, so a position offset says how far states are ahead
 
     def plan_drop(self, dropped: Dropped) -> Dropped:
         if not dropped.approximate:

@@ -24,10 +24,10 @@ class Rotation:
     At position p each pair of elements is rotated by p times the pair's frequency.
 
     Attributes:
-        frequencies: radians a token, one for each pair of elements.
+        frequencies: the radians per token of each pair of elements.
         layout: "half" pairs element i with element i + len(frequencies), as in Llama; "interleaved" 2i with 2i + 1, as
             in GPT-J.
-        start: the first of the 2 * len(frequencies) elements of a head that are rotated; i counts from there.
+        start: the first of the 2 * len(frequencies) elements of a head that are rotated. i counts from there.
     """
 
     frequencies: tuple[float, ...]
@@ -49,7 +49,7 @@ class Rotation:
 
     @property
     def end(self) -> int:
-        """Index behind the last element of a head that is rotated."""
+        """Return the index behind the last element of a head that is rotated."""
         return self.start + 2 * len(self.frequencies)
 
     def __repr__(self) -> str:
@@ -69,7 +69,10 @@ class Rotation:
         return cos, sin
 
     def rotated(self, keys_RGD: Tensor, angles: Angles) -> Tensor:
-        """Rotate keys (R, G, D) to their new positions; returns float32. Those given may be overwritten."""
+        """Rotate keys (R, G, D) to their new positions, and return them in float32.
+
+        The given keys may be overwritten.
+        """
         start, end, middle = self.start, self.end, self.start + len(self.frequencies)
         out = keys_RGD.float()
         first, second = (

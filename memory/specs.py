@@ -33,16 +33,16 @@ class AttentionSpec:
     Grouped-query attention: query head h reads key/value head h // (n_query_heads / n_kv_heads).
 
     Attributes:
-        window: a token sees only the last `window` tokens, itself included, and older ones are kept only as far as a
-            rollback may need them; None: it sees all.
-        policy: chooses which old rows are kept, or read; None for all. See `MemorySpec.with_policy`.
-        storage: how old rows are stored; None: in the memory's dtype. See `MemorySpec.with_storage`.
-        value_dim: None if values are rows of their own. Else only keys are stored, and a value is the first `value_dim`
-            elements of its key: multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"), where all query heads
-            read one row, a latent and a rotary key.
-        rotation: how the keys given to `Step.attend` carry positions; `memory.UNROTATED` if they do not. None where
-            that is not known or positions are elsewhere, as in BART: then tokens cannot be dropped from the middle of a
-            sequence.
+        window: a token sees only the last `window` tokens, itself included. Older ones are kept only as far as a
+            rollback may need them. None: it sees all.
+        policy: chooses which old rows are kept, or read. None: all of them. See `MemorySpec.with_policy`.
+        storage: how old rows are stored. None: in the memory's dtype. See `MemorySpec.with_storage`.
+        value_dim: None if values are rows of their own. Otherwise only keys are stored, and a value is the first
+            `value_dim` elements of its key. Multi-head latent attention does so (DeepSeek-AI 2024, "DeepSeek-V2"): all
+            query heads read one row, which is a latent and a rotary key.
+        rotation: how the keys given to `Step.attend` carry positions; `memory.UNROTATED` if they carry none. None if
+            that is not known, or if positions are elsewhere, as in BART. Then tokens cannot be dropped from the middle
+            of a sequence.
         has_bias: True if `Step.attend` is given a bias by distance. That needs every row, so no policy suits it.
     """
 
@@ -144,10 +144,11 @@ class StateTensor:
     Attributes:
         dtype: None means the memory's own.
         initial: the value of all elements at position 0.
-        keeps_dtype: True if `HybridMemory(state_dtype=...)` must not change it; for numbers used as exponents.
-        ring: what the tail holds of each token for fold mode "defer", which reads this state at the body only
-            (`memory.kernels.Tail`): (shape, dtype) of each part, dtype None for the memory's own; () if the rows are
-            enough; None if "defer" does not work for it.
+        keeps_dtype: True if `HybridMemory(state_dtype=...)` must not change the dtype, as for numbers used as
+            exponents.
+        ring: what the tail holds of each token in fold mode "defer", which reads this state only at the body
+            (`memory.kernels.Tail`). It has (shape, dtype) of each part, where dtype None means the memory's own. It is
+            () if the rows are enough, and None if "defer" does not work for this state.
     """
 
     name: str
@@ -168,10 +169,10 @@ def matrix_tensor(
     decays_keys: bool = False,
     has_b: bool = False,
 ) -> StateTensor:
-    """Make the spec of a matrix state (H, V, N), as `Kernels.matrix_scan` has it.
+    """Make the spec of a matrix state (H, V, N), as `Kernels.matrix_scan` takes it.
 
-    Its ring holds what each token adds to it: a key and what is written to it, and a decay of each head, or of each key
-    channel; where `Erase` has b, also b and the value that was found, S a.
+    Its ring holds what each token adds to the state: a key, what is written to it, and a decay of each head or of each
+    key channel. Where `Erase` has b, it also holds b and the value that was found, S a.
     """
     decays = (n_heads, key_dim) if decays_keys else (n_heads,)
     ring = [((n_key_heads, key_dim), None), ((n_heads, value_dim), None), (decays, torch.float32)]
@@ -200,7 +201,7 @@ class RecurrentSpec:
     def tail_parts(self, *, deferred: bool) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
         """Return (shape, dtype) of what a tail holds of each token: its row, if needed, then the rings of its states.
 
-        A dtype None is the memory's own.
+        A dtype of None means the memory's own.
         """
         rows = [(self.row_shape, None)] if self.has_rows(deferred=deferred) else []
         return [*rows, *(part for state in self.states for part in state.ring or () if deferred)]
@@ -224,7 +225,7 @@ class RecurrentSpec:
 class CrossAttentionSpec:
     """Describes one attention of a layer to an encoder's output, which is written when a sequence is opened.
 
-    Heads as in `AttentionSpec`.
+    Its heads are those of `AttentionSpec`.
     """
 
     n_query_heads: int
@@ -233,7 +234,8 @@ class CrossAttentionSpec:
     name: str = "cross_attention"
 
     def __post_init__(self) -> None:
-        AttentionSpec(self.n_query_heads, self.n_kv_heads, self.head_dim)  # the same rules
+        # Heads follow the same rules, which this checks.
+        AttentionSpec(self.n_query_heads, self.n_kv_heads, self.head_dim)
 
 
 LayerSpec = AttentionSpec | CrossAttentionSpec | RecurrentSpec
@@ -241,17 +243,17 @@ LayerSpec = AttentionSpec | CrossAttentionSpec | RecurrentSpec
 
 @dataclass(frozen=True)
 class MemorySpec:
-    """Describes what a model remembers: for each layer its attentions and recurrences, none, one or several.
+    """Describes what a model remembers: for each layer its attentions and recurrences. A layer may have any number.
 
     Attributes:
         layers: entry i holds the specs of layer i; names are unique within a layer. Lists become tuples.
         vocab_size: token ids are 0 <= id < vocab_size.
-        dtype: of keys and values, of rows of recurrences, and of states that name none: float32, bfloat16 or float16,
-            or its name.
-        device: of the memory's tensors, or its name.
+        dtype: the dtype of keys and values, of rows of recurrences, and of states that name none. It is float32,
+            bfloat16 or float16, or the name of one.
+        device: the device of the memory's tensors, or its name.
         model: a label for messages.
-        weights: what tells the model's weights from others of the same shapes, "float32:DIGEST", say; None: not known.
-            Saved files of other weights are refused.
+        weights: a text such as "float32:DIGEST" that tells the model's weights from others of the same shapes. None:
+            not known. Saved files of other weights are refused.
     """
 
     layers: tuple[tuple[LayerSpec, ...], ...]
@@ -309,31 +311,31 @@ class MemorySpec:
 
     @property
     def is_cut_on_grid(self) -> bool:
-        """True if `HybridMemory.run` cuts requests on a fixed grid: where they are cut decides what tokens see.
+        """True if `HybridMemory.run` cuts requests on a fixed grid, because where they are cut decides what tokens see.
 
-        So it is with any policy or storage: a step reads what was folded before it.
+        That is so with any policy or storage, as a step reads what was folded before it.
         """
         attention = (m for _, m in self.of_kind("attention") if isinstance(m, AttentionSpec))
         return any(m.policy is not None or m.storage is not None for m in attention)
 
     def with_policy(self, policy: Budget | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
-        """Return the same spec with this eviction policy in attention layers; with None they keep all rows again.
+        """Return the same spec with this eviction policy in attention layers. With None they keep all rows again.
 
-        `spec.with_policy(H2O(1024), layers=range(4, 32))`; several calls give different layers different policies. See
-        `memory.eviction`.
+        An example is `spec.with_policy(H2O(1024), layers=range(4, 32))`. Several calls give different layers different
+        policies. See `memory.eviction`.
 
         Args:
-            layers: indices of the layers; unless given, all whose attention has no window.
+            layers: the indices of the layers. By default they are all whose attention has no window.
         Raises:
-            SpecError: a layer that does not exist, has no attention, or has a window.
+            SpecError: a layer does not exist, has no attention, or has a window.
         """
         return self._with_attention(layers, policy=policy)
 
     def with_storage(self, storage: Storage | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
-        """Return the same spec with old rows stored in few bits (`memory.quantization`); None: in the memory's dtype.
+        """Return the same spec with old rows stored in few bits (`memory.quantization`), or with None in its own dtype.
 
-        `spec.with_policy(H2O(1024)).with_storage(Quantized(4))` keeps 1,024 old rows in 4 bits a number. `layers` and
-        errors are as in `with_policy`.
+        `spec.with_policy(H2O(1024)).with_storage(Quantized(4))` keeps 1,024 old rows in 4 bits per number. `layers` and
+        errors are those of `with_policy`.
         """
         return self._with_attention(layers, storage=storage)
 
@@ -359,7 +361,7 @@ class MemorySpec:
         )
 
     def same_memories(self, other: MemorySpec) -> bool:
-        """True if both have the same layers and vocabulary; device, dtypes, policies and storages may differ."""
+        """True if both specs have the same layers and vocabulary. Device, dtypes, policies and storages may differ."""
         if self.vocab_size != other.vocab_size or self.layers == other.layers:
             return self.vocab_size == other.vocab_size
         plain = (spec.with_state_dtype(torch.float32).with_policy(None).with_storage(None) for spec in (self, other))

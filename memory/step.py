@@ -1,4 +1,4 @@
-"""A step: one pass of a model over new tokens of any number of sequences, all or nothing."""
+"""Defines the step: one pass of a model over new tokens of any number of sequences, all or nothing."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ from hybridmem.memory.state.access import Recurrence, States
 Outputs = Literal["last", "all"]
 
 _FEW_TOKENS = 16
-"""Tokens of a request up to which its step is captured in a CUDA graph: launching a prompt's kernels costs little."""
+"""A step is captured in a CUDA graph if its requests have at most this many tokens.
+
+To launch a prompt's kernels costs little in comparison.
+"""
 
 
 class StepOwner(Protocol):
     """Declares what a step reads and calls of its memory: a part of `memory.coordinator.Coordinator`.
 
     Attributes:
-        checked_spec: of the model that was run last, which fits; it is not compared again at each step.
+        checked_spec: the spec of the model that ran last. It fits, so it is not compared again at each step.
     """
 
     spec: MemorySpec
@@ -58,17 +61,17 @@ class StepOwner(Protocol):
 class Step:
     """Feeds new tokens to a model, all or nothing: `with memory.step(requests) as step: logits = model(step)`.
 
-    Entering allocates blocks and may refuse (CapacityError, BatchError, SequenceError). Leaving normally commits: every
-    sequence moves on at once. Leaving by an exception aborts: every sequence is as it was. A Ctrl-C that comes while
-    the step commits waits until it has.
+    Entering allocates blocks and may refuse (CapacityError, BatchError, SequenceError). Leaving it normally commits:
+    all sequences move on at once. Leaving it by an exception aborts: every sequence is as it was. A Ctrl-C that comes
+    while the step commits waits until it has.
 
     Attributes, once entered:
         token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order. Copy what is needed
             after the step: the next step may overwrite them.
-        cu_seqlens: (S + 1,) int64 on the host; the step's request i has tokens [cu_seqlens[i], cu_seqlens[i + 1]).
-        sequences: in the caller's order.
-        notes: a dict for what layers pass to later layers of this step, such as rotary angles, by keys of their own.
-            Kept anywhere else, the steps of two threads would mix it up. Empty when the step ends.
+        cu_seqlens: (S + 1,) int64 on the host. The step's request i has tokens [cu_seqlens[i], cu_seqlens[i + 1]).
+        sequences: the sequences, in the caller's order.
+        notes: a dict in which layers pass values to later layers of this step, such as rotary angles. Each uses keys of
+            its own. Anywhere else, the steps of two threads would mix up these values. It is empty when the step ends.
     """
 
     def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Outputs) -> None:
@@ -76,19 +79,20 @@ class Step:
             raise BatchError(f"outputs={outputs!r}; choose 'last' (one row a request) or 'all' (one row a token)")
         self.sequences, self.tokens, self.outputs = sequences, tokens, outputs
         self.notes: dict[Hashable, Any] = {}
-        self._owner_or_none = ref(owner)  # a step that is over, kept in some variable, must not keep the memory
+        # The reference is weak: a step that is over, but still in some variable, must not keep the memory alive.
+        self._owner_or_none = ref(owner)
         self._accepted: dict[Sequence, int] = {}
         self._opened: OpenStep | None = None
         self._block: ref[Any] | None = None
         self._served: set[Place] = set()
-        self._begun: set[Place] = set()  # recurrences that were run: they may have overwritten their start states
+        self._begun: set[Place] = set()  # These recurrences have run, and may have overwritten their start states.
         self._is_spent = False
 
     __reduce_ex__ = refuse_to_copy("make a step where the memory is")
 
     @property
     def owner(self) -> StepOwner:
-        """Return what keeps all layer memories in step. Raises StepError: the memory is gone."""
+        """Return the coordinator of the memory. Raises StepError if the memory is gone."""
         if (owner := self._owner_or_none()) is None:
             raise StepError("the memory of this step is gone; keep the memory as long as its steps are used")
         return owner
@@ -100,7 +104,7 @@ class Step:
         try:
             self.owner.begin(self)
             if self.tokens.late is not None:
-                # Only leaving the step checks these tokens: until then, clamp them for the model's embedding.
+                # These tokens are checked only when the step is left. Until then, clamp them for the model's embedding.
                 last = self.owner.spec.vocab_size - 1
                 self.token_ids[self._late_rows] = self.tokens.late.on_device.clamp(0, last).to(self.token_ids.device)
         except BaseException:
@@ -135,7 +139,7 @@ class Step:
         return ref(self) if self._block is None or self._block() is None else self._block
 
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None:
-        """Take what the memory has allocated; from now on this step must commit or abort."""
+        """Take what the memory has allocated. From now on this step must commit or abort."""
         self._opened, packed = opened, opened.packed
         # These are copies, because a model may write to them.
         self.token_ids, self.positions = upload(packed.token_ids.copy()), upload(packed.positions.copy())
@@ -150,7 +154,7 @@ class Step:
         self._served.clear()
         self._begun.clear()
         if self._opened is not None and not self._opened.is_settled:
-            with suppress(SequenceError):  # its memory is gone, or of another process
+            with suppress(SequenceError):  # Its memory is gone, or belongs to another process.
                 self.owner.abort(self._opened)
 
     # For models
@@ -169,18 +173,19 @@ class Step:
         """Remember keys and values, and attend to all of each request's tokens up to each query.
 
         Args:
-            layer: index in `MemorySpec.layers`.
-            q: (T, n_query_heads, head_dim); k, v: (T, n_kv_heads, head_dim), rotated already where the model rotates.
-                No v where the spec has a `value_dim`: there values are the first elements of the keys.
-            scale: of the scores, above 0; 1 / sqrt(head_dim) unless given.
+            layer: the index in `MemorySpec.layers`.
+            q, k, v: (T, n_query_heads, head_dim) for q, and (T, n_kv_heads, head_dim) for k and v. If the model
+                rotates, q and k are rotated already. v is None if the spec has a `value_dim`: then values are the first
+                elements of the keys.
+            scale: the factor on the scores, above 0. By default it is 1 / sqrt(head_dim).
             softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
-            sinks: (n_query_heads,) float32, for each head a score that takes part in the softmax but has no value, as
-                in gpt-oss.
-            bias: (n_query_heads, L) float32, added to the score of the row d tokens before a query: column min(d,
-                L - 1), as in T5.
+            sinks: (n_query_heads,) float32, as in gpt-oss: a score of each head that takes part in the softmax but has
+                no value.
+            bias: (n_query_heads, L) float32, as in T5. Column min(d, L - 1) is added to the score of the row d tokens
+                before a query.
             name: which of the layer's attentions, if it has several.
-        Returns (T, n_query_heads, head_dim, or value_dim where the spec has one), before the output projection.
-        Raises StepError: a shape, dtype or device that the spec does not have; or a second call for the same memory.
+        Returns (T, n_query_heads, head_dim, or value_dim where the spec has one), before the output projection. Raises
+        StepError if a shape, dtype or device is not that of the spec, or at a second call for the same memory.
         """
         place, plan = self._claim(layer, name, "attention")
         _check_tensors(q=q, k=k, **({} if v is None else {"v": v}))
@@ -204,7 +209,10 @@ class Step:
         return y
 
     def cross_attend(self, layer: int, q: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
-        """Attend to the encoder's output of each request: q (T, n_query_heads, head_dim) -> as q; see `attend`."""
+        """Attend to the encoder's output of each request: q and the result are (T, n_query_heads, head_dim).
+
+        See `attend`.
+        """
         place, plan = self._claim(layer, name, "cross-attention")
         _check_tensors(q=q)
         with without_gradients():
@@ -215,15 +223,16 @@ class Step:
         return y
 
     def recur(self, layer: int, rows: Tensor, recurrence: Recurrence, *, name: str | None = None) -> Tensor:
-        """Run a recurrence over the step's rows, from each sequence's state at its length, and remember the rows.
+        """Run a recurrence over the step's rows and remember them. It starts from each sequence's newest state.
 
         Args:
             layer: index in `MemorySpec.layers`.
-            rows: (T, *row_shape), the raw input: replaying it must be enough to compute the state again.
-            recurrence: (states, rows) -> (outputs, states); owns the layer's weights. It may be called several times.
+            rows: (T, *row_shape), the raw input. It must be enough to compute the state again.
+            recurrence: (states, rows) -> (outputs, states). It owns the layer's weights, and may be called several
+                times.
             name: which of the layer's recurrences, if it has several.
-        Returns the outputs, (T, ...).
-        Raises StepError: as `attend`, or the recurrence did not write its end states; or it has raised in this step.
+        Returns the outputs, (T, ...). Raises StepError as `attend` does, or if the recurrence did not write its end
+        states, or has raised in this step.
         """
         place, plan = self._claim(layer, name, "recurrence")
         _check_tensors(rows=rows)
@@ -254,7 +263,10 @@ class Step:
 
     @property
     def layout(self) -> Hashable | None:
-        """Return a key: steps with the same one launch the same kernels at the same addresses. None: not this step."""
+        """Return a key.
+
+        Steps with the same key launch the same kernels at the same addresses. None: this step cannot be replayed.
+        """
         opened = self._entered()
         counts, place = opened.packed.counts, None if opened.stage is None else opened.stage.layout
         is_of_few = counts[0] <= _FEW_TOKENS and (counts == counts[0]).all()
@@ -263,7 +275,10 @@ class Step:
         return place, int(counts[0]), self.outputs
 
     def recordings_of(self, model: object, make: Callable[[], Any]) -> Any:
-        """Return what the memory keeps of a model's steps, made at first; None if plans are at no fixed addresses."""
+        """Return the memory's recordings of a model's steps. None if plans are at no fixed addresses.
+
+        `make` makes them at the first call.
+        """
         if self._entered().stage is None:
             self.owner.want_stages()
             return None
@@ -280,12 +295,15 @@ class Step:
         return frozenset(key for key, place in self.owner.places.items() if place in self._served)
 
     def serve(self, served: frozenset[PlaceKey]) -> None:
-        """Note that layer memories were used, because the recording of a step that had used them was replayed."""
+        """Note that layer memories were used: the recording that was replayed is of a step that had used them."""
         self._entered()
         self._served = {self.owner.places[key] for key in served}
 
     def watched(self) -> Step:
-        """Return this step for a model that is recorded: it objects to reads of what other steps have otherwise."""
+        """Return this step for a model that is recorded.
+
+        It objects when the model reads what differs in other steps.
+        """
         self._entered()
         twin = object.__new__(_WatchedStep)
         twin.__dict__ = vars(self)
@@ -293,20 +311,23 @@ class Step:
 
     @contextmanager
     def while_captured(self) -> Iterator[Step]:
-        """Yield a twin of this step to capture: nothing is computed then, so this step must not count it as used."""
+        """Yield a twin of this step for a capture. A capture computes nothing, so this step must not count as used."""
         self._entered()
         twin = object.__new__(type(self))
         vars(twin).update(vars(self), _served=set(), _begun=set(), notes={})
         try:
             yield twin
         finally:
-            twin._opened = None  # only the step itself commits or aborts
+            twin._opened = None  # Only the step itself commits or aborts.
             twin.notes.clear()
 
     # For callers
 
     def split(self, logits: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs of this step for each request, in the caller's order: (1 or its tokens, ...) each."""
+        """Return the outputs of this step for each request, in the caller's order.
+
+        Each has one row, or one for each token.
+        """
         counts = self.tokens.counts.tolist() if self.outputs == "all" else [1] * len(self.tokens)
         n_rows = len(logits) if isinstance(logits, Tensor) and logits.dim() else None
         if n_rows != sum(counts):
@@ -315,10 +336,13 @@ class Step:
         return torch.split(logits, counts)
 
     def accept(self, accepted: Mapping[Sequence, int]) -> None:
-        """Keep only the first n tokens fed to each of these sequences; 0 leaves a sequence as if it had not taken part.
+        """Keep only the first n tokens fed to each of these sequences.
+
+        With 0, a sequence is as if it had not taken part.
 
         Raises:
-            SequenceError: a sequence that is not in this step. BatchError: n is no integer from 0 to the number fed.
+            SequenceError: a sequence is not in this step. BatchError: n is no integer from 0 to the number of tokens
+                fed.
             RollbackError: more tokens would be taken back than the rollback window holds.
         """
         packed = self._entered().packed
@@ -344,7 +368,7 @@ class Step:
                 )  # fmt: skip
         self._accepted |= {sequence: int(n) for sequence, n in accepted.items()}
 
-    if not TYPE_CHECKING:  # a type checker would otherwise accept any name
+    if not TYPE_CHECKING:  # Otherwise a type checker would accept any name.
 
         def __getattr__(self, name: str) -> object:
             """Raise StepError for what a step has only while it is entered."""
@@ -359,7 +383,10 @@ class Step:
         return self._opened
 
     def _claim(self, layer: int, name: str | None, kind: str) -> tuple[Place, Any]:
-        """Return the place of the layer memory that a call names, and its plan. Raises StepError if it has served."""
+        """Return the place of the layer memory that a call names, and its plan.
+
+        Raises StepError if it was used already.
+        """
         opened, owner, spec = self._entered(), self.owner, self.owner.spec
         if spec.device.type == "meta":
             raise StepError("a dry run has no tensors; leave the model out of the step")
@@ -377,7 +404,7 @@ class Step:
         return place, opened.plans[place.group]
 
     def _check_served(self) -> None:
-        """Raise StepError if a layer memory was not used: it would lack these tokens for ever."""
+        """Raise StepError if a layer memory was not used, because it would lack these tokens for ever."""
         if self.owner.spec.device.type == "meta":
             return
         for (layer, kind, name), place in self.owner.places.items():
@@ -398,7 +425,7 @@ class _WatchedStep(Step):
 
 
 def _check_scale(scale: float | None) -> None:
-    """Raise StepError unless a scale is None or above 0; for others torch's fused attention returns NaN."""
+    """Raise StepError unless a scale is None or above 0. For other scales, torch's fused attention returns NaN."""
     if scale is not None and not (isinstance(scale, int | float | np.floating) and 0 < scale < math.inf):
         raise StepError(f"scale={scale!r}; give a positive number, or None for 1 / sqrt(head_dim)")
 

@@ -1,7 +1,8 @@
-"""Keeps keys and values of an encoder's output: written when a sequence is opened, read by every step, never changed.
+"""Keeps keys and values of an encoder's output. They are written when a sequence is opened, and never change.
 
-They belong to the sequence, not to its tokens: forks share them, a rollback does not touch them, and closing frees
-them. Pages are like those of `attention_cache`, as many as the encoder's rows need.
+Every step reads them. They belong to the sequence, not to its tokens. So forks share them, a rollback does not change
+them, and closing the sequence frees them. Pages are like those of `attention_cache`, as many as the encoder's rows
+need.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hybridmem.memory.specs import CrossAttentionSpec
 
 @dataclass(frozen=True)
 class CrossPlan:
-    """Holds what the kernels read in a step; every query is a request of its own, because it sees all rows."""
+    """Holds what the kernels read in a step. Every query counts as a request of its own, because it sees all rows."""
 
     n_tokens: int
     batch: PagedBatch
@@ -41,7 +42,7 @@ class CrossAttentionCache:
 
     Args:
         specs: the cross-attention specs, in the order in which `cross_attend` numbers them.
-        page_tokens: rows a page.
+        page_tokens: how many rows a page has.
     """
 
     def __init__(self, specs: list[CrossAttentionSpec], dtype: torch.dtype, page_tokens: int, store: Store) -> None:
@@ -135,7 +136,7 @@ class CrossAttentionCache:
     # Steps
 
     def plan(self, packed: Packed) -> CrossPlan:
-        slots = packed.slots.tolist()  # none was opened without its encoder's output
+        slots = packed.slots.tolist()  # Every slot has pages, because it was opened with its encoder's output.
         repeats = packed.counts.tolist()
         tables = [self._table[slot] for slot, n in zip(slots, repeats, strict=True) for _ in range(n)]
         n_rows = np.repeat(np.array([self._n_rows[slot] for slot in slots], np.int64), packed.counts)
@@ -221,5 +222,5 @@ class CrossAttentionCache:
             self._table.check(lengths)
 
     def references(self, plans: list[CrossPlan]) -> References:
-        """Return what slots refer to: a step allocates nothing."""
+        """Return what slots refer to. Plans add nothing, because a step allocates nothing."""
         return {self.pool: self._table.references}

@@ -1,16 +1,16 @@
 """Keeps keys and values under an eviction policy: the body holds the kept rows, the tail the newest rows verbatim.
 
-Blocks, fold points, forks and rollback are those of a `TailTable`. There is no head, for attention reads body and tail
-as they are. A step reads the body as it was before the step, the rows of the tail, and its own; then rows that have
-become older than the rollback window fold into a new body.
+Blocks, fold points, forks and rollback are those of a `TailTable`. There is no head, because attention reads body and
+tail as they are. A step reads the body as it was before the step, the rows of the tail, and its own rows. Then rows
+that have become older than the rollback window fold into a new body.
 
     position 0 .......................... body_at ............... start ......... end
              kept rows, at most the budget |  tail rows, verbatim  |  rows of the step
 
-A sequence that was rolled back may begin a step before its body's rows would have folded: at a shorter length than
-body_at + rollback_window. Then it sees what a sequence sees that never went further: the body of the last fold point
-that it has passed itself, and exact rows from there on. `KeptRows` gathers them from the body, whose decisions stay
-valid: they take effect again when the sequence is long enough.
+A sequence that was rolled back may begin a step at a length below body_at + rollback_window, at which its body's rows
+would not have folded yet. Then it must see what a sequence sees that never went further: the body of the last fold
+point that it has passed at this length, and exact rows from there on. `KeptRows` gathers them from the body. The body's
+decisions stay valid, and take effect again when the sequence is long enough.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ from hybridmem.memory.state.tails import TailMember, TailStep, TailTable
 
 @dataclass(frozen=True)
 class Copied:
-    """Says how a request is read whose rows are copied together: they are not all in the arena, or not in order.
+    """Says how to read a request whose rows must be copied together, because not all are in the arena, or not in order.
 
     Attributes:
-        fold_point: the last fold point that it has passed. The body is at a later one if it was rolled back.
-        batch: this request alone; a page is one row. Rows that a storage holds are not in pages if `is_paged`.
-        is_paged: True if it is read by the kernel that reads rows in place, so that both give the same bits.
-        cu_bodies, n_kept: if a storage holds rows: as in `FoldedRows`.
+        fold_point: the last fold point that the request has passed. The body is at a later one if the sequence was
+            rolled back.
+        batch: a batch of only this request, in which a page is one row. With `is_paged`, rows that a storage holds are
+            not in pages.
+        is_paged: True if the kernel that reads rows in place reads these, too, so that both give the same bits.
+        cu_bodies, n_kept: the fields of `FoldedRows`, if a storage holds rows.
     """
 
     fold_point: int
@@ -66,14 +68,14 @@ class Reads:
     Attributes:
         in_place: the requests whose rows are all in the arena while the step runs, because new ones fit into the tail.
             A page is one row; its address differs from attention to attention.
-        tokens: (t,) packed index of their tokens; None if they are all.
-        rows: elements a row in a tail and in a body -> element offset of each row that they see, without the offset of
-            an attention's field in its block.
-        is_tail: 1 for each of these rows that is in a tail, 0 in a body.
-        bodies, cu_bodies, n_kept: with a storage, the bodies that hold their kept rows: as in `FoldedRows`.
+        tokens: (t,) the packed indices of their tokens. None: all tokens of the step.
+        rows: elements per row in a tail and in a body -> the element offset of each row that they see. It does not
+            contain the offset of an attention's field in its block.
+        is_tail: for each of these rows, 1 if it is in a tail and 0 if it is in a body.
+        bodies, cu_bodies, n_kept: the fields of `FoldedRows` for the bodies that hold their kept rows, with a storage.
         copied: all other requests.
-        tails: of each request that is copied or folds, the position of the first row that is read of its tail, and
-            elements a row -> element offset of each old row from there on.
+        tails: for each request that is copied or folds, the position of the first row of its tail that is read, and, by
+            elements per row, the element offset of each old row from there on.
     """
 
     in_place: PagedBatch
@@ -97,7 +99,7 @@ class EvictingPlan:
 
     @property
     def can_capture(self) -> bool:
-        return False  # eviction is decided on the host, so a CUDA graph cannot replay it
+        return False  # The host decides what to evict, so a CUDA graph cannot replay it.
 
 
 class EvictingAttention(CannotDrop, TailMemory):
@@ -127,8 +129,8 @@ class EvictingAttention(CannotDrop, TailMemory):
         self._access = access = BlockAccess(self.table, self._kernels)
         self._sizes = [(n_row, _kept_elements(s)) for n_row, s in zip(access.row_elements, specs, strict=True)]
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
-        # A row holds its keys and then its values. One offset finds both: in a flat tensor of the whole arena, and in
-        # one that begins as many elements later as keys take; none, where values are a part of the keys.
+        # A row holds its keys and then its values. One offset finds both, in two flat tensors. The first is the whole
+        # arena. The second begins later, by as many elements as keys take: none if values are a part of the keys.
         self._all: dict[int, Prepared] = {}
         if not store.is_dry:
             for first in {0, *(_values_at(s) for s in specs)}:
@@ -152,7 +154,7 @@ class EvictingAttention(CannotDrop, TailMemory):
         in_place = (~is_copied).nonzero()[0]
         chosen = before.take(in_place)
         starts, counts = packed.starts[in_place], packed.counts[in_place]
-        # Each request reads three stretches of rows: those that were kept, the old ones of the tail, the new ones.
+        # Each request reads three stretches of rows: the kept rows, the old rows of the tail, and the new rows.
         n_kept = np.minimum(chosen.body_at, self.policy.budget_tokens)
         bodies = states.addresses[chosen.body[n_kept > 0]]
         n_in_place = np.zeros_like(n_kept) if self.storage else n_kept
@@ -183,7 +185,7 @@ class EvictingAttention(CannotDrop, TailMemory):
     def _copied(self, packed: Packed, i: int) -> Copied:
         start, end = packed.starts[i : i + 1], packed.ends[i : i + 1]
         fold_point, next_fold_point = int(self.table.rules.body_at(start)[0]), int(self.table.rules.body_at(end)[0])
-        # Whatever a sequence has seen before, requests of the same positions are read by the same kernel.
+        # The same kernel reads all requests of the same positions, whatever a sequence has seen before.
         is_paged = next_fold_point <= start[0]
         n_kept, n_new = self._kept_rows.n_kept(fold_point), packed.counts[i : i + 1]
         is_stored = bool(is_paged and self.storage is not None and n_kept > 0)
@@ -245,7 +247,10 @@ class EvictingAttention(CannotDrop, TailMemory):
         return f"which rows attention with {self.policy.label} has kept depends on them"
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        """Mark the rows of a body that are in use; a body has room for the policy's budget, and what was evicted."""
+        """Mark the rows of a body that are in use.
+
+        A body has room for the policy's budget and for rows that were evicted.
+        """
         live = super().live_rows(slot, length)
         own, name = self._kept_rows.are_live(int(self.table.slots.body_at[slot])), self.table.states.name
         return live | {name: live[name] & own}
@@ -279,7 +284,7 @@ class EvictingAttention(CannotDrop, TailMemory):
         )
 
     def _stored_shapes(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of a body's rows as they are stored: of all its tensors but the positions and scores."""
+        """Return the shapes of a body's rows as they are stored: all its tensors except the positions and scores."""
         return tuple(state.shape for state in self.table.members[index].states[:-2])
 
     def _attend_copied(
@@ -305,7 +310,10 @@ class EvictingAttention(CannotDrop, TailMemory):
         return kernels.paged_attention(q_THD, keys, values, batch, spec.n_kv_heads, scoring, folded)
 
     def _folded_copy(self, copied: Copied, index: int, parts: Parts) -> FoldedRows | None:
-        """Return stored rows of one request, which are no body's, as the only block. Without parts: to plan with."""
+        """Return one request's stored rows, which are not in a body, as if they were the only block.
+
+        Plans pass no parts.
+        """
         if self.storage is None or not copied.n_kept.any():
             return None
         n_missing = self._kept_rows.body_rows - int(copied.n_kept[0])
@@ -331,7 +339,7 @@ class EvictingAttention(CannotDrop, TailMemory):
 def _member(spec: AttentionSpec, kept_rows: KeptRows) -> TailMember:
     """Return what the blocks hold for an attention.
 
-    A row of a tail holds keys, values unless they are part of the keys, and, where the policy observes them, queries.
+    A row of a tail holds keys, then values unless they are part of the keys, then queries if the policy observes them.
     """
     n_queries = kept_rows.policy.needs_queries * spec.n_query_heads
     return TailMember(kept_rows.states_of(spec), (spec.n_parts * spec.n_kv_heads + n_queries, spec.head_dim))
@@ -343,5 +351,5 @@ def _kept_elements(spec: AttentionSpec) -> int:
 
 
 def _values_at(spec: AttentionSpec) -> int:
-    """Return the number of elements from a row's keys to its values."""
+    """Return the distance, in elements, from a row's keys to its values."""
     return (spec.n_parts - 1) * spec.n_kv_heads * spec.head_dim

@@ -1,7 +1,7 @@
 """Keeps keys and values of chosen sequences in host memory, in a budget of their own, and moves them there and back.
 
-Pages are what grows with a sequence, and what attention reads once a step; states stay on the device. A sequence whose
-pages are in host memory can be used as ever, unlike one that is swapped out.
+Pages grow with a sequence, and attention reads each of them once per step. States stay on the device. A sequence whose
+pages are in host memory can be used as usual, unlike one that is swapped out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class HostPages:
     """Moves pages of sequences between the device and host memory, and counts those in host memory.
 
     Args:
-        store, host_store: the memory's own, and that of its pages in host memory.
+        store, host_store: the memory's store, and the store of its pages in host memory.
         device, host: the attention caches in each of the two, by the same names.
-        hosted: name -> the pair of these as one layer memory.
+        hosted: name -> the layer memory that joins the two caches of this name.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HostPages:
         return self._host.pools
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Return (4, N) bytes in host memory, as `LayerMemory.bytes_for`; none of sequences on the device."""
+        """Return (4, N) bytes in host memory, as `LayerMemory.bytes_for`. Sequences on the device take none."""
         are_there = np.fromiter(map(self.has, stretch.slots.tolist()), np.bool_, len(stretch.slots))
         return self._host.bytes_for(stretch) * are_there
 

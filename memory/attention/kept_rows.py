@@ -1,8 +1,8 @@
 """Holds the body of attention under an eviction policy: rows that are kept, and behind them rows evicted lately.
 
-A fold evicts rows from all lengths at which it has taken place: those from its fold point plus the rollback window on.
-A sequence that was rolled back to a shorter length must see these rows, as if it had never gone further. So a body
-holds them for one more window, in a ring:
+A fold evicts rows for all lengths at which it has happened: from its fold point plus the rollback window on. A sequence
+that was rolled back to a shorter length must see these rows, as if it had never gone further. So a body holds them for
+one more window, in a ring:
 
     rows of a body   0 ................ budget ................. budget + ring_rows
                       kept, by position  | evicted by the last folds
@@ -29,7 +29,7 @@ from hybridmem.memory.quantization import Parts, Storage
 from hybridmem.memory.specs import AttentionSpec, StateTensor
 
 _BESIDE = ("positions", "scores")
-"""State tensors whose first axis is that of rows, with each storage."""
+"""The state tensors whose first axis counts rows, whatever the storage."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rows:
     Attributes:
         parts: (G, R, D) each: keys, and values unless they are part of the keys; or what a storage encodes them as.
         positions: (G, R) int64.
-        scores: (G, R) float32, the policy's.
+        scores: (G, R) float32, the scores that the policy has given.
     """
 
     parts: Parts
@@ -57,7 +57,7 @@ class Rows:
         return Rows(parts, self.positions[:, start:end], self.scores[:, start:end])
 
     def fill_(self, rows: Rows) -> None:
-        """Write as many other rows in place of these."""
+        """Write other rows, as many as these, over these rows."""
         for own, other in zip(self.parts, rows.parts, strict=True):
             own.copy_(other)
         self.positions.copy_(rows.positions)
@@ -76,8 +76,8 @@ class KeptRows:
     """Says how bodies of one policy and storage are laid out, reads and writes them, and lets the policy choose.
 
     Attributes:
-        ring_rows: rows that a body holds after they were evicted: a rollback window of them, in whole folds.
-        body_rows: rows of a body, with these.
+        ring_rows: how many evicted rows a body still holds: a rollback window of them, rounded up to whole folds.
+        body_rows: how many rows a body has, evicted rows included.
     """
 
     def __init__(self, policy: EvictionPolicy, storage: Storage | None, rollback_window: int) -> None:
@@ -88,7 +88,7 @@ class KeptRows:
     # Which rows are where, by fold points alone
 
     def n_kept(self, fold_point: int) -> int:
-        """Return the number of rows that each head keeps of those before a fold point."""
+        """Return how many of the rows before a fold point each head keeps."""
         return min(fold_point, self.policy.budget_tokens)
 
     def evicted(self, since: int, until: int) -> list[slice]:
@@ -121,14 +121,14 @@ class KeptRows:
         n_heads, n_rows = spec.n_kv_heads, self.body_rows
         if self.storage is None:
             stored = [StateTensor("kept", (n_rows, spec.n_parts, n_heads, spec.head_dim), dtype=None)]
-        else:  # single rows are evicted, so keys are grouped by row, as values are
+        else:  # Single rows are evicted, so keys are grouped by row, as values are.
             shapes = self.storage.shapes(n_heads, n_rows, spec.head_dim, by_channel=False)
             names = (f"{part} {i}" for part in ("keys", "values") for i in range(len(shapes)))
             stored = [StateTensor(name, *shape) for name, shape in zip(names, (*shapes, *shapes), strict=True)]
         return (*stored, *(StateTensor(name, (n_rows, n_heads)) for name in _BESIDE))
 
     def row_axis_of(self, state: StateTensor) -> int:
-        """Return the axis of rows of one of these tensors: the parts of a storage are laid out head by head."""
+        """Return the axis of one of these tensors that counts rows. A storage's parts are laid out head by head."""
         return 0 if self.storage is None or state.name in _BESIDE else 1
 
     def all_of(self, body: list[Tensor]) -> Rows:
@@ -149,7 +149,7 @@ class KeptRows:
     def seen_at(self, body: list[Tensor], body_at: int, fold_point: int) -> Rows:
         """Return what a body held when it was at an earlier fold point, by position, and the rows folded since then.
 
-        With a storage without the latter: until they fold they are seen as they are in the tail.
+        With a storage, rows that have folded since are left out, because until they fold they are read from the tail.
         """
         rows = Rows.join([self.kept_of(body, body_at), self.evicted_of(body, fold_point, body_at)])
         order_GR = rows.positions.argsort(1)
@@ -157,7 +157,7 @@ class KeptRows:
         return rows.take(order_GR[:, :n_seen])
 
     def write(self, body: list[Tensor], body_at: int, kept: Rows, evicted: Rows | None) -> None:
-        """Write a body at this position: the rows it keeps, and all that were evicted since `remembered_since`."""
+        """Write a body at this position: the rows that it keeps, and those evicted since `remembered_since`."""
         rows = self.all_of(body)
         rows.between(0, kept.positions.shape[1]).fill_(kept)
         if evicted is None:
@@ -221,12 +221,15 @@ class KeptRows:
 
 
 def _exact(rows: Rows) -> Rows:
-    """Return rows with positions as integers; a body holds them as float32, exact up to 16 million."""
+    """Return rows with positions as integers. A body holds positions as float32, which are exact up to 16 million."""
     return Rows(rows.parts, rows.positions.long(), rows.scores)
 
 
 def _others(chosen_GB: Tensor, n_rows: int) -> Tensor:
-    """Return the indices below `n_rows` that each head has not chosen, ascending; the host waits for nothing."""
+    """Return the ascending indices below `n_rows` that each head has not chosen.
+
+    The host does not wait for the device.
+    """
     is_chosen = torch.zeros(len(chosen_GB), n_rows, dtype=torch.uint8, device=chosen_GB.device)
     is_chosen.scatter_(1, chosen_GB, 1)
     return is_chosen.argsort(stable=True, dim=1)[:, : n_rows - chosen_GB.shape[1]]

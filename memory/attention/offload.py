@@ -1,8 +1,8 @@
-"""Keeps keys and values of chosen sequences in host memory, of all others on the device.
+"""Keeps keys and values of chosen sequences in host memory, and those of all others on the device.
 
-This follows He & Zhai 2024, "FastDecode". There are two attention caches of the same layers, one in each place, of any
-class. A sequence is wholly in one of them, so each works as if it were alone; a step with sequences of both is a step
-of each. Forks are where their source is: pages are never shared between the two.
+This follows He & Zhai 2024, "FastDecode". The same layers have two attention caches, of any class, one in each place. A
+sequence is wholly in one of them, so each works as if it were alone. A step with sequences of both becomes a step of
+each. A fork is where its source is, because the two never share pages.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class HostedPlan:
 class HostedAttention:
     """Joins a cache on the device and one in host memory to one `memory.interface.LayerMemory`.
 
-    Only the blocks on the device are counted: those in host memory are not in the budget.
+    Only the blocks on the device count, because those in host memory are not in the budget.
 
     Args:
-        near, far: the cache on the device, and the one in host memory; `store` and `host_store` hold their bytes.
+        near, far: the cache on the device, and the cache in host memory. `store` and `host_store` hold their bytes.
         specs: the attention specs, in the order in which `attend` numbers them.
     """
 
@@ -146,7 +146,8 @@ class HostedAttention:
     def _can_capture(self, parts: list[PartPlan]) -> bool:
         """True if a CUDA graph can replay the step: the device attends to all, and some sequence is on the device.
 
-        If all are in host memory, the uploads have the same shapes as those of as many sequences on the device.
+        If all were in host memory, their uploads would have the same shapes as uploads of as many sequences on the
+        device, though the kernels differ.
         """
         is_distinct = len(parts) == 2 or parts[0].memory is self.near
         device_attends = all(part.store.device.type == self._stores[0].device.type for part in parts)
@@ -161,11 +162,11 @@ class HostedAttention:
     ) -> Tensor:
         """Remember keys and values, and attend, in each cache that takes part: (T, H, D or value_dim).
 
-        Where the host attends, it waits for its rows; meanwhile the device attends for the other sequences.
+        Where the host attends, it waits for its rows. Meanwhile the device attends for the other sequences.
         """
         device, spec = self._stores[0].device, self._specs[index]
         spec.check_rows(len(plan.packed.token_ids), self._dtype, device, q_THD, k_TGD, v_TGD)
-        # All rows are moved to the host first, before the device has more to do.
+        # All rows are moved to the host first, before the device gets more work.
         given = [_given(part, (q_THD, k_TGD, v_TGD), scoring) for part in plan.parts]
         found = [
             part.memory.attend(part.plan, index, *own).to(q_THD.device)

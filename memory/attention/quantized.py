@@ -1,4 +1,4 @@
-"""Keeps old keys and values in few bits: the body is quantised pages, the tail exact ones.
+"""Keeps old keys and values in few bits: the body consists of quantised pages, the tail of exact ones.
 
 The tail is an `AttentionCache` that releases old pages, as one with a window does. When `group` rows have become older
 than the rollback window they fold: a quantised page replaces them. Groups are at fixed positions, so forks, reruns and
@@ -7,8 +7,9 @@ prefixes agree on them, and each is quantised once, from exact rows. A step read
     position 0 ............................. body_at ............... start ......... end
              quantised pages of `group` rows  |  exact pages, verbatim | rows of the step
 
-The exact pages of a group stay for one more rollback window. So a sequence that was rolled back to a length at which
-the group would not have folded yet reads its exact rows, as one that never went further, and the quantised page later.
+The exact pages of a group stay for one more rollback window. So a sequence may be rolled back to a length at which the
+group would not have folded yet. Then it reads the group's exact rows, like a sequence that never went further, and the
+quantised page later.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class FoldGrid(PageGrid):
         return self.n_groups(peaks - self.rollback_window) * self.group_pages
 
     def last_first_page(self, peaks: Int64s) -> Int64s:
-        return self.n_groups(peaks) * self.group_pages  # of a file of format 3 or before, which holds no more
+        # A file of format 3 or before holds no more exact pages than these.
+        return self.n_groups(peaks) * self.group_pages
 
     def horizon_of(self, n_groups: Int64s, first_page: Int64s) -> Int64s:
         """Return the earliest position at which neither quantised nor exact rows are missing."""
@@ -73,10 +75,10 @@ class QuantizedPlan:
     """Holds the blocks that are allocated for a step, and what it reads and writes.
 
     Attributes:
-        exact: of the pages that are exact while the step runs.
-        folding: (S,) of the exact pages that each request reads, the number of the first one that has not folded.
-        n_new: (S,) groups that fold at the end of the step.
-        fresh: their blocks, request after request.
+        exact: the plan of the pages that are exact while the step runs.
+        folding: (S,) the number of the first page that has not folded, among the exact pages that each request reads.
+        n_new: (S,) how many groups fold at the end of the step.
+        fresh: the blocks of these groups, request after request.
         targets: element size in bytes -> element offset of each fresh block.
         reads: what the queries read, of the body before the step and of exact pages.
     """
@@ -91,7 +93,8 @@ class QuantizedPlan:
 
     @property
     def can_capture(self) -> bool:
-        # The host folds groups, and counts from how many groups a query chooses.
+        # A CUDA graph cannot hold what the host does: it folds groups, and counts the groups from which a query
+        # chooses.
         return not self.n_new.any() and all(read.choice is None for read in self.reads)
 
 
@@ -100,9 +103,9 @@ class QuantizedAttention(CannotDrop):
 
     Args:
         specs: the attention specs, in the order in which `attend` numbers them; `storage` is that of all of them.
-        page_tokens: of the exact pages; a divisor of `storage.group`.
-        selection: chooses the groups that are read; None if all are read.
-    Raises SpecError: pages do not divide groups, or groups or bits do not suit the heads.
+        page_tokens: how many tokens an exact page has. It must divide `storage.group`.
+        selection: chooses the groups that are read. None: all are read.
+    Raises SpecError if pages do not divide groups, or if groups or bits do not suit the heads.
     """
 
     def __init__(
@@ -161,7 +164,7 @@ class QuantizedAttention(CannotDrop):
         tables, group_pages = [self._table[slot] for slot in packed.slots.tolist()], self.grid.group_pages
         n_blocks = np.array([len(table) for table in tables], np.int64)
         n_new = self.grid.n_groups(packed.peaks) - n_blocks
-        n_read = self.grid.n_groups(packed.starts)  # after a rollback perhaps fewer groups than have folded
+        n_read = self.grid.n_groups(packed.starts)  # After a rollback, these may be fewer groups than have folded.
         if (n_read != n_blocks).any():
             tables = [table[:n] for table, n in zip(tables, n_read.tolist(), strict=True)]
         exact, fresh = self.exact.plan(packed, n_read * group_pages), EMPTY
@@ -169,7 +172,7 @@ class QuantizedAttention(CannotDrop):
             placed = self._store.place(self.bodies.addresses[np.concatenate(tables)])
             body = Body(placed, starts_of(n_read), n_read * self.storage.group)
             fresh = self.bodies.allocate(int(n_new.sum()))
-            for i in n_new.nonzero()[0].tolist():  # so that `commit` cannot fail
+            for i in n_new.nonzero()[0].tolist():  # All room is made here, so that `commit` cannot fail.
                 self._table.reserve(int(packed.slots[i]), int(n_blocks[i]), int(n_blocks[i] + n_new[i]))
             folding, reads = (n_blocks - n_read) * group_pages, self._reads(packed, exact, body)
             return QuantizedPlan(packed, exact, folding, n_new, fresh, self._targets(fresh), reads)
@@ -280,7 +283,7 @@ class QuantizedAttention(CannotDrop):
         return self.exact.blocks_of(slot) | {self.bodies.name: self._table[slot]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        """Mark all rows of folded groups: groups fold whole, and nothing that has folded can be taken back."""
+        """Mark all rows of folded groups: groups fold as a whole, and a rollback takes back nothing that has folded."""
         return self.exact.live_rows(slot, length) | {self.bodies.name: np.ones((len(self._table[slot]), 1), np.bool_)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:

@@ -1,8 +1,8 @@
 """The arena allocates byte ranges of one budget for blocks of every size.
 
-It is one address space. Pages are taken from its low end, states and tails from its high end, each at its natural size,
-lowest (highest) free address first. So the split between them follows demand: nothing is padded or sized ahead. What
-lies apart is joined by `memory.blocks.compaction`.
+It is one address space. Pages are taken from its low end, states and tails from its high end, each at its own size.
+Pages take the lowest free address first, states and tails the highest. So neither has a fixed share: each takes what it
+needs, and nothing is padded. `memory.blocks.compaction` joins free ranges that lie apart.
 
 `Arena` and `BlockPool` hold no tensors; `Store` holds the bytes.
 """
@@ -25,12 +25,13 @@ _MOST_BYTES = 1 << 62
 
 
 def read_budget(budget: float | str, option: str = "budget") -> int:
-    """Read a budget given as a number of bytes or as text: "512MiB", "1.5 GB", "80g". Raises SpecError.
+    """Read a budget, which is a number of bytes or a text such as "512MiB", "1.5 GB" or "80g". Raises SpecError.
 
-    K, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024, in capitals or not; the B may be left out.
+    K, M, G and T are powers of 1000; Ki, Mi, Gi and Ti are powers of 1024. Case does not matter, and the B may be left
+    out.
 
     Args:
-        option: the caller's name of it, for messages.
+        option: what the caller calls the budget, for error messages.
     """
     wanted: float = 0
     if isinstance(budget, int | float | np.integer | np.floating) and not isinstance(budget, bool):
@@ -49,23 +50,23 @@ def read_budget(budget: float | str, option: str = "budget") -> int:
 
 
 class Arena:
-    """Holds the free byte ranges of [0, capacity_bytes), coalesced.
+    """Holds the free byte ranges of [0, capacity_bytes). Neighbouring ranges are joined.
 
-    Ranges are found by either end, so that neighbours join at once. For each size and side that was allocated, a heap
-    finds the first range that is long enough. It may also name ranges that no longer exist, which are skipped when they
-    come up.
+    A range is found by either of its ends, so that neighbours join at once. For each size and side that was allocated,
+    a heap finds the first range that is long enough. A heap may also name ranges that no longer exist. They are skipped
+    when they come up.
 
     Args:
-        unit: `CapacityError.unit` of refusals.
+        unit: the `CapacityError.unit` of the errors that this arena raises.
     """
 
     def __init__(self, capacity_bytes: int, unit: str = BUDGET_UNIT) -> None:
         self.unit = unit
         self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.free_bytes = 0
-        self._ends: dict[int, int] = {}  # start -> end of each free range
-        self._starts: dict[int, int] = {}  # end -> start
-        self._heaps: dict[tuple[int, bool], list[int]] = {}  # (size, from_top) -> starts, or negative ends
+        self._ends: dict[int, int] = {}  # Maps the start of each free range to its end.
+        self._starts: dict[int, int] = {}  # Maps the end of each free range to its start.
+        self._heaps: dict[tuple[int, bool], list[int]] = {}  # Maps (size, from_top) to starts, or to negative ends.
         if self.capacity_bytes:
             self.free(0, self.capacity_bytes)
 
@@ -74,16 +75,17 @@ class Arena:
         return self.capacity_bytes - self.free_bytes
 
     def allocate(self, n_bytes: int, *, from_top: bool) -> int | None:
-        """Allocate `n_bytes`, a multiple of ALIGNMENT_BYTES; return the address, or None if no free range is as long.
+        """Allocate `n_bytes`, a multiple of ALIGNMENT_BYTES. Return the address, or None if no range is long enough.
 
-        Cost: as `allocate_many`.
+        The cost is that of `allocate_many`.
         """
         return next(iter(self.allocate_many(1, n_bytes, from_top=from_top)), None)
 
     def allocate_many(self, n: int, n_bytes: int, *, from_top: bool) -> list[int]:
-        """Allocate `n` blocks of `n_bytes` each, or as many as fit, each at the first place; return their addresses.
+        """Allocate `n` blocks of `n_bytes` each, or as many as fit. Return their addresses.
 
-        Cost: O(log free ranges) for each range that they are taken from.
+        Each block takes the first place that is free. Cost: O(log free ranges) for each range that blocks are taken
+        from.
         """
         addresses, heap = list[int](), self._heap(n_bytes, from_top)
         while heap and len(addresses) < n:
@@ -129,17 +131,17 @@ class Arena:
         self.free_bytes += n_bytes
 
     def _enlist(self, name: int, bytes_before: int, bytes_now: int, from_top: bool) -> None:
-        """Add a range that has grown to the heaps of sizes for which it has become long enough."""
+        """Add a free range that has grown to the heaps of those sizes that fit into it only now."""
         for (n_bytes, side), heap in self._heaps.items():
             if side == from_top and bytes_before < n_bytes <= bytes_now:
                 heappush(heap, name)
 
     def _named(self, name: int, from_top: bool) -> tuple[int, int]:
-        """Return the free range of this name in a heap; an empty one if it no longer exists."""
+        """Return the free range that a heap calls by this name, or an empty range if it no longer exists."""
         return (self._starts.get(-name, -name), -name) if from_top else (name, self._ends.get(name, name))
 
     def _heap(self, n_bytes: int, from_top: bool) -> list[int]:
-        """Return a heap of the names of all free ranges that are long enough, and few others. Amortised cost: O(1)."""
+        """Return a heap that names all free ranges that are long enough, and few others. Amortised cost: O(1)."""
         heap = self._heaps.get((n_bytes, from_top))
         if heap is None or len(heap) > 2 * len(self._ends) + 64:
             heap = [-end if from_top else start for start, end in self._ends.items() if end - start >= n_bytes]
@@ -148,7 +150,7 @@ class Arena:
         return heap
 
     def rebuild(self, used_ranges: Seq[tuple[int, int]]) -> None:
-        """Make all bytes free that are not in one of these ranges, whatever the books say.
+        """Free all bytes outside of these ranges, whatever the books say.
 
         Cost: O(ranges log ranges).
         """

@@ -24,7 +24,7 @@ def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
 def read_count(
     option: str, value: Any, least: int, unit: str = "", *, error: type[HybridMemoryError] = SpecError
 ) -> int:
-    """Read an integer of at least `least`. Raises `error`."""
+    """Return `value` if it is an integer of at least `least`; else raise `error`."""
     if not is_integer(value, least):
         raise error(f"{option}={value!r}; it must be an integer of at least {least}{unit and ' ' + unit}")
     return operator.index(value)
@@ -34,7 +34,7 @@ def read_dtype(option: str, dtype: Any, others: str = "") -> torch.dtype:
     """Read one of `DTYPES`, or its name. Raises SpecError.
 
     Args:
-        others: what else the caller accepts, for the message.
+        others: what else the caller accepts, for the error message.
     """
     for name, known in DTYPES.items():
         if dtype is known or (isinstance(dtype, str) and dtype == name):

@@ -11,7 +11,7 @@ Int64s: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 EMPTY: Int64s = np.zeros(0, np.int64)
-"""An array of no integers, shared by all that have none."""
+"""An empty array of integers, which all who need one share."""
 
 
 NumberT = TypeVar("NumberT", int, Int64s)
@@ -19,7 +19,7 @@ NumberT = TypeVar("NumberT", int, Int64s)
 
 
 def ceil_div(n: NumberT, divisor: int) -> NumberT:
-    """Divide and round up: one integer, or each of an array."""
+    """Divide and round up. `n` is an integer or an array of them."""
     return -(-n // divisor)
 
 

@@ -3,9 +3,10 @@
 Tables refer to blocks by id, and only the pool knows where a block is. So a block moves by a copy of its bytes and one
 changed address. Blocks whose addresses an open step has read stay where they are.
 
-Which blocks move is decided before any does: those of the region with the fewest bytes to move. Let U bytes be in use
-and F be free. Cut the arena where enough free bytes for n bytes have been passed: at least F / 2n regions, of which one
-has at most 2n U / F bytes in use. So the cost grows with the bytes asked for, not with the budget.
+Before any block moves, a region is chosen: the one with the fewest bytes to move. Let U bytes be in use and F be free,
+and let n bytes be asked for. Walk through the arena, and end a region whenever it has enough free bytes for n. That
+gives at least F / 2n regions, and one of them has at most 2n U / F bytes in use. So the cost grows with the bytes asked
+for, not with the budget.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from hybridmem.memory.blocks.pool import BlockPool
 from hybridmem.memory.blocks.store import Store
 
 _SCRATCH_BYTES = 1 << 22
-"""Bytes that are moved at once over a distance shorter than they are: they are copied twice."""
+"""How many bytes move at once when they move by less than their own length. They are copied twice."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """Names a byte range of the arena that begins and ends with free bytes.
+    """Is a byte range of the arena that begins and ends with free bytes.
 
     Attributes:
-        used_bytes: what has to move so that its free bytes become one range.
+        used_bytes: how many bytes have to move so that the free bytes become one range.
     """
 
     start: int
@@ -38,9 +39,10 @@ class Region:
 
 
 def cheapest_region(store: Store, n_bytes: int, fixed: Int64s) -> Region | None:
-    """Find the region with `n_bytes` free and the fewest in use, without any of the blocks at addresses `fixed`.
+    """Find the region with `n_bytes` free and the fewest bytes in use.
 
-    Returns None if there is none, or if it is one free range already. Cost: O(free ranges log free ranges).
+    No block at one of the addresses `fixed` may be in it. Returns None if there is no such region, or if it is one free
+    range already. Cost: O(free ranges log free ranges).
     """
     starts, ends = store.arena.free_ranges()
     passed = starts_of(ends - starts)
@@ -79,7 +81,10 @@ def compact(store: Store, pools: Sequence[BlockPool], region: Region) -> None:
 
 
 def _moves(addresses: Int64s, sizes: Int64s, distances: Int64s) -> Iterator[tuple[int, int]]:
-    """Yield [begin, end) of neighbouring blocks that move at once, as far as all blocks up to the next free range."""
+    """Yield [begin, end) of neighbouring blocks that move together.
+
+    All blocks up to the next free range move equally far.
+    """
     breaks = (addresses[1:] != (addresses + sizes)[:-1]).nonzero()[0] + 1
     bounds = [0, *breaks.tolist(), len(addresses)]
     ends = addresses + sizes
@@ -93,11 +98,11 @@ def _moves(addresses: Int64s, sizes: Int64s, distances: Int64s) -> Iterator[tupl
 
 
 def _move(store: Store, moved: dict[BlockPool, Int64s], source: int, n_bytes: int, distance: int) -> None:
-    """Move neighbouring blocks, by pool, down into the free range before them, which is as long as the distance."""
+    """Move neighbouring blocks, given by pool, down into the free range before them. It is as long as the distance."""
     arena, journal, target, freed = store.arena, store.journal, source - distance, min(n_bytes, distance)
     with journal.change():
         arena.take(target, freed)
-        if distance < n_bytes:  # the copy overwrites what it reads
+        if distance < n_bytes:  # The copy would overwrite what it reads.
             saved = store.saved(source, n_bytes)
             journal.before(store.put, source, saved)
             store.put(target, saved)

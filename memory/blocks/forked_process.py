@@ -1,7 +1,7 @@
-"""Finds out whether a process that was made by `fork` can compute: threads of OpenMP and of CUDA are missing in it.
+"""Finds out whether a process that was made by `fork` can compute, because it lacks the threads of OpenMP and CUDA.
 
-OpenMP's own answer is to wait for them for ever, or to end the process. A process that `fork` made before its parent
-computed anything has nothing missing, and computes as any other.
+OpenMP itself would wait for its threads for ever, or end the process. A process that `fork` made before its parent
+computed anything lacks nothing, and computes like any other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from hybridmem.memory.errors import SpecError
 
 _TRIAL_SECONDS = 10.0
-"""Time after which a product of a millisecond certainly waits for threads that do not exist."""
+"""How long a product may take. It takes a millisecond unless it waits for threads that do not exist."""
 
 _FORKED = (
     "this process was made by os.fork (multiprocessing calls it 'fork') after its parent had {done}; threads do not "
@@ -30,10 +30,10 @@ _FORKED = (
 
 _is_forked = False
 _missing: str | None = None
-"""What the parent had done that this process, a fork, cannot go on with; None if it can go on."""
+"""What the parent process had started that this fork cannot use. None if the fork can compute."""
 
 _for_child: str | None = None
-"""What a child that is made now will have as `_missing`."""
+"""The value of `_missing` in a child that is made now."""
 
 _has_cuda = _for_child_has_cuda = False
 
@@ -51,22 +51,26 @@ def check_process(device: torch.device) -> None:
 
 
 def refuse_kernel(*_: object) -> None:
-    """Raise SpecError: it replaces what kernels call first, in a fork of a process that has started their threads."""
+    """Raise SpecError.
+
+    In a fork of a process that has started the threads of kernels, it replaces what kernels call first.
+    """
     raise SpecError(_FORKED.format(done=_missing or "run kernels"))
 
 
 @cache
 def _torch_works() -> bool:
-    """Try an operation of several threads in a fork of this fork: nothing says whether its parent ran one.
+    """Find out by trial, in a fork of this fork, whether an operation with several threads works.
 
-    Where this process has threads beside Python's, it runs them already, and they would be missing in the fork. Other
-    systems than Linux have an OpenMP that starts threads anew in a fork.
+    Nothing else tells whether the parent has run one. If this process has threads beside Python's, OpenMP runs already,
+    and its threads would be missing in the trial. On systems other than Linux, OpenMP starts new threads in a fork.
     """
     tasks = Path("/proc/self/task")
     if not tasks.exists() or len(list(tasks.iterdir())) > threading.active_count():
         return True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, in which only torch runs
+        # Python warns of a fork beside threads; here only torch runs in it.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
         try:
@@ -82,19 +86,19 @@ def _torch_works() -> bool:
                 os.waitpid(child, 0)
                 return False
             time.sleep(0.001)
-    except ChildProcessError:  # this program lets the system collect its children
+    except ChildProcessError:  # The program that runs this lets the system collect its children.
         pass
     return True
 
 
 def _look() -> None:
-    """Note what a child that is being made will lack."""
+    """Note what a child process that is being made will lack."""
     global _for_child, _for_child_has_cuda
     _for_child, _for_child_has_cuda = _missing, _has_cuda or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if (numba := sys.modules.get("numba")) is not None:
         try:
             numba.threading_layer()
-        except (AttributeError, ValueError):  # no kernel has started its threads, or numba is just being imported
+        except (AttributeError, ValueError):  # No kernel has started its threads, or numba is just being imported.
             return
         _for_child = "run kernels"
 

@@ -1,7 +1,7 @@
-"""Says what a call or an attribute is called here, to people who know the names of another library.
+"""Tells people who know the names of another library what a call or an attribute is called here.
 
-A method that is often called by other names takes them as `*excess: Never, **unknown: Never`: type checkers refuse them
-as ever, and who runs the call without one gets `refuse_arguments`.
+A method that is often called by other names takes all further arguments as `*excess: Never, **unknown: Never`. A type
+checker refuses them as usual; without a type checker, the call raises the error of `refuse_arguments`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "trust_remote_code": "code of a checkpoint is never run", "attn_implementation": "model kernels are its own",
     },
 }  # fmt: skip
-"""Call -> argument -> what to do instead; "" is for arguments without a name that are too many or missing."""
+"""Maps a call and an argument to what to do instead.
+
+The argument "" stands for positional ones: too many, or missing.
+"""
 
 _OF_MEMORY = {
     name: f"memory.{name}(sequence{more})"
@@ -87,11 +90,11 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         _NO_MODULE,
     ) | {"generate": _STEP},
 }  # fmt: skip
-"""Class -> attribute that it does not have -> what to use instead."""
+"""Maps a class and an attribute that it does not have to what to use instead."""
 
 
 def refuse_arguments(call: str, positional: Iterable[object], named: Mapping[str, object]) -> NoReturn:
-    """Raise TypeError for arguments that a call does not have, with a hint if they are known elsewhere."""
+    """Raise TypeError for arguments that a call does not have, with a hint if another library has them."""
     known = ARGUMENTS[call]
     excess = [f"{value!r:.60}" for value in positional]
     what = ", ".join(excess + [f"{name}={value!r:.60}" for name, value in named.items()])
@@ -101,14 +104,14 @@ def refuse_arguments(call: str, positional: Iterable[object], named: Mapping[str
 
 
 def refuse_attribute(owner: object, kind: str, name: str) -> NoReturn:
-    """Raise AttributeError, with a hint if the name is known elsewhere."""
+    """Raise AttributeError, with a hint if another library has the name."""
     hint = ATTRIBUTES[kind].get(name)
     what = f"{type(owner).__name__!r} object has no attribute {name!r}"
     raise AttributeError(f"{what}; instead: {hint}" if hint else what, name=name, obj=owner)
 
 
 def is_of_transformers(model: object) -> bool:
-    """True for a model of transformers, which is not imported for this."""
+    """True for a model of transformers. To find out, transformers is not imported."""
     return any(
         base.__name__ == "PreTrainedModel" and base.__module__.partition(".")[0] == "transformers"
         for base in type(model).__mro__
@@ -120,4 +123,4 @@ OF_TRANSFORMERS = (
     "which has .memory_spec; or keep it: attach(hf_model), and generate with "
     "past_key_values=HybridCache(memory, [memory.open()]). All three are in models"
 )
-"""What is said of one where a model or a spec of this library is wanted."""
+"""The error's text if a caller passes such a model where a model or a spec of this library is wanted."""

@@ -1,4 +1,4 @@
-"""Describes what a slot holds: blocks of each pool, their role, and what a saved file says beside their bytes."""
+"""Describes what a slot holds: its blocks of each pool, their role, and what a saved file says of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from numpy.typing import NDArray
 from hybridmem.memory.blocks.arrays import Int64s
 
 Record = dict[str, list[int]]
-"""What a layer memory saves of a slot beside the bytes of its blocks, as JSON can hold it."""
+"""What a layer memory saves of a slot, as JSON, beside the bytes of its blocks."""
 
 
 LiveRows = dict[str, NDArray[np.bool_]]
-"""Pool -> which rows of a slot's blocks belong to its tokens, (blocks, rows a block); a state is one row."""
+"""Maps a pool to the rows of a slot's blocks that belong to its tokens, (blocks, rows per block).
+
+A state is one row.
+"""
 
 
 Part = Literal["body", "tail", "head"]
-"""The part of a sequence's memory that a block is: older rows, the newest rows verbatim, or a state as a shortcut."""
+"""What a block is for a sequence: its older rows, its newest rows verbatim, or a state that is a shortcut."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,12 @@ class Holding:
     """Lists the blocks of one pool that S slots hold as one part of their memory, for usage and pictures.
 
     Attributes:
-        counts: (S,) blocks of each slot.
-        ids: (counts.sum(),) slot after slot.
-        starts, ends: (S,) the tokens [start, end) that each slot's blocks are for; ends None: up to its newest. Of
-            cross-attention the encoder's tokens. Negative: none, the state is stale.
-        fold_tokens: distance of the positions at which rows fold into a body; None: they do not.
+        counts: (S,) the number of blocks of each slot.
+        ids: (counts.sum(),) the blocks, slot after slot.
+        starts, ends: (S,) the tokens [start, end) that each slot's blocks are for. If `ends` is None, they reach to the
+            newest token. In cross-attention they are the encoder's tokens. A negative number means that the state is
+            stale.
+        fold_tokens: the distance between positions at which rows fold into a body. None: rows do not fold.
     """
 
     pool: str

@@ -1,16 +1,17 @@
 """The journal undoes a change of a memory's books that an exception has interrupted.
 
 Python may raise an exception between any two bytecodes: the handler of a signal does (Ctrl-C, a timeout by
-`signal.setitimer`), and so does another thread (`PyThreadState_SetAsyncExc`). So a change can be left anywhere, and the
-lines that would put things right can be left as well. Therefore the books are of two sorts:
+`signal.setitimer`), and so does another thread (`PyThreadState_SetAsyncExc`). So a change may stop anywhere, and so may
+the lines that would repair it. Therefore the books are of two sorts:
 
-- Records: what each sequence holds. Who is about to change one notes with `before` how to put it back.
-- All that follows from the records: how often a block is referred to, which blocks and bytes are free. It is changed as
-  the records are, without notes, and computed anew from them when a change was interrupted.
+- Records: what each sequence holds. Whoever is about to change a record first notes with `before` how to put it back.
+- What follows from the records: how many references a block has, which blocks and bytes are free. It changes together
+  with the records, but nobody notes the old value. After an interrupted change it is computed anew from the records.
 
-A change counts from one assignment on, when its block ends. An exception before that undoes the records and computes
-the rest anew. If an exception interrupts this, too, whoever uses the memory next does it again from the beginning:
-putting back what is back changes nothing. What cannot be undone waits until the change counts: see `after`.
+One assignment at the end of the block makes a change count. After an exception before it, the records are put back and
+the rest is computed anew. If an exception interrupts that as well, the next call of the memory repeats it from the
+beginning. A record that is put back twice is still right. An act that cannot be undone waits until the change counts:
+see `after`.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class Left(Protocol):
 
 
 class ExitOnStack:
-    """Makes `__exit__` a new function at each access, which only a `with` statement keeps, on its stack.
+    """Makes `__exit__` a new function at each access. Only a `with` statement keeps it, on its stack.
 
-    When that function is gone, the block has been left, even if an exception came before the first line of `_leave`.
+    When that function is gone, the block has ended, even if an exception came before the first line of `_leave`.
     """
 
     @overload
@@ -63,9 +64,9 @@ class Journal:
     """Holds what undoes the change that is open, and what waits for its end. The memory's lock guards it.
 
     Attributes:
-        is_open: True from the beginning of a change until nothing of it is left to be done.
-        rebuild: computes from the records all that follows from them.
-        watched: runs, each of several changes, that are undone by `abandon` if the `block` of one was left.
+        is_open: True from the beginning of a change until all of it is done.
+        rebuild: computes what follows from the records.
+        watched: runs, each of several changes. If the `block` of a run has ended too early, `abandon` undoes the run.
     """
 
     __slots__ = ("_after", "_block", "_undo", "abandon", "is_open", "rebuild", "watched")
@@ -80,23 +81,22 @@ class Journal:
         self._block: ref[Any] | None = None
 
     def change(self) -> Change:
-        """Return a block, `with journal.change(): ...`, that happens whole or not at all.
+        """Return a block, `with journal.change(): ...`, whose changes all happen or none.
 
-        Raises SequenceError on entering: a change is open, so what runs now has interrupted it, as handlers of signals
-        and finalizers do.
+        Entering it raises SequenceError if a change is open: then the caller has interrupted that change, as handlers
+        of signals and finalizers do.
         """
         return Change(self)
 
     def before(self, restore: Callable[..., object], *arguments: Any) -> None:
-        """Note how to put back a record that is about to change: by `restore(*arguments)`, once or several times."""
+        """Note that `restore(*arguments)`, called once or several times, puts back a record that is about to change."""
         if self._undo is not None:
             self._undo.append((restore, arguments))
 
     def after(self, act: Callable[..., object], *arguments: Any) -> None:
-        """Call `act(*arguments)` once the open change counts; at once if none is open.
+        """Call `act(*arguments)` once the open change counts, or now if no change is open.
 
-        It must not matter if the call is left out or done in part, because an exception may come: then `rebuild` does
-        what it would have done.
+        An exception may skip the call or stop it half-way. That must not matter, because `rebuild` then does its work.
         """
         if self._undo is None:
             act(*arguments)
@@ -109,7 +109,7 @@ class Journal:
         return (self.is_open and _is_gone(self._block)) or any(_is_gone(run.block) for run in list(self.watched))
 
     def mend(self) -> None:
-        """Undo or finish a change whose block was left before its end, and undo such runs; else do nothing."""
+        """Undo or finish a change whose block ended too early, and undo such runs. Else do nothing."""
         if self.is_open and _is_gone(self._block):
             self._roll_back()
         for run in [run for run in self.watched if _is_gone(run.block)]:
@@ -140,7 +140,10 @@ class Journal:
         self.is_open = False
 
     def _refuse(self) -> None:
-        """End a change that has refused, by an error of ours, before any record changed, and freed what it took."""
+        """End a change that an error of this library has refused.
+
+        No record has changed, and all that it took is free again.
+        """
         if self._undo:
             self._roll_back()
         else:

@@ -15,7 +15,10 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import ceil_div
 
 ALIGNMENT_BYTES = 64
-"""Every block and every field in it starts at a multiple of this: a cache line, and a whole number of any element."""
+"""Every block and every field in it starts at a multiple of this: the size of a cache line.
+
+Any element's size divides it.
+"""
 
 
 def aligned_bytes(n_bytes: int) -> int:
@@ -28,7 +31,7 @@ class Field:
     """Describes one tensor at a fixed place in every block of a pool.
 
     Attributes:
-        row_axis: the axis of `shape` that is that of rows; None if the tensor describes all rows of a block at once.
+        row_axis: the axis of `shape` that counts rows. None: the tensor describes all rows of a block at once.
     """
 
     offset_bytes: int
@@ -42,7 +45,7 @@ class Field:
 
     @property
     def end_bytes(self) -> int:
-        """Return the offset behind its last byte."""
+        """Return the offset of the first byte behind the field."""
         return self.offset_bytes + self.n_elements * self.dtype.itemsize
 
 
@@ -51,8 +54,8 @@ class BlockLayout:
     """Says how a block is divided into fields. `padding_bytes` is what alignment adds to their sizes.
 
     Attributes:
-        shares: bytes of a block that each member of its layer memory has, in the order of their numbers; together the
-            whole block.
+        shares: how many bytes of a block belong to each member of the layer memory, in the order of the members. Their
+            sum is the whole block.
     """
 
     fields: tuple[Field, ...]
@@ -61,7 +64,10 @@ class BlockLayout:
 
     @staticmethod
     def of(tensors: Seq[tuple[tuple[int, ...], torch.dtype]], row_axes: Seq[int | None] | None = None) -> BlockLayout:
-        """Lay out (shape, dtype) tensors one after the other; `row_axes` are their `Field.row_axis`, or None."""
+        """Lay out tensors, given as (shape, dtype), one after the other.
+
+        `row_axes` has the `Field.row_axis` of each.
+        """
         fields, offset = list[Field](), 0
         for (shape, dtype), row_axis in zip(tensors, row_axes or [None] * len(tensors), strict=True):
             fields.append(Field(offset, shape, dtype, row_axis))
@@ -69,7 +75,7 @@ class BlockLayout:
         return BlockLayout(tuple(fields), offset)
 
     def shared_by(self, n_fields: Seq[int]) -> BlockLayout:
-        """Return the same layout, of which the first member has n_fields[0] fields, the next n_fields[1], and so on."""
+        """Return the same layout, divided: the first member has n_fields[0] fields, the next n_fields[1], and so on."""
         bounds = [*(f.offset_bytes for f in self.fields), self.block_bytes]
         shares = [
             bounds[end] - bounds[end - n] for n, end in zip(n_fields, itertools.accumulate(n_fields), strict=True)
@@ -81,7 +87,7 @@ class BlockLayout:
         return self.block_bytes - sum(f.end_bytes - f.offset_bytes for f in self.fields)
 
     def blank_(self, blocks: Tensor, is_live: NDArray[np.bool_]) -> None:
-        """Zero every byte of blocks (n, block_bytes) that holds no live row: is_live (n, rows a block).
+        """Zero every byte of blocks (n, block_bytes) that holds no live row. `is_live` is (n, rows per block).
 
         A field that describes all rows of a block at once is zeroed unless all of them are live.
         Cost: O(blocks with a row to clear).
@@ -90,8 +96,9 @@ class BlockLayout:
         for field, next_bytes in zip(self.fields, next_offsets, strict=True):
             blocks[:, field.end_bytes : next_bytes] = 0
         for i in np.flatnonzero(~is_live.all(1)).tolist():
-            bounds = np.flatnonzero(np.diff(is_live[i], prepend=True, append=True))  # where stretches of dead rows
-            stretches = list(zip(bounds[::2].tolist(), bounds[1::2].tolist(), strict=True))  # begin and end
+            # Stretches of dead rows begin and end at these bounds, by turns.
+            bounds = np.flatnonzero(np.diff(is_live[i], prepend=True, append=True))
+            stretches = list(zip(bounds[::2].tolist(), bounds[1::2].tolist(), strict=True))
             for field in self.fields:
                 own = blocks[i, field.offset_bytes : field.end_bytes]
                 if field.row_axis is None:

@@ -1,6 +1,7 @@
 """Pins host memory, so that a CUDA device reads and writes it over the bus.
 
-Ordinary memory is registered with CUDA: pinned memory of torch's own would take the next power of two of the bytes.
+It allocates ordinary memory and registers it with CUDA. Torch would round the bytes of pinned memory up to a power of
+two.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hybridmem.memory.blocks.store import Store, reserve
 from hybridmem.memory.errors import HOST_UNIT
 
 HostAttention = Literal["stream", "compute"]
-"""What attends to pages in host memory: the device, over the bus, or the host's processor, which sends the results."""
+"""What attends to pages in host memory: the device ("stream"), over the bus, or the host's processor ("compute")."""
 
 _HOST = torch.device("cpu")
 _PORTABLE_AND_MAPPED = 1 | 2
@@ -28,11 +29,11 @@ _PORTABLE_AND_MAPPED = 1 | 2
 def host_store(
     n_bytes: int, device: torch.device, attention: HostAttention, *, poison: bool, journal: Journal
 ) -> Store:  # fmt: skip
-    """Make a store in host memory, for a memory on `device`. Its tensors are of the device whose kernels read them.
+    """Make a store in host memory, for a memory on `device`. Its tensors are on the device whose kernels read them.
 
-    Raises SpecError: the host cannot allocate, or pin, so many bytes.
+    Raises SpecError if the host cannot allocate or pin so many bytes.
     """
-    if device.type != "cuda":  # the CPU's memory is the host's already, and "meta" has none
+    if device.type != "cuda":  # The CPU's memory is host memory already, and "meta" has no memory.
         return Store(n_bytes, device, poison=poison, unit=HOST_UNIT, journal=journal)
     index = torch.cuda.current_device() if device.index is None else device.index
     place = _HOST if attention == "compute" else torch.device("cuda", index)
@@ -53,7 +54,7 @@ def _cudart() -> Any:
 
 
 class _Pinned:
-    """Holds host bytes, pinned as long as anything refers to this or to a tensor of them."""
+    """Holds host bytes. They stay pinned as long as anything refers to this object or to a tensor of the bytes."""
 
     def __init__(self, host: Tensor, index: int) -> None:
         with torch.cuda.device(index):
@@ -68,11 +69,11 @@ class _Pinned:
             "version": 3,
         }
         self.__cuda_array_interface__: dict[str, Any] = self.__array_interface__
-        weakref.finalize(self, _unpin, host, index, os.getpid())  # keeps the bytes alive until then
+        weakref.finalize(self, _unpin, host, index, os.getpid())  # The finalizer keeps the bytes alive.
 
 
 def _unpin(host: Tensor, index: int, process: int) -> None:
     if os.getpid() != process:  # CUDA does not work in a forked child
         return
-    torch.cuda.synchronize(index)  # kernels may still read them
+    torch.cuda.synchronize(index)  # Kernels may still read the bytes.
     _cudart().cudaHostUnregister(host.data_ptr())

@@ -26,7 +26,7 @@ class Sized(Protocol):
 def _runs(block_bytes: int, *addresses: Int64s) -> Iterator[tuple[int, int, list[int]]]:
     """Yield (first, end, addresses) for blocks [first, end) that are contiguous in all arrays of addresses.
 
-    Blocks that were allocated together mostly are.
+    Most blocks that were allocated together are contiguous.
     """
     if len(addresses[0]) == 1:
         yield 0, 1, [int(of[0]) for of in addresses]
@@ -38,17 +38,17 @@ def _runs(block_bytes: int, *addresses: Int64s) -> Iterator[tuple[int, int, list
 
 
 _FEW = 8
-"""Up to so many blocks, a loop counts references faster than numpy."""
+"""For at most this many blocks, a loop counts references faster than numpy does."""
 
 
 class BlockPool:
     """Holds reference-counted blocks of one size in an arena. A block is written only while its count is 1.
 
     Attributes:
-        addresses: (n_ids,) byte address of each block; meaningless for ids not in use.
-        counts: (n_ids,) references to each block, 0 when free.
-        tables: what refers to the blocks, as long as it lives, for `book_bytes`.
-        journal: of the memory. All that a pool says follows from its tables and from open steps: see `recount`.
+        addresses: (n_ids,) the byte address of each block. It means nothing for ids that are not in use.
+        counts: (n_ids,) how many references each block has; 0 for a free one.
+        tables: the living tables that refer to the blocks, which `book_bytes` asks for their sizes.
+        journal: the memory's journal. All that a pool says follows from its tables and from open steps: see `recount`.
     """
 
     def __init__(
@@ -81,9 +81,12 @@ class BlockPool:
         return own + sum(table.book_bytes for table in self.tables)
 
     def allocate(self, n: int) -> Int64s:
-        """Allocate `n` blocks with one reference each; return ids (n,). Raises CapacityError with nothing allocated."""
+        """Allocate `n` blocks with one reference each, and return ids (n,).
+
+        Raises CapacityError with nothing allocated.
+        """
         arena, needed = self._arena, n * self.block_bytes
-        # The ids come first, because their tables may have to grow: what fails then has taken no bytes.
+        # The ids come first, because their tables may have to grow. If that fails, no bytes have been taken.
         ids = self._next_ids(n) if needed <= arena.free_bytes else EMPTY
         addresses = arena.allocate_many(len(ids), self.block_bytes, from_top=self._from_top)
         if len(addresses) < n:
@@ -100,7 +103,7 @@ class BlockPool:
         return ids
 
     def retain(self, ids: Int64s) -> None:
-        """Add a reference to each block; an id may occur several times."""
+        """Add a reference to each block. An id may occur several times."""
         if len(ids) > _FEW:
             np.add.at(self.counts, ids, 1)
         else:
@@ -108,7 +111,10 @@ class BlockPool:
                 self.counts[block] += 1
 
     def release(self, ids: Int64s) -> None:
-        """Remove a reference from each block; blocks without any are freed. In a change it waits until that counts."""
+        """Remove a reference from each block, and free those that have none left.
+
+        In a change it waits until the change counts.
+        """
         if len(ids):
             self.journal.after(self._release, ids)
 
@@ -134,7 +140,7 @@ class BlockPool:
     def recount(self, references: Iterable[Int64s]) -> None:
         """Count references anew from arrays of ids, one for each reference held anywhere, and list the free ids.
 
-        `Arena.rebuild` must follow. What an interrupted call left of the tables may be of different lengths.
+        The caller then calls `Arena.rebuild`. An interrupted call may have left the pool's arrays at different lengths.
         """
         n_ids = max(len(self.addresses), len(self.counts))
         self.addresses = np.pad(self.addresses, (0, n_ids - len(self.addresses)))
@@ -144,10 +150,11 @@ class BlockPool:
         self.n_used = n_ids - len(self._free_ids)
 
     def frozen(self) -> BlockPool:
-        """Return a copy to look at, whose addresses, counts and book bytes stay as they are now."""
+        """Return a copy for reading, whose addresses, counts and book bytes stay as they are now."""
         twin = copy(self)
         twin.addresses, twin.counts = self.addresses.copy(), self.counts.copy()
-        twin._frozen_book_bytes = self.book_bytes  # the tables of the copy are those of the pool, which goes on
+        # The copy shares its tables with the pool, which goes on to change them.
+        twin._frozen_book_bytes = self.book_bytes
         return twin
 
     def within(self, start: int, end: int) -> Int64s:
@@ -181,7 +188,7 @@ class BlockPool:
             raise IntegrityError(f"{self.name} counts {self.n_used} blocks in use, {int((self.counts > 0).sum())} are")
 
     def _next_ids(self, n: int) -> Int64s:
-        """Return the `n` free ids that are taken next; the tables grow if there are too few."""
+        """Return the `n` free ids that are taken next. The pool's arrays grow if there are too few."""
         while len(self._free_ids) < n:
             n_ids = len(self.counts)
             room = np.zeros(n_ids, np.int64)

@@ -1,7 +1,7 @@
-"""Things that hold while a block runs, and are put back by the end of it, wherever an exception ends it.
+"""Sets values that hold while a block runs. They are back when the block ends, wherever an exception ends it.
 
-An exception may come between any two bytecodes (see `memory.blocks.journal`): also before the line that would put back
-what a block has set. So what counts is whether the block still runs, which nobody has to note.
+An exception may come between any two bytecodes (see `memory.blocks.journal`), even before the line that would put back
+what a block has set. So a value holds exactly as long as its block runs, and no line has to put it back.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _T = TypeVar("_T")
 
 
 class Scoped(Generic[_T]):
-    """Holds a value of the running thread or task, which blocks set: `with variable.set_to(value): ...`.
+    """Holds a value for each thread or task, which a block sets: `with variable.set_to(value): ...`.
 
     Args:
-        name: of the context variable.
+        name: the name of the context variable.
         default: the value outside of all blocks.
     """
 
@@ -77,9 +77,9 @@ _switch_on = methodcaller("set_gradients", True)
 
 
 class _WithoutGradients:
-    """Is a block whose operations compute no gradients, where they are on.
+    """Is a block whose operations compute no gradients. It is for places where gradients are on.
 
-    `torch.no_grad` is Python code, which an exception may leave between setting the mode and putting it back: then
+    `torch.no_grad` is Python code: an exception may stop it between setting the mode and putting it back. Then
     gradients would be off for the rest of the thread.
     """
 
@@ -102,5 +102,8 @@ class _WithoutGradients:
 
 
 def without_gradients() -> AbstractContextManager[object]:
-    """Return a block whose operations compute no gradients; nothing where they are off already, which costs less."""
+    """Return a block whose operations compute no gradients.
+
+    Where gradients are off already, it does nothing, and costs less.
+    """
     return _WithoutGradients() if torch.is_grad_enabled() else nullcontext()

@@ -1,11 +1,11 @@
 """Uploads the host arrays of a step's plan to the device in one copy, and downloads numbers from it.
 
-The copy is from pinned memory, so the host never waits for the device, which reads an array when all earlier kernels
-are done.
+The copy is made from pinned memory, so the host never waits for the device. The device reads an array after all earlier
+kernels are done.
 
-Plans are uploaded to the same buffer, one after the other. So two plans of arrays of the same shapes are at the same
-addresses, which is why a step can be captured once and replayed for others (`memory.recorded`). On the CPU,
-whose kernels read plans where they are, they are copied to such a buffer only once somebody wants to record steps.
+All plans are uploaded to one buffer, one after the other. So two plans whose arrays have the same shapes are at the
+same addresses. That is why a step can be captured once and replayed for others (`memory.recorded`). Kernels on the CPU
+read plans where they are. There, plans are copied to such a buffer only after somebody has asked to record steps.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hybridmem.memory.blocks.scoped import Scoped
 
 _LEAST_ELEMENTS = 1 << 14
 _LEAST_ROOM = 256
-"""Page tables on the CPU have room for at least so many pages."""
+"""Page tables on the CPU have room for at least this many pages."""
 _WHOLE = 2
-"""Elements to which arrays are aligned: 16 bytes, which kernels load at once."""
+"""Arrays begin at multiples of this many elements, which are 16 bytes: kernels load so many at once."""
 
 
 def room_for(n: int) -> int:
-    """Round a capacity up, by at most an eighth or 16, so that numbers close to each other give the same."""
+    """Round a capacity up by at most an eighth or 16, so that numbers close to each other give the same result."""
     step = max(16, (1 << n.bit_length()) // 16)
     return ceil_div(n, step) * step
 
@@ -40,8 +40,8 @@ class Stage:
     """Holds the buffer on a device to which the plans of one step after the other are uploaded.
 
     Attributes:
-        layout: a key, the same for two steps whose arrays are all at the same addresses; None if a plan has outgrown
-            the buffer.
+        layout: a key. Two steps have the same key if all their arrays are at the same addresses. None: a plan has
+            outgrown the buffer.
     """
 
     def __init__(self, device: torch.device, stages: Stages) -> None:
@@ -58,7 +58,7 @@ class Stage:
         return (self._own_key, self._place.data_ptr(), *self._sizes) if is_whole else None
 
     def open(self) -> None:
-        """Begin a new plan. Kernels that were launched before still read the old one before the new one is copied."""
+        """Begin a new plan. Kernels that were launched before read the old plan; the new one is copied after them."""
         if self._n_elements > len(self._place) or not len(self._place):
             self._place = torch.empty(max(_LEAST_ELEMENTS, 2 * self._n_elements), dtype=torch.int64, device=self.device)
         self._sizes.clear()
@@ -68,14 +68,17 @@ class Stage:
 
     def _use(self, place: Tensor) -> None:
         self._on_device, self._used = place, 0
-        # torch does not use pinned memory again before copies out of it are done.
+        # Torch does not use pinned memory again before copies out of it are done.
         self._pinned = place
         if self._is_apart:
             self._pinned = torch.empty(len(place), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._host = self._pinned.numpy()
 
     def add(self, array: Int64s, size: int) -> Tensor:
-        """Return the tensor that is a copy of the array after `send`; a flat one if `size` is larger than the array."""
+        """Return a tensor that holds a copy of the array after `send`.
+
+        It is flat if `size` is larger than the array.
+        """
         end = self._used + size
         if end > len(self._host):
             self.send()
@@ -90,13 +93,13 @@ class Stage:
         return placed if size > array.size else placed.view(array.shape)
 
     def send(self) -> None:
-        """Start the copy of all arrays that were added to the device."""
+        """Start to copy all arrays that were added to the device."""
         n = min(self._used, len(self._host))
         if n and self._is_apart:
             self._on_device[:n].copy_(self._pinned[:n], non_blocking=True)
 
     def close(self) -> None:
-        """Return the buffer for another plan. Nothing happens if it is closed already."""
+        """Give the buffer back for another plan. If it is closed already, do nothing."""
         if not self._is_open:
             return
         self._is_open = False
@@ -109,7 +112,8 @@ class Stages:
 
     Attributes:
         idle: buffers that no step uses.
-        are_wanted: whether there are any; from the start only for a device with memory of its own.
+        are_wanted: True if plans are copied to buffers. It is True from the start only for a device with memory of its
+            own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -119,15 +123,16 @@ class Stages:
         self._recordings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def take(self) -> Stage | None:
-        """Return an idle buffer or a new one; None if none are wanted."""
+        """Return an idle buffer or a new one, or None if plans are not copied to buffers."""
         if not self.are_wanted:
             return None
         return self.idle.pop() if self.idle else Stage(self._device, self)
 
     def recordings_of(self, model: object, make: Callable[[], Any]) -> Any:
-        """Return what is kept of a model's steps, made at first; None if the model cannot be a weak key.
+        """Return the recordings of a model's steps, or None if the model cannot be a weak key.
 
-        Recordings hold addresses in the memory, so they go with it, and with the model.
+        `make` makes them at the first call. Recordings hold addresses in the memory, so they end with the memory, and
+        with the model.
         """
         try:
             found = self._recordings.get(model)
@@ -145,21 +150,22 @@ def is_apart(device: torch.device) -> bool:
 
 
 class Watch(Protocol):
-    """Hears what the step does that this thread runs, while it is recorded or captured.
+    """Declares what is told of a step that is recorded or captured: what this thread does in it.
 
     Attributes:
-        is_open: whether the step is still being recorded. An interrupt may leave a watch in its place: it is ignored.
+        is_open: True while the step is being recorded. An interrupt may leave a watch set after that; then it is
+            ignored.
     """
 
     @property
     def is_open(self) -> bool: ...
 
     def refuse(self, why: str) -> None:
-        """Hear why the step cannot stand for others: note it, or raise StepError."""
+        """Note why the step cannot stand for other steps, or raise StepError."""
         ...
 
     def note(self, function: Callable[..., object], arguments: tuple[Any, ...], *, sets_up: bool = False) -> None:
-        """Hear that a compiled kernel is called, or what only sets up later ones."""
+        """Note that a compiled kernel is called. With `sets_up` the call only prepares later ones."""
         ...
 
 
@@ -169,9 +175,9 @@ _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 @contextmanager
 def in_one_copy(stages: Stages) -> Iterator[Stage | None]:
-    """Upload all arrays of the block in one copy, at its end; until then they can be passed on, but not read.
+    """Upload all arrays of the block in one copy, at its end. Until then they can be passed on, but not read.
 
-    The caller closes the stage that this yields. If the block raises, it is closed here.
+    The caller closes the stage that this yields. If the block raises, this function closes it.
     """
     stage = stages.take()
     if stage is None:
@@ -188,18 +194,18 @@ def in_one_copy(stages: Stages) -> Iterator[Stage | None]:
 
 
 def set_watch(watch: Watch | None) -> None:
-    """Let a watch hear what this thread runs, or none."""
+    """Set the watch that hears what this thread runs; None removes it."""
     _watch.set(watch)
 
 
 def current_watch() -> Watch | None:
-    """Return what hears what this thread runs; None if no step is recorded."""
+    """Return the watch that hears what this thread runs, or None if no step is recorded."""
     watch = _watch.get()
     return watch if watch is not None and watch.is_open else None
 
 
 def object_to_replays(why: str) -> None:
-    """Say, in what a step runs, that it cannot stand for other steps.
+    """Say that the step that runs now cannot stand for other steps.
 
     Raises StepError while a step is captured in a CUDA graph. On the CPU the step goes on.
     """
@@ -208,12 +214,15 @@ def object_to_replays(why: str) -> None:
 
 
 def is_placed(device: torch.device) -> bool:
-    """True if the step that is being planned may be replayed for others, so that plans hold numbers in arrays alone."""
+    """True if the step that is being planned may be replayed for others.
+
+    Then its plan may hold numbers only in arrays.
+    """
     return is_apart(device) or _stage_for(device) is not None
 
 
 def _stage_for(device: torch.device) -> Stage | None:
-    """Return the open stage if it is on this device: that of a GPU's step is not for pages in host memory."""
+    """Return the open stage if it is on this device. The stage of a GPU's step does not serve pages in host memory."""
     stage = _open_stage.get()
     return stage if stage is not None and stage.device.type == device.type else None
 
@@ -222,33 +231,36 @@ class Placed(NamedTuple):
     """Holds an array of a step's plan twice: for the host, and for kernels on the device.
 
     Attributes:
-        host: int64, of any shape.
-        device: the same numbers; on the CPU it shares memory with `host`.
+        host: the int64 array, of any shape.
+        device: the same numbers on the device. On the CPU it shares memory with `host`.
     """
 
     host: Int64s
     device: Tensor
 
     def part(self, begin: int, end: int) -> Placed:
-        """Return elements [begin, end) of the first axis: views."""
+        """Return views of elements [begin, end) of the first axis."""
         return Placed(self.host[begin:end], self.device[begin:end])
 
 
 def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor:
-    """Upload an int64 array to the device, without waiting; on the CPU the tensor shares memory with the array.
+    """Upload an int64 array to the device without waiting. On the CPU the tensor shares memory with the array.
 
     Args:
-        room: round its capacity up, so that later, slightly larger plans keep the same addresses.
+        room: rounds the array's capacity up, so that later, slightly larger plans keep the same addresses.
     """
     if is_apart(device) or _stage_for(device) is not None:
         return _upload(array, device, room=room)
-    if _watch.get() is not None:  # asked here, because a step uploads ten arrays
+    if _watch.get() is not None:  # This test comes first, because a step uploads ten arrays.
         object_to_replays("the step makes an array that its plan does not hold")
     return torch.from_numpy(array)
 
 
 def on_host(array: Int64s, device: torch.device) -> Int64s:
-    """Return an array that only the host reads: where kernels run on the host, at an address as `upload` gives it."""
+    """Return an array that only the host reads.
+
+    Where kernels run on the host, its address is one that `upload` would give.
+    """
     if is_apart(device) or (stage := _stage_for(device)) is None:
         return array
     placed: Int64s = stage.add(array, array.size).numpy()
@@ -256,10 +268,13 @@ def on_host(array: Int64s, device: torch.device) -> Int64s:
 
 
 def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
-    """Add an array to the open stage, or upload it by itself; raises StepError if that would be in a captured step."""
+    """Add an array to the open stage, or upload it by itself.
+
+    In a captured step, to upload it by itself raises StepError.
+    """
     if (stage := _stage_for(device)) is not None:
         size = array.size
-        if room:  # kernels of the CPU do not look at what is behind the array, so there may be much
+        if room:  # Kernels of the CPU do not read behind the array, so the room may be large.
             size = room_for(size) if is_apart(device) else max(_LEAST_ROOM, 1 << (size - 1).bit_length())
         return stage.add(array, size)
     object_to_replays("a step that is recorded wants to upload what its plan does not hold")
@@ -268,13 +283,13 @@ def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
 
 
 def place(array: Int64s, device: torch.device) -> Placed:
-    """Upload an array that the host reads as well, as `upload` does."""
+    """Upload an array as `upload` does, but keep the host's array too, because the host reads it as well."""
     device_array = upload(array, device)
     return Placed(array if is_apart(device) else device_array.numpy(), device_array)
 
 
 class Download:
-    """Copies numbers (n,) int64, which the device may not have computed yet, to the host, without waiting."""
+    """Copies numbers (n,) int64 to the host without waiting, though the device may not have computed them yet."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.on_device = numbers
@@ -286,7 +301,7 @@ class Download:
             self._arrival.record(torch.cuda.current_stream(numbers.device))
 
     def wait(self) -> Int64s:
-        """Return the numbers. The host waits for kernels that were launched before the copy, and for no later ones."""
+        """Return the numbers. The host waits for kernels that were launched before the copy, but not for later ones."""
         if self._arrival is not None:
             self._arrival.synchronize()
         numbers: Int64s = self._on_host.numpy()

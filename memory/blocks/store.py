@@ -20,11 +20,11 @@ from hybridmem.memory.blocks.staging import Placed
 from hybridmem.memory.errors import BUDGET_UNIT, SpecError
 
 _mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-"""Address -> the memory that `reserve` has mapped there, as long as a tensor of it exists."""
+"""Maps an address to the memory that `reserve` has mapped there, as long as a tensor of it exists."""
 
 
 def reserve(n_bytes: int, device: torch.device) -> Tensor:
-    """Allocate (n_bytes,) uint8, of any content. On the CPU, bytes that are never touched take no memory.
+    """Allocate (n_bytes,) uint8 without setting them. On the CPU, bytes that are never touched take no memory.
 
     On Linux it requests huge pages: the first use of memory then costs one page fault for 2 MiB instead of 4 KiB.
     """
@@ -38,14 +38,14 @@ def reserve(n_bytes: int, device: torch.device) -> Tensor:
 
 
 class Store:
-    """Holds an arena and its bytes: one tensor on the device, no bytes on "meta".
+    """Holds an arena and its bytes, which are one tensor on the device. On "meta" there are no bytes.
 
     Args:
-        reserve: (bytes, device) -> that tensor, uint8; memory of the device unless given.
-        unit: of the arena's refusals: `CapacityError.unit`.
-        journal: of the memory; its own unless given.
-        poison: fill every block with NaN when it is allocated and when it is freed, so that reading memory that was not
-            written shows at once. For tests: it costs a write of every block.
+        reserve: (bytes, device) -> that tensor, uint8. By default it allocates memory of the device.
+        unit: the `CapacityError.unit` of the arena's errors.
+        journal: the memory's journal. By default the store makes its own.
+        poison: fills every block with NaN when it is allocated and when it is freed. So a read of memory that nobody
+            has written shows at once. It is for tests, because it writes every block once more.
     """
 
     def __init__(
@@ -60,13 +60,14 @@ class Store:
     ) -> None:
         self.arena = Arena(capacity_bytes, unit)
         self.journal = Journal() if journal is None else journal
-        self._pools: weakref.WeakSet[BlockPool] = weakref.WeakSet()  # each of them refers to the store
+        # The references are weak, because each pool refers to the store.
+        self._pools: weakref.WeakSet[BlockPool] = weakref.WeakSet()
         self.device = device
         self.stages = uploads.Stages(device)
         self.is_dry = device.type == "meta"
         self._poison = poison and not self.is_dry
         try:
-            with torch.inference_mode(False):  # otherwise they could only be written inside of inference mode
+            with torch.inference_mode(False):  # Otherwise the bytes could only be written inside of inference mode.
                 self._bytes = reserve(
                     0 if self.is_dry else self.arena.capacity_bytes, torch.device("cpu") if self.is_dry else device
                 )
@@ -85,9 +86,10 @@ class Store:
             pages.madvise(mmap.MADV_DONTNEED)
 
     def flat(self, field: Field) -> Tensor:
-        """Return all bytes as a flat tensor of the field's dtype, from the field's place in a block at address 0 on.
+        """Return all bytes as a flat tensor of the field's dtype.
 
-        In it, element i of that field in the block at address a is element a // itemsize + i.
+        It begins at the field's place in a block at address 0. So element i of the field, in the block at address a, is
+        element a // itemsize + i of the flat tensor.
         """
         return self._bytes.view(field.dtype)[field.offset_bytes // field.dtype.itemsize :]
 
@@ -99,7 +101,7 @@ class Store:
         return pool
 
     def rebuild(self, references: Mapping[BlockPool, list[Int64s]]) -> None:
-        """Compute anew which blocks and bytes are free, from the ids that are referred to, by pool."""
+        """Compute anew which blocks and bytes are free, from the ids of each pool that are referred to."""
         for pool in self._pools:
             pool.recount(references.get(pool, []))
         self.arena.rebuild([used for pool in self._pools for used in pool.used_ranges()])
@@ -124,7 +126,7 @@ class Store:
             self._bytes[target : target + n_bytes] = self._bytes[source : source + n_bytes]
 
     def saved(self, address: int, n_bytes: int) -> Tensor:
-        """Return a copy of a byte range, on the device; without bytes in a dry run."""
+        """Return a copy of a byte range, on the device. In a dry run it has no bytes."""
         return self._bytes[address : address + n_bytes].clone()
 
     def put(self, address: int, saved: Tensor) -> None:
@@ -133,10 +135,10 @@ class Store:
             self._bytes[address : address + len(saved)] = saved
 
     def read(self, addresses: Int64s, block_bytes: int) -> Tensor:
-        """Copy blocks to the host, (n, block_bytes) uint8; in a dry run to "meta"."""
+        """Copy blocks to the host, (n, block_bytes) uint8. In a dry run they are copied to "meta"."""
         if self.is_dry:
             return torch.empty(len(addresses), block_bytes, dtype=torch.uint8, device="meta")
-        # numpy asks for huge pages, so that the first use of many bytes costs few page faults; torch does not
+        # Numpy asks for huge pages, and torch does not. So the first use of many bytes costs few page faults.
         blocks = torch.from_numpy(np.empty((len(addresses), block_bytes), np.uint8))
         for first, end, (address,) in _runs(block_bytes, addresses):
             blocks[first:end].view(-1).copy_(self._bytes[address : address + (end - first) * block_bytes])
@@ -150,13 +152,19 @@ class Store:
                 self._bytes[address : address + (end - first) * n_bytes] = blocks[first:end].view(-1)
 
     def fetch(self, source: Store, addresses: Int64s, targets: Int64s, block_bytes: int) -> None:
-        """Copy blocks of another store into own ones (n,). The host waits unless both are of one CUDA device."""
+        """Copy blocks (n,) of another store into blocks of this one.
+
+        The host waits unless both are on one CUDA device.
+        """
         if not self.is_dry:
             for first, end, (address, target) in _runs(block_bytes, addresses, targets):
                 n_bytes = (end - first) * block_bytes
                 self._bytes[target : target + n_bytes].copy_(source._bytes[address : address + n_bytes])
 
     def spoil(self, address: int, n_bytes: int) -> None:
-        """Fill a range with NaN if the store is poisoned: all bits set is NaN in every floating-point dtype."""
+        """Fill a range with NaN if the store is poisoned.
+
+        A number with all bits set is NaN in every floating-point dtype.
+        """
         if self._poison:
             self._bytes[address : address + n_bytes].fill_(0xFF)

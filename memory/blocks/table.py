@@ -15,14 +15,14 @@ from hybridmem.memory.errors import IntegrityError
 
 @dataclass(eq=False, slots=True)
 class _Buffer:
-    """Holds block ids for several slots, so that a sequence and its checkpoints have those in common once.
+    """Holds block ids for several slots, so that a sequence and its checkpoints hold the ids that they share only once.
 
     One slot, the writer, appends in place. The others see a part that never changes.
 
     Attributes:
-        ids: (capacity,)
-        writer: a slot; -1 after it has left.
-        n_frozen: entries, from the first on, that others than the writer may see.
+        ids: (capacity,) the block ids.
+        writer: the slot that appends; -1 after it has left.
+        n_frozen: how many entries, from the first on, slots other than the writer may see.
     """
 
     ids: Int64s
@@ -38,9 +38,9 @@ class _Buffer:
 class _Row:
     """Says where the ids of a slot are: `buffer.ids[start:end]` and, unless it is -1, `last` behind them.
 
-    It never changes. It is not frozen, because that would make one take three times as long.
+    It never changes. It is not a frozen dataclass, because making one would take three times as long.
 
-    The writer may put a copy of the last block in its place. So whoever shares with it has the id of that one apart.
+    The writer may replace the last block by a copy. So a slot that shares the ids holds the last id apart.
     """
 
     buffer: _Buffer
@@ -56,24 +56,28 @@ class _Row:
         ids = self.buffer.ids[self.start : self.end]
         if self.last < 0:
             return ids
-        whole = np.empty(len(ids) + 1, np.int64)  # np.append takes six times as long, and a view asks for thousands
+        # `np.append` takes six times as long, and a view asks for thousands of these arrays.
+        whole = np.empty(len(ids) + 1, np.int64)
         whole[:-1], whole[-1] = ids, self.last
         return whole
 
     def parts(self) -> list[Int64s]:
-        """Return the ids in one or two arrays. They are not joined, as that would take memory, which may be full."""
+        """Return the ids in one or two arrays.
+
+        They are not joined, because memory may be full and joining them takes some.
+        """
         ids = self.buffer.ids[self.start : self.end]
         return [ids] if self.last < 0 else [ids, np.array([self.last])]
 
     def shared(self) -> _Row:
-        """Return the row of a slot that shares the ids, and stop the writer from changing them."""
+        """Return a row for another slot that shares the ids, and stop the writer from changing them."""
         if self.last >= 0 or not len(self):
             return self
         self.buffer.n_frozen = max(self.buffer.n_frozen, self.end - 1)
         return _Row(self.buffer, self.start, self.end - 1, int(self.buffer.ids[self.end - 1]))
 
     def cut(self, first: int, end: int) -> _Row:
-        """Return the row with the blocks [first, end) of this one alone."""
+        """Return a row with only blocks [first, end) of this one."""
         last = self.last if first < end == len(self) else -1
         return _Row(self.buffer, self.start + first, self.start + end - (last >= 0), last)
 
@@ -81,11 +85,11 @@ class _Row:
 class BlockTable:
     """Maps each slot to the blocks of one pool that it refers to, in order, and holds a reference to each.
 
-    Ids are in host memory once for a sequence and its checkpoints: a sequence of a million tokens with a checkpoint at
-    each 512th has half a megabyte of them, not half a gigabyte.
+    A sequence and its checkpoints hold their ids in host memory only once. A sequence of a million tokens with a
+    checkpoint at every 512th token has half a megabyte of ids, not half a gigabyte.
 
     Attributes:
-        numbers: name -> slot -> an integer that goes with the slot's blocks; a slot is missing if it is 0.
+        numbers: name -> slot -> an integer that belongs to the slot's blocks. A slot whose integer is 0 is left out.
     """
 
     def __init__(self, pool: BlockPool, what: str, *numbers: str) -> None:
@@ -104,12 +108,12 @@ class BlockTable:
         return slot in self._rows
 
     def __getitem__(self, slot: int) -> Int64s:
-        """Return (n,) the ids of a slot's blocks, to be read before the slot changes. Cost: O(n) for some slots."""
+        """Return (n,) the ids of a slot's blocks. Read them before the slot changes. Cost: O(n) for some slots."""
         row = self._rows.get(slot)
         return EMPTY if row is None else row.ids
 
     def of_all(self, slots: list[int]) -> list[Int64s]:
-        """Return the ids of the blocks of each slot, as `table[slot]` does for one, which takes longer for many."""
+        """Return the ids of each slot's blocks. For many slots it is faster than `table[slot]` for each."""
         rows = map(self._rows.get, slots)
         return [
             EMPTY if row is None else row.buffer.ids[row.start : row.end] if row.last < 0 else row.ids for row in rows
@@ -121,21 +125,21 @@ class BlockTable:
         return np.array([0 if row is None else len(row) for row in rows], np.int64)
 
     def column(self, name: str, slots: Int64s) -> Int64s:
-        """Return (S,) one of the numbers that go with the blocks of each slot."""
+        """Return (S,) one of the numbers that belong to the blocks of each slot."""
         column = self.numbers[name]
         if not column:
             return np.zeros_like(slots)
         return np.array([column.get(slot, 0) for slot in slots.tolist()], np.int64)
 
     def set(self, slot: int, ids: Int64s, **numbers: int) -> None:
-        """Make a slot refer to these blocks, whose references pass to it, and set its numbers."""
+        """Make a slot refer to these blocks, and set its numbers. The slot takes over the references to the blocks."""
         self._note(slot)
         self._leave(slot)
         self._rows[slot] = _Row(_Buffer(ids, slot), 0, len(ids))
         self._set_numbers(slot, numbers)
 
     def _note_row(self, slot: int) -> None:
-        """Note where the ids of a slot are, which is about to change, while its numbers stay."""
+        """Note where the ids of a slot are, because that is about to change. Its numbers stay."""
         self.pool.journal.before(self._put_row_back, slot, self._rows.get(slot))
 
     def _put_row_back(self, slot: int, row: _Row | None) -> None:
@@ -145,7 +149,7 @@ class BlockTable:
             self._rows[slot] = row
 
     def _note(self, slot: int) -> None:
-        """Note what a slot refers to, which is about to change, and its numbers."""
+        """Note what a slot refers to, and its numbers, because both are about to change."""
         self.pool.journal.before(self._put_back, slot, self._rows.get(slot), self._numbers_of(slot))
 
     def _put_back(self, slot: int, row: _Row | None, numbers: dict[str, int]) -> None:
@@ -163,26 +167,26 @@ class BlockTable:
                 self.numbers[name].pop(slot, None)
 
     def append(self, slot: int, ids: Int64s) -> None:
-        """Make a slot refer to these blocks as well, behind its others. Cost: O(their number), mostly."""
+        """Make a slot refer to these blocks as well, behind its others. The cost is mostly O(their number)."""
         row = self._rows.get(slot)
         self.replace(slot, 0 if row is None else len(row), ids)
 
     def reserve(self, slot: int, at: int, end: int) -> None:
-        """Make room for a slot's blocks number [at, end), so that `replace` cannot fail there."""
+        """Make room for blocks number [at, end) of a slot, so that `replace` cannot fail there."""
         row = self._rows.get(slot)
         if row is None or not row.buffer.may_write(slot, row.start + at, row.start + end):
             room = np.empty(2 * end + 16, np.int64)
             ids = self[slot]
             room[: len(ids)] = ids
-            # One assignment: the slot refers to the same blocks as before, whatever interrupts this.
+            # This is one assignment: whatever interrupts it, the slot refers to the same blocks as before.
             self._rows[slot] = _Row(_Buffer(room, slot), 0, len(ids))
             if row is not None and row.buffer.writer == slot:
                 row.buffer.writer = -1
 
     def replace(self, slot: int, at: int, ids: Int64s) -> None:
-        """Make a slot refer to these blocks from its block number `at` on, instead of those that it has there.
+        """Replace a slot's blocks from block number `at` on by these blocks.
 
-        The slot takes over the references to the new ones; those to the old ones are the caller's.
+        The slot takes over the references to the new blocks; the caller takes over those to the old blocks.
         """
         self._note_row(slot)
         row, n = self._rows.get(slot), at + len(ids)
@@ -198,8 +202,8 @@ class BlockTable:
         self._rows[slot] = _Row(row.buffer, row.start, row.start + n)
 
     def leave_behind(self, slot: int, n: int) -> Int64s:
-        """Take the first `n` blocks from a slot; return them with the references to them."""
-        self._note(slot)  # the caller counts what it left behind in a number
+        """Take the first `n` blocks from a slot, and return them. The caller takes over the references to them."""
+        self._note(slot)  # The caller counts the blocks that a slot has left behind, in one of its numbers.
         row, ids = self._rows[slot], self[slot][:n]
         self._rows[slot] = row.cut(n, len(row))
         return ids
@@ -256,11 +260,12 @@ class BlockTable:
                 self._release(old)
 
     def holding(self, part: Part, slots: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
-        """Return the blocks of slots (S,), as this part of their memory, for tokens [start, end)."""
+        """Return the blocks of slots (S,) as a `Holding`: `part` says what they are, for tokens [start, end)."""
         rows = [*map(self._rows.get, slots.tolist())]
         lasts = np.array([-1 if row is None else row.last for row in rows], np.int64)
         parts = [starts[:0]]
-        for i, row in enumerate(rows):  # a page asks for thousands several times a second: no array is made for each
+        # A web page asks for thousands of rows several times a second, so none gets an array of its own.
+        for i, row in enumerate(rows):
             if row is not None:
                 parts.append(row.buffer.ids[row.start : row.end])
                 if row.last >= 0:
@@ -273,13 +278,13 @@ class BlockTable:
         return {name: [column.get(slot, 0)] for name, column in self.numbers.items()}
 
     def adopt(self, slot: int, record: Record, ids: Int64s) -> None:
-        """Make an empty slot refer to blocks with the bytes of a saved file. Raises KeyError or ValueError."""
+        """Make an empty slot refer to blocks that hold the bytes of a saved file. Raises KeyError or ValueError."""
         numbers = {name: int(record[name][0]) for name in self.numbers}
         self.set(slot, ids, **numbers)
 
     @property
     def references(self) -> list[Int64s]:
-        """Return the ids of each slot's blocks: an array for each reference to a block."""
+        """Return the ids of each slot's blocks. A block occurs in as many arrays as it has references."""
         return [part for row in self._rows.values() for part in row.parts()]
 
     def check(self, open_slots: Iterable[int]) -> None:

@@ -2,12 +2,12 @@
 
 The newest rows of a sequence always stay: a rollback may need them. Rows that are older than the rollback window fold,
 `every` tokens at a time: they join the rows that were kept before, and those that the policy ranks lowest are evicted.
-Scores change only then, from the queries of the rows that fold. Evicted rows stay aside for one window more: after a
-rollback to a length at which they were still kept, they are seen again, so a token that is rolled back leaves no trace.
-Positions stay what they were: keys are not rotated again.
+Scores change only then, from the queries of the rows that fold. Evicted rows are put aside for one more window. After a
+rollback to a length at which they were still kept, queries see them again. So a token that is rolled back leaves no
+trace. Positions do not change, and keys are not rotated again.
 
-A policy is a subclass of `EvictionPolicy`, mostly of ten lines: see `docs/how-to/adding-a-policy.md`. `Quest` evicts
-no row; its queries read few pages.
+A policy is a subclass of `EvictionPolicy`, often of ten lines: see `docs/how-to/adding-a-policy.md`. `Quest` evicts no
+row; its queries read few pages.
 """
 
 from hybridmem.memory.eviction.policies import (

@@ -41,7 +41,7 @@ class H2O(EvictionPolicy):
     Weights are averaged over the query heads that share a key/value head.
 
     Attributes:
-        decay: factor on each score at every fold; below 1, heavy hitters of the past make room.
+        decay: the factor on each score at every fold. Below 1, old heavy hitters make room for newer ones.
     """
 
     _: KW_ONLY
@@ -65,7 +65,7 @@ class Scissorhands(EvictionPolicy):
     """Keeps the rows that most often received more than an equal share of the weight lately (Liu et al. 2023).
 
     Attributes:
-        decay: factor on each count at every fold; the paper counts over a window of some hundred tokens instead.
+        decay: the factor on each count at every fold. The paper counts over a window of some hundred tokens instead.
     """
 
     _: KW_ONLY
@@ -103,11 +103,11 @@ class ExpectedAttention(EvictionPolicy):
     """Keeps the rows with the most weight that future queries are expected to give them (Devoto et al. 2025).
 
     The weight is multiplied by the length of the row's value. Future queries are taken to be normally distributed, with
-    the mean mu and the covariance Sigma of those that fold. So the expectation of a row with key k is exp(z),
-    z = scale k.mu + scale^2 / 2 k^T Sigma k, for each head: mean plus half the variance of its scores, which is how it
-    is computed here. A softmax over the rows, with the learned sinks if there are any, makes shares of it, which are
-    averaged over the query heads that share a key/value head. Each query counts for each row, also for rows at later
-    positions: it stands for future queries, and otherwise a row that has just folded would be scored by too few.
+    the mean mu and the covariance Sigma of those that fold. So the expectation of a row with key k is exp(z), z = scale
+    k.mu + scale^2 / 2 k^T Sigma k, for each head: mean plus half the variance of its scores, which is how it is
+    computed here. A softmax over the rows, with the learned sinks if there are any, makes shares of it, which are
+    averaged over the query heads that share a key/value head. Each query counts for each row, even for rows at later
+    positions, because it stands for future queries. Otherwise too few queries would score a row that has just folded.
 
     Two things differ from the paper. The paper reads queries before their rotation and averages the rotation of the
     next 512 positions. A memory is given queries rotated already, or those of a layer without rotation, so here future
@@ -115,8 +115,8 @@ class ExpectedAttention(EvictionPolicy):
     a whole prompt; here each fold has only `every` queries, so the expectation of a row is averaged over folds.
 
     Attributes:
-        decay: weight of the old average at each fold, from the second fold of a row on; 0 keeps only what the last
-            queries give.
+        decay: the weight of the old average at each fold, from the second fold of a row on. With 0, only the last
+            queries count.
     """
 
     _: KW_ONLY
@@ -147,10 +147,10 @@ class ExpectedAttention(EvictionPolicy):
 class SnapKV(EvictionPolicy):
     """Keeps the rows to which the last `observed` queries gave the most weight, smoothed over rows (Li et al. 2024).
 
-    The paper compresses once, at the end of a prompt; here each fold does, with the queries that fold.
+    The paper compresses once, at the end of a prompt. Here each fold does, with the queries that fold.
 
     Attributes:
-        kernel: number of neighbouring rows over which a weight is averaged; odd.
+        kernel: the number of neighbouring rows over which a weight is averaged. It is odd.
     """
 
     _: KW_ONLY
@@ -177,7 +177,8 @@ class PyramidKV(SnapKV):
     `budget_tokens` is the mean of all budgets.
 
     Attributes:
-        steepness: the last layer has the budget mean / steepness, the first layer 2 mean less that. The paper: 20.
+        steepness: the last layer has a budget of mean / steepness, and the first layer 2 mean minus that. The paper
+            uses 20.
     """
 
     _: KW_ONLY

@@ -20,14 +20,14 @@ from hybridmem.memory.kernels import Scoring, reference
 class Candidates:
     """Holds the R rows of one attention layer of one sequence among which a policy chooses, in order of position.
 
-    The last N are those that fold now; the others were kept at the fold before.
+    The last N rows fold now. The others were kept at the fold before.
 
     Attributes:
-        keys, values: (G, R, D); values (G, R, value_dim) where they are a part of the keys, see `AttentionSpec`.
+        keys, values: (G, R, D). Where values are a part of the keys, they are (G, R, value_dim); see `AttentionSpec`.
         positions: (G, R) int64. The rows that were kept may differ from head to head.
-        scores: (G, R) float32: what `EvictionPolicy.score` returned for them at the last fold; 0 for the last N.
-        queries: (N, H, D) of the rows that fold; None unless the policy has `needs_queries`.
-        scoring: scale, softcap and so on, with which the layer computes weights.
+        scores: (G, R) float32, what `EvictionPolicy.score` returned for the rows at the last fold; 0 for the last N.
+        queries: (N, H, D) the queries of the rows that fold. None unless the policy has `needs_queries`.
+        scoring: how the layer computes weights: its scale, its softcap and so on.
     """
 
     keys: Tensor
@@ -46,7 +46,7 @@ class Candidates:
     def weights(self) -> Tensor:
         """Return the attention weights (G, H / G, N, R) float32 of each query for the rows up to its own.
 
-        Over R they sum to one, less the share of learned sinks. N is at most `EvictionPolicy.every`, so no matrix of
+        Over R they sum to one minus the share of learned sinks. N is at most `EvictionPolicy.every`, so no matrix of
         all queries and all rows is ever made.
         """
         queries = self._observed
@@ -77,7 +77,7 @@ class Candidates:
 
     @property
     def are_finite(self) -> bool:
-        """True if keys, values, scores and queries are finite: only then a policy can compute finite numbers."""
+        """True if keys, values, scores and queries are finite. Only then can a policy compute finite numbers."""
         given = (
             (self.keys, self.values, self.scores)
             if self.queries is None
@@ -91,7 +91,7 @@ PolicyT = TypeVar("PolicyT", bound="Budget")
 
 @dataclass(frozen=True)
 class Budget(ABC):
-    """Limits how many rows attention may keep, or read; `MemorySpec.with_policy` takes it."""
+    """Limits how many rows attention may keep or read. It is the argument of `MemorySpec.with_policy`."""
 
     budget_tokens: int
 
@@ -103,11 +103,12 @@ class Budget(ABC):
         fold on, so a ratio must refer to a length. Shorter sequences are compressed less, longer ones more.
 
         Args:
-            ratio: rows that stay or are read / max_tokens, in (0, 1]. The compression ratio of kvpress is 1 - ratio.
-            max_tokens: length of the longest planned sequence.
+            ratio: the number of rows that stay or are read, divided by max_tokens; in (0, 1]. kvpress's compression
+                ratio is 1 - ratio.
+            max_tokens: the length of the longest planned sequence.
             options: the policy's other arguments.
         Raises:
-            SpecError: a ratio or a length that gives no budget.
+            SpecError: the ratio or the length gives no budget.
         """
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
             raise SpecError(
@@ -151,10 +152,10 @@ class EvictionPolicy(Budget):
     """Chooses the `budget_tokens` rows of each key/value head that stay, by scores and ranks.
 
     Attributes:
-        budget_tokens: number of folded rows that are kept. Newer rows come on top, at most rollback_window + every.
-        sinks: number of first rows of a sequence that are kept whatever their rank (Xiao et al. 2023, "StreamingLLM").
-        recent: number of newest folded rows that are kept whatever their rank.
-        every: tokens between two folds.
+        budget_tokens: the number of folded rows that are kept. Newer rows come on top: at most rollback_window + every.
+        sinks: how many of a sequence's first rows are kept whatever their rank (Xiao et al. 2023, "StreamingLLM").
+        recent: how many of the newest folded rows are kept whatever their rank.
+        every: the number of tokens between two folds.
         needs_queries: True if queries of rows that have not folded yet must be remembered, for `Candidates.queries`.
     """
 
@@ -176,15 +177,15 @@ class EvictionPolicy(Budget):
             )
 
     def score(self, rows: Candidates) -> Tensor:
-        """Return the scores (G, R) of the rows; they are remembered as float32 with the rows that are kept."""
+        """Return the scores (G, R) of the rows. Those of kept rows are remembered as float32."""
         return rows.scores
 
     @abstractmethod
     def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
-        """Return the ranks (G, R): the rows with the highest ranks are kept, of equal ones the newest.
+        """Return the ranks (G, R). The rows with the highest ranks are kept; of equal ones the newest.
 
-        It is called only when there are more rows than the budget. Ranks are below inf, which protected rows get; -inf
-        is the lowest.
+        It is called only when there are more rows than the budget. Protected rows get the rank inf, so all ranks must
+        be below inf. -inf is the lowest.
         """
 
     def keep(self, rows: Candidates) -> tuple[Tensor, Tensor]:
@@ -219,7 +220,7 @@ class EvictionPolicy(Budget):
                 f"{wanted} on {rows.positions.device}, and gave {tuple(x.shape)} of {x.dtype} on {x.device}"
             )
         x = x if x.is_floating_point() else x.float()
-        # NaN that comes from the model is no error of the policy, and must not fail the other sequences of a step.
+        # A NaN that comes from the model is no error of the policy, and must not stop the other sequences of a step.
         if not is_apart(x.device) and not (x < torch.inf).all() and rows.are_finite:
             raise SpecError(f"{wanted} below inf, and gave NaN or inf; give -inf to what should go first")
         return x

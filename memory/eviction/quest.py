@@ -11,15 +11,15 @@ from hybridmem.memory.eviction.policy import Budget
 
 @dataclass(frozen=True)
 class Quest(Budget):
-    """Keeps every row; a query reads only the pages with the highest scores (Tang et al. 2024).
+    """Keeps every row, but a query reads only the pages with the highest scores (Tang et al. 2024).
 
     Pages are those of `HybridMemory(page_tokens=...)`. A page's score is an upper bound on the score of its keys: the
     highest that the query could give a key between the page's least and greatest, element by element. Each key/value
-    head reads pages of its own; among the query heads that share it, the highest score of a page counts.
+    head reads pages of its own. Among the query heads that share it, the highest score of a page counts.
 
     A request with more than `select_up_to` new tokens reads everything, as prompts do in the paper: choosing pages for
     every token would cost more than it saves. Layers 0 and 1 are dense in the paper: `with_policy(Quest(1024),
-    layers=range(2, n))`. A page takes two more rows of keys.
+    layers=range(2, n))`. A page takes the bytes of two more rows of keys, for these bounds.
 
     With a storage, quantization groups are chosen instead of pages. Rows that are not quantised yet are read by every
     query, beside the budget.
@@ -27,8 +27,8 @@ class Quest(Budget):
     Attributes:
         budget_tokens: number of rows that a query reads at most, in whole pages, sinks and recent rows included.
         sinks: number of first rows whose pages every query reads.
-        recent: number of rows up to the query's own, this one included, whose pages it reads whatever their scores.
-        select_up_to: most new tokens of a request in one step for which pages are chosen.
+        recent: the number of rows, up to the query's own, whose pages it reads whatever their scores.
+        select_up_to: pages are chosen if a request has at most this many new tokens in a step.
     """
 
     _: KW_ONLY

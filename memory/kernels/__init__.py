@@ -74,11 +74,11 @@ def rms_norm(
 
 
 def norm_parts(x: Tensor, weights: Weights, eps: float, sizes: tuple[int, ...], ends: Int64s) -> list[Tensor]:
-    """Compute `rms_norm` of parts of each row of x (T, E), with a weight for each element: in one call on the CPU.
+    """Compute `rms_norm` of parts of each row of x (T, E), with a weight for each element. On the CPU it is one call.
 
     Args:
-        weights: of one tensor, (E,).
-        sizes, ends: of the parts.
+        weights: one tensor, (E,).
+        sizes, ends: the sizes of the parts, and where they end.
     """
     kernels = select_kernels(x.device, x.dtype)
     weight = weights.prepared(kernels)[0]
@@ -91,7 +91,8 @@ def norm_parts(x: Tensor, weights: Weights, eps: float, sizes: tuple[int, ...], 
 def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
     """Return the fastest kernels for tensors of these dtypes on `device`, unless HYBRID_MEMORY_KERNELS names others.
 
-    numba if all are floats of 16 or 32 bits on the CPU; Triton on a CUDA device, if it is installed; else plain torch.
+    That is numba if all are floats of 16 or 32 bits on the CPU, Triton on a CUDA device if it is installed, and else
+    plain torch.
 
     Raises:
         SpecError: HYBRID_MEMORY_KERNELS names no kernels, or some that cannot work on these tensors.
@@ -100,7 +101,7 @@ def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
 
 
 def warm_up(names: Iterable[str], device: torch.device, dtype: torch.dtype) -> None:
-    """Compile these kernels now if they are those of the CPU: `memory.kernels.cpu.warm_up`."""
+    """Compile these kernels now if the CPU's are chosen. See `memory.kernels.cpu.warm_up`."""
     if _choice(device, (dtype,)) == "cpu":
         from hybridmem.memory.kernels import cpu
 
@@ -108,9 +109,9 @@ def warm_up(names: Iterable[str], device: torch.device, dtype: torch.dtype) -> N
 
 
 def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tails: bool = False) -> dict[str, str]:
-    """Return what `select_kernels` chooses: function -> its set, and the library that computes prompts, if any.
+    """Return what `select_kernels` chooses for each function: its set, and the library that computes prompts, if any.
 
-    Libraries compute none `behind_tails`. Raises as `select_kernels`.
+    With `behind_tails` no library computes prompts. Its errors are those of `select_kernels`.
     """
     kernels, helpers = select_kernels(torch.device(device), *dtypes), dict[str, str]()
     if _choice(torch.device(device), dtypes) == "cuda":
@@ -129,11 +130,12 @@ def _known(device: torch.device, dtypes: tuple[torch.dtype, ...], override: str 
     """Remember what `select_kernels` returns while the environment names `override`: a step asks dozens of times."""
     name = _choice(device, dtypes)
     if name == "cpu":
-        from hybridmem.memory.kernels import cpu  # not at import time: a dry run or another device needs no compiler
+        # It is not imported at the top, because a dry run or another device needs no compiler.
+        from hybridmem.memory.kernels import cpu
 
         return cpu
     if name in ("cuda", "triton"):
-        from hybridmem.memory.kernels import cuda  # as above, and triton may be missing
+        from hybridmem.memory.kernels import cuda  # It is not imported at the top either, and triton may be missing.
 
         return cuda
     return reference

@@ -15,11 +15,11 @@ from torch import Tensor
 from hybridmem.memory.kernels.signature import Scoring
 
 Rows = Callable[[int, int], tuple[Tensor, Tensor]]
-"""Reads rows of a request: begin, end -> their keys and values, (end - begin, G, D) each."""
+"""Reads rows [begin, end) of a request, and returns their keys and values, (end - begin, G, D) each."""
 
 _ROWS = 512
 _SCORES = 1 << 18
-"""Scores of all heads that are kept at once: 16 MiB."""
+"""How many scores of all heads are kept at once."""
 
 
 def blocks(
@@ -57,7 +57,8 @@ def attend(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Sco
             scores_HTR = (q_GXD @ k_GRD.transpose(1, 2)).view(n_heads, -1, end - begin)
             scores_HTR = scored(scores_HTR, scoring, first - begin)
             higher_HT1 = torch.maximum(highest_HT1, scores_HTR.amax(-1, keepdim=True))
-            shift_HT1 = higher_HT1.masked_fill(higher_HT1 == -torch.inf, 0.0)  # until a row has a weight
+            # The highest score is -inf until a row has a weight.
+            shift_HT1 = higher_HT1.masked_fill(higher_HT1 == -torch.inf, 0.0)
             weights_HTR, fade_HT1 = scores_HTR.sub_(shift_HT1).exp_(), (highest_HT1 - shift_HT1).exp()
             total_HT1 = total_HT1 * fade_HT1 + weights_HTR.sum(-1, keepdim=True)
             found_GXD = weights_HTR.view(n_kv_heads, -1, end - begin) @ v_GRD

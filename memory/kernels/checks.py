@@ -200,7 +200,7 @@ def _require_dtypes(what: str, dtypes: _Dtypes, *found: torch.dtype | None) -> N
 
 
 def _refuse(what: str, names: Iterable[str], found: _Shapes, expected: _Shapes) -> None:
-    """Raise StepError for the first shape that is wrong; the caller has seen that one is."""
+    """Raise StepError for the first wrong shape. The caller has seen that there is one."""
     pairs = zip(names, found, expected, strict=True)
     name, own, wanted = next(wrong for wrong in pairs if wrong[1] != wrong[2])
     raise StepError(

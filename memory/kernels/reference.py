@@ -1,4 +1,7 @@
-"""Computes all kernels in plain torch, on any device and in any dtype: slow and short; others are tested against it."""
+"""Computes all kernels in plain torch, on any device and in any dtype.
+
+It is slow and short; others are tested with it.
+"""
 
 from __future__ import annotations
 
@@ -298,7 +301,7 @@ def matrix_scan(
                 write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
             if t >= start:
                 update = _update(s_HVN, t, k_TGN, v_THV, log_decay, erase, strength_TH)
-                if tail is not None:  # what is added is what the ring holds, rounded to its dtype
+                if tail is not None:  # Add what the ring holds, which is rounded to its dtype.
                     update = tuple(x.to(flat.dtype) for x, flat in zip(update, tail.flats, strict=True))
                 updates.append(update)
             s_HVN = _updated(s_HVN, *updates[t - first])

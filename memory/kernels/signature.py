@@ -48,7 +48,7 @@ class PagedBatch:
         pages: (all pages,) element offset of each page, request after request; (G, all pages) where each key/value head
             reads others.
         cu_pages: (S + 1,) request i has pages [cu_pages[i], cu_pages[i + 1]); host.
-        page_tokens: rows a page.
+        page_tokens: how many rows a page has.
         layouts: results that kernels have computed from these arrays, under keys of their own.
     """
 
@@ -191,7 +191,7 @@ class Erase(NamedTuple):
 
     Attributes:
         a: (T, G, N), shared by the heads of a group.
-        b: (T, H, N); None for -strength k, the delta rule.
+        b: (T, H, N). None means -strength k, as in the delta rule.
         after_decay: True if a reads S diag(w) instead of S.
     """
 

@@ -10,7 +10,7 @@ from hybridmem.memory.kernels.signature import Kernels, Prepared
 
 
 class Weights:
-    """Holds tensors that are prepared once for the kernels that use them; None stays None."""
+    """Holds tensors that are prepared once for the kernels that use them. None stays None."""
 
     def __init__(self, *tensors: Tensor | None) -> None:
         self._tensors = tensors
@@ -22,7 +22,8 @@ class Weights:
 
     def prepared(self, kernels: Kernels) -> list[Prepared]:
         """Return the tensors as these kernels take them."""
-        found_for, prepared = self._prepared  # one read: another thread may prepare them for other kernels meanwhile
+        # Both are read at once, because another thread may prepare them for other kernels meanwhile.
+        found_for, prepared = self._prepared
         if found_for is not kernels:
             prepared = [None if tensor is None else kernels.prepare(tensor) for tensor in self._tensors]
             self._prepared = kernels, prepared

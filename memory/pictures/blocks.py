@@ -48,7 +48,8 @@ class Runs:
     Attributes:
         starts, ends: bytes of the arena.
         pools: index of the pool.
-        owners: id of the first sequence that refers to the blocks; `NO_SEQUENCE`: an open step has set them aside.
+        owners: the id of the first sequence that refers to the blocks, or `NO_SEQUENCE` if an open step has set them
+            aside.
         n_owners: number of references to each block.
     """
 
@@ -85,8 +86,11 @@ class Runs:
 
 
 def _runs_of(pool: BlockPool, number: int, owners: Int64s) -> Int64s:
-    """Return the runs of one pool, (5, n), in the order of their addresses. Between two blocks of a run lies none of
-    another pool, so each pool is sorted alone: by timsort, as blocks that were allocated together are in order."""
+    """Return the runs of one pool, (5, n), in the order of their addresses.
+
+    No block of another pool lies within a run, so each pool is sorted alone. It is sorted by timsort, because blocks
+    that were allocated together are in order already.
+    """
     used = pool.counts.nonzero()[0]
     used = used[pool.addresses[used].argsort(kind="stable")]
     starts, owners, counts = pool.addresses[used], owners[used], pool.counts[used]
@@ -106,7 +110,7 @@ def arena_map(memory: HybridMemory) -> Figure:
     SpecError without matplotlib.
     """
     require_memory(memory, "arena_map(memory)")
-    with memory.counters.lock:  # other threads may be taking steps
+    with memory.counters.lock:  # Other threads may be taking steps.
         inventory = memory.counters.inventory()
         arena, runs = inventory.arena, Runs.of(inventory)
     regions = regions_of(runs, arena.capacity_bytes)
@@ -159,12 +163,12 @@ def _draw(ax: Axes, runs: Runs, of_pools: list[str], region: tuple[int, int], ro
     all_rows = [_box(left, right, y) for left, right, y in _rows(0, end - start, row_bytes)]
     ax.add_collection(PolyCollection(all_rows, facecolors=FREE, label="free"))
     inside = np.flatnonzero((runs.starts >= start) & (runs.ends <= end)).tolist()
-    least = 0 if n_rows > 1 else row_bytes // 500  # otherwise a small group would be invisible in a large budget
+    least = 0 if n_rows > 1 else row_bytes // 500  # Otherwise a small group would be invisible in a large budget.
     ends = np.maximum(runs.ends, runs.starts + least)
     pieces = [
         (i, *piece) for i in inside for piece in _rows(int(runs.starts[i]) - start, int(ends[i]) - start, row_bytes)
     ]
-    is_coarse = len(pieces) > _MOST_NUMBERS  # then lines between blocks would hide the blocks
+    is_coarse = len(pieces) > _MOST_NUMBERS  # With so many pieces, lines between blocks would hide the blocks.
     for label, own in (("used", pieces), ("shared", [piece for piece in pieces if runs.n_owners[piece[0]] > 1])):
         boxes = PolyCollection([_box(left, right, y) for _, left, right, y in own], label=label)
         if label == "used":

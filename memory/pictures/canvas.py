@@ -39,7 +39,8 @@ def new_figure(width_inches: float, height_inches: float, title: str = "") -> Fi
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        def _repr_png_(self) -> bytes:  # pyplot would show its figures a second time; this one is not pyplot's
+        # Pyplot would show its figures a second time, so this figure does not belong to pyplot.
+        def _repr_png_(self) -> bytes:
             png = BytesIO()
             self.savefig(png, format="png", dpi=_DOTS_PER_INCH)
             return png.getvalue()

@@ -1,4 +1,4 @@
-"""Lists the arena as byte ranges, so few that a page or a notebook draws them in a frame."""
+"""Lists the arena as byte ranges: so few that a web page or a notebook draws them within a frame."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hybridmem.memory.views.palette import pool_colours
 from hybridmem.memory.views.usage import Inventory
 
 MOST_RANGES = 1024
-"""Above so many ranges, neighbours are drawn as one cell."""
+"""If there are more ranges than this, neighbours are drawn as one cell."""
 IN_STEP, SEVERAL = -1, -2
-"""Owners that are no sequence: an open step, and several sequences in one cell."""
+"""Owners that are not a sequence: an open step, and several sequences in one cell."""
 
 
 def arena_of(inventory: Inventory) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _cells_of(runs: Runs, start: int, end: int, cell_bytes: int, n_pools: int) -
     inside = np.flatnonzero((runs.starts >= start) & (runs.ends <= end))
     first = (runs.starts[inside] - start) // cell_bytes
     n_pieces = (runs.ends[inside] - 1 - start) // cell_bytes - first + 1
-    run = np.repeat(inside, n_pieces)  # a run is cut where it crosses the border of a cell
+    run = np.repeat(inside, n_pieces)  # A run is cut where it crosses the border of a cell.
     nth = np.arange(len(run)) - np.repeat(n_pieces.cumsum() - n_pieces, n_pieces)
     cell = np.repeat(first, n_pieces) + nth
     left = np.maximum(runs.starts[run], start + cell * cell_bytes)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hybridmem.memory.hybrid import HybridMemory
 
 _MOST_SEQUENCES = 40
-"""Sequences that are drawn; fewer than an int64 has bits, for `share_out`."""
+"""The most sequences that are drawn. `share_out` needs fewer than an int64 has bits."""
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Node:
     """Holds tokens [start, end) on which all sequences below agree, or those that one sequence holds beyond the others.
 
     Attributes:
-        sequence: the sequence that ends here; then nothing is below.
-        n_bytes: bytes of blocks to which only sequences below refer, of more than one branch. At the end of a sequence,
-            bytes that only it refers to.
+        sequence: the sequence that ends here. Then there is nothing below.
+        n_bytes: the bytes of blocks to which only sequences below refer, in more than one branch. At the end of a
+            sequence, the bytes to which only that one refers.
     """
 
     start: int
@@ -98,7 +98,7 @@ def _lowest(node: Node, pattern: int, bits: dict[int, int]) -> Node:
 
 def trees_of(memory: HybridMemory, most_sequences: int = _MOST_SEQUENCES) -> tuple[list[Node], str]:
     """Return the trees of the families with the most sequences, and a title that says how many are left out."""
-    with memory.counters.lock:  # other threads may be taking steps
+    with memory.counters.lock:  # Other threads may be taking steps.
         sequences = memory.sequences
         families: dict[int, list[Sequence]] = {}
         for s in sequences:
@@ -146,7 +146,7 @@ def fork_tree(memory: HybridMemory) -> Figure:
 
 
 def n_rows_of(node: Node) -> int:
-    """Return the rows that a node takes with all below it."""
+    """Return how many rows a node takes, with all nodes below it."""
     return 1 + sum(map(n_rows_of, node.below))
 
 
@@ -167,10 +167,10 @@ def _draw(ax: Axes, memory: HybridMemory, node: Node, y: int) -> None:
 
 
 def label_of(node: Node, memory: HybridMemory) -> str:
-    """Return what is written beside a node."""
+    """Return the text beside a node."""
     s = node.sequence
     if s is None:
-        n_here = sum(not leaf.is_swapped for leaf in node.sequences)  # a swapped-out sequence shares no blocks
+        n_here = sum(not leaf.is_swapped for leaf in node.sequences)  # A swapped-out sequence shares no blocks.
         return f"{format_bytes(node.n_bytes) if node.n_bytes else 'nothing'} shared among {n_here}"
     name = f"{'checkpoint' if s.is_checkpoint else 'sequence'} {s.id}, {node.end:,} tokens: "
     if s.is_swapped:

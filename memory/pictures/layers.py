@@ -25,11 +25,11 @@ _HATCH = "////"
 
 @dataclass(frozen=True)
 class Stretch:
-    """Holds the tokens [start, end) that a layer keeps as one part of a sequence; [-1, -1): a stale state.
+    """Holds the tokens [start, end) that a layer keeps as one part of a sequence. [-1, -1) is a stale state.
 
     Attributes:
         n_bytes: bytes of this part.
-        fold_tokens: distance between the positions at which its rows fold; None if they do not fold.
+        fold_tokens: the distance between the positions at which its rows fold. None: they do not fold.
         is_folded: True if the rows are no longer kept verbatim.
     """
 
@@ -43,7 +43,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Holds what one memory of a layer keeps of a sequence; `memory` is None for a layer that remembers nothing."""
+    """Holds what one memory of a layer keeps of a sequence. `memory` is None for a layer that remembers nothing."""
 
     layer: int
     memory: LayerSpec | None = None
@@ -73,7 +73,7 @@ def layer_rows(memory: HybridMemory, sequence: Sequence) -> list[LayerRow]:
     """
     groups, length = {group.name: group for group in memory.counters.inventory(sequence).groups}, sequence.length
     if (on_host := memory.counters.host_inventory(sequence)) is not None and on_host.sequences:
-        groups |= {group.name: group for group in on_host.groups}  # its pages are in host memory only
+        groups |= {group.name: group for group in on_host.groups}  # Its pages are only in host memory.
     rows: dict[tuple[int, str], LayerRow] = {}
     for group in groups.values():
         folds = any(h.part == "tail" for h in group.holdings)
@@ -108,7 +108,7 @@ def layer_map(memory: HybridMemory, sequence: Sequence) -> Figure:
     its bytes are held, and the next step computes it again. If all tails are short compared with the sequence, a second
     picture shows the newest tokens.
 
-    Raises SpecError without matplotlib; SequenceError: a closed sequence, or one of another memory.
+    Raises SpecError without matplotlib, and SequenceError if the sequence is closed or belongs to another memory.
     """
     require_memory(memory, "layer_map(memory, sequence)")
     need_matplotlib()

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from hybridmem.memory.hybrid import HybridMemory
 
 MOST_SHARE = 0.01
-"""Of the time that drawing may take: a large memory is drawn less often, so that steps are slowed by 2 % at most."""
+"""The largest share of the time that drawing may take.
+
+A large memory is drawn less often, so that steps are slowed by at most 2 %.
+"""
 MOST_SEQUENCES = 16
-"""Sequences and checkpoints in the tree; the others are counted."""
+"""The most sequences and checkpoints in the tree. The others are only counted."""
 
 
 def watch(memory: HybridMemory, *, times_a_second: float = 4.0) -> Watch:
@@ -37,7 +40,8 @@ def watch(memory: HybridMemory, *, times_a_second: float = 4.0) -> Watch:
     another `watch` of the same memory, and with the memory itself. Raises SpecError outside of a notebook.
 
     Args:
-        times_a_second: at most; drawing takes at most 1 % of the time, so a large memory is drawn less often.
+        times_a_second: how often it draws at most. Drawing takes at most 1 % of the time, so a large memory is drawn
+            less often.
     """
     require_memory(memory, "watch(memory)")
     if not 0 < times_a_second <= 60:
@@ -46,7 +50,7 @@ def watch(memory: HybridMemory, *, times_a_second: float = 4.0) -> Watch:
 
 
 def _publisher() -> Callable[[str], None]:
-    """Return what shows HTML, always in the same place. Raises SpecError outside of a notebook."""
+    """Return a function that shows HTML, always in the same place. Raises SpecError outside of a notebook."""
     remedy = "call it in a cell of a notebook, or print(memory.usage())"
     try:
         ipython, shown = import_module("IPython"), import_module("IPython.display")
@@ -64,7 +68,7 @@ def _publisher() -> Callable[[str], None]:
 
 
 _watches: weakref.WeakKeyDictionary[HybridMemory, Watch] = weakref.WeakKeyDictionary()
-"""The one that draws each memory: a cell that is run again replaces the picture of its last run."""
+"""Maps a memory to the watch that draws it. A cell that is run again replaces the picture of its last run."""
 
 
 class Watch:
@@ -72,10 +76,10 @@ class Watch:
 
     Args:
         publish: shows a picture, as HTML, in place of the last one.
-        times_a_second: at most.
+        times_a_second: how often it draws at most.
     Attributes:
-        n_drawn: pictures so far.
-        error: why it has stopped, if that was an error.
+        n_drawn: how many pictures it has drawn so far.
+        error: the error that has stopped it, if there was one.
     """
 
     def __init__(self, memory: HybridMemory, publish: Callable[[str], None], times_a_second: float = 4.0) -> None:
@@ -86,12 +90,12 @@ class Watch:
         self._pause_seconds = 1 / times_a_second
         self._version: object = None
         self._stopped = threading.Event()
-        # In the context of the cell, so that what is published belongs to it.
+        # It runs in the context of the cell, so that what is published belongs to the cell.
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name="watch", daemon=True)
 
     def start(self) -> Watch:
-        """Begin to draw, and stop who has drawn this memory before."""
+        """Begin to draw, and stop the watch that has drawn this memory before."""
         memory = self._memory()
         if memory is not None:
             before, _watches[memory] = _watches.get(memory), self
@@ -141,17 +145,19 @@ class Watch:
                 is_alive = self.refresh()
                 self._stopped.wait(max(self._pause_seconds, (time.thread_time() - started) / MOST_SHARE))
             self.refresh()
-        except Exception as error:  # a thread of its own: nobody else would say it
+        except Exception as error:  # This thread has no caller, so nobody else would report the error.
             memory = self._memory()
-            if memory is not None and memory.is_open:  # not merely closed while it was drawn
+            if memory is not None and memory.is_open:  # The memory was not just closed while it was drawn.
                 self.error = error
                 self._publish(f"<p>watch(memory) has stopped: {escape(repr(error))}</p>")
 
 
 def draw(memory: HybridMemory) -> str:
-    """Return the map and the tree as HTML with SVG. Any thread may call it. Cost: O(blocks in use), and the tokens of
-    the sequences in the tree."""
-    with memory.counters.lock:  # steps begin and end before or after it: what is drawn is of one moment
+    """Return the map and the tree as HTML with SVG. Any thread may call it.
+
+    Cost: O(blocks in use), and the tokens of the sequences in the tree.
+    """
+    with memory.counters.lock:  # No step begins or ends meanwhile, so the picture shows one moment.
         inventory = memory.counters.inventory().frozen()
         roots, title = trees_of(memory, MOST_SEQUENCES)
         tree = tree_svg(memory, roots) if roots else ""

@@ -25,7 +25,7 @@ _SHADES = (0.0, 0.3, 0.55)
 _FREE, _SHARED = "#80808026", "#00000099"
 _MOST_NUMBERS = 200
 Box = tuple[int, float, float, int]
-"""A part of a range of the arena in one row: number of the range, left, right, row."""
+"""A part of a range of the arena in one row: the number of the range, left, right, and the row."""
 
 
 def arena_svg(arena: dict[str, Any], budget_bytes: int) -> str:
@@ -115,7 +115,7 @@ def _y(row: int) -> int:
 
 
 def _path(boxes: Iterable[Box], colour: str, height: int = _ROW) -> str:
-    """Return boxes of one colour as one path: a large arena has a thousand of them."""
+    """Return boxes of one colour as one path, because a large arena has a thousand boxes."""
     top = (_ROW - height) / 2
     d = "".join(
         f"M{left:.1f} {_y(row) + top:g}h{right - left:.1f}v{height}h{left - right:.1f}z"

@@ -1,15 +1,15 @@
 """Caches the prefixes of prompts in a radix tree over token ids, whose nodes hold checkpoints of a memory.
 
-Attention can continue from any position at which two prompts part; a recurrent layer only from a position whose state
-was kept. So the tree holds both: the tokens that were seen, and the checkpoints along them.
+Attention can continue from any position at which two prompts part. A recurrent layer can continue only from a position
+whose state was kept. So the tree holds both: the tokens that were seen, and the checkpoints along them.
 
     You are a helpful ... | system prompt ends *  | What is my dog called? *
                                                   | My cat is called Zoe. *       * a checkpoint
 
 A hit is a fork of the nearest checkpoint, rolled back by at most the rollback window. Checkpoints take their bytes from
-the memory's own budget. When it is full they give way: first those that save the least recomputation per byte and have
-not been used for long (after Pan et al. 2024, "Marconi"). They move to host memory, then to files (`max_bytes`), from
-where a hit brings them back; or they are closed.
+the memory's own budget. When the budget is full they give way. The first are those that save the least recomputation
+per byte and have not been used for long (after Pan et al. 2024, "Marconi"). They move to host memory, then to files
+(`max_bytes`), and a hit brings them back from there; or they are closed.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class PrefixCache:
     """Keeps checkpoints of a memory, and finds the longest reusable prefix of a prompt.
 
     A user who sees how many tokens of a prompt were reused, or how soon the reply begins, can find out what others have
-    asked. So prefixes have owners, any hashable values: what was inserted for one owner is found for this owner only,
-    as if each had a cache of its own. They share the budget. The owner is None unless it is given, and then all users
-    find all prompts.
+    asked. So prefixes have owners, which may be any hashable values. Only an owner finds what was inserted for it, as
+    if each owner had a cache of its own. All share the budget. The default owner is None; if no owners are given, all
+    users find all prompts.
 
     Args:
-        grid_tokens: `cuts` returns each multiple of this, so that a prompt that parts from others at a position without
-            a checkpoint recomputes at most so many tokens; 0 for no such grid.
-        max_bytes: bytes that checkpoints may take outside of the budget, in host memory and files together, like "8GiB"
-            (what else is swapped out counts too); how many of them in which is the memory's `host_budget`, `swap_dir`
-            and `disk_budget`. 0: checkpoints that give way are closed.
-        seconds_to_live: checkpoints are closed when they were not used for so long, unless `insert` says otherwise;
-            None: they stay as long as there is room.
+        grid_tokens: `cuts` returns each multiple of this. So a prompt that parts from others at a position without a
+            checkpoint recomputes at most this many tokens. 0: there is no such grid.
+        max_bytes: the most bytes, such as "8GiB", that checkpoints may take outside of the budget, in host memory and
+            files together. What else is swapped out counts too. The memory's `host_budget`, `swap_dir` and
+            `disk_budget` limit each of the two. 0: checkpoints that give way are closed.
+        seconds_to_live: checkpoints that were not used for this time are closed, unless `insert` says otherwise. None:
+            they stay as long as there is room.
         now: returns the time in seconds.
     Raises:
-        SpecError: a model whose sequences depend on more than their tokens (on an encoder), or a wrong option.
+        SpecError: the model has an encoder, so that sequences depend on more than their tokens; or an option is wrong.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PrefixCache:
 
     @property
     def memory(self) -> HybridMemory:
-        """Return the memory whose checkpoints it keeps. Raises SequenceError: the cache is closed."""
+        """Return the memory whose checkpoints it keeps. Raises SequenceError if the cache is closed."""
         return self._kept.memory
 
     @property
@@ -101,7 +101,10 @@ class PrefixCache:
     # Looking up
 
     def find(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> Lookup:
-        """Return what `open` would reuse; nothing changes. Cost: O(tokens matched); int64 arrays are not converted."""
+        """Return what `open` would reuse, and change nothing.
+
+        Cost: O(tokens matched). int64 arrays are not converted.
+        """
         tokens = read_prompt(token_ids)
         with self._changing():
             self._kept.expire()
@@ -111,8 +114,8 @@ class PrefixCache:
         """Open a sequence that holds the longest reusable prefix of a prompt already.
         Feed it the rest, `token_ids[lookup.reused:]`, which is at least one token.
 
-        Raises BatchError: no tokens. Cost: `find` and a fork; a tensor is copied only if the checkpoint is outside of
-        the budget: then what others there do not share with it is copied back.
+        Raises BatchError if there are no tokens. Cost: `find` and a fork. Only if the checkpoint is outside of the
+        budget are tensors copied back: those that it shares with no checkpoint in the budget.
         """
         tokens = read_prompt(token_ids)
         if not len(tokens):
@@ -136,7 +139,7 @@ class PrefixCache:
         return sequence
 
     def checkpoints_of(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> list[Sequence]:
-        """Return the checkpoints on the way of these tokens, the shortest first: at each, `open` could go on."""
+        """Return the checkpoints of prefixes of these tokens, the shortest first. `open` could continue from each."""
         path = self._kept.tree.walk(read_prompt(token_ids), owner)[1]
         return [node.mark for node in path if node.mark is not None]
 
@@ -145,9 +148,10 @@ class PrefixCache:
         return marks_below(self._kept.tree, read_prompt(token_ids), owner)
 
     def fetch(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> list[Sequence]:
-        """Begin to read the files of the checkpoint that `open` would use, in another thread; return it, if it has any.
+        """Begin to read, in another thread, the files of the checkpoint that `open` would use.
 
-        `open` would wait for them; ask `has_arrived` before.
+        Return that checkpoint in a list, which is empty if it has no files. `open` would wait for the files; ask
+        `has_arrived` before.
         """
         node = self._find(read_prompt(token_ids), owner)[1] if self._kept.outside.has_any else None
         if node is None or node.mark is None or not node.mark.is_swapped or self._kept.outside.fetch(node.mark):
@@ -155,20 +159,26 @@ class PrefixCache:
         return [node.mark]
 
     def has_arrived(self, checkpoint: Sequence) -> bool:
-        """True if prefetching has finished for a checkpoint: `fetch` is reading nothing more of it."""
+        """True if the prefetching of a checkpoint that `fetch` has begun has finished."""
         return checkpoint not in self._kept.outside.ranking or self._kept.outside.fetch(checkpoint)
 
     def note_speed(self, seconds_a_token: float) -> None:
-        """Note how long a token of a prompt takes. What takes longer to read back is closed, not moved outside."""
+        """Note how long computing a token of a prompt takes.
+
+        A checkpoint that takes longer to read back is closed, not moved.
+        """
         self._kept.outside.seconds_a_token = seconds_a_token
 
     @property
     def seconds_a_token(self) -> float | None:
-        """Return what `note_speed` has noted last; None: nothing yet."""
+        """Return what `note_speed` has noted last, or None if it was not called yet."""
         return self._kept.outside.seconds_a_token
 
     def _find_in_budget(self, tokens: Int64s, owner: Hashable) -> tuple[Lookup, Node | None]:
-        """Find as `_find`, and bring the checkpoint back into the budget; without room for it, find another one."""
+        """Find as `_find` does, and bring the checkpoint back into the budget.
+
+        If there is no room for it, find another one.
+        """
         passed_over = set[Node]()
         while True:
             lookup, node = self._find(tokens, owner, passed_over)
@@ -178,7 +188,7 @@ class PrefixCache:
                 self._kept.bring_back(node)
             except CapacityError:
                 passed_over.add(node)
-            except (FormatError, OSError):  # what its file held is computed again
+            except (FormatError, OSError):  # What the file held is computed again.
                 self._kept.evict(node.mark)
                 self._n_lost += 1
             else:
@@ -211,7 +221,7 @@ class PrefixCache:
         They lie in (start, len(token_ids)): the position at which this prompt parts from those seen before, the
         positions `marks` of the caller, and the multiples of `grid_tokens`.
 
-        Raises BatchError: a mark that is no position of the prompt.
+        Raises BatchError if a mark is no position of the prompt.
         """
         tokens = read_prompt(token_ids)
         if not isinstance(marks, Iterable):
@@ -233,14 +243,14 @@ class PrefixCache:
     ) -> None:  # fmt: skip
         """Keep a checkpoint of a sequence at its present length, for this owner.
 
-        No other is made at a position that has one already, and none of an empty sequence or of one from whose middle
-        tokens were dropped: its memory is not what feeding its tokens would give.
+        A position has at most one checkpoint. An empty sequence gets none, nor does one from whose middle tokens were
+        dropped, because its memory is not what feeding its tokens would give.
 
         Args:
-            priority: multiplies what a token saved is worth, when checkpoints give way; 1 unless given.
-            seconds_to_live: the checkpoint is closed when it was not used for so long; None: as the cache says.
+            priority: multiplies the worth of the checkpoint when checkpoints give way. The default is 1.
+            seconds_to_live: the checkpoint is closed if it was not used for this time. None: the cache's time.
         Raises:
-            SequenceError: a bad handle. SpecError: a bad option. Nothing has changed then.
+            SequenceError: the handle is bad. SpecError: an option is bad. Nothing has changed then.
         Cost: O(tokens) and a checkpoint, which copies no tensor.
         """
         if priority is not None and not (isinstance(priority, int | float) and priority > 0):
@@ -262,10 +272,10 @@ class PrefixCache:
             kept.bound_books()
 
     def pin(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> int:
-        """Keep the checkpoint that `open` would use for this prompt until `unpin` or `clear`; return its position.
+        """Keep the checkpoint that `open` would use for this prompt until `unpin` or `clear`. Return its position.
 
-        It gives way to nothing and does not expire. So what is pinned is a part of the budget that others cannot use.
-        Raises BatchError: there is none.
+        It never gives way and does not expire. So others cannot use the part of the budget that pinned checkpoints
+        take. Raises BatchError if there is no checkpoint.
         """
         return self._prefer(token_ids, owner, math.inf, math.inf)
 
@@ -277,7 +287,8 @@ class PrefixCache:
         tokens = read_prompt(token_ids)
         with self._changing():
             self._kept.expire()
-            node = self._find(np.append(tokens, -1), owner)[1]  # nothing goes on with -1: all tokens may be reused
+            # No prompt contains the token -1, so all tokens before it may be reused.
+            node = self._find(np.append(tokens, -1), owner)[1]
             if node is None or node.mark is None:
                 raise BatchError(f"no checkpoint of these {len(tokens)} tokens is cached; insert a sequence with them")
             self._kept.prefer(node.mark, priority)
@@ -287,16 +298,19 @@ class PrefixCache:
     # Forgetting
 
     def reclaim(self, missing_bytes: int) -> bool:
-        """Make checkpoints give way, those of least worth first, until `missing_bytes` more are free; True if any did.
+        """Make checkpoints give way, those of least worth first, until `missing_bytes` more are free. True if any did.
 
-        More do so at once, up to 1/64 of the budget, so that the next calls find room. A checkpoint that shares all its
-        bytes frees none: it gives way last, and only for `missing_bytes`.
+        More of them give way at once, up to 1/64 of the budget, so that the next calls find room. A checkpoint that
+        shares all its bytes frees none. So it gives way last, and only for `missing_bytes`.
         """
         with self._changing():
             return self._kept.reclaim(missing_bytes)
 
     def tree(self) -> str:
-        """Return all checkpoints as text, a line each behind the one that it goes on from: tokens, bytes and tier."""
+        """Return all checkpoints as text, one line for each: its tokens, bytes and tier.
+
+        It follows the one that it continues.
+        """
         return tree_text(self._kept.tree.roots, self._kept.outside.tier_of, self.memory.counters.held_bytes)
 
     def resumable(self) -> list[Resumable]:
@@ -306,24 +320,27 @@ class PrefixCache:
     # Across restarts
 
     def save(self, folder: str | Path, lock: AbstractContextManager[object] | None = None) -> int:
-        """Write all checkpoints to a folder, instead of those that it holds; return the bytes of their blocks.
+        """Write all checkpoints to a folder in place of those that it holds. Return the bytes of their blocks.
 
-        What several of them share is written once, and what the folder has already is not written again. The folder can
-        be read at any time: a save that fails or is killed leaves what was there. Owners are None, texts, bytes or
-        integers. A `lock` that keeps other threads away, such as `engine.lock`, is not held by the caller: it is held
-        while blocks are copied, 64 MiB at a time, and free while they are hashed and written.
+        Blocks that several checkpoints share are written once, and blocks that the folder has already are not written
+        again. The folder can be read at any time: a save that fails or is killed leaves what was there. Owners are
+        None, texts, bytes or integers. A `lock`, such as `engine.lock`, keeps other threads away. The caller must not
+        hold it: this call holds it while it copies blocks, 64 MiB at a time, and releases it while it hashes and writes
+        them.
 
-        Raises SpecError: a dry run, no folder, or another owner. OSError. Cost: the bytes of new blocks.
+        Raises SpecError in a dry run, if this is no folder, or for an owner of another type; or OSError. Cost: the
+        bytes of new blocks.
         """
         return self.memory.folders.save(folder, entries_of(self._kept.tree.roots), lock or nullcontext())
 
     def load(self, folder: str | Path) -> int:
-        """Add the checkpoints of a folder, which a cache like this one saved; return their number.
+        """Add the checkpoints of a folder that a cache like this one has saved. Return their number.
 
-        Their blocks are read when a prompt needs them. A file that is damaged or gone then costs its checkpoint alone.
+        Their blocks are read when a prompt needs them. If a file is damaged or gone by then, only its checkpoint is
+        lost.
 
-        Raises FormatError: no such folder, a damaged list, or that of another memory; nothing has changed. Cost: their
-        tokens, read.
+        Raises FormatError if there is no such folder, or if its list is damaged or comes from another memory. Then
+        nothing has changed. Cost: reading their tokens.
         """
         with self._changing():
             n_before = len(self._kept.nodes)
@@ -331,9 +348,10 @@ class PrefixCache:
             return len(self._kept.nodes) - n_before
 
     def forget(self, token_ids: Seq[int] | Int64s, owner: Hashable = None, *, behind: int = 0) -> int:
-        """Close the checkpoints on the way of these tokens, pinned ones too; return their number.
+        """Close the checkpoints of prefixes of these tokens, pinned ones too. Return their number.
 
-        Those that other tokens need go on: where several prompts begin alike, and at positions up to `behind`.
+        Checkpoints that other prompts need stay: those where several prompts begin alike, and those up to position
+        `behind`.
         """
         tokens = read_prompt(token_ids)
         with self._changing():
@@ -346,8 +364,9 @@ class PrefixCache:
                 self._kept.evict(checkpoint)
 
     def close(self) -> None:
-        """Close all checkpoints and release the memory, which can be used further. Later use raises SequenceError.
+        """Close all checkpoints and release the memory, which can still be used.
 
+        Later use of the cache raises SequenceError.
         Closing it again does nothing. `with PrefixCache(memory) as cache:` closes it at the end.
         """
         if self._own is not None and self._own.memory.is_open:
@@ -384,7 +403,7 @@ class PrefixCache:
 def _reclaimer(
     cache: weakref.ref[PrefixCache], memory: weakref.ref[HybridMemory], checkpoints: dict[Sequence, Record]
 ) -> Callable[[int], bool]:
-    """Return the function that a full memory calls for room; it refers to the cache only weakly.
+    """Return the function that a full memory calls for room. It refers to the cache only weakly.
 
     If the cache was deleted without `close`, no lookup can find its checkpoints: all of them are closed.
     """

@@ -1,7 +1,7 @@
 """Notices changes of a prefix cache's books that an exception has left half done, so that they are computed anew.
 
 Ctrl-C, timeouts and other threads raise exceptions between any two bytecodes (see `memory.blocks.journal`). A cache
-needs no notes of how to put things back: whatever its tree and its rankings say follows from its records.
+needs no notes of how to undo a change, because all that its tree and its rankings say follows from its records.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from hybridmem.memory.errors import HybridMemoryError
 class Changes:
     """Knows the blocks in which books change, `with changes.open(): ...`, and whether one was left half-way.
 
-    An error of ours and an OSError leave a block as they find it: what raises them has changed nothing then. Blocks may
-    be within others.
+    An error of this library or an OSError does not leave a block half-way, because whatever raises it has changed
+    nothing. Blocks may be nested.
     """
 
     def __init__(self) -> None:
         self._blocks: list[ref[Any] | None] = []
 
     def open(self) -> Changing:
-        """Return a block. Cost: about a microsecond."""
+        """Return a context manager, in whose `with` block the books may change. Cost: about a microsecond."""
         return Changing(self._blocks)
 
     @property

@@ -22,11 +22,11 @@ class Resumable:
     """Says that a cache can continue from a prefix.
 
     Attributes:
-        n_tokens: its length.
-        digest: of its owner and tokens, as `digests_at` computes it.
-        checkpoint, owner: of which it is the prefix.
+        n_tokens: the length of the prefix.
+        digest: the digest of its owner and tokens, as `digests_at` computes it.
+        checkpoint, owner: the checkpoint whose prefix it is, and the owner of that.
         tier: where the checkpoint is.
-        is_shared: several prompts part behind it.
+        is_shared: True if several prompts part behind it.
     """
 
     n_tokens: int
@@ -51,7 +51,7 @@ def digests_at(tokens: Int64s, positions: Iterable[int], owner: Hashable = None)
 
 @dataclass(frozen=True)
 class _Way:
-    """Holds a node on the way down a tree, and the digest of all tokens before it, to be copied."""
+    """Holds a node on the way down a tree, and a digest of all tokens before it, from which others are computed."""
 
     node: Node
     before: hashlib._Hash

@@ -22,23 +22,25 @@ from hybridmem.memory.prefix.saved import as_owner
 from hybridmem.memory.prefix.victims import Ranking
 
 _RECLAIMED_SHARE = 64
-"""Checkpoints are closed until 1/64 of the budget is freed, even if less is missing. To find those of least worth costs
-a look at all of them, and a full memory lacks a little room at almost every step."""
+"""Checkpoints are closed until 1/64 of the budget is freed, even if less is missing.
+
+To find those of least worth, all must be looked at, and a full memory lacks a little room at almost every step.
+"""
 _BOOKS_SHARE = 4
 """Tokens of cached prefixes take at most a quarter of the bytes that their checkpoints may take."""
 _TOKEN_BYTES = 16
-"""Host memory for a token of a cached prefix: in the tree, and in the checkpoint."""
+"""Bytes of host memory for a token of a cached prefix: 8 in the tree, and 8 in the checkpoint."""
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """Says what was decided on a checkpoint.
+    """Says what was decided about a checkpoint.
 
     Attributes:
-        owner: of its tokens.
-        priority: multiplies its worth; one of infinite worth never gives way.
-        seconds: it is closed when it was not used for so long.
-        used_at, clock: when it was used last, in seconds, and as the rankings count.
+        owner: the owner of its tokens.
+        priority: multiplies its worth. A checkpoint of infinite worth never gives way.
+        seconds: it is closed if it was not used for this time.
+        used_at, clock: when it was used last, in seconds, and by the rankings' clock.
     """
 
     owner: Hashable
@@ -54,12 +56,12 @@ class Kept:
     Its records say which checkpoints there are; the tree, the rankings and the heap of ends follow from them.
 
     Args:
-        max_bytes: bytes that they may take outside.
+        max_bytes: the most bytes that checkpoints may take outside of the budget.
         now: returns the time in seconds.
     Attributes:
-        records: of all checkpoints.
-        n_evicted: checkpoints that were closed for lack of room.
-        n_expired: checkpoints that were closed at the end of their time to live.
+        records: the record of each checkpoint.
+        n_evicted: how many checkpoints were closed for lack of room.
+        n_expired: how many checkpoints were closed at the end of their time to live.
     """
 
     def __init__(self, memory: HybridMemory, max_bytes: int, now: Callable[[], float]) -> None:
@@ -75,9 +77,9 @@ class Kept:
         self._now = now
         self._lot_bytes = memory.budget_bytes // _RECLAIMED_SHARE
         self._most_tokens = (memory.budget_bytes + max_bytes) // _BOOKS_SHARE // _TOKEN_BYTES
-        self._ends: list[tuple[float, int, Sequence]] = []  # a heap; a checkpoint that was used since lives on
+        self._ends: list[tuple[float, int, Sequence]] = []  # This is a heap. A checkpoint that was used since lives on.
         self._numbers = count()
-        self._made: list[Sequence] = []  # checkpoints that may have no record yet
+        self._made: list[Sequence] = []  # These checkpoints may have no record yet.
 
     @property
     def book_bytes(self) -> int:
@@ -85,12 +87,12 @@ class Kept:
         return self.tree.n_tokens * _TOKEN_BYTES
 
     def changing(self) -> Changing:
-        """Return a block in which all of this may change."""
+        """Return a block in which the records and all that follows from them may change."""
         self.mend()
         return self._changes.open()
 
     def mend(self) -> None:
-        """Compute the books anew if an exception has left a block half-way; else do nothing."""
+        """Compute the books anew if an exception has left a block half-way. Else do nothing."""
         if self._changes.are_left:
             self._rebuild()
             self._changes.forget_left()
@@ -100,7 +102,7 @@ class Kept:
     def keep(self, sequence: Sequence, tokens: Int64s, owner: Hashable, held_bytes: int) -> tuple[Node, Sequence, bool]:
         """Return the node of a sequence's tokens, its checkpoint, and whether that was made now.
 
-        Raises as `HybridMemory.checkpoint`, with nothing changed.
+        Its errors are those of `HybridMemory.checkpoint`. Then nothing has changed.
         """
         node = self.tree.node_at(tokens, owner)
         if node.mark is not None and not node.mark.is_swapped:
@@ -111,7 +113,7 @@ class Kept:
             self.tree.prune(node)
             raise
         priority = 1.0
-        if node.mark is not None:  # the same was computed again, and is in the budget
+        if node.mark is not None:  # The same tokens were computed again, and this time are in the budget.
             priority = self.records[node.mark].priority
             self.close(node.mark)
         self.records[checkpoint] = Record(owner, priority)
@@ -126,7 +128,7 @@ class Kept:
         self.nodes[checkpoint] = node
 
     def add_outside(self, tokens: Int64s, owner: Hashable, checkpoint: Sequence) -> bool:
-        """Add a checkpoint that is outside of the budget; False if these tokens have one already."""
+        """Add a checkpoint that is outside of the budget. False if these tokens have one already."""
         node = self.tree.node_at(tokens, owner)
         if node.mark is not None:
             return False
@@ -141,9 +143,9 @@ class Kept:
         self.outside.add(checkpoint, node.depth - marked_above(node), record.clock, record.priority)
 
     def load(self, folder: str | Path, seconds_to_live: float | None) -> None:
-        """Add the checkpoints of a folder, which are outside of the budget; if it fails, those not added are closed.
+        """Add the checkpoints of a folder, which are outside of the budget. If it fails, those not added are closed.
 
-        Raises FormatError: see `PrefixCache.load`; also one has no owner that can be. Then none is added.
+        Raises FormatError as `PrefixCache.load` does, or if an owner is not possible. Then none is added.
         """
         left = self.memory.folders.load(folder, self._made)[::-1]
         try:
@@ -172,12 +174,12 @@ class Kept:
                 record.used_at = self._now()
 
     def prefer(self, checkpoint: Sequence, priority: float) -> None:
-        """Multiply the worth of a checkpoint; with `math.inf` it never gives way."""
+        """Multiply the worth of a checkpoint. With `math.inf` it never gives way."""
         self.records[checkpoint].priority = priority
         self._ranking_of(checkpoint).prefer(checkpoint, priority)
 
     def let_live(self, checkpoint: Sequence, seconds: float) -> None:
-        """Let a checkpoint live so long after its last use; `math.inf`: for ever."""
+        """Let a checkpoint live for this time after its last use. With `math.inf` it lives for ever."""
         record = self.records[checkpoint]
         record.seconds = seconds
         if seconds < math.inf:
@@ -185,7 +187,7 @@ class Kept:
             heappush(self._ends, (record.used_at + seconds, next(self._numbers), checkpoint))
 
     def bring_back(self, node: Node) -> None:
-        """Move the checkpoint of a node back into the budget. Raises as `Outside.bring_back`, with nothing changed."""
+        """Move the checkpoint of a node back into the budget. Its errors are those of `Outside.bring_back`."""
         checkpoint = node.mark
         assert checkpoint is not None, "the caller has looked"
         self.outside.bring_back(checkpoint)
@@ -225,7 +227,7 @@ class Kept:
             n_promised += n_bytes
         n_gone = 0
         for checkpoint in chosen:
-            # Two that share blocks only with each other free more than was promised for each.
+            # Two checkpoints that share blocks only with each other free more than was computed for each alone.
             if self.memory.free_bytes - free_bytes >= lot_bytes:
                 break
             self._give_way(checkpoint)
@@ -233,7 +235,7 @@ class Kept:
         return n_gone > 0
 
     def _give_way(self, checkpoint: Sequence) -> None:
-        """Move a checkpoint out of the budget; close it if that does not pay, or if there is no room outside."""
+        """Move a checkpoint out of the budget. Close it if that does not pay, or if there is no room outside."""
         node = self.nodes[checkpoint]
         if self.outside.take(checkpoint, relatives(node), node.depth - marked_above(node), self._clock, self._drop):
             self._ranking.remove(checkpoint)
@@ -248,7 +250,7 @@ class Kept:
         self.evict(checkpoint)
 
     def bound_books(self) -> None:
-        """Close checkpoints of least worth until the tokens of all take no more host memory than they may."""
+        """Close checkpoints of least worth until the tokens of all others are within their limit of host memory."""
         for ranking in (self._ranking, self.outside.ranking):
             if self.tree.n_tokens <= self._most_tokens:
                 return
@@ -300,7 +302,7 @@ class Kept:
         return n_closed
 
     def _rebuild(self) -> None:
-        """Compute from the records all that follows from them. Doing it again, from anywhere within, does no harm."""
+        """Compute from the records all that follows from them. If it is interrupted anywhere, it can be done again."""
         still_open = {*self.memory.sequences}
         for checkpoint in self._made:
             if checkpoint not in self.records and checkpoint in still_open:
@@ -313,7 +315,8 @@ class Kept:
         self.outside.reset()
         for checkpoint, record in [*self.records.items()]:
             node = self.tree.node_at(checkpoint.tokens, record.owner)
-            if (other := node.mark) is not None:  # The same was computed again, and its older one was to be closed.
+            # The same tokens were computed again, and the older checkpoint was about to be closed.
+            if (other := node.mark) is not None:
                 self.memory.close(other)
                 del self.records[other]
             node.mark = checkpoint

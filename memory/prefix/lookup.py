@@ -20,13 +20,14 @@ class Lookup:
     """Says how many tokens of a prompt the cache can reuse, and why not more.
 
     Attributes:
-        n_tokens: length of the prompt.
-        by_attention: leading tokens that were seen before; a memory of attention alone could reuse them all.
-        by_recurrent: leading tokens behind which a state can be had: that of a checkpoint, or of one rolled back.
-        reused: the lesser of the two, and less than `n_tokens`: the last token must be fed for its output.
+        n_tokens: the length of the prompt.
+        by_attention: how many leading tokens were seen before. A model with attention only could reuse them all.
+        by_recurrent: how many leading tokens have a state behind them: that of a checkpoint, or of one that is rolled
+            back.
+        reused: the lesser of the two. It is less than `n_tokens`, because the last token must be fed for its output.
         why: the reason in words.
-        tier: where the state that is reused lies: "budget", "host" (memory) or "disk"; "" if nothing is reused.
-        n_taken_back: tokens by which the checkpoint that is reused reaches further, so that it is rolled back.
+        tier: where the reused state is: "budget", "host" (memory) or "disk". It is "" if nothing is reused.
+        n_taken_back: by how many tokens the reused checkpoint is rolled back, because it reaches further.
     """
 
     n_tokens: int
@@ -43,7 +44,10 @@ class Lookup:
 
     @property
     def replayed(self) -> int:
-        """Return how many of the recomputed tokens were seen before, without the last one, which must be fed."""
+        """Return how many of the recomputed tokens were seen before.
+
+        The last token, which must be fed, does not count.
+        """
         return max(0, min(self.by_attention, self.n_tokens - 1) - self.reused)
 
     @property
@@ -66,13 +70,14 @@ class PrefixStats:
         n_lookups, n_hits: prompts opened, and those of which tokens were reused.
         n_tokens, n_reused: tokens of these prompts, and those of them that were reused.
         n_checkpoints, n_evicted: checkpoints that it holds, and those that were closed for lack of room.
-        private_bytes: sum of what closing each checkpoint in the budget alone would free; closing all frees at least
-            that.
-        n_outside: checkpoints of these that are outside of the budget, in host memory or in files.
-        n_moved, n_returned: checkpoints that were moved out of the budget so far, and back.
+        private_bytes: the sum, over the checkpoints in the budget, of the bytes that closing only that one would free.
+            Closing all of them frees at least that.
+        n_outside: how many of these checkpoints are outside of the budget, in host memory or in files.
+        n_moved, n_returned: how many checkpoints were moved out of the budget so far, and back.
         n_lost: checkpoints that were closed because their file could not be read.
         n_expired: checkpoints that were closed at the end of their time to live.
-        book_bytes: host memory for the tokens of all cached prefixes; at most a quarter of what checkpoints may take.
+        book_bytes: bytes of host memory for the tokens of all cached prefixes. They are at most a quarter of the bytes
+            that checkpoints may take.
     """
 
     n_lookups: int

@@ -13,18 +13,20 @@ from hybridmem.memory.prefix.victims import Ranking
 from hybridmem.memory.views.counters import CountedSwaps
 
 _DROPPED_SHARE = 64
-"""Checkpoints are closed until 1/64 of `max_bytes` is free, even if less is missing, since to find them costs a look at
-all of them."""
+"""Checkpoints are closed until 1/64 of `max_bytes` is free, even if less is missing.
+
+To find those of least worth, all must be looked at.
+"""
 
 
 class Outside:
     """Moves checkpoints of a prefix cache out of its memory's budget, if that pays, and back.
 
     Attributes:
-        ranking: of those that are outside.
-        n_moved, n_returned: checkpoints that were moved out so far, and back.
-        seconds_a_token: time to compute a token of a prompt again, if the cache's user has measured it; then what takes
-            longer to read back than to compute is not kept.
+        ranking: ranks the checkpoints that are outside.
+        n_moved, n_returned: how many checkpoints were moved out so far, and back.
+        seconds_a_token: the time to compute a token of a prompt again, if the cache's user has measured it. Then a
+            checkpoint that takes longer to read back than to compute is not kept.
     """
 
     def __init__(self, memory: HybridMemory, max_bytes: int) -> None:
@@ -42,7 +44,8 @@ class Outside:
 
     @property
     def _tiers(self) -> CountedSwaps:
-        return self._memory.counters.swaps  # asked for anew: the memory alone decides how long its files live
+        # It is asked for each time, because only the memory decides how long its files live.
+        return self._memory.counters.swaps
 
     @property
     def has_any(self) -> bool:
@@ -51,16 +54,16 @@ class Outside:
     def take(
         self, checkpoint: Sequence, relatives: list[Sequence], saved: int, clock: int, drop: Callable[[Sequence], None]
     ) -> bool:
-        """Move a checkpoint out of the budget; False, with nothing changed, if that does not pay or there is no room.
+        """Move a checkpoint out of the budget. False, with nothing changed, if that does not pay or there is no room.
 
         Args:
             relatives: checkpoints in the budget that share blocks with it.
-            saved: tokens that it saves.
-            clock: now, as the rankings count.
+            saved: how many tokens it saves.
+            clock: the time by the rankings' clock.
             drop: closes a checkpoint outside, and forgets it, to make room.
         """
         if not self.max_bytes:
-            return False  # at once: to count bytes takes longer than to close a checkpoint
+            return False  # This comes first, because counting bytes takes longer than closing a checkpoint.
         self._drop, self._clock = drop, clock
         n_bytes = self._memory.private_bytes(checkpoint)
         if n_bytes > self.max_bytes or not self._pays(saved, n_bytes):
@@ -81,18 +84,21 @@ class Outside:
         self.ranking.use(checkpoint, clock)
 
     def reset(self) -> None:
-        """Rank nothing any more."""
+        """Forget all ranked checkpoints."""
         self.ranking, self._returning = Ranking(), None
 
     def _pays(self, saved: int, n_bytes: int) -> bool:
-        """True unless reading so many bytes back is known to take longer than computing so many tokens again."""
+        """True unless reading `n_bytes` back is known to take longer than computing `saved` tokens again."""
         seconds_a_byte = self._tiers.seconds_a_byte
         if self.seconds_a_token is None or seconds_a_byte is None:
             return True
         return n_bytes * seconds_a_byte < saved * self.seconds_a_token
 
     def reclaim(self, missing_bytes: int) -> bool:
-        """Close checkpoints outside, those of least worth first, until `missing_bytes` are free; True if any was."""
+        """Close checkpoints outside, those of least worth first, until `missing_bytes` are free.
+
+        True if any was closed.
+        """
         if self._drop is None:
             return False
         wanted_bytes = max(missing_bytes, self.max_bytes // _DROPPED_SHARE)
@@ -118,7 +124,7 @@ class Outside:
         self.n_returned += 1
 
     def fetch(self, checkpoint: Sequence) -> bool:
-        """Begin to read a checkpoint's files in another thread; True if `bring_back` need not wait for any."""
+        """Begin to read a checkpoint's files in another thread. True if `bring_back` need not wait for any of them."""
         return self._tiers.fetch(checkpoint.slot)
 
     def tier_of(self, checkpoint: Sequence) -> Tier:
@@ -128,13 +134,13 @@ class Outside:
         return "disk" if self._tiers.is_in_files(checkpoint.slot) else "host"
 
     def close(self) -> None:
-        """Reclaim nothing any more."""
+        """Stop reclaiming: remove the function that full tiers call."""
         if self._reclaimer in self._tiers.reclaimers:
             self._tiers.reclaimers.remove(self._reclaimer)
 
 
 def _reclaimer(outside: weakref.ref[Outside]) -> Callable[[int], bool]:
-    """Return the function that full tiers call for room; it refers to what it calls only weakly."""
+    """Return the function that full tiers call for room. It refers to what it calls only weakly."""
 
     def reclaim(missing_bytes: int) -> bool:
         return (living := outside()) is not None and living.reclaim(missing_bytes)

@@ -1,4 +1,4 @@
-"""Holds the nodes of a radix tree over token ids: tokens that several prompts begin with are in it once."""
+"""Holds the nodes of a radix tree over token ids. Tokens with which several prompts begin are in it once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from hybridmem.memory.interface import Sequence
 from hybridmem.memory.sequences.token_buffer import common_prefix
 
 _MOST_RELATIVES = 64
-"""Looking at each costs as much as it has pages; those that are passed over keep copies of their own."""
+"""The most relatives of a checkpoint that are looked at.
+
+Each costs time by its pages; the others keep copies of their own.
+"""
 _MOST_LOOKS = 256
-"""Nodes at which they are looked for: thousands of prompts may begin alike."""
+"""The most nodes at which relatives are searched: thousands of prompts may begin alike."""
 
 
 @dataclass(eq=False)
@@ -24,7 +27,7 @@ class Node:
 
     Attributes:
         mark: the checkpoint.
-        owner: of the tree; set at its root only.
+        owner: the owner of the tree. Only the root has it.
     """
 
     tokens: Int64s
@@ -39,11 +42,11 @@ NOTHING_SEEN = Node(EMPTY, 0, None)
 
 
 def split(node: Node, n: int) -> Node:
-    """Put a node with the first n tokens of `node` between it and its parent, and return the new one."""
+    """Put a new node, with the first n tokens of `node`, between `node` and its parent. Return the new node."""
     assert node.parent is not None, "the root has no tokens"
     upper = Node(node.tokens[:n].copy(), node.depth - len(node.tokens) + n, node.parent)
     node.parent.children[int(upper.tokens[0])] = upper
-    node.tokens, node.parent = node.tokens[n:].copy(), upper  # a view would keep all tokens in host memory
+    node.tokens, node.parent = node.tokens[n:].copy(), upper  # A view would keep all tokens in host memory.
     upper.children[int(node.tokens[0])] = node
     return upper
 
@@ -57,13 +60,13 @@ def marked_above(node: Node) -> int:
 
 
 def relatives(node: Node) -> list[Sequence]:
-    """Return checkpoints in the budget that share blocks with a node's own: the nearest above it and around it.
+    """Return checkpoints in the budget that share blocks with a node's own: the nearest above it and those around it.
 
-    Those around it part from it where no checkpoint in the budget is: below the nearest one above.
+    Those around it have the same nearest checkpoint above them, and part from it below that one.
     """
     found, n_looks = list[Sequence](), _MOST_LOOKS
     came_from, at = node, node
-    while at.parent is not None:  # nothing is shared at the root
+    while at.parent is not None:  # Nothing is shared at the root.
         waiting = [child for child in at.children.values() if child is not came_from]
         while waiting and n_looks and len(found) < _MOST_RELATIVES:
             child, n_looks = waiting.pop(), n_looks - 1
@@ -94,8 +97,8 @@ class RadixTree:
     """Holds a tree for each owner.
 
     Attributes:
-        roots: owner -> the root of its tree, which has no tokens.
-        n_tokens: tokens of all nodes.
+        roots: owner -> the root of the owner's tree. A root has no tokens.
+        n_tokens: the number of tokens of all nodes.
     """
 
     def __init__(self) -> None:
@@ -111,10 +114,10 @@ class RadixTree:
             waiting.extend(node.children.values())
 
     def walk(self, tokens: Int64s, owner: Hashable) -> tuple[int, list[Node], Node | None]:
-        """Return the number of tokens that match, the nodes that end within them, and the node to search further in.
+        """Return the number of tokens that match, the nodes that end within them, and the node to search below.
 
-        That is the one inside of which they end, or, if they end between nodes, the last of the path; None if nothing
-        is below.
+        The last is the node inside of which the tokens end. If they end between nodes, it is the last of the path. It
+        is None if nothing is below.
         """
         node, at = self.roots.get(owner, NOTHING_SEEN), 0
         path: list[Node] = []
@@ -147,10 +150,10 @@ class RadixTree:
         return node
 
     def prune(self, node: Node | None) -> None:
-        """Remove a node that has no checkpoint and, with those above it, only led to one that is gone."""
+        """Remove a node without a checkpoint, and those above it, if they only led to a checkpoint that is gone."""
         while node is not None and node.parent is not None and node.mark is None and len(node.children) < 2:
             parent, first = node.parent, int(node.tokens[0])
-            if node.children:  # one child, which takes its tokens
+            if node.children:  # It has one child, which takes over its tokens.
                 (child,) = node.children.values()
                 child.tokens, child.parent = np.concatenate([node.tokens, child.tokens]), parent
                 parent.children[first] = child
@@ -179,7 +182,7 @@ def marks_below(tree: RadixTree, tokens: Int64s, owner: Hashable) -> list[Sequen
 
 
 def is_shared(node: Node) -> bool:
-    """True if prompts part behind a node before the next checkpoint, so that several continue from its own."""
+    """True if prompts part behind a node before the next checkpoint, so that several continue from the node's own."""
     waiting = [node]
     while waiting:
         at = waiting.pop()

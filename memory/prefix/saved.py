@@ -14,8 +14,9 @@ _PLACES = {"budget": "in the budget", "host": "in host memory", "disk": "in file
 
 
 def entries_of(roots: dict[Hashable, Node]) -> Iterator[Entry]:
-    """Generate the checkpoints of all owners, those above before those below. Raises SpecError for an odd owner.
+    """Generate the checkpoints of all owners, parents before children.
 
+    Raises SpecError for an owner that files cannot hold.
     Equal trees give the same order, so that each finds its own blocks in a folder that has them.
     """
     number = -1

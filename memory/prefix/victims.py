@@ -11,19 +11,20 @@ from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.interface import Sequence
 
 _COMPUTED_AT_ONCE = 256
-"""Checkpoints whose private bytes are computed at once: one alone costs little less."""
+"""The private bytes of this many checkpoints are computed at once: for one alone it would cost little less."""
 
 
 class Ranking:
     """Ranks checkpoints by worth: priority x tokens saved / bytes that closing it frees / time since its last use.
 
     The bytes that closing a checkpoint frees (its private bytes) change whenever another sequence is advanced, so they
-    must be computed anew. But they are never more than all bytes that it holds, which never change. That gives a lower
-    bound on its worth, and private bytes are computed only where the bound leaves the order open.
+    must be computed anew. But they are never more than all bytes that it holds, and that number never changes. This
+    gives a lower bound on its worth. Private bytes are computed only where the bounds leave the order open.
     """
 
     def __init__(self) -> None:
-        self._places: dict[Sequence, int] = {}  # checkpoint -> row of the arrays; rows of removed ones are gaps
+        # Maps a checkpoint to its row in the arrays. Rows of removed checkpoints are gaps.
+        self._places: dict[Sequence, int] = {}
         self._n_places = 0
         self._saved = np.zeros(64)
         self._held_bytes = np.ones(64, np.int64)
@@ -76,7 +77,8 @@ class Ranking:
     def ascending(
         self, clock: int, private_bytes: Callable[[list[Sequence]], Int64s]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Generate checkpoints with their private bytes, those of least worth first, of equals the older ones.
+        """Generate checkpoints with their private bytes, those of least worth first; of equal ones the older first.
+
         Nothing may change meanwhile.
 
         Cost: sorting all bounds, and `private_bytes` of those whose bounds leave the order open.
@@ -88,7 +90,8 @@ class Ranking:
         saved, ages = self._saved[kept] * self._priority[kept], 1 + clock - self._used_at[kept]
         bounds = saved / self._held_bytes[kept] / ages
         order = bounds.argsort()
-        found: list[tuple[float, int, int]] = []  # a heap of exact ones: worth, index (older first), private bytes
+        # A heap of checkpoints whose worth is exact: worth, index (older first), private bytes.
+        found: list[tuple[float, int, int]] = []
         for begin in range(0, len(order), _COMPUTED_AT_ONCE):
             exact, rest = order[begin : begin + _COMPUTED_AT_ONCE], order[begin + _COMPUTED_AT_ONCE :]
             n_bytes = private_bytes([checkpoints[i] for i in exact.tolist()])

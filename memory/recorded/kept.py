@@ -1,4 +1,4 @@
-"""Keeps recordings by layouts of steps, as many as may be, and counts how often other layouts came."""
+"""Keeps a limited number of recordings, one for each layout of steps, and counts how often other layouts came."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Generic, TypeVar
 RecordingT = TypeVar("RecordingT")
 
 _MOST_SEEN = 1024
-"""Layouts without a recording that are counted."""
+"""How many layouts without a recording are counted."""
 _IDLE_STEPS = 1024
-"""Steps in which a recording was not used before another one may take its place.
+"""Another recording may take the place of one that was not used for this many steps.
 
-If more layouts come by turns than there may be recordings, some of them run as ever: otherwise each would be recorded
-again and again, and none replayed.
+More layouts may come by turns than there may be recordings. Then some of them run without a recording. Otherwise each
+would be recorded again and again, and none would be replayed.
 """
 
 
 class Kept(Generic[RecordingT]):
     """Keeps what is known of layouts: a recording, that there can be none, or how often they came.
 
-    Threads may use it at once, for each change is a single one of a dict.
+    Several threads may use it, because each change is a single change of a dict.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,10 @@ class Kept(Generic[RecordingT]):
         return found[0]
 
     def may_record(self, key: Hashable, *, after: int, most: int) -> bool:
-        """Count a layout without a recording; true if it came `after` times before, and one more may be kept."""
+        """Count a layout without a recording.
+
+        True if it came `after` times before and one more recording may be kept.
+        """
         n_before = self._n_seen.get(key, 0)
         if n_before is not None and n_before >= after and self._make_room(most):
             return True
@@ -57,7 +60,7 @@ class Kept(Generic[RecordingT]):
         self.recordings.pop(key, None)
 
     def refuse(self, key: Hashable) -> None:
-        """Note that there can be no recording of a layout: none is made again."""
+        """Note that there can be no recording of a layout, so that nobody tries again."""
         self.recordings.pop(key, None)
         self._note(key, None)
 
@@ -68,7 +71,7 @@ class Kept(Generic[RecordingT]):
             self._n_seen.popitem(last=False)
 
     def _make_room(self, most: int) -> bool:
-        """Drop recordings that were not used for long; true if one more may be kept."""
+        """Drop recordings that were not used for long. True if one more may be kept."""
         for key, (_, used_at) in list(self.recordings.items()):
             if len(self.recordings) < most or self.n_steps - used_at <= _IDLE_STEPS:
                 break

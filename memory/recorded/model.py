@@ -35,31 +35,31 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("hybridmem.memory")
 _MOST = 64
 _MOST_ROWS = 64
-"""Tokens of a step up to which it is recorded on the CPU: beside products of more rows, Python takes little time."""
+"""A step on the CPU is recorded if it has at most this many tokens. With more rows, Python takes little of the time."""
 _MOST_BYTES = 256 << 20
-"""Bytes that recordings of one model keep in a memory, those that are being made included."""
+"""The most bytes that recordings of one model keep in a memory, unfinished ones included."""
 _ENOUGH = 4
-"""The first steps of a layout, so many, run as ever: it takes longer to record a step than to run it."""
+"""This many first steps of a layout run without recording, because to record a step takes longer than to run it."""
 
 _PENDING_STEPS = 64
-"""Steps within which a layout must come again to be recorded the second time, while no other one is."""
+"""Within this many steps a layout must come again for its second recording. Meanwhile no other layout is recorded."""
 _NEVER = 1 << 62
 
 Model = Callable[[Step], Tensor]
 
 
 def run_recorded(model: Model, step: Step, *, most: int = _MOST) -> Tensor:
-    """Run a model on a step, or replay what it did in a step like it: on the CPU, with few tokens; else just run it.
+    """Run a model on a step, or replay what it did in a step like it. It replays only on the CPU and with few tokens.
 
-    The first four steps of a layout run as ever, the next two are recorded, and if both have made the same calls, all
-    others are replayed: the same kernels on the same numbers, so logits are the same bits. A step runs as ever, too, if
-    the caller has put something into its `notes`; if its memory evicts or folds rows in it; within `torch.autocast`, or
-    any mode that hears torch's operations; or if the model reads, on the host, numbers (`tolist`, `numpy`), as experts
-    do, or which sequences are in the step.
+    The first four steps of a layout just run. The next two are recorded. If both have made the same calls, all others
+    are replayed: the same kernels run on the same numbers, so logits are the same bits. A step also just runs if the
+    caller has put something into its `notes`; if its memory evicts or folds rows in it; within `torch.autocast` or
+    another mode that intercepts torch's operations; or if the model reads on the host which sequences are in the step,
+    or numbers (`tolist`, `numpy`), as experts do.
 
-    What the model does may depend on the step's tensors and its numbers of tokens, not on anything that its Python
-    counts or remembers, for a replay does not run that. Weights may change in place between steps, not be replaced. The
-    next step overwrites `Step.token_ids` and `Step.positions`.
+    What the model does may depend on the step's tensors and its numbers of tokens. It must not depend on anything that
+    its Python code counts or remembers, because a replay does not run Python code. Between steps, weights may change in
+    place, but must not be replaced. The next step overwrites `Step.token_ids` and `Step.positions`.
 
     Args:
         most: recordings of each model that a memory keeps. Another one takes the place of one that was not used for
@@ -70,7 +70,8 @@ def run_recorded(model: Model, step: Step, *, most: int = _MOST) -> Tensor:
     """
     if is_apart(step.token_ids.device) or step.notes or len(step.token_ids) > _MOST_ROWS or current_watch() is not None:
         return model(step)
-    from hybridmem.memory.kernels.cpu.recording import has_modes  # not at import time: a device needs no compiler
+    # It is not imported at the top, because a device needs no compiler.
+    from hybridmem.memory.kernels.cpu.recording import has_modes
 
     if torch.is_autocast_enabled("cpu") or has_modes():
         return model(step)
@@ -97,7 +98,7 @@ class _CpuRecordings(Kept["Recording"]):
         self._pending: tuple[Hashable, int] | None = None
 
     def may_record(self, key: Hashable, *, after: int, most: int) -> bool:
-        """As `Kept.may_record`, and no other layout is recorded that waits for its second recording."""
+        """See `Kept.may_record`. It is also False while another layout waits for its second recording."""
         if self._pending is not None:
             pending, begun_at = self._pending
             if self.n_steps - begun_at <= _PENDING_STEPS:
@@ -108,7 +109,7 @@ class _CpuRecordings(Kept["Recording"]):
         return super().may_record(key, after=after, most=most)
 
     def record(self, model: Model, step: Step, key: Hashable, earlier: Recording | None) -> Tensor:
-        """Record a step while it runs; the second time, compare it with the first."""
+        """Record a step while it runs. The second time, compare the recording with the first one."""
         from hybridmem.memory.kernels.cpu.recording import Recording
 
         recording, watched = Recording(), step.watched()
@@ -134,7 +135,7 @@ class _CpuRecordings(Kept["Recording"]):
 
 
 def _settings(device: str) -> Hashable:
-    """Return what torch and the environment are told about how to compute."""
+    """Return the settings of torch and of the environment that decide how to compute."""
     return (
         torch.get_num_threads(),
         torch.is_grad_enabled(),
@@ -161,7 +162,7 @@ class _NoUploads:
         raise StepError(why)
 
     def note(self, function: Callable[..., object], arguments: tuple[Any, ...], *, sets_up: bool = False) -> None:
-        """Hear of kernels of the CPU, which no graph holds."""
+        """Do nothing: kernels of the CPU are in no graph."""
 
     def end(self) -> None:
         self._is_over = True
@@ -185,8 +186,8 @@ class RecordedModel:
 
     Args:
         model: (step) -> logits, such as a `models.LanguageModel`; other attributes are its own.
-        most: recordings kept, on the CPU by each memory. Another one takes the place of one that was not used for
-            1,024 steps.
+        most: the most recordings that are kept; on the CPU, in each memory. A new one takes the place of one that was
+            not used for 1,024 steps.
         record: captures a run on a device; for tests.
 
     Cost: a capture takes as long as two or three steps, and all graphs together the memory of one step's activations;
@@ -194,7 +195,7 @@ class RecordedModel:
     """
 
     is_recordable = False
-    """Says to engines that nothing is left for them to record."""
+    """Tells engines that they need not record this model, because it records itself."""
 
     def __init__(self, model: Model, *, most: int = _MOST, record: Callable[[Run], Graph] | None = None) -> None:
         if not is_integer(most, 1):
@@ -206,7 +207,7 @@ class RecordedModel:
         self._has_warned = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "model":  # while a copy is made, it is not set yet
+        if name == "model":  # While a copy is made, the model is not set yet.
             raise AttributeError(name)
         return getattr(self.model, name)
 

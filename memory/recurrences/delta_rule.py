@@ -81,8 +81,9 @@ class DeltaRule:
     """Advances states by the gated delta rule with a layer's weights.
 
     Attributes:
-        a_bias_A: (n_decays,) float32.
-        rate_A: (n_decays,) exp(A_log), negated, float32; of each head, repeated for each of its key channels.
+        a_bias_A: (n_decays,) float32, which is added to a.
+        rate_A: (n_decays,) float32, which is -exp(A_log). If key channels have decays of their own, each head's number
+            is repeated for its channels.
     """
 
     shape: DeltaRuleShape

@@ -31,7 +31,7 @@ def mamba1_spec(n_channels: int, d_state: int, d_conv: int, name: str = "recurre
     """Describe a Mamba-1 layer. Row: the E channels before the convolution.
     State: the last d_conv - 1 rows, and h as (N, E) in float32.
     """
-    ring = (((n_channels,), None), ((n_channels,), None), ((d_state,), None))  # x, dt and B
+    ring = (((n_channels,), None), ((n_channels,), None), ((d_state,), None))  # These are the shapes of x, dt and B.
     h = StateTensor("ssm", (d_state, n_channels), ring=ring)
     return RecurrentSpec("mamba1", (n_channels,), (*window_tensors(n_channels, d_conv), h), name)
 

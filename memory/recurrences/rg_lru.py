@@ -59,7 +59,7 @@ class RGLRU:
         log_a_TE = -_SHARPNESS * recurrent_TE.float() * self.decay_E
         scale_TE = torch.sqrt(-torch.expm1(2 * log_a_TE))
         first_rows = states.device_cu_rows[:-1]
-        is_begin = torch.as_tensor(states.sources[-1]) < 0  # no source state: the sequence begins here
+        is_begin = torch.as_tensor(states.sources[-1]) < 0  # Without a source state, the sequence begins here.
         scale_TE[first_rows] = scale_TE[first_rows].masked_fill_(is_begin[:, None], 1.0)
         y_TE = states.kernels.linear_scan((x_TE * input_TE).float() * scale_TE, log_a_TE.exp(), states.slots(-1))
         return y_TE.to(rows.dtype), states.written()

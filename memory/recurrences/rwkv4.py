@@ -19,7 +19,7 @@ from hybridmem.memory.specs import RecurrentSpec, StateTensor
 from hybridmem.memory.state.access import Recurrence, States
 
 _LOWEST = -1e38
-"""The exponent of an empty sum: about as low as it can be for float32 to still add to it."""
+"""The exponent of an empty sum. It is about the lowest to which float32 can still add."""
 
 
 def rwkv4_spec(n_channels: int, name: str = "recurrence") -> RecurrentSpec:

@@ -110,7 +110,7 @@ class SSD:
         return Weights(self.dt_bias_H, self.a_H, self.d_H)
 
     def _at_once(self, kernels: Kernels) -> Callable[[Tensor, StateSlots, StateSlots], Tensor] | None:
-        """Return what computes all of a call at once with these kernels; None if they have nothing that does."""
+        """Return the function with which these kernels compute a whole call at once, or None if they have none."""
         if (of := getattr(kernels, "SSDLayer", None)) is None:
             return None
         if (layer := self._layers.get(of)) is None:
@@ -121,7 +121,7 @@ class SSD:
 
     @cached_property
     def _layers(self) -> dict[Any, Callable[[Tensor, StateSlots, StateSlots], Tensor]]:
-        """Keep what kernels have made of these weights: their class -> this layer of it."""
+        """Keep what each class of kernels has made of these weights."""
         return {}
 
 

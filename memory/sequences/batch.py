@@ -1,4 +1,4 @@
-"""Packs requests of any lengths into one flat axis of tokens, and finds the outputs in the caller's order."""
+"""Packs requests of any lengths on one flat axis of tokens, and finds their outputs in the caller's order."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 @dataclass(frozen=True)
 class TokenLists:
-    """Holds the token ids of several requests, one after the other in `flat` (T,); request i has counts[i].
+    """Holds the token ids of several requests, one after the other in `flat` (T,). Request i has counts[i] tokens.
 
-    `late` ids are still on the device: `flat` holds zeros in their place until `arrive`.
+    The ids in `late` are still on the device. `flat` holds zeros in their place until `arrive`.
     """
 
     flat: Int64s
@@ -67,9 +67,9 @@ class TokenLists:
 
 
 def read_pairs(requests: Requests) -> tuple[list[Sequence], list[Tokens]]:
-    """Return the sequences and, not checked yet, the tokens of each.
+    """Return the sequences, and the tokens of each, which are not checked yet.
 
-    Raises BatchError: no requests, something that is no request, or a sequence twice.
+    Raises BatchError if there are no requests, if something is no request, or if a sequence occurs twice.
     """
     if not isinstance(requests, Iterable):
         raise BatchError(f"{requests!r} are no requests; give {{sequence: tokens}} or (sequence, tokens) pairs")
@@ -79,10 +79,10 @@ def read_pairs(requests: Requests) -> tuple[list[Sequence], list[Tokens]]:
 
 
 def count_tokens(values: list[Any]) -> Int64s:
-    """Return (S,) the number of tokens of each request, by its length alone: the tokens are not read."""
+    """Return (S,) the number of tokens of each request. Only lengths are read, not the tokens."""
 
     def count(x: object) -> int:
-        if isinstance(x, list):  # first, because an engine passes lists
+        if isinstance(x, list):  # Lists come first, because an engine passes lists.
             return len(x)
         if isinstance(x, Tensor):
             return x.numel()
@@ -96,13 +96,13 @@ def count_tokens(values: list[Any]) -> Int64s:
 def read_tokens(sequences: list[Sequence], values: list[Any], vocab_size: int) -> TokenLists:
     """Read and check the token ids of each request.
 
-    Raises BatchError, naming the request and the value: no tokens, or tokens that are not integers with 0 <= id <
-    vocab_size.
+    Raises BatchError, which names the request and the value, if there are no tokens, or if one is no integer with 0 <=
+    id < vocab_size.
     """
-    # Of a decode step, check all tokens at once.
+    # In a decode step, all tokens are checked at once.
     if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:
         return TokenLists(np.array(values, np.int64), np.ones(len(values), np.int64))
-    if set(map(type, values)) == {list} and all(values):  # an engine passes lists, most of one token
+    if set(map(type, values)) == {list} and all(values):  # An engine passes lists, most of them with one token.
         flat = list(chain.from_iterable(values))
         if set(map(type, flat)) == {int} and 0 <= min(flat) <= max(flat) < vocab_size:
             return TokenLists(np.array(flat, np.int64), np.fromiter(map(len, values), np.int64, len(values)))
@@ -112,7 +112,7 @@ def read_tokens(sequences: list[Sequence], values: list[Any], vocab_size: int) -
 
 
 def _are_late(values: list[Tokens]) -> TypeGuard[list[Tensor]]:
-    """True if all are integer tensors on a device for which the host has to wait; else all are read at once."""
+    """True if all are integer tensors on a device for which the host would have to wait. Otherwise all are read now."""
     return all(
         isinstance(x, Tensor) and is_apart(x.device) and x.dtype in _INTEGERS and x.dim() <= 1 and x.numel()
         for x in values
@@ -140,7 +140,7 @@ def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int) -> Int64s:
         if tokens.device.type == "meta":
             raise BatchError(f"the tokens of {sequence!r} are a meta tensor and have no values; give real token ids")
         if tokens.dtype.is_floating_point or tokens.dtype.is_complex:
-            raise _not_integers(sequence, tokens, vocab_size)  # here, because numpy has no bfloat16
+            raise _not_integers(sequence, tokens, vocab_size)  # It is refused here, because numpy has no bfloat16.
         tokens = tokens.detach().cpu().numpy()
     try:
         ids = np.asarray(tokens)
@@ -168,7 +168,7 @@ def _not_integers(sequence: Sequence, tokens: Tokens, vocab_size: int) -> BatchE
 
 
 def why_no_ids(tokens: object, vocab_size: int) -> str:
-    """Return for an error why something is no list of token ids, and what to give instead."""
+    """Return the text of an error: why something is no list of token ids, and what to give instead."""
     if isinstance(tokens, Mapping) and "input_ids" in tokens:
         return "what a tokenizer returns has the ids as its ['input_ids']; give those"
     if isinstance(tokens, Set):
@@ -183,14 +183,14 @@ def why_no_ids(tokens: object, vocab_size: int) -> str:
 
 
 def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Packed:
-    """Pack requests for a step: short ones first, equal lengths together, otherwise in the caller's order.
+    """Pack requests for a step, short ones first. Those of equal lengths stay in the caller's order.
 
     Args:
-        tokens: of each request, in the caller's order.
-        slots, starts, peaks: (S,) in the same order; `starts` are the lengths before the step.
+        tokens: the tokens of each request, in the caller's order.
+        slots, starts, peaks: (S,) of each sequence, in the same order. `starts` are the lengths before the step.
     """
     n = len(slots)
-    if len(tokens.flat) == n:  # one token each: as below, but nothing needs sorting
+    if len(tokens.flat) == n:  # With one token each, the result is that of the lines below, but nothing needs sorting.
         return Packed(slots, starts, np.arange(n + 1), np.maximum(peaks, starts + 1), tokens.flat, starts, np.arange(n))
     order = np.argsort(tokens.counts, kind="stable")
     place = np.empty_like(order)
@@ -209,7 +209,7 @@ def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Pa
 
 
 def requests_of(packed: Packed, chosen: Int64s) -> tuple[Packed, Int64s]:
-    """Return a step of these requests (s,) alone, ascending, and the packed indices (t,) of their tokens."""
+    """Return a step with only these requests (s,), which ascend, and the packed indices (t,) of their tokens."""
     tokens = ranges(packed.cu_seqlens[:-1][chosen], packed.cu_seqlens[1:][chosen])
     return Packed(
         slots=packed.slots[chosen],

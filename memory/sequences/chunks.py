@@ -1,4 +1,4 @@
-"""Cuts requests into chunks, the tokens that a step takes of each: chunked prefill, as positions alone.
+"""Cuts requests into chunks: the tokens of a request that one step takes. It computes positions only.
 
 Where attention has a policy or few bits, a query sees the body as it was before its step, so what it sees depends on
 where its prompt was cut. There requests are cut at multiples of GRID_TOKENS positions and nowhere else: the same text
@@ -14,17 +14,17 @@ import numpy as np
 from hybridmem.memory.blocks.arrays import Int64s, ceil_div, ranges
 
 GRID_TOKENS = 512
-"""Distance of the positions at which requests are cut if that matters: as many tokens as a step has by default."""
+"""The distance between cuts where it matters where requests are cut. It is how many tokens a step has by default."""
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Lists chunks (n,), those of a request one after the other.
+    """Lists n chunks. The chunks of a request follow each other.
 
     Attributes:
-        requests: the number of the request that each is a part of.
-        starts, ends: its tokens [start, end), counted from the first new one of the request.
-        steps: the number of the step that takes it.
+        requests: (n,) the number of the request that each chunk is a part of.
+        starts, ends: (n,) the tokens [start, end) of each chunk, counted from the first new token of its request.
+        steps: (n,) the number of the step that takes each chunk.
     """
 
     requests: Int64s
@@ -34,9 +34,9 @@ class Chunks:
 
 
 def cut_anywhere(counts: Int64s, max_tokens: int, first: int = 0) -> Chunks:
-    """Cut requests of counts (S,) tokens into steps of `max_tokens`, each but the last one full, request after request.
+    """Cut requests of counts (S,) tokens, one after the other, into steps of `max_tokens`. The last may have fewer.
 
-    Without the steps of the first `first` tokens, a multiple of `max_tokens`.
+    The steps of the first `first` tokens, a multiple of `max_tokens`, are left out.
     """
     ends = counts.cumsum()
     begins, n_tokens = ends - counts, int(ends[-1])
@@ -49,7 +49,7 @@ def cut_anywhere(counts: Int64s, max_tokens: int, first: int = 0) -> Chunks:
 def cut_on_grid(lengths: Int64s, counts: Int64s, max_tokens: int) -> Chunks:
     """Cut requests of counts (S,) tokens, for sequences of lengths (S,), at multiples of GRID_TOKENS positions.
 
-    A step takes at most `max_tokens`, or GRID_TOKENS if that is more: a chunk is never divided.
+    A step takes at most `max_tokens`, or GRID_TOKENS if that is more, because a chunk is never divided.
     """
     cells = lengths // GRID_TOKENS
     n_chunks = ceil_div(lengths + counts, GRID_TOKENS) - cells
@@ -59,7 +59,8 @@ def cut_on_grid(lengths: Int64s, counts: Int64s, max_tokens: int) -> Chunks:
     steps, last_step = np.zeros_like(starts), [-1] * len(counts)
     step, left = 0, max(max_tokens, GRID_TOKENS)
     sizes, owners = (ends - starts).tolist(), requests.tolist()
-    for i in np.argsort(numbers, kind="stable").tolist():  # the first chunks of all requests, then the second ones, ...
+    # The first chunks of all requests come first, then the second ones, and so on.
+    for i in np.argsort(numbers, kind="stable").tolist():
         if sizes[i] > left or last_step[owners[i]] == step:
             step, left = step + 1, max(max_tokens, GRID_TOKENS)
         steps[i] = last_step[owners[i]] = step

@@ -16,8 +16,11 @@ from hybridmem.memory.interface import OpenStep, Stretch
 from hybridmem.memory.sequences.ledger import Ledger
 
 _MOST_MOVED = 40
-"""Bytes that may move for each byte asked for. It is enough where a 20th of the budget is free beyond these, see
-`memory.blocks.compaction`: 2 x 19 bytes then are."""
+"""How many bytes may move for each byte asked for.
+
+By the bound in `memory.blocks.compaction`, 2 x 19 are enough if a 20th of the budget is free beyond the bytes asked
+for.
+"""
 
 
 class Holders(Protocol):
@@ -36,9 +39,9 @@ class Compactor:
 
     Attributes:
         layers, store: where the blocks are.
-        moved_bytes: that were moved so far.
+        moved_bytes: how many bytes have moved so far.
     Args:
-        open_steps: of the memory; their plans hold addresses.
+        open_steps: the memory's open steps, whose plans hold addresses.
     """
 
     def __init__(self, layers: Holders, store: Store, ledger: Ledger, open_steps: Mapping[OpenStep, Any]) -> None:
@@ -49,7 +52,7 @@ class Compactor:
         """Move blocks until a free range has at least `n_bytes`. True if any block has moved.
 
         Args:
-            at_any_cost: move as much as it takes, all that is in use at most; otherwise only a multiple of `n_bytes`.
+            at_any_cost: move as many bytes as it takes. If False, move at most a fixed multiple of `n_bytes`.
         """
         region = cheapest_region(self.store, n_bytes, self._fixed_addresses())
         if region is None or (region.used_bytes > _MOST_MOVED * n_bytes and not at_any_cost):
@@ -61,13 +64,15 @@ class Compactor:
     def _fixed_addresses(self) -> Int64s:
         """Return the addresses of blocks that an open step may have read. Without one, there are none.
 
-        Those are all but the blocks to which only sequences outside of steps refer. Cost: O(blocks of all sequences).
+        They are all blocks except those to which only sequences outside of steps refer. Cost: O(blocks of all
+        sequences).
         """
         if not self._open_steps:
             return np.zeros(0, np.int64)
         is_busy, slots = self._ledger.is_busy, list(self._ledger.handles)
         fixed = {pool.name: pool.counts > 0 for pool, _ in self.layers.pools}
-        for busy in (False, True):  # what both refer to stays
+        # Busy sequences come second, so that blocks to which both busy and idle ones refer stay fixed.
+        for busy in (False, True):
             for slot in slots:
                 if is_busy[slot] == busy:
                     for name, ids in self.layers.blocks_of(slot).items():

@@ -11,7 +11,7 @@ from hybridmem.memory.interface import Dropped, DropsTokens
 
 
 class CannotDrop(ABC):
-    """Refuses to drop tokens, for layer memories whose old rows cannot move; so there is never a plan."""
+    """Refuses to drop tokens, for layer memories whose old rows cannot move. So there is never a plan."""
 
     @abstractmethod
     def why_not(self) -> str:

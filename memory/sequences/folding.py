@@ -25,16 +25,16 @@ Fold = Literal["keep", "replay", "defer"]
 """The fold mode of recurrent layers, as an argument of `HybridMemory(fold=...)`."""
 
 NOTHING = -1
-"""The id of no block. As the address of a start state it means the state at position 0."""
+"""Stands for no block in arrays of ids. As the address of a start state it means the state at position 0."""
 
 
 class FoldMode(Enum):
     """Says how a new body is made, and with which state a step begins.
 
     KEEP and REPLAY hold a head, a state at the newest position, with which a step begins. With KEEP a new body is a
-    head that was kept when it passed the fold point; with REPLAY the old body is run again over the rows between. DEFER
-    holds no head: each step reads body and tail, and writes a new body when it passes a fold point. NONE is for
-    attention, which reads body and tail as they are.
+    head that was kept when the sequence passed the fold point. With REPLAY the recurrence runs from the old body over
+    the rows in between again. DEFER holds no head: each step reads body and tail, and writes a new body when it passes
+    a fold point. NONE is for attention, which reads body and tail as they are.
     """
 
     KEEP = "keep"
@@ -45,14 +45,14 @@ class FoldMode(Enum):
 
 @dataclass(frozen=True)
 class FoldPoints:
-    """Computes fold points: positions at which rows may fold, or pages be released; the multiples of `fold_tokens`.
+    """Computes fold points: the multiples of `fold_tokens`. At these positions rows may fold, or pages may be released.
 
-    Where a sequence has folded depends on its peak, the furthest position that it has reached, and on nothing else: so
-    reruns agree on it and prefixes can be shared.
+    Where a sequence has folded depends only on its peak, the furthest position that it has reached. So reruns agree on
+    it, and prefixes can be shared.
 
     Attributes:
-        window_tokens: newest tokens that never fold, counted from the peak.
-        fold_tokens: distance of two fold points.
+        window_tokens: how many of the newest tokens never fold, counted from the peak.
+        fold_tokens: the distance of two fold points.
     """
 
     window_tokens: int
@@ -63,7 +63,7 @@ class FoldPoints:
         return np.maximum(0, peaks - self.window_tokens) // self.fold_tokens
 
     def last(self, peaks: Int64s) -> Int64s:
-        """Return (N,) the last of these fold points, the greatest one <= peak - window_tokens; or 0."""
+        """Return (N,) the last fold point that each has passed: the greatest one <= peak - window_tokens, or 0."""
         return self.count(peaks) * self.fold_tokens
 
 
@@ -72,11 +72,11 @@ class TailRules:
     """Says at which position the body of a sequence is, how a new one is made, and how many rows a tail has.
 
     Attributes:
-        points: the fold points, at which bodies may be; their window is the rollback window.
-        mode: the fold mode. With KEEP the points are a window apart, so that one kept state is enough.
-        tail_rows: rows of a sequence's ring. A tail holds at most rollback_window + fold_tokens - 1, and the overlap;
-            the rest lets a short step write in place.
-        overlap_tokens: tokens before the body's position whose rows the tail holds as well.
+        points: the fold points. Bodies are at fold points, and their window is the rollback window.
+        mode: the fold mode. With KEEP, fold points are a window apart, so that one kept state is enough.
+        tail_rows: how many rows a sequence's ring has. A tail holds at most rollback_window + fold_tokens - 1 rows and
+            the overlap. The rest of the ring lets a short step write in place.
+        overlap_tokens: how many tokens before the body's position have their rows in the tail as well.
     """
 
     points: FoldPoints
@@ -88,9 +88,9 @@ class TailRules:
     def of(fold: Fold, rollback_window: int) -> TailRules:
         """Return the rules of recurrences in a memory with this `fold` and window.
 
-        Keep: points a window apart, so a ring of two windows. Replay: an eighth of the window, so a ring of 1.2
-        windows. Defer: half the window, so that a step reads few rows of the tail, and bodies are written rarely.
-        Without a window there is no tail, and nothing to defer.
+        With "keep", fold points are a window apart, so a ring has two windows. With "replay" they are an eighth of the
+        window apart, so a ring has 1.2 windows. With "defer" they are half a window apart, so that a step reads few
+        rows of the tail, and bodies are written rarely. Without a window there is no tail, and nothing to defer.
         """
         mode, window = FoldMode(fold), rollback_window
         if window == 0:
@@ -100,7 +100,7 @@ class TailRules:
 
     @staticmethod
     def of_attention(rollback_window: int, fold_tokens: int, overlap_tokens: int) -> TailRules:
-        """Return the rules of attention whose rows fold `fold_tokens` at a time, and stay for the overlap."""
+        """Return the rules of attention whose rows fold `fold_tokens` at a time and stay in tails for the overlap."""
         return TailRules._with_ring(FoldMode.NONE, rollback_window, fold_tokens, overlap_tokens)
 
     @staticmethod
@@ -138,16 +138,16 @@ class TailRules:
     def body_at(self, peaks: Int64s) -> Int64s:
         """Return (N,) the positions of the bodies of sequences with these peaks.
 
-        Those of slimmed sequences (`memory.state.tails.TailTable.slim`) may be further.
+        The bodies of slimmed sequences (`memory.state.tails.TailTable.slim`) may be further.
         """
         return self.points.last(peaks)
 
     def next_fold(self, body_at: NumberT) -> NumberT:
-        """Return the first fold point behind a body: of one, or of each."""
+        """Return the first fold point behind a body, or behind each of an array of bodies."""
         return (body_at // self.fold_tokens + 1) * self.fold_tokens
 
     def tail_at(self, body_at: NumberT) -> NumberT:
-        """Return the position of the first row of a tail, from that of the body: of one, or of each."""
+        """Return the position of a tail's first row from the position of the body, or those of an array of them."""
         if not self.overlap_tokens:
             return body_at
         at = body_at - self.overlap_tokens
@@ -157,10 +157,11 @@ class TailRules:
         """Return (4, N) states and (4, N) tails that sequences hold before, in and after a step.
 
         Args:
-            bodies: (N,) where their bodies are now, if that is further than the fold points say.
+            bodies: (N,) where the bodies are now, for those that are further than the fold points say.
 
-        The last row is what forks share for good: none. A sequence that was rolled back may have a head or a kept state
-        or not, so only its tail is counted, unless all that it may have is wanted.
+        The last row counts what forks always share, which is nothing. A sequence that was rolled back may or may not
+        have a head or a kept state. So only its tail is counted, unless `stretch.at_most` asks for all that it may
+        have.
         """
         starts, ends, is_fresh = stretch.starts, stretch.ends, stretch.peaks == stretch.starts
         old_body = np.maximum(self.body_at(stretch.peaks), bodies)
@@ -172,7 +173,7 @@ class TailRules:
         fresh = is_fresh * _count(moves, self.has_heads & (ends > new_body) & ~old_head, leaves)
         after = (is_fresh | (ends >= stretch.peaks)) * _count(new_body > 0, new_head, new_kept)
         inside, none = np.maximum(before + fresh, after), np.zeros_like(starts)
-        if stretch.at_most:  # a new body, a head, and the states kept at two fold points
+        if stretch.at_most:  # At most there are a new body, a head, and the states kept at two fold points.
             most = ~is_fresh * (1 + self.has_heads + 2 * self.keeps)
             inside, after = inside + most, np.maximum(after, most)
         has_tail, grows = self.tail_rows > 0, ends - self.tail_at(old_body) > self.tail_rows
@@ -182,16 +183,16 @@ class TailRules:
         return np.stack([before, inside, after, none]), tails
 
     def _shortcuts(self, lengths: Int64s, body_at: Int64s) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return for sequences of these lengths, never rolled back, whether each has a head, and a kept state.
+        """Return whether each sequence has a head, and whether it has a kept state, if it was never rolled back.
 
-        A head at a fold point becomes the kept state, so there is none then.
+        A head at a fold point becomes the kept state, so there is no head then.
         """
         has_kept = self.keeps & (self.next_fold(body_at) <= lengths)
         return self.has_heads & (lengths > body_at) & ~(has_kept & (lengths % self.fold_tokens == 0)), has_kept
 
 
 def _count(*are_there: NDArray[np.bool_]) -> Int64s:
-    """Return (N,) how many of these masks (N,) are true."""
+    """Return (N,) how many of these masks (N,) are true for each sequence."""
     counts: Int64s = np.sum(are_there, axis=0)
     return counts
 
@@ -206,8 +207,8 @@ class Columns:
         the sequence   0 ............... start ........ length
         its states     0 ......... end ............ length + offset
 
-    `kept` is the state at the fold point after the body, if it was kept. It and the head are only shortcuts: the body
-    and the tail are enough.
+    `kept` is the state at the fold point after the body, if it was kept. It and the head only save time: body and tail
+    are enough to compute them.
 
     Attributes:
         table: (9, n): body_at, head_at, kept_at, offset, floor, then the ids of body, head, kept and tail. The floor is
@@ -306,11 +307,11 @@ class StateAddresses:
 
 @dataclass(frozen=True)
 class Pass:
-    """Describes segments that one kernel call may run: for each of `requests` rows [begin, end), from state to state.
+    """Describes segments that one kernel call may run: rows [begin, end) of each of `requests`, from state to state.
 
     Attributes:
-        is_replay: True if the rows are old ones, from tails, whose outputs are not needed.
-        source, target: byte addresses of the states before and after.
+        is_replay: True if the rows are old ones from tails. Nobody needs their outputs.
+        source, target: the byte addresses of the states before and after the rows.
     """
 
     is_replay: bool
@@ -324,7 +325,7 @@ class Pass:
 def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddresses) -> list[Pass]:
     """Return the passes of a step, in the order in which they must run.
 
-    Every new row is in exactly one pass that is no replay.
+    Every new row is in exactly one pass that is not a replay.
     """
     starts, ends, fold = packed.starts, packed.ends, after.body_at
     from_kept = before.kept_at > before.body_at
@@ -337,8 +338,8 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
     def add(is_replay: bool, mask: NDArray[np.bool_], begin: Int64s, end: Int64s, target: Int64s) -> None:
         passes.append(Pass(is_replay, mask.nonzero()[0], begin[mask], end[mask], source[mask], target[mask]))
 
-    # 1. Old rows up to the new body, unless that was kept. Requests whose nearest state is beyond it run these rows
-    #    from the old body, and go on from that nearest state in the next passes.
+    # 1. Old rows up to the new body, unless that was kept. Some requests have a state beyond the new body. They run
+    # these rows from the old body, and go on from that state in the next passes.
     mask = fold > before.body_at
     if np.count_nonzero(mask) and (mask := mask & (fold <= starts) & (before.kept_at != fold)).any():
         is_beside = mask & (at >= fold)

@@ -1,14 +1,14 @@
 """Holds signals back for a moment, so that a result is not lost on its way to the caller.
 
-Python runs the handler of a signal between two bytecodes of the main thread, so an interrupt may come anywhere: also
-between the last write of a function and its return, and before the first line of an `__exit__`. The books of a memory
-stay whole by `memory.blocks.journal`, whatever is raised. This file is for what a journal cannot do:
+Python runs the handler of a signal between two bytecodes of the main thread. So an interrupt may come anywhere, even
+between the last write of a function and its return, or before the first line of an `__exit__`. `memory.blocks.journal`
+keeps the books of a memory whole, whatever is raised. This file does what a journal cannot do:
 
 - `uninterrupted_call`: nothing is raised on the way from the block to the caller, so that a result is never lost. A
   block that can still undo its work calls `deliver` at its end, and undoes it if that raises.
-- `uninterrupted`: no handler of a signal runs inside the block; those of what came run at its end, when all is done.
-- `Lease`: the block may be interrupted; whether it still runs is computed, not noted by its last line, which may never
-  run.
+- `uninterrupted`: no handler of a signal runs inside the block. If signals came, their handlers run at its end.
+- `Lease`: the block may be interrupted. Whether it still runs is computed, not noted by its last line, because that
+  line may never run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from operator import methodcaller
 from types import FrameType
 from typing import Any
 
-try:  # the functions that `signal` wraps, whose conversion to enums takes several times as long as the system call
+# These are the functions that `signal` wraps. It converts numbers to enums, which takes several times as long as the
+# system call.
+try:
     from _signal import getsignal as _get_handler
     from _signal import signal as _set_handler
 except ImportError:
@@ -31,16 +33,17 @@ except ImportError:
     from signal import signal as _set_handler
 
 
-_CTRL_C = (int(signal.SIGINT),)  # an enum would be slower
-_NAMES = "SIGINT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2", "SIGTERM"  # Windows has some of them
+_CTRL_C = (int(signal.SIGINT),)  # An integer is faster than an enum.
+_NAMES = "SIGINT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2", "SIGTERM"  # Windows has only some of them.
 _HELD_SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
 class uninterrupted:
-    """Let signals wait until the block is done, so that what it changes is never left half-way.
+    """Let signals wait until the block is done, so that no change in it stops half-way.
 
-    These are Ctrl-C and the signals that programs use for timeouts, where Python functions handle them. Only the main
-    thread is ever interrupted; elsewhere, and where another program owns a signal, nothing is changed.
+    These are Ctrl-C and the signals that programs use for timeouts, where Python functions handle them. Python
+    interrupts only the main thread. In other threads this does nothing, nor for a signal that is not Python's to
+    handle.
     Cost: some four microseconds.
     """
 
@@ -55,7 +58,8 @@ class uninterrupted:
                 _set_handler(number, self._hold)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        self._arrived.append(number)  # and not the frame, whose variables would live on: also `uninterrupted_call`
+        # The frame is not kept, because its variables, such as an `uninterrupted_call`, would live on.
+        self._arrived.append(number)
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
@@ -65,7 +69,10 @@ class uninterrupted:
 
 
 class _End(weakref.ref[Any]):
-    """Refers weakly to a block, with C functions that run when the block dies, no bytecode of Python between them."""
+    """Refers weakly to a block.
+
+    When the block dies, C functions run one after the other, with no bytecode of Python between.
+    """
 
     __slots__ = ()
     set_handler = _set_handler
@@ -75,12 +82,12 @@ class _End(weakref.ref[Any]):
 class _Waiting:
     """Handles signals while an `uninterrupted_call` waits, and notes which of them came.
 
-    It must not refer to the block, whose death ends the wait; so it keeps no frame either.
+    It must not refer to the block, because the block's death ends the wait. So it keeps no frame either.
 
     Attributes:
-        previous: numbers of signals, and their handlers before.
-        ends: called when the block dies, the last one first.
-        come: numbers of the signals that have come.
+        previous: the numbers of signals, and the handlers that they had before.
+        ends: the functions that are called when the block dies, the last one first.
+        come: the numbers of the signals that have come.
     """
 
     __slots__ = ("come", "ends", "previous")
@@ -97,9 +104,9 @@ class _Waiting:
         self.ends.append(_End(block, methodcaller("set_handler", number, handler)))
 
     def wait_for(self, block: uninterrupted_call) -> None:
-        """When the block dies, restore the handlers, and then run those of the signals that have come."""
+        """Arrange that the block's death restores the handlers, and then runs those of the signals that have come."""
         n_ready = -1
-        while n_ready != len(self.come):  # because a signal may come meanwhile
+        while n_ready != len(self.come):  # A signal may come while the loop runs.
             n_ready = len(self.come)
             ends = [_End(block, methodcaller("interrupt", number)) for number in self.come]
             self.ends = [*ends, *[_End(block, methodcaller("set_handler", *each)) for each in self.previous]]
@@ -119,12 +126,14 @@ class _Waiting:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.come.append(number)
-        if not self.ends:  # the block is only being entered, or has failed
+        if not self.ends:  # The block is only being entered, or has failed.
             return
         block = self.ends[-1]()
         if block is not None and block.is_in_call(frame):
             self.wait_for(block)
-        else:  # its function has returned: an error that somebody keeps holds the frame, or it died in another thread
+        else:
+            # Its function has returned. Either an error that somebody keeps holds the frame, or it died in another
+            # thread.
             self.give_up()
             self.deliver()
 
@@ -132,11 +141,12 @@ class _Waiting:
 class uninterrupted_call:
     """Let a Ctrl-C wait until the function that holds this in a variable has returned.
 
-    Use it as `with uninterrupted_call() as held: ...`. A Ctrl-C that has come by then is raised in the caller, which
-    has the result. If the block raises, there is no result, and the wait ends with the block.
+    Use it as `with uninterrupted_call() as held: ...`. A Ctrl-C that has come by then is raised in the caller, after
+    the caller has the result. If the block raises, there is no result, and the wait ends with the block.
 
-    Who keeps an error keeps the frames of all callers with their variables, also of those that go on. A function that
-    has called code which may keep one writes `del held` before `return result`: no handler runs between the two.
+    An error that somebody keeps holds the frames of all callers with their variables, even of callers that go on. So a
+    function that calls code which may keep an error writes `del held` before `return result`. No handler runs between
+    the two.
     Cost: some three microseconds, ten with `holds_all`.
 
     Args:
@@ -146,12 +156,12 @@ class uninterrupted_call:
     __slots__ = ("__weakref__", "_frame_id", "_numbers", "_waiting")
 
     def __init__(self, *, holds_all: bool = False) -> None:
-        self._frame_id = id(sys._getframe(1))  # not the frame, which would refer to this in turn
+        self._frame_id = id(sys._getframe(1))  # It is not the frame itself, because the frame refers to this object.
         self._waiting: _Waiting | None = None
         self._numbers = _HELD_SIGNALS if holds_all else _CTRL_C
 
     def is_in_call(self, frame: FrameType | None) -> bool:
-        """Return True if the function that made this runs: its frame is this one, or one that waits for it."""
+        """Return True if the function that made this still runs: its frame is `frame` or one of its callers."""
         while frame is not None and id(frame) != self._frame_id:
             frame = frame.f_back
         return frame is not None
@@ -166,19 +176,20 @@ class uninterrupted_call:
                     waiting.hold(number, handler, self)
             if waiting.come:
                 waiting.wait_for(self)
-        except BaseException:  # of a signal whose turn had not come yet
+        except BaseException:  # A signal came whose handler was not replaced yet.
             waiting.give_up()
             raise
         return self
 
     def deliver(self) -> None:
-        """Raise what has come so far: call it last, while the block can still undo all its work."""
+        """Raise what has come so far. Call it last, while the block can still undo all its work."""
         if (waiting := self._waiting) is not None:
             waiting.ends = waiting.ends[-len(waiting.previous) :]
             waiting.deliver()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None and (waiting := self._waiting) is not None:  # the traceback would keep the variable alive
+        # Otherwise the traceback would keep the variable alive.
+        if kind is not None and (waiting := self._waiting) is not None:
             waiting.give_up()
             waiting.deliver()
 
@@ -186,8 +197,8 @@ class uninterrupted_call:
 class Lease:
     """Says whether a block runs: in `with lease.take(): ...`, and only there, `lease.is_taken` is True.
 
-    What `take` returns lives only on the stack of the `with` statement, so it is gone when the block has been left, in
-    whatever way.
+    What `take` returns lives only on the stack of the `with` statement. So it is gone when the block has ended, however
+    it ended.
     """
 
     def __init__(self) -> None:

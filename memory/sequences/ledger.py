@@ -22,16 +22,16 @@ _COLUMNS = ("lengths", "peaks", "_writable", "is_busy", "is_away", "_is_checkpoi
 class Ledger:
     """Holds the slots, lengths and tokens of all sequences. Slots are reused, ids are not.
 
-    The records of a slot are its handle, length, peak, buffer of tokens, drops, and whether it is swapped out. All else
-    follows from them: see `rebuild`.
+    The records of a slot are its handle, length, peak, buffer of tokens and drops, and whether it is swapped out.
+    Everything else follows from them: see `rebuild`.
 
     Args:
-        journal: of the memory.
+        journal: the memory's journal.
     Attributes:
-        lengths, peaks: (n_slots,) tokens held, and the furthest position ever reached.
+        lengths, peaks: (n_slots,) how many tokens each slot holds, and the furthest position that it has ever reached.
         is_busy, is_away: (n_slots,) True while the sequence is in an open step, and while it is swapped out.
-        handles: slot -> handle, open ones only.
-        n_drops: number of the latest drop.
+        handles: slot -> the handle of an open sequence or checkpoint.
+        n_drops: the number of the latest drop.
     """
 
     def __init__(self, owner: SequenceOwner, journal: Journal) -> None:
@@ -42,20 +42,20 @@ class Ledger:
         self.is_away = np.zeros(16, np.bool_)
         self.handles: dict[int, Sequence] = {}
         self._owner = weakref.ref(owner)
-        self._buffers: dict[int, TokenBuffer] = {}  # slot -> the tokens of it and its forks, once it has any
-        self._writable = np.zeros(16, np.int64)  # up to where a slot may write into its buffer; 0: not known
-        self._reserved: dict[int, Int64s] = {}  # slot -> larger arrays for the tokens of open steps
+        self._buffers: dict[int, TokenBuffer] = {}  # Maps a slot to the buffer of its tokens, once it has any.
+        self._writable = np.zeros(16, np.int64)  # Slots may write into their buffers up to here. 0: not known.
+        self._reserved: dict[int, Int64s] = {}  # Maps a slot to a larger array, for the tokens of an open step.
         self._is_checkpoint = np.zeros(16, np.bool_)
         self._free_slots = list(range(15, -1, -1))
         self._n_opened = 0
-        self._families: dict[int, dict[TokenBuffer, None]] = {}  # lineage -> the buffers with checkpoints
-        self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # slot -> (first changed position, drop), ...
+        self._families: dict[int, dict[TokenBuffer, None]] = {}  # Maps a lineage to its buffers with checkpoints.
+        self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # Maps a slot to what `drops` returns.
         self.n_drops = 0
-        self._swapped: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
-        self._found_usable: list[tuple[list[Sequence], Int64s]] = []  # by `check_all_usable`; after a change a new list
+        self._swapped: dict[int, tuple[int, int]] = {}  # Maps a slot that is swapped out to its horizon and its bytes.
+        self._found_usable: list[tuple[list[Sequence], Int64s]] = []  # Each change makes a new list.
 
     def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
-        """Open an empty sequence in a free slot; it shares `lineage` with all that was forked from the same one."""
+        """Open an empty sequence in a free slot. All that is forked from the same sequence has the same `lineage`."""
         if not self._free_slots:
             self._grow()
         slot, id = self._free_slots[-1], self._n_opened
@@ -68,19 +68,19 @@ class Ledger:
         return handle
 
     def _forget(self, handle: Sequence) -> None:
-        """Take back that a sequence was opened."""
+        """Undo that a sequence was opened."""
         self.handles.pop(handle.slot, None)
         handle.closed = True
 
     def _grow(self) -> None:
-        """Double the slots, all of which are in use. What an exception has left half grown is of no matter."""
+        """Double the number of slots, because all are in use. It does no harm if an exception stops it half-way."""
         n = len(self.handles)
         for name in _COLUMNS:
             setattr(self, name, np.pad(getattr(self, name)[:n], (0, n)))
         self._free_slots = list(range(2 * n - 1, n - 1, -1))
 
     def _note(self, sequence: Sequence) -> None:
-        """Note the records of a sequence, which are about to change."""
+        """Note the records of a sequence, because they are about to change."""
         slot, position = sequence.slot, (self.lengths.item(sequence.slot), self.peaks.item(sequence.slot))
         found = self._buffers.get(slot), self._seams.get(slot), self._swapped.get(slot)
         self._journal.before(self._put_back, sequence, sequence.lineage, sequence.closed, position, found)
@@ -101,11 +101,11 @@ class Ledger:
         self.is_away[slot] = slot in self._swapped
 
     def rebuild(self, open_slots: Iterable[Int64s], horizon_of: Callable[[int], int]) -> None:
-        """Compute all that follows from the records of the slots.
+        """Compute everything that follows from the records of the slots.
 
         Args:
-            open_slots: of each open step.
-            horizon_of: slot -> horizon, of one that is in the budget.
+            open_slots: the slots of each open step.
+            horizon_of: slot -> horizon, for a slot that is in the budget.
         """
         n_slots = min(len(getattr(self, name)) for name in _COLUMNS)
         for name in _COLUMNS:
@@ -126,7 +126,7 @@ class Ledger:
         self._rebuild_buffers(horizon_of)
 
     def _rebuild_buffers(self, horizon_of: Callable[[int], int]) -> None:
-        """Find out who holds each buffer of tokens. Nobody writes to one until `reserve` has found that it may."""
+        """Find out who holds each buffer of tokens. Later, `reserve` finds out who may write to it."""
         self._families = {}
         for held in self._buffers.values():
             held.clear()
@@ -153,11 +153,11 @@ class Ledger:
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of all token ids, once for those that share them. Cost: O(slots)."""
+        """Return the bytes of all token ids. Ids that several slots share count once. Cost: O(slots)."""
         return sum(buffer.ids.nbytes for buffer in {*self._buffers.values()})
 
     def tokens(self, slot: int) -> Int64s:
-        """Return the slot's token ids, (length,): a view, valid until the sequence changes."""
+        """Return a view of the slot's token ids, (length,). It is valid until the sequence changes."""
         return self._buffers[slot].ids[: self.lengths[slot]] if slot in self._buffers else EMPTY
 
     def reserve(self, packed: Packed) -> None:
@@ -175,11 +175,11 @@ class Ledger:
             self._reserved[slot] = ids
 
     def _reach(self, buffer: TokenBuffer, *, but: int | None = None) -> int:
-        """Return how many tokens the longest sequence or checkpoint in a buffer has, without the live slot `but`."""
+        """Return the greatest length of sequences and checkpoints in a buffer, except that of the live slot `but`."""
         return max([buffer.checkpoint_tokens, *(int(self.lengths[slot]) for slot in buffer.live if slot != but)])
 
     def _place(self, slot: int, ids: Int64s) -> None:
-        """Move the slot's tokens into `ids`; others in its old buffer follow only if the slot is the writer of that."""
+        """Move the slot's tokens into `ids`. If it is the writer of its buffer, all others there move with it."""
         buffer = self._buffers.get(slot)
         if buffer is not None and buffer.writer == slot:
             buffer.ids = ids
@@ -210,7 +210,7 @@ class Ledger:
         self._journal.after(self._trim, buffer)
 
     def _go_back_to(self, slot: int, length: int) -> None:
-        """Stop a slot from writing its buffer, of which others may hold more tokens; `reserve` finds out if they do."""
+        """Stop a slot from writing to its buffer until `reserve` has found out if others there hold more tokens."""
         buffer = self._buffers.get(slot)
         self._writable[slot] = 0
         if buffer is not None and buffer.writer == slot:
@@ -218,8 +218,8 @@ class Ledger:
             self._journal.after(self._trim, buffer, length)
 
     def _trim(self, buffer: TokenBuffer, at_least: int = 0) -> None:
-        """Shrink a buffer if it is far larger than all that hold it need; one of them needs `at_least` tokens."""
-        # `at_least` saves most calls of `_reach`.
+        """Shrink a buffer if it is far larger than its holders need. One of them needs `at_least` tokens."""
+        # With `at_least`, most calls of `_reach` are saved.
         if buffer.writer is None and is_roomy(buffer.ids, at_least) and is_roomy(buffer.ids, n := self._reach(buffer)):
             buffer.ids = buffer.ids[:n].copy()
 
@@ -244,7 +244,7 @@ class Ledger:
             buffers[slot].ids[start : start + n] = packed.token_ids[begin : begin + n]
 
     def _take_back(self, slots: Int64s, lengths: Int64s, peaks: Int64s) -> None:
-        """Put back the positions of slots; more tokens in their buffers do no harm."""
+        """Put back the positions of slots. Further tokens in their buffers do no harm."""
         self.lengths[slots], self.peaks[slots] = lengths, peaks
 
     def occupy(self, slots: Int64s) -> None:
@@ -272,7 +272,7 @@ class Ledger:
         self._seams.pop(slot, None)
 
     def drop(self, dropped: Dropped, changed_from: int) -> None:
-        """Remove tokens from the middle. From `changed_from` on, memory is not what feeding the rest would give."""
+        """Remove tokens from the middle. From `changed_from` on, memory differs from one that was fed only the rest."""
         slot, tokens = dropped.slot, self.tokens(dropped.slot)
         self._note(self.handles[slot])
         left = np.concatenate([tokens[: dropped.start], tokens[dropped.end :]])
@@ -285,14 +285,14 @@ class Ledger:
         self._seams[slot] = (*before, (changed_from, self.n_drops))
 
     def drops(self, slot: int) -> tuple[tuple[int, int], ...]:
-        """Return the positions from which on memory is not what feeding the tokens would give: others were dropped.
+        """Return pairs (position, drop): from that position on, memory is not what feeding the tokens would give.
 
-        Each has the number of its drop: slots with an equal one have that drop in common.
+        The reason is the drop with this number. Slots with an equal pair have that drop in common.
         """
         return self._seams.get(slot, ())
 
     def record(self, slot: int) -> dict[str, Any]:
-        """Return what files say of a slot: tokens (length,), and the rest as JSON can hold it."""
+        """Return what files say of a slot: its tokens (length,), and the rest as values for JSON."""
         return {"tokens": self.tokens(slot), "peak": int(self.peaks[slot]), "seams": [at for at, _ in self.drops(slot)]}
 
     def restore(self, slot: int, tokens: ArrayLike, peak: int, vocab_size: int) -> None:
@@ -313,7 +313,7 @@ class Ledger:
             self._seams[slot], self.n_drops = drops, max(self.n_drops, drops[-1][1])
 
     def send_away(self, slot: int, horizon: int, n_bytes: int) -> None:
-        """Note that a slot is swapped out, with this horizon and these bytes, until `bring_back`."""
+        """Note that a slot is swapped out until `bring_back`, and remember its horizon and its bytes."""
         self._note(self.handles[slot])
         self._swapped[slot] = horizon, n_bytes
         self.is_away[slot] = True
@@ -326,7 +326,7 @@ class Ledger:
         self.is_away[slot] = False
 
     def horizon_away(self, slot: int) -> int | None:
-        """Return the horizon that a swapped-out sequence will have after swap-in; None if it is not swapped out."""
+        """Return the horizon that a swapped-out sequence will have after swap-in, or None if it is not swapped out."""
         return self._swapped[slot][0] if slot in self._swapped else None
 
     def bytes_away(self, slots: Int64s) -> Int64s:
@@ -336,10 +336,10 @@ class Ledger:
         return np.array([self._swapped[slot][1] if slot in self._swapped else 0 for slot in slots.tolist()], np.int64)
 
     def copy(self, sources: list[Sequence], targets: list[Sequence], horizon_of: Callable[[int], int]) -> None:
-        """Make each target's record a copy of its source's, all at once; tokens are shared.
+        """Make each target's record a copy of its source's, all at once. Tokens are shared.
 
         Args:
-            horizon_of: slot -> horizon, of a target that already remembers what its source does.
+            horizon_of: slot -> horizon, for a target that already remembers what its source does.
         """
         before = [(target, self._buffers.get(target.slot)) for target in targets]
         records = [
@@ -363,7 +363,7 @@ class Ledger:
                 self._families.setdefault(lineage, {})[buffer] = None
             elif buffer is not None and buffer is not own:
                 buffer.live.add(slot)
-        # Old buffers are released after all targets have their new ones, or tokens still wanted could be freed.
+        # Old buffers are released after all targets have new ones. Otherwise wanted tokens could be freed.
         for (target, own), source in zip(before, sources, strict=True):
             if target is not source and own is self._buffers.get(target.slot):
                 self._go_back_to(target.slot, int(self.lengths[target.slot]))
@@ -374,14 +374,16 @@ class Ledger:
     def checkpoints(self, sequence: Sequence) -> list[Sequence]:
         """Return the open checkpoints of the sequence's family that are not swapped out, oldest first."""
         return [
-            handle for handle in [*self.handles.values()]  # other threads may open some meanwhile
+            # Other threads may open sequences meanwhile, so this is a copy.
+            handle for handle in [*self.handles.values()]
             if handle.is_checkpoint and handle.lineage == sequence.lineage and not self.is_away[handle.slot]
         ]  # fmt: skip
 
     def nearest_checkpoint(self, sequence: Sequence, to: int) -> tuple[int, Sequence | None]:
-        """Return the furthest position <= `to` that a checkpoint of the family reaches, and that one; or 0, None.
+        """Return the furthest position <= `to` that a checkpoint of the family reaches, and the checkpoint; or 0, None.
 
-        Up to there its tokens must be the sequence's own, remembered as in the sequence or as if fed anew.
+        Up to that position the checkpoint must have the sequence's tokens, and remember them as the sequence does or as
+        if they were fed anew.
         Cost: O(log checkpoints) for each of their buffers, O(to) where it has more of the sequence than others.
         """
         tokens, own = self.tokens(sequence.slot)[:to], self._buffers.get(sequence.slot)
@@ -390,19 +392,19 @@ class Ledger:
         for buffer in sorted(family, key=lambda buffer: buffer is not own):
             limit = min(to, buffer.checkpoint_tokens)
             if limit <= best[0] or buffer.ids[best[0]] != tokens[best[0]]:
-                continue  # for most buffers, this one token is different already
+                continue  # In most buffers, this one token differs already.
             if buffer is not own:
                 limit = common_prefix(tokens, buffer.ids[:limit])
-            # What was dropped from the longest checkpoint was dropped from the others that are long enough, too.
+            # Tokens dropped from the longest checkpoint were dropped from all others that are long enough, too.
             foreign = {*self._seams.get(buffer.checkpoints[-1].handle.slot, ())} - {*self._seams.get(sequence.slot, ())}
             found = buffer.nearest(min([limit, *(position - 1 for position, _ in foreign)]), self.is_away)
             best = found if found[0] > best[0] else best
         return best
 
     def check_usable(self, sequence: Sequence, *, to_advance: bool = True, may_be_away: bool = False) -> None:
-        """Raise SequenceError unless the handle can be used: open, of this memory, in no open step, not swapped out.
+        """Raise SequenceError unless the handle is of this memory, open, in no open step, and not swapped out.
 
-        With `to_advance` it must also be no checkpoint; with `may_be_away` it may be swapped out.
+        With `to_advance` it must not be a checkpoint either. With `may_be_away` it may be swapped out.
         """
         self.check_open(sequence)
         if self.is_busy[sequence.slot] and (owner := self._owner()) is not None:
@@ -439,10 +441,12 @@ class Ledger:
             raise SequenceError(f"{target!r} was not taken from {sequence!r} or its family; fork it instead")
 
     def check_all_usable(self, sequences: list[Sequence]) -> Int64s:
-        """Raise SequenceError unless all can be advanced, as `check_usable` does; return their slots (S,).
-        Called when a step is made and again when it is entered; most often nothing has changed in between.
+        """Raise SequenceError unless all can be advanced, as `check_usable` does. Return their slots (S,).
+
+        It is called when a step is made and again when it is entered. Mostly nothing has changed in between.
         """
-        found = self._found_usable  # first: what another thread changes from here on puts a new one in its place
+        # This is read first: another thread that changes something from here on puts a new list in its place.
+        found = self._found_usable
         for known, slots in found:
             if known == sequences:
                 return slots

@@ -31,11 +31,11 @@ class _Ended:
 
 
 class Lifetime:
-    """Can be ended: then every use of its parts raises SequenceError. A base class.
+    """Is the base class of what can be ended. After that, every use of its parts raises SequenceError.
 
     Attributes:
-        parts: names of the attributes that are replaced then.
-        why_ended: the reason, for the error; None until it is ended.
+        parts: the names of the attributes that are replaced at the end.
+        why_ended: the reason, for the error. None until it is ended.
     """
 
     parts: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Lifetime:
         _alive.add(self)
 
     def end(self, why: str, *, keeps: bool = False) -> None:
-        """End it: free the parts, or hold them untouched if `keeps` is True."""
+        """End this object. Free its parts, or hold them untouched if `keeps` is True."""
         parts = {name: getattr(self, name) for name in self.parts}
         ended: dict[str, object] = dict.fromkeys(parts, _Ended(why, parts if keeps else None))
         vars(self).update(ended | {"why_ended": why})
@@ -55,7 +55,7 @@ _alive: weakref.WeakSet[Lifetime] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """End all memories in a child made by `fork`: kernel threads and CUDA are missing there, files are the parent's."""
+    """End all memories in a child made by `fork`: it lacks kernel threads and CUDA, and files are the parent's."""
     for memory in list(_alive):
         memory.end(_ELSEWHERE, keeps=True)
 

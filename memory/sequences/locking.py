@@ -12,13 +12,13 @@ from hybridmem.memory.blocks.journal import Journal
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class MemoryLock(RLock):  # type: ignore[misc] # C's class is not final
+class MemoryLock(RLock):  # type: ignore[misc] # C's class is not final.
     """Is the lock of a memory's books.
 
-    Entering it runs no bytecode, so no exception comes between taking it and the block that gives it back.
+    Entering it runs no bytecode. So no exception comes between taking the lock and the block that gives it back.
 
     Attributes:
-        journal: of the memory.
+        journal: the memory's journal.
     """
 
     __slots__ = ("journal",)

@@ -17,9 +17,9 @@ class PageGrid:
     """Says how rows are divided into pages, and which pages a sequence holds.
 
     Attributes:
-        page_tokens: rows a page.
-        window: rows that a token sees, itself included; None for all.
-        rollback_window: tokens that can always be taken back, counted from the peak.
+        page_tokens: how many rows a page has.
+        window: how many rows a token sees, itself included. None: it sees all.
+        rollback_window: how many tokens can always be taken back, counted from the peak.
     """
 
     page_tokens: int
@@ -31,7 +31,7 @@ class PageGrid:
         return ceil_div(positions, self.page_tokens)
 
     def held_pages(self, stretch: Stretch) -> Int64s:
-        """Return (4, N) pages that sequences hold before, in and after a step, and full ones that are never released.
+        """Return (4, N) numbers of pages: those held before, in and after a step, and full ones that are never freed.
 
         Pages that leave the window are released when the step is over.
         """
@@ -45,7 +45,10 @@ class PageGrid:
         return self.window is not None
 
     def first_page(self, peaks: Int64s) -> Int64s:
-        """Return the oldest page that sequences with these peaks hold; as with a body, it depends on the peak alone."""
+        """Return the oldest page that sequences with these peaks hold.
+
+        Like the place of a body, it depends only on the peak.
+        """
         if self.window is None:
             return np.zeros_like(peaks)
         return FoldPoints(self.rollback_window + self.window - 1, self.page_tokens).count(peaks)
@@ -55,7 +58,7 @@ class PageGrid:
         return self.first_page(peaks)
 
     def oldest_wanted(self, peaks: Int64s) -> Int64s:
-        """Return the oldest row that tokens see after any rollback in the window, of sequences with these peaks."""
+        """Return the oldest row that sequences with these peaks may need after any rollback in the window."""
         return np.maximum(0, peaks - self.rollback_window - (self.window or 0) + 1)
 
     def horizon(self, oldest: Int64s) -> Int64s:
@@ -65,8 +68,8 @@ class PageGrid:
     def after_drop(self, dropped: Dropped, oldest: int) -> tuple[int, int, int, int]:
         """Return the first page and the oldest row after a drop, and how many pages stay and how many are new.
 
-        Of a sequence that holds rows from `oldest` on. Raises DropError if tokens would then see rows that have left
-        the window.
+        The sequence holds rows from `oldest` on. Raises DropError if tokens would then see rows that have left the
+        window.
         """
         first_page, oldest = self._first_after_drop(dropped, oldest)
         n_kept = max(0, dropped.start // self.page_tokens - first_page)

@@ -20,9 +20,9 @@ def position_before(sequence: Sequence, length: int, n_tokens: object, to: objec
 
 
 def nearest_position(ledger: Ledger, sequence: Sequence, to: object, horizon: int) -> tuple[int, Sequence | None]:
-    """Find the nearest reachable position <= to, and the handle whose blocks hold it (None at position 0).
+    """Find the nearest reachable position <= `to`, and the handle whose blocks hold it (None at position 0).
 
-    Raises RollbackError: `to` is no position.
+    Raises RollbackError if `to` is no position.
     """
     length = int(ledger.lengths[sequence.slot])
     if not is_integer(to, 0):
@@ -35,7 +35,7 @@ def nearest_position(ledger: Ledger, sequence: Sequence, to: object, horizon: in
 
 
 def out_of_reach(sequence: Sequence, to: int, reached: int, length: int, horizon: int) -> RollbackError:
-    """Return the refusal of position `to`, where `reached` is the nearest one that can be reached."""
+    """Return the error that refuses position `to`. `reached` is the nearest position that can be reached."""
     if to > reached and reached == length:
         why = f"it holds only {reached} tokens"
     else:

@@ -1,4 +1,4 @@
-"""Describes which pages and quantised blocks the queries of a step read: all, or those that a selection chooses."""
+"""Describes which pages and quantised blocks the queries of a step read: all of them, or a selection's choice."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Read(NamedTuple):
     """Says what some queries of a step read.
 
     Attributes:
-        tokens: packed index of the queries (Q,), None if they are all of the step.
-        choice: the blocks of the body, or else the pages, from which each query chooses; None if it reads all.
+        tokens: the packed indices of the queries (Q,). None: all queries of the step.
+        choice: the blocks of the body, or else the pages, from which each query chooses. None: it reads all.
     """
 
     batch: PagedBatch
@@ -61,14 +61,15 @@ class AttentionPlan:
     """Holds the pages that are allocated for a step, and where its rows are read and written.
 
     Attributes:
-        tables: request -> its page table if all tokens are kept, where it changes.
+        tables: request -> its page table after the step if all tokens are kept. Requests whose table does not change
+            are left out.
         copies: (request, old page, new page) of last pages that are shared and will be appended to.
-        fresh: pages that were allocated for this plan, copies included.
-        pages: element offset of each page that the step reads, request after request.
+        fresh: the pages that were allocated for this plan, copies included.
+        pages: the element offset of each page that the step reads, request after request.
         batch: the pages, lengths and queries, for the attention kernels.
-        rows: for each attention, (T * G,) element offset of each new token's row of each key/value head.
+        rows: for each attention, (T * G,) the element offset of each new token's row for each key/value head.
         reads: what the queries read.
-        full: pages that the step fills, element offsets (F,), where a selection wants their bounds.
+        full: the element offsets (F,) of the pages that the step fills, if a selection wants their bounds.
     """
 
     packed: Packed
@@ -83,11 +84,11 @@ class AttentionPlan:
 
     @property
     def can_capture(self) -> bool:
-        return self.full is None  # the host counts how many pages a selection chooses
+        return self.full is None  # With a selection, the host counts how many pages it chooses.
 
 
 def attend_each(reads: tuple[Read, ...], q_THD: Tensor, attend: Callable[[Read, Tensor], Tensor]) -> Tensor:
-    """Let the queries of each read attend to what it reads: (T, H, D or value_dim)."""
+    """Let the queries of each read attend to what they read: (T, H, D or value_dim)."""
     if reads[0].tokens is None:
         return attend(reads[0], q_THD)
     found = [attend(read, q_THD[read.tokens]) for read in reads]

@@ -20,20 +20,23 @@ from hybridmem.memory.sequences.ledger import Ledger
 _T = TypeVar("_T")
 
 _MANY_TOKENS = 4096
-"""Tokens of a step from which on it is faster to compute whether they can fit than to read and plan them in vain."""
+"""For a step of this many tokens or more, computing first whether they fit is faster than planning them in vain."""
 _MOST_STEPS = 1024
-"""Last steps of a prompt that are computed: sequences grow, but for blocks that come and go within few steps."""
+"""How many of a prompt's last steps are computed.
+
+Earlier ones need less: sequences grow, and other blocks live only for a few steps.
+"""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Says how many bytes of the budget requests take while they are fed: exact for new sequences.
+    """Says how many bytes of the budget requests take while they are fed. For new sequences it is exact.
 
     Attributes:
-        n_tokens, n_requests: of all of them.
-        new_bytes: on top of what is held now, at the worst moment: at least so many.
-        total_bytes: with what their own sequences hold.
-        most_new_bytes: returns how many at most, whatever the sequences share with others that hold it meanwhile.
+        n_tokens, n_requests: how many tokens and requests there are.
+        new_bytes: at least so many bytes are needed, at the worst moment, on top of what is held now.
+        total_bytes: the same, with the bytes that the requests' own sequences hold.
+        most_new_bytes: returns the most bytes that may be needed, whatever the sequences share with others.
     """
 
     n_tokens: int
@@ -43,14 +46,17 @@ class Need:
     most_new_bytes: Callable[[], int]
 
     def at_least(self, new_bytes: int) -> Need:
-        """Return the same need with at least so many new bytes: shared blocks are copied before they are written."""
+        """Return the same need with at least so many new bytes.
+
+        Shared blocks may add some, as they are copied before a write.
+        """
         more = max(0, new_bytes - self.new_bytes)
         return replace(self, new_bytes=self.new_bytes + more, total_bytes=self.total_bytes + more)
 
     def refusal(self, arena: Arena) -> CapacityError:
-        """Explain why there is no room: never, not now, or only in pieces that are too small.
+        """Explain why there is no room: there never is, there is none now, or only in pieces that are too small.
 
-        The error names a capacity that is enough for them beside all that is held now.
+        The error names a capacity that is enough for the requests beside all that is held now.
         """
         capacity, free, unit = arena.capacity_bytes, arena.free_bytes, arena.unit
         what = f"{_count(self.n_tokens, 'token')} for {_count(self.n_requests, 'sequence')}"
@@ -77,11 +83,11 @@ def need_of(
     """Compute the bytes of requests that are fed in the steps of `memory.sequences.chunks`.
 
     Args:
-        slots: (S,) of their sequences; -1 for one that is not open yet.
-        lengths, peaks: (S,) as the ledger has them.
+        slots: (S,) the slots of their sequences; -1 for a sequence that is not open yet.
+        lengths, peaks: (S,) the ledger's lengths and peaks.
         counts: (S,) tokens of each request.
-        on_grid: True if they are cut on the grid.
-    Cost: O(requests + steps), of which at most the last 1024 count, or all on the grid.
+        on_grid: True if the requests are cut on the grid.
+    Cost: O(requests + steps). At most the last 1024 steps count, but all of them on the grid.
     """
     order = counts.argsort(kind="stable")
     slots, lengths, peaks, counts = slots[order], lengths[order], peaks[order], counts[order]
@@ -96,7 +102,7 @@ def need_of(
     starts, stops = lengths[request] + chunks.starts, lengths[request] + chunks.ends
     stretch = Stretch(slots[request], starts, stops, np.maximum(peaks[request], starts))
     before, inside, after, _ = holders.bytes_for(stretch)
-    # A request that is done holds all its tokens; one that goes on holds what its last step has left.
+    # A request that is done holds all its tokens. One that goes on holds what its last step has left.
     is_done = ends <= first
     done = lengths[is_done] + counts[is_done]
     done_bytes = holders.bytes_for(Stretch(slots[is_done], done, done, np.maximum(peaks[is_done], done)))[0].sum()
@@ -104,7 +110,10 @@ def need_of(
     is_first, n_steps = np.append(True, ~goes_on), int(step.max()) + 1
 
     def most_bytes(held: Int64s, inside: Int64s, after: Int64s) -> int:
-        """Return what all hold at the worst moment, from what each holds before its first step."""
+        """Return how many bytes all requests hold at the worst moment.
+
+        `held` is what each holds before its first step.
+        """
         before = np.empty_like(after)
         before[is_first], before[1:][goes_on] = held, after[:-1][goes_on]
         grown = np.bincount(step, after - before, n_steps).cumsum()
@@ -116,7 +125,7 @@ def need_of(
     total_bytes = new_bytes + holders.held_bytes(*held.tolist())
 
     def most_new_bytes() -> int:
-        """Of what a sequence holds, count only what is never written again as not copied; and nothing is freed."""
+        """Return the most bytes: all blocks that are ever written again are copied first, and nothing is freed."""
         before, inside, after, _ = holders.bytes_for(replace(stretch, at_most=True))
         stay, begins = holders.bytes_for(Stretch(slots, lengths, lengths, peaks))[3], starts == lengths[request]
         held = np.where(begins & (slots[request] >= 0), stay[request], before)[is_first]
@@ -134,9 +143,9 @@ class Room:
     """Finds room in the budget for calls that allocate blocks, or refuses them.
 
     Attributes:
-        reclaimers: called with the bytes that are missing; each frees what is optional, and returns True if it has
-            freed anything.
-        compactors: `CapacityError.unit` -> what moves blocks there.
+        reclaimers: functions that are called with the number of missing bytes. Each frees what is optional, and returns
+            True if it has freed anything.
+        compactors: `CapacityError.unit` -> the compactor that moves blocks there.
     Args:
         abort_abandoned: aborts steps that an interrupt left open, and returns True if there was any.
         on_grid: True if runs cut requests on the grid of `memory.sequences.chunks`.
@@ -157,7 +166,7 @@ class Room:
         """Compute the bytes that requests for slots (S,) of counts (S,) tokens need; see `need_of`.
 
         Args:
-            max_tokens: of the steps of a run; None: the requests are one step.
+            max_tokens: the most tokens of a step of a run. None: the requests are one step.
         """
         lengths, peaks, is_run = self._ledger.lengths[slots], self._ledger.peaks[slots], max_tokens is not None
         return need_of(
@@ -166,7 +175,7 @@ class Room:
         )  # fmt: skip
 
     def refusal(self, need: Need) -> CapacityError:
-        """Return the error for requests that do not fit, into this budget or now."""
+        """Return the error for requests that do not fit into this budget at all, or not now."""
         return need.refusal(self.arena)
 
     def lack(
@@ -175,7 +184,7 @@ class Room:
         """Return the error for requests that do not fit, with the bytes that all of them need.
 
         Args:
-            error: that of a part of them, which was met on the way. All is as it was before.
+            error: the error that a part of the requests has met. Everything is as it was before.
         """
         unit = BUDGET_UNIT if error is None else error.unit
         need, arena = self.need(slots, counts, max_tokens, unit), self.compactors[unit].store.arena
@@ -184,7 +193,7 @@ class Room:
         return need.refusal(arena)
 
     def refuse_hopeless(self, sequences: list[Sequence], values: list[Any]) -> None:
-        """Raise CapacityError if these are thousands of tokens that never fit; only their number is read."""
+        """Raise CapacityError if these are thousands of tokens that can never fit. Only their number is read."""
         if set(map(type, values)) != {int} and (counts := count_tokens(values)).sum() > _MANY_TOKENS:
             slots = self._ledger.check_all_usable(sequences)
             need = self.need(slots, counts, None)
@@ -192,12 +201,12 @@ class Room:
                 raise self.refusal(need)
 
     def require(self, sequences: list[Sequence], counts: Int64s, max_tokens: int) -> None:
-        """Refuse requests that cannot fit, before they change anything; free what is optional if they then can.
+        """Refuse requests that cannot fit, before they change anything. Free what is optional if they fit then.
 
         Args:
-            counts: (S,) tokens of each.
+            counts: (S,) the number of tokens of each.
         Raises:
-            CapacityError: with the bytes that all of them need together. SequenceError.
+            CapacityError: it names the bytes that all requests need together. SequenceError.
         """
         slots = self._ledger.check_all_usable(sequences)
 
@@ -209,10 +218,11 @@ class Room:
         self.make(attempt)
 
     def make(self, attempt: Callable[[], _T]) -> _T:
-        """Return what `attempt` returns. Where it lacks room, make some and call it again.
+        """Return what `attempt` returns. If it lacks room, make room and call it again.
 
-        Where bytes lie apart, blocks are moved together if that is cheap; else what is optional is freed; and if there
-        is nothing more to free, blocks are moved at any cost. Nothing is freed for what the whole budget cannot hold.
+        If free bytes lie apart, blocks are moved together where that is cheap. Otherwise what is optional is freed.
+        When there is nothing more to free, blocks are moved at any cost. If even the whole budget could not hold it,
+        nothing is freed.
         """
         least_bytes = 0
         while True:
@@ -221,7 +231,7 @@ class Room:
             except CapacityError as error:
                 if self._abort_abandoned():
                     continue
-                # A layer memory that refuses does not count those that have not planned yet: so ask for more each time.
+                # The layer memory that refuses does not know what the next ones need. So ask for more each time.
                 least_bytes = max(error.needed, 2 * least_bytes) if error.needed <= error.free else 0
                 if self._compact(error, least_bytes) or self._reclaim(error):
                     continue
@@ -229,13 +239,13 @@ class Room:
                     raise
 
     def _compact(self, error: CapacityError, least_bytes: int, *, at_any_cost: bool = False) -> bool:
-        """Move blocks if that can help: enough bytes are free. True if any block has moved."""
+        """Move blocks if enough bytes are free, so that it can help. True if any block has moved."""
         n_bytes = min(least_bytes, error.free)
         return n_bytes > 0 and self.compactors[error.unit].make_room(n_bytes, at_any_cost=at_any_cost)
 
     def _reclaim(self, error: CapacityError) -> bool:
         """Free what is optional. True if anything was freed."""
-        if error.unit == HOST_UNIT:  # only closing checkpoints that are in host memory makes room there
+        if error.unit == HOST_UNIT:  # In host memory, only closing checkpoints that are there makes room.
             can_help = any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
         else:
             can_help = error.needed <= self.arena.capacity_bytes

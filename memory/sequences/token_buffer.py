@@ -12,7 +12,7 @@ from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.interface import Sequence
 
 _LEAST_TOKENS = 1024
-"""Buffers of at most so many tokens are never shrunk."""
+"""Buffers of at most this many tokens are never shrunk."""
 
 
 class Checkpoint(NamedTuple):
@@ -32,15 +32,15 @@ def _order(checkpoint: Checkpoint) -> tuple[int, int]:
 class TokenBuffer:
     """Holds token ids from position 0 on, for several sequences and checkpoints, each up to its own length.
 
-    At most one live sequence, the writer, appends in place, and no other is longer than that. All others copy their
-    tokens before they append. So a checkpoint or a fork copies no tokens, and appending stays O(1) a token.
+    At most one live sequence, the writer, appends in place, and no other is longer. All others copy their tokens before
+    they append. So making a checkpoint or a fork copies no tokens, and appending costs O(1) per token.
 
     Attributes:
-        ids: (capacity,) of which as many are valid as the longest sequence or checkpoint has.
-        writer: slot of the sequence that appends in place; None after it was rolled back, or left the buffer.
-        live: slots of all sequences, which are not checkpoints.
-        checkpoints: those with the fewest tokens first.
-        longest_tail: at least the distance of any checkpoint from its horizon, in tokens.
+        ids: (capacity,) the token ids. As many are valid as the longest sequence or checkpoint has.
+        writer: the slot of the sequence that appends in place. None after it was rolled back or has left the buffer.
+        live: the slots of all sequences that are not checkpoints.
+        checkpoints: all checkpoints, those with the fewest tokens first.
+        longest_tail: an upper bound, in tokens, on the distance of any checkpoint from its horizon.
     """
 
     __slots__ = ("checkpoints", "ids", "live", "longest_tail", "writer")
@@ -60,7 +60,7 @@ class TokenBuffer:
         self.longest_tail = 0
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.n_tokens >= self.checkpoint_tokens:  # most new checkpoints are the longest
+        if checkpoint.n_tokens >= self.checkpoint_tokens:  # Most new checkpoints are the longest.
             self.checkpoints.append(checkpoint)
         else:
             insort(self.checkpoints, checkpoint, key=_order)
@@ -80,9 +80,9 @@ class TokenBuffer:
         """Return the furthest position <= `position` that a checkpoint of this buffer reaches, and that checkpoint.
 
         Args:
-            position: up to here the buffer holds the caller's own tokens.
-            is_away: (n_slots,) True for slots that are swapped out: such checkpoints cannot be used.
-        Cost: O(log checkpoints), and one for each whose tail may reach the position.
+            position: up to this position the buffer holds the caller's own tokens.
+            is_away: (n_slots,) True for slots that are swapped out. Such checkpoints cannot be used.
+        Cost: O(log checkpoints), and O(1) for each checkpoint whose tail may reach the position.
         """
         first = bisect_right(self.checkpoints, position, key=lambda checkpoint: checkpoint.n_tokens)
         shorter = (self.checkpoints[i] for i in range(first - 1, -1, -1))

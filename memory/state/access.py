@@ -1,4 +1,4 @@
-"""Gives recurrences and kernels access to the states and rows in blocks."""
+"""Gives recurrences and kernels the states and rows that are in blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class States:
     A recurrence in plain torch uses `start()` and `end(...)`; one with kernels uses `slots(j)` and `written()`.
 
     Attributes:
-        cu_rows: (S + 1,) segment i has rows [cu_rows[i], cu_rows[i + 1]); int64 on the host.
+        cu_rows: (S + 1,) int64 on the host. Segment i has rows [cu_rows[i], cu_rows[i + 1]).
         device_cu_rows: the same on the device.
     """
 
@@ -54,7 +54,7 @@ class States:
 
     @property
     def begins(self) -> Int64s:
-        """Return (S,) the position of each segment's first row; int64 on the host.
+        """Return (S,) the position of each segment's first row, int64 on the host.
 
         Raises StepError while a step is captured in a CUDA graph, which is replayed at other positions.
         """
@@ -71,7 +71,7 @@ class States:
         return StateSlots(self._cu_rows, self.flats[index], source, target, state.shape, state.initial, tail)
 
     def start(self) -> tuple[Tensor, ...]:
-        """Return copies of the start states, (S, *shape) each; float32 if their spec names any dtype."""
+        """Return copies of the start states, (S, *shape) each. They are float32 if their spec names any dtype."""
         if self.tails is not None:
             raise StepError(
                 f"states of {self.spec.family!r} stand behind a tail; take `slots`, or give its StateTensors no `ring`"
@@ -120,10 +120,11 @@ class Segments:
 
     Attributes:
         cu_rows: (n + 1,) segment i has rows [cu_rows[i], cu_rows[i + 1]).
-        begins: (n,) position of the first row.
-        sources, targets: element size in bytes -> (n,) element offset of the start and end state's block.
-        tail_rows: for rows that come from tails: elements a row -> (rows,) element offset; None if the rows are new.
-        new_rows: (rows,) packed index of each new row, or a slice if consecutive; None if they are all, in order.
+        begins: (n,) the position of each segment's first row.
+        sources, targets: element size in bytes -> (n,) element offsets of the blocks of start and end states.
+        tail_rows: if the rows come from tails, elements per row -> (rows,) element offsets. None if the rows are new.
+        new_rows: (rows,) the packed index of each new row, or a slice if they are consecutive. None if they are all, in
+            order.
     """
 
     cu_rows: Placed
@@ -144,8 +145,8 @@ class RowWrites(NamedTuple):
     """Says which of a step's new rows are written to tails, and where.
 
     Attributes:
-        indices: (n,) packed index of each.
-        targets: elements a row -> (n,) element offset.
+        indices: (n,) the packed index of each row.
+        targets: elements per row -> (n,) the element offsets to which they are written.
     """
 
     indices: Tensor
@@ -156,9 +157,9 @@ class BlockAccess:
     """Finds for kernels the states and rows that the blocks of a `TailTable` hold.
 
     Attributes:
-        states, tails: for each member a flat view of each of its state tensors, and of each part of its tails: at the
-            element offset of a block it holds that block's tensor. There are none in a dry run.
-        row_elements: elements of each member's row in a tail; 0 where it has none.
+        states, tails: for each member, a flat view of each of its state tensors, and of each part of its tails. At the
+            element offset of a block, a view holds that block's tensor. In a dry run there are none.
+        row_elements: how many elements each member's row has in a tail; 0 where it has no row.
     """
 
     def __init__(self, table: TailTable, kernels: Kernels | None = None) -> None:
@@ -182,11 +183,14 @@ class BlockAccess:
         return self.kernels.prepare(self._store.upload(array))
 
     def elements(self, addresses: Int64s) -> dict[int, Prepared]:
-        """Return element size in bytes of any state tensor -> element offset of each address; NOTHING stays -1."""
+        """Return, for each element size in bytes of a state tensor, the element offset of each address.
+
+        NOTHING stays -1.
+        """
         return {size: self.place(addresses // size) for size in self._state_sizes}
 
     def ring(self, tails: Int64s, positions: Int64s) -> dict[int, Prepared]:
-        """Return elements a row -> element offset of each position's row in its tail block."""
+        """Return, for each number of elements per row, the element offset of each position's row in its tail block."""
         block = self.table.tails.addresses[tails] // self.table.dtype.itemsize
         slot = positions % self.table.rules.tail_rows
         return {size: self.place(block + slot * size) for size in self._row_sizes}
@@ -200,12 +204,15 @@ class BlockAccess:
             return RowWrites(self._store.upload(np.arange(len(packed.starts))), self.ring(after.tail, packed.starts))
         begin, ends = np.maximum(packed.starts, self.table.rules.tail_at(after.body_at)), packed.ends
         counts = ends - begin
-        to_packed: Int64s = packed.cu_seqlens[:-1] - packed.starts  # from positions to packed indices
+        to_packed: Int64s = packed.cu_seqlens[:-1] - packed.starts  # Adding this turns positions into packed indices.
         offsets = self.ring(np.repeat(after.tail, counts), ranges(begin, ends))
         return RowWrites(self._store.upload(ranges(begin + to_packed, ends + to_packed)), offsets)
 
     def write_rows(self, index: int, writes: RowWrites, rows: Tensor) -> None:
-        """Write those of the step's rows (T, *row_shape) of member `index` that `plan_writes` has chosen."""
+        """Write those rows of member `index` that `plan_writes` has chosen.
+
+        `rows` are all of the step, (T, *row_shape).
+        """
         n_elements, n_written = self.row_elements[index], writes.indices.shape[0]
         if n_elements and n_written:
             written = rows if n_written == rows.shape[0] else rows[writes.indices]

@@ -23,11 +23,11 @@ from hybridmem.memory.state.tails import TailStep, TailTable
 
 
 class Reads(Protocol):
-    """What the recurrences of a step read and write."""
+    """Declares what the recurrences of a step read and write."""
 
     @property
     def segments(self) -> list[Segments]:
-        """Return what the kernel calls run, in their order."""
+        """Return the segments that each kernel call runs, in the order of the calls."""
         ...
 
 
@@ -38,14 +38,14 @@ class Reader(Protocol[ReadsT]):
     """Runs the recurrences of a `TailTable`'s members.
 
     Attributes:
-        specs: of the members, in their order.
+        specs: the specs of the members, in their order.
     """
 
     specs: list[RecurrentSpec]
     access: BlockAccess
 
     def plan(self, step: TailStep) -> ReadsT:
-        """Find what the step reads and writes; it is the same for every recurrence."""
+        """Find what the step reads and writes, which is the same for every recurrence."""
         ...
 
     def run(self, reads: ReadsT, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
@@ -55,7 +55,7 @@ class Reader(Protocol[ReadsT]):
 
 @dataclass(frozen=True)
 class HeadReads:
-    """Holds what the kernel calls of a step run, in their order."""
+    """Holds the segments that each kernel call of a step runs, in the order of the calls."""
 
     segments: list[Segments]
 
@@ -63,8 +63,9 @@ class HeadReads:
 class HeadReader:
     """Runs recurrences with a head, a state at the newest position: a `Reader`.
 
-    A step begins with the head or, if a rollback made it stale, runs the tail's rows from the body first. Where the
-    body moves, the rows that it passes are run from the old body, and the new one is written to a new block.
+    A step begins with the head. If a rollback has made the head stale, the step first runs the tail's rows from the
+    body. Where the body moves, the rows that it passes are run from the old body, and the new body is written to a new
+    block.
     """
 
     def __init__(self, specs: list[RecurrentSpec], table: TailTable, kernels: Kernels | None = None) -> None:
@@ -89,15 +90,16 @@ class HeadReader:
         if one_pass.is_replay:
             tail_rows = access.ring(np.repeat(tails[one_pass.requests], counts), ranges(one_pass.begin, one_pass.end))
         elif cu_rows[-1] < len(packed.token_ids):
-            to_packed = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]  # from positions to packed indices
+            # Adding this turns positions into packed indices.
+            to_packed = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]
             new_rows = self._places(ranges(one_pass.begin + to_packed, one_pass.end + to_packed))
         source, target = access.elements(one_pass.source), access.elements(one_pass.target)
         return Segments(self._table.store.place(cu_rows), one_pass.begin, source, target, tail_rows, new_rows)
 
     def _places(self, new_rows: Int64s) -> Tensor | slice:
-        """Return packed indices, which ascend: as a slice if they are consecutive, for that takes no copy of the rows.
+        """Return the given packed indices, which ascend, as a slice if they are consecutive: then no row is copied.
 
-        Where steps are recorded they are a tensor always: a recording is replayed for other rows.
+        Where steps are recorded they are always a tensor, because a recording is replayed for other rows.
         """
         store, first, last = self._table.store, int(new_rows[0]), int(new_rows[-1])
         if not is_placed(store.device) and last - first == len(new_rows) - 1:
@@ -128,8 +130,8 @@ class TailReads:
     """Holds what a step reads and writes where each request's new rows are one segment, behind its tail.
 
     Attributes:
-        sources, targets: element size in bytes -> (S,) element offset of the tail block to read and to write.
-        firsts, counts, folds: as `memory.kernels.Tail` has them.
+        sources, targets: element size in bytes -> (S,) element offsets of the tail blocks to read and to write.
+        firsts, counts, folds: the fields of `memory.kernels.Tail`.
     """
 
     own: Segments
@@ -150,12 +152,12 @@ class TailReader:
         position 0 ......... body_at ............................ start ............ end
                               | tail: rows, and what each token did --- | new rows of the step |
 
-    There is no head, and no row runs twice. In a step, a kernel reads the body's state once, and from rings what the
-    later tokens have written to it (`memory.kernels.Tail`). When the body moves, the same kernel writes the state at
-    its new position to a fresh block. On hardware that is bound by memory bandwidth, a decode step moves half the bytes
-    (ReplaySSM, Dao AI Lab 2026).
+    There is no head, and no row runs twice. In a step, a kernel reads the body's state once. From rings it reads what
+    later tokens have added to that state (`memory.kernels.Tail`). When the body moves, the same kernel writes the state
+    at its new position to a fresh block. On hardware that is bound by memory bandwidth, a decode step moves half the
+    bytes (ReplaySSM, Dao AI Lab 2026).
 
-    Raises SpecError: a recurrence with a state that is needed at each token (`StateTensor.ring`).
+    Raises SpecError if a recurrence has a state that is needed at each token (`StateTensor.ring`).
     """
 
     def __init__(self, specs: list[RecurrentSpec], table: TailTable, kernels: Kernels | None = None) -> None:
@@ -172,7 +174,7 @@ class TailReader:
 
     @staticmethod
     def _rings_of(spec: RecurrentSpec, flats: list[Prepared]) -> list[tuple[Prepared, ...]]:
-        """Return for each state tensor the rings that a kernel reads with it: its own, or that of the rows."""
+        """Return for each state tensor the rings that a kernel reads with it: its own, or the ring of the rows."""
         has_rows = spec.has_rows(deferred=True)
         rows, parts = tuple(flats[:has_rows]), iter(flats[has_rows:])
         return [tuple(next(parts) for _ in state.ring or ()) or rows for state in spec.states]
@@ -197,7 +199,7 @@ class TailReader:
         return _run_one(states, rows, recurrence)
 
     def _tail(self, reads: TailReads, flats: tuple[Prepared, ...]) -> Tail:
-        """Return the tail with these rings, for kernels."""
+        """Return what kernels read of the tail with these rings."""
         sources, targets = (tuple(blocks[flat.itemsize] for flat in flats) for blocks in (reads.sources, reads.targets))
         return Tail(flats, sources, targets, self._table.rules.tail_rows, reads.firsts, reads.counts, reads.folds)
 

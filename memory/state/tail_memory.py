@@ -13,7 +13,7 @@ from hybridmem.memory.state.tails import TailTable
 
 
 class TailMemory:
-    """Implements the part of `memory.interface.LayerMemory` that is about slots, by a `TailTable`.
+    """Implements, by a `TailTable`, the part of `memory.interface.LayerMemory` that is about slots.
 
     Subclasses plan, run and commit steps.
     """

@@ -39,9 +39,9 @@ class TailMember:
     """Says what the blocks of a table hold for one layer.
 
     Attributes:
-        states: the tensors of a state: of a body, a head or a kept one.
-        row_shape: of the row that a tail holds for each token, in the table's dtype; None: it holds no row.
-        parts: (shape, dtype) of what else it holds for each token, dtype None for the table's.
+        states: the tensors of a state, which is a body, a head or a kept state.
+        row_shape: the shape of the row that a tail holds for each token, in the table's dtype. None: it holds no row.
+        parts: (shape, dtype) of what else a tail holds for each token. A dtype of None is the table's.
     """
 
     states: tuple[StateTensor, ...]
@@ -50,7 +50,7 @@ class TailMember:
 
     @staticmethod
     def of(spec: RecurrentSpec, *, deferred: bool) -> TailMember:
-        """Return what a recurrence needs in a table. `deferred`: in fold mode "defer", without heads."""
+        """Return what a recurrence needs in a table. `deferred` is for fold mode "defer", which has no heads."""
         has_rows, parts = spec.has_rows(deferred=deferred), spec.tail_parts(deferred=deferred)
         return TailMember(spec.states, spec.row_shape if has_rows else None, tuple(parts[has_rows:]))
 
@@ -65,9 +65,9 @@ class TailStep:
     """Holds the blocks that are allocated for a step, and the table's columns of its requests before and after it.
 
     Attributes:
-        packed: the step, in positions of the states: those of the sequences plus the position offset.
-        before, after: the columns of each request (S,), now and once all tokens are kept.
-        fresh: ids of the blocks allocated for the step, NOTHING elsewhere: (4, S) for body, head, kept and tail.
+        packed: the step in positions of the states, which are those of the sequences plus the position offset.
+        before, after: the columns of each request (S,) now, and after the step if all tokens are kept.
+        fresh: (4, S) ids of the body, head, kept state and tail that are allocated for each request; else NOTHING.
     """
 
     packed: Packed
@@ -79,13 +79,14 @@ class TailStep:
 class TailTable:
     """Maps slots to blocks of a pool of states and a pool of tails, and owns the references to these blocks.
 
-    Positions in arguments and results are those of the sequence; in `slots` and in a `TailStep` they are those of the
-    states, ahead by the position offset. It never reads the blocks; it copies a shared tail before a slot writes to it.
+    Positions in arguments and results are those of the sequence. In `slots` and in a `TailStep` they are those of the
+    states, which are ahead by the position offset. The table never reads the blocks, but it copies a shared tail before
+    a slot writes to it.
 
     Args:
-        dtype: of rows, and of tensors that name none.
-        label: what the names of the pools end in.
-        row_axes: for each state tensor `Field.row_axis`; None: a tensor holds no rows.
+        dtype: the dtype of rows, and of tensors that name none.
+        label: the end of the pools' names.
+        row_axes: the `Field.row_axis` of each state tensor. None: a tensor holds no rows.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class TailTable:
         self.tail_layout = BlockLayout.of(rings, [0] * len(rings)).shared_by([len(m.tail_parts) for m in members])
         self.states = store.make_pool("states" + label, self.state_layout, from_top=True)
         self.tails = store.make_pool("tails" + label, self.tail_layout, from_top=True)
-        self._pools = (self.states, self.states, self.states, self.tails)  # of body, head, kept and tail
+        # These are the pools of body, head, kept state and tail.
+        self._pools = (self.states, self.states, self.states, self.tails)
         self.slots = Columns.empty(16)
 
     @property
@@ -110,13 +112,13 @@ class TailTable:
     def least_bytes(self) -> int:
         """Return the bytes that a step of one token takes: a head, a tail, and two bodies (or a body and a kept state).
 
-        Without a window it takes two bodies only.
+        Without a window it takes only two bodies.
         """
         n_states = 3 if self.rules.tail_rows and self.rules.has_heads else 2
         return n_states * self.state_layout.block_bytes + self.tail_layout.block_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Return (4, N) bytes, as `LayerMemory.bytes_for`."""
+        """Return (4, N) bytes; see `LayerMemory.bytes_for`."""
         slots = stretch.slots
         self._reach(int(slots.max(initial=0)))
         offsets = np.where(slots < 0, 0, self.slots.offset.take(slots))
@@ -142,14 +144,15 @@ class TailTable:
         after.head_at[:] = np.where(has_head, ends, NOTHING)
         moves = body_at > before.body_at
         if np.count_nonzero(moves):
-            # A kept state that the body reaches becomes the body; one that it has passed is of no use.
+            # A kept state that the body reaches becomes the body. One that it has passed is of no use.
             is_kept, is_passed = moves & (before.kept_at == body_at), before.kept_at <= body_at
             after.body[is_kept] = before.kept[is_kept]
             after.kept_at[is_passed] = after.kept[is_passed] = NOTHING
             moves &= ~is_kept
         leaves = np.zeros(len(ends), np.bool_)
         if self.rules.keeps and not packed.is_decode:
-            # A step that goes beyond the fold point after the body has no head there to keep: it stores that state.
+            # A step that goes beyond the fold point after the body leaves no head there to keep. So it stores that
+            # state.
             kept_at = self.rules.next_fold(body_at)
             leaves = (kept_at > starts) & (kept_at < ends)
             after.kept_at[leaves] = kept_at[leaves]
@@ -173,11 +176,12 @@ class TailTable:
                 pool.release(ids[own])
 
     def begin(self, step: TailStep) -> None:
-        """Copy the tails that the step must not write in place, and mark the heads stale that it overwrites."""
+        """Copy the tails that the step must not write in place, and mark the heads that it overwrites as stale."""
         before, after = step.before, step.after
         tail_at = self.rules.tail_at(after.body_at)
         for i in (before.tail != after.tail).nonzero()[0].tolist():
-            if before.tail[i] < 0 or tail_at[i] >= step.packed.starts[i]:  # none of its rows is needed any more
+            # None of the old tail's rows is needed any more.
+            if before.tail[i] < 0 or tail_at[i] >= step.packed.starts[i]:
                 continue
             old, new = self.tails.addresses[before.tail[i]], self.tails.addresses[after.tail[i]]
             self.store.copy(int(old), int(new), self.tails.block_bytes)
@@ -196,20 +200,20 @@ class TailTable:
             return
         self._note(packed.slots)
         self._free(step.fresh, ~stays)
-        # Release what the requests that stay refer to no longer; a state may only have changed its role.
+        # Release what the kept requests no longer refer to. A state may have changed only its role.
         differs = before.ids != after.ids
         if np.count_nonzero(differs) and np.count_nonzero(changes := stays & differs.any(0)):
             old, new = before.ids[:, changes], after.ids[:, changes]
             is_gone = (old[:3, None] != new[None, :3]).all(1) & (old[:3] >= 0)
             self.states.release(old[:3][is_gone])
             self.tails.release(old[3][(old[3] != new[3]) & (old[3] >= 0)])
-        if np.count_nonzero(is_whole) < len(kept):  # states that contain tokens which are not kept
+        if np.count_nonzero(is_whole) < len(kept):  # Some states contain tokens that are not kept.
             after.head_at[~is_whole] = NOTHING
             beyond = stays & (after.kept_at > packed.starts + kept)
             self.states.release(after.kept[beyond])
             after.kept_at[beyond] = after.kept[beyond] = NOTHING
         if self.rules.keeps:
-            # A head at a later fold point is kept for the body that will move there; the next step makes a new head.
+            # A head at a later fold point is kept for the body that will move there. The next step makes a new head.
             leaves = is_whole & (after.head_at > after.body_at) & (after.head_at % self.rules.fold_tokens == 0)
             if np.count_nonzero(leaves):
                 after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
@@ -227,7 +231,7 @@ class TailTable:
     # Slots
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        """Make slot targets[i] refer to what slot sources[i] did, all at once. Copies no tensor."""
+        """Make slot targets[i] refer to what slot sources[i] refers to, all at once. Copies no tensor."""
         self._reach(max(*sources.tolist(), *targets.tolist()))
         new, old = self.slots.take(sources), self.slots.take(targets)
         self.store.journal.before(self._put_back, targets, old.table)
@@ -237,14 +241,14 @@ class TailTable:
         self.slots.put(targets, new)
 
     def _note(self, slots: Int64s | int) -> None:
-        """Note the columns of slots, which are about to change."""
+        """Note the columns of slots, because they are about to change."""
         self.store.journal.before(self._put_back, slots, self.slots.table[:, slots].copy())
 
     def _put_back(self, slots: Int64s | int, columns: Int64s | list[int]) -> None:
         self.slots.table[:, slots] = columns
 
     def truncate(self, slot: int, to: int) -> None:
-        """Forget tokens from position `to` >= horizon(slot) on, and the heads and kept states that contain them."""
+        """Forget the tokens from position `to` on, and states that contain them. `to` is at least horizon(slot)."""
         if not to:
             self.release(slot)
             return
@@ -258,9 +262,9 @@ class TailTable:
             slots.kept_at[slot] = slots.kept[slot] = NOTHING
 
     def slim(self, slot: int, length: int) -> None:
-        """Let a slot of this length hold the state at its position and nothing else: it reaches no earlier one then.
+        """Let a slot of this length hold only the state at its position. Then it cannot go back to an earlier position.
 
-        Where there is no such state (fold mode "defer", or after a rollback), the slot stays as it is.
+        If there is no such state (fold mode "defer", or after a rollback), the slot stays as it is.
         """
         slots, at = self.slots, length + int(self.slots.offset[slot])
         roles = ((slots.body_at, slots.body), (slots.kept_at, slots.kept), (slots.head_at, slots.head))
@@ -302,7 +306,7 @@ class TailTable:
 
     def horizon_after(self, packed: Packed) -> Int64s:
         """Return (S,) what `horizon` will be once the step's tokens are kept."""
-        if not np.count_nonzero(self.slots.floor):  # no slot has dropped tokens, or is slimmed
+        if not np.count_nonzero(self.slots.floor):  # No slot has dropped tokens or is slimmed.
             return self.rules.body_at(packed.peaks)
         self._reach(int(packed.slots.max()))
         offsets, floors = self.slots.offset.take(packed.slots), self.slots.floor.take(packed.slots)
@@ -320,7 +324,8 @@ class TailTable:
     def live_rows(self, slot: int, length: int) -> LiveRows:
         """Return pool name -> which rows of the slot's blocks belong to its tokens, as `LayerMemory.live_rows`.
 
-        A state is one row, live unless it is a stale head; of a ring those of tokens [tail_at, length) are live.
+        A state is one row, which is live unless the state is a stale head. In a ring, the rows of tokens [tail_at,
+        length) are live.
         """
         body_at, head_at, _, offset, _, *states, tail = self._column(slot).tolist()
         is_fresh = [[fresh] for fresh, block in zip((True, head_at >= 0, True), states, strict=True) if block >= 0]
@@ -329,7 +334,7 @@ class TailTable:
         return {self.states.name: np.array(is_fresh, np.bool_).reshape(-1, 1), self.tails.name: ring}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        """Return the blocks of many slots (S,), with the part that each has: body, tail or head."""
+        """Return the blocks of many slots (S,), and which part each is: body, tail or head."""
         self._reach(int(slots.max(initial=0)))
         held, start = self.slots.take(slots), np.zeros_like(slots)
 
@@ -356,14 +361,16 @@ class TailTable:
         return [int(at) for at in self._column(slot)[3:5]]
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s], base: Sequence[int]) -> None:
-        """Make an empty slot what `record` and `base_of` were taken of, over blocks with the same bytes.
+        """Make an empty slot what the slot was that `record` and `base_of` describe. The blocks hold the same bytes.
 
-        The references to these blocks pass to it. A record that makes no sense may raise anything, but does so first.
+        The slot takes over the references to the blocks. A record that makes no sense may raise anything, but before
+        that.
         """
         self._reach(slot)
         holds = np.array(record["holds"], np.bool_)
         states, tail = blocks[self.states.name], blocks[self.tails.name]
-        if [len(states), len(tail)] != [holds[:3].sum(), holds[3:].sum()]:  # else one would stand for several
+        # Otherwise one block would stand for several.
+        if [len(states), len(tail)] != [holds[:3].sum(), holds[3:].sum()]:
             raise ValueError(f"{len(states)} states and {len(tail)} tails for {record['holds']}")
         column = EMPTY_COLUMN.copy()
         column[:3], (column[3], column[4]), column[5:][holds] = record["positions"], base, [*states, *tail]
@@ -371,13 +378,13 @@ class TailTable:
         self.slots.table[:, slot] = column
 
     def _column(self, slot: int) -> Int64s:
-        """Return (9,) what the table has of a slot, in the order of `Columns.table`."""
+        """Return (9,) the slot's column, in the order of `Columns.table`."""
         self._reach(slot)
         column: Int64s = self.slots.table[:, slot]
         return column
 
     def _reach(self, slot: int) -> None:
-        """Make room for all slots up to this one, and at least as much again as there is."""
+        """Make room for all slots up to this one, and at least double the room that there is."""
         n = len(self.slots)
         if slot >= n:
             new = Columns.empty(max(slot + 1 - n, n))
@@ -398,13 +405,13 @@ class TailTable:
             raise IntegrityError(f"slots that are not open have states ahead of them: {ahead}")
 
     def references(self, steps: list[TailStep]) -> References:
-        """Return all references to blocks, of slots and of these open steps."""
+        """Return all references to blocks: those of slots, and those of these open steps."""
         states = [*self.slots.states, *(ids for step in steps for ids in step.fresh[:3])]
         tails = [self.slots.tail, *(step.fresh[3] for step in steps)]
         return {pool: [ids[ids >= 0] for ids in held] for pool, held in ((self.states, states), (self.tails, tails))}
 
     def _check_slot(self, slot: int, length: int, peak: int) -> None:
-        """Raise IntegrityError unless one slot's blocks fit this length and peak of its sequence."""
+        """Raise IntegrityError unless one slot's blocks fit the length and the peak of its sequence."""
         body_at, head_at, kept_at, offset, floor, body, head, kept, tail = self._column(slot).tolist()
         if (offset or floor) and not 1 <= floor <= length:
             raise IntegrityError(f"slot {slot} has length {length}, and states from {floor} on")
@@ -426,6 +433,6 @@ class TailTable:
 
 
 def _in_state_positions(packed: Packed, offsets: Int64s) -> Packed:
-    """Return the step in positions of the states: those of the sequences plus the position offsets (S,)."""
+    """Return the step in positions of the states, which are those of the sequences plus the position offsets (S,)."""
     positions = packed.positions + np.repeat(offsets, packed.counts)
     return replace(packed, starts=packed.starts + offsets, peaks=packed.peaks + offsets, positions=positions)

@@ -35,7 +35,7 @@ Forks: TypeAlias = Mapping[str, Sequence]
 _CONTRADICTIONS = (
     ArithmeticError, AttributeError, IntegrityError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""What opening a file raises whose parts do not fit each other."""
+"""The errors that opening a file raises if its parts contradict each other."""
 NO_FORKS: Forks = MappingProxyType({})
 _PATH = "the path of a file, such as 'alice.safetensors'"
 
@@ -45,8 +45,8 @@ class Family:
     """Holds the handles of a sequence that was loaded with its checkpoints and forks.
 
     Attributes:
-        checkpoints: in the order in which they were made.
-        forks: by the names that they were saved by.
+        checkpoints: the checkpoints, in the order in which they were made.
+        forks: the forks, by the names under which they were saved.
     """
 
     sequence: Sequence
@@ -58,7 +58,7 @@ class Archive:
     """Saves the sequences of one memory, and opens those of files.
 
     Args:
-        page_tokens, rules: of the memory; they are a part of its signature.
+        page_tokens, rules: the memory's options, which are a part of its signature.
     """
 
     def __init__(self, coordinator: Coordinator, swapping: Swapping, page_tokens: int, rules: TailRules) -> None:
@@ -76,25 +76,26 @@ class Archive:
     # In two parts, of which only one uses the memory
 
     def pack(self, sequence: Sequence) -> Callable[[str], None]:
-        """Copy a sequence or a checkpoint out of the memory; return the function that writes it to a path or URL.
+        """Copy a sequence or a checkpoint out of the memory. Return a function that writes it to a path or URL.
 
-        That function may run in any thread, while the memory goes on. Raises as `HybridMemory.save`; so does the
-        function. Cost: a copy of the bytes.
+        That function may run in any thread while the memory goes on. Both raise what `HybridMemory.save` raises. Cost:
+        a copy of the bytes.
         """
         self._coordinator.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         saved = self._gather([("sequence", "", sequence)])
-        saved = replace(saved, tokens=[tokens.copy() for tokens in saved.tokens])  # the memory may go on meanwhile
+        # These are copies, because the memory may go on meanwhile.
+        saved = replace(saved, tokens=[tokens.copy() for tokens in saved.tokens])
         return lambda path: write_family(replace(saved, path=read_path("path", path, _PATH)))
 
     def read(self, path: object) -> SavedFamily:
         """Read the sequence of a file, without its checkpoints and forks, for `open`. Any thread may do so.
 
-        Raises FormatError: no such file, or a damaged, foreign or unsuitable one.
+        Raises FormatError if there is no such file, or if it is damaged, foreign or unsuitable.
         """
         return self._read(path, only_first=True)
 
     def open(self, saved: SavedFamily) -> Sequence:
-        """Open the sequence that `read` has read. Raises as `HybridMemory.load`."""
+        """Open the sequence that `read` has read. Its errors are those of `HybridMemory.load`."""
         return self._coordinator.handed_over(self._open, saved).sequence
 
     # Saving
@@ -155,7 +156,7 @@ class Archive:
     # Loading
 
     def load(self, path: object, *, only_first: bool) -> Family:
-        """See `HybridMemory.load`; with `only_first`, open the first member of a file alone."""
+        """See `HybridMemory.load`. With `only_first`, open only the first member of a file."""
         saved = self._read(path, only_first=only_first)
         return self._coordinator.handed_over(self._open, saved)
 
@@ -170,7 +171,7 @@ class Archive:
         try:
             opened = self._coordinator.room.make(attempt)
         except _CONTRADICTIONS as error:
-            # The file's checksum is right, so it was written like this: by another program, or to do harm.
+            # The file's checksum is right, so somebody wrote it like this: another program, or one that means harm.
             raise FormatError(f"{saved.path} contradicts itself ({error}); save the sequence again") from error
         members = list(zip(opened, saved.members, strict=True))
         checkpoints = [sequence for sequence, member in members if member.kind == "checkpoint"]
@@ -199,7 +200,8 @@ class Archive:
         coordinator.layers.restore_all(slots, blocks, coordinator.store)
         n_drops = ledger.n_drops
         for buffer, tokens in enumerate(saved.tokens):
-            # All members with tokens in this buffer share them: each becomes a copy of one that stands where it did.
+            # All members with tokens in this buffer share them. So each becomes a copy of a sequence at the same
+            # position.
             model = ledger.open()
             try:
                 ledger.restore(model.slot, tokens, len(tokens), coordinator.spec.vocab_size)
@@ -217,9 +219,9 @@ class Archive:
 
 
 class _Gathering:
-    """Copies all that several sequences and checkpoints hold out of a memory, blocks that they share once.
+    """Copies all that several sequences and checkpoints hold out of a memory. Blocks that they share are copied once.
 
-    Bytes that are of no token of any of them become zeros. Cost: the bytes, once.
+    Bytes that belong to no token of any of them become zeros. Cost: the bytes, once.
 
     Attributes:
         saved: what was copied, by the memory's own names of layer memories and pools.
@@ -234,7 +236,8 @@ class _Gathering:
             self._places.append(coordinator.host_pages.place)
         self._slots = [sequence.slot for _, _, sequence in chosen]
         self._n_blocks = dict[str, int]()
-        # by place and pool: the number in the file of each block of the pool, and which of its rows are live
+        # These dicts map place and pool to the number that each block of the pool has in the file, and to its live
+        # rows.
         self._numbers = dict[tuple[int, str], Int64s]()
         self._live = dict[tuple[int, str], Bools]()
         self._note_live_rows()
@@ -244,7 +247,8 @@ class _Gathering:
         self.saved = SavedFamily("", {}, [], [], {})
         for kind, name, sequence in chosen:
             slot, tokens = sequence.slot, ledger.tokens(sequence.slot)
-            # Those of one buffer begin at one address; all that are empty do, so each family has one for them.
+            # Tokens of one buffer begin at one address. All empty ones would, too, so each family has a number of its
+            # own for them.
             address = tokens.ctypes.data if len(tokens) else -1 - sequence.lineage
             buffer = buffers.setdefault(address, len(buffers))
             drops = tuple((position, ranks[number]) for position, number in ledger.drops(slot))
@@ -274,7 +278,7 @@ class _Gathering:
                             np.logical_or.at(self._live.setdefault((place, pool.name), empty), ids, rows)
 
     def _held_by(self, slot: int) -> Held:
-        """Return the records and the blocks of a slot; copy those that no slot before it held."""
+        """Return the records and the blocks of a slot. Copy the blocks that no slot before it held."""
         if self._coordinator.ledger.is_away[slot]:
             snapshot = self._swapping.snapshot(slot)
             return Held(snapshot.records, {pool: self._add(pool, blocks) for pool, blocks in snapshot.blocks.items()})

@@ -1,5 +1,6 @@
-"""Computes the checksums of saved files. They find damage by disks and transfers, not what somebody has changed.
+"""Computes the checksums of saved files.
 
+They find damage by disks and transfers, not changes that somebody made on purpose.
 Whoever changes a file can write its checksum anew, so it need not be a cryptographic one: it is XXH3 of 128 bits
 (https://xxhash.com), which runs at the speed of memory. The checksum of a tensor is made of those of its pieces of
 1 MiB, so that several threads compute it, each while its piece is in the processor's cache.
@@ -21,7 +22,7 @@ from xxhash import xxh3_64_digest, xxh3_128
 
 PIECE_BYTES = 1 << 20
 _LEAST_JOBS = 4
-"""For which a thread is worth its start."""
+"""A thread is worth its start for at least this many jobs."""
 NOTHING_KNOWN: Mapping[str, bytes] = MappingProxyType({})
 JobT = TypeVar("JobT")
 ResultT = TypeVar("ResultT")
@@ -33,9 +34,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def in_threads(work: Callable[[JobT], ResultT], jobs: Seq[JobT]) -> list[ResultT]:
-    """Do jobs on a piece each, in as many threads as the machine has processors, at most 8, or at once if it is little.
+    """Do jobs on a piece each. Use a thread for each of the machine's processors, at most 8, or none for few jobs.
 
-    Each thread does jobs that follow each other: a thread takes longer to start than a job takes.
+    Each thread does jobs that follow each other, because starting a thread takes longer than a job.
     """
     n_threads = min(8, os.cpu_count() or 1, len(jobs) // _LEAST_JOBS)
     if n_threads < 2:
@@ -63,7 +64,7 @@ def checksum_of(
 
 
 def checksum_of_piece(piece: memoryview) -> bytes:
-    """Return the checksum of a piece of at most PIECE_BYTES, 8 bytes."""
+    """Return the checksum, which has 8 bytes, of a piece of at most PIECE_BYTES."""
     return xxh3_64_digest(piece)
 
 

@@ -1,12 +1,12 @@
-"""Writes a sequence, with checkpoints and forks of it, to one safetensors file, and reads it; what they share is in it
-once.
+"""Writes a sequence, with its checkpoints and forks, to one safetensors file, and reads it. Shared data is in it once.
+
 
     tensors    tokens/N (n,) int64, the tokens of one buffer; blocks/NAME OF A POOL (n, block_bytes) uint8
     metadata   format, version, about (the signature of the memory), members, checksum over all of this
 
 Each member is a sequence or a checkpoint: its length, its record, and which blocks of each pool it refers to. Tokens
-and blocks that no member before it has are its own. A checksum over these is in its entry, so damage costs the members
-that refer to the damaged bytes, and no others. The first member is the sequence that the file was saved for.
+and blocks that no member before it has are its own. Its entry has a checksum over these. So damaged bytes cost only the
+members that refer to them. The first member is the sequence that the file was saved for.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class Member:
     """Describes one sequence or checkpoint in a file.
 
     Attributes:
-        name: of a fork, the name that it was saved by.
-        family: equal numbers: of one family, so that a rollback of one may go to a checkpoint among the others.
-        buffer: the number of the buffer that its tokens are in; it holds the first `length` of them.
-        drops: as `Ledger.drops` returns them, numbered from 1.
-        held: its records, and which blocks of the file it refers to.
+        name: the name under which a fork was saved.
+        family: a number. Members with equal numbers are one family, so that one may be rolled back to a checkpoint
+            among the others.
+        buffer: the number of the buffer of its tokens. The member has the first `length` of them.
+        drops: what `Ledger.drops` returns, with drops numbered from 1.
+        held: its records, and the blocks of the file to which it refers.
     """
 
     kind: MemberKind
@@ -62,11 +63,11 @@ class SavedFamily:
     """Holds the content of a file.
 
     Attributes:
-        about: facts on the memory that saved it, as JSON values; of a file that was read also its `version`.
-        members: without those that are damaged.
-        tokens: of each buffer, as many as its longest member has.
+        about: facts about the memory that saved it, as JSON values. A file that was read also has its `version` here.
+        members: all members that are not damaged.
+        tokens: the tokens of each buffer, as many as its longest member has.
         blocks: pool -> the blocks in pieces, each (n, block_bytes).
-        damaged: what members were left out of a file that was read, in words.
+        damaged: a text that says which members of a file were left out.
     """
 
     path: str
@@ -77,7 +78,7 @@ class SavedFamily:
     damaged: tuple[str, ...] = ()
 
     def renamed(self, names: Names) -> SavedFamily:
-        """Return the same under other names of layer memories and pools."""
+        """Return the same content with other names for layer memories and pools."""
         members = [replace(member, held=names.renamed_held(member.held)) for member in self.members]
         return replace(self, members=members, blocks=names.of_pools(self.blocks))
 
@@ -99,7 +100,7 @@ class SavedFamily:
 
 
 def write_family(saved: SavedFamily) -> None:
-    """Write a file, whole or not at all. Raises as `write_tensors`, and SpecError: a dry run."""
+    """Write a file, whole or not at all. Raises what `write_tensors` raises, and SpecError in a dry run."""
     require_bytes(piece for pieces in saved.blocks.values() for piece in pieces)
     tensors = {BLOCKS + pool: pieces for pool, pieces in saved.blocks.items()}
     tensors |= {f"{_TOKENS}{i}": [torch.from_numpy(tokens)] for i, tokens in enumerate(saved.tokens)}
@@ -114,12 +115,12 @@ def write_family(saved: SavedFamily) -> None:
 
 
 def read_family(path: str) -> SavedFamily:
-    """Read a file. Raises FormatError, also if its header or its first member is damaged."""
+    """Read a file. Raises FormatError, for example if its header or its first member is damaged."""
     return family_in(read_content(path, SEQUENCES_FORMAT))
 
 
 def family_in(content: Content, *, only_first: bool = False) -> SavedFamily:
-    """Return what a file of `write_family` holds, of what `read_content` has read. Raises FormatError.
+    """Return what a file of `write_family` holds, from what `read_content` has read. Raises FormatError.
 
     Args:
         only_first: leave all members but the first out.
@@ -170,7 +171,10 @@ def _read_entry(entry: dict[str, Any], most: int) -> Member:
 
 
 def _runs(numbers: Int64s) -> list[list[int]]:
-    """Return [first, how many] of each stretch of consecutive numbers: few, since most blocks are in order."""
+    """Return [first, how many] of each stretch of consecutive numbers.
+
+    They are few, because most blocks are in order.
+    """
     starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
     counts = np.diff(starts, append=len(numbers))
     runs: list[list[int]] = np.stack([numbers[starts], counts], 1).tolist()
@@ -178,7 +182,7 @@ def _runs(numbers: Int64s) -> list[list[int]]:
 
 
 def _numbers(runs: list[list[int]], most: int) -> Int64s:
-    """Return the numbers that `_runs` has written; no block is in them twice, so they are at most `most`."""
+    """Return the numbers that `_runs` has written. No block is in them twice, so there are at most `most`."""
     starts, counts = np.array(runs, np.int64).reshape(-1, 2).T
     if ((counts < 0) | (counts > most)).any() or counts.sum() > most:
         raise ValueError(f"runs of blocks {runs!r:.80}")
@@ -205,7 +209,7 @@ def _check(saved: SavedFamily) -> None:
 
 
 def _ends(saved: SavedFamily) -> dict[str, Int64s]:
-    """Return, by pool and by buffer of tokens, where the own part of each member ends, (members,) ascending."""
+    """Return, for each pool and each buffer of tokens, where each member's own part ends, (members,) ascending."""
     n = len(saved.members)
     ends = {BLOCKS + pool: np.zeros(n, np.int64) for pool in saved.blocks}
     ends |= {f"{_TOKENS}{i}": np.zeros(n, np.int64) for i in range(len(saved.tokens))}

@@ -51,7 +51,7 @@ def write_blocks(path: str, blocks: Mapping[str, Tensor], about: dict[str, Any],
 
     Args:
         blocks: pool -> (n, block_bytes).
-        about: facts on them as JSON values; `tokens` may be an array.
+        about: facts about the blocks, as JSON values. `tokens` may be an array.
     """
     about = dict(about)
     require_bytes(blocks.values())
@@ -63,7 +63,7 @@ def write_blocks(path: str, blocks: Mapping[str, Tensor], about: dict[str, Any],
 
 
 def require_bytes(tensors: Iterable[Tensor]) -> None:
-    """Raise SpecError if any of these is of a dry run, which has no bytes to write."""
+    """Raise SpecError if any of these tensors comes from a dry run, which has no bytes to write."""
     if any(tensor.is_meta for tensor in tensors):
         raise SpecError('a memory on device="meta" holds no bytes that a file could keep; save from a real one')
 
@@ -78,15 +78,16 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file, whole or not at all: an older file stays until the new one is complete.
 
-    A local file is written by `written_whole`; object stores show an upload when it is complete.
+    `written_whole` writes a local file. An object store shows an upload only when it is complete.
 
     Args:
         tensors: name -> the tensor in pieces, which are joined along the first axis.
         checksum: returns the checksum of all of it, as hexadecimal text, for the metadata. The header of a
             local file is written last, so the checksum is computed while the disk is busy with the tensors.
-        is_lasting: wait until a local file has reached the disk; False for one that is worth nothing after a crash.
+        is_lasting: wait until a local file has reached the disk. False is for a file that is worth nothing after a
+            crash.
     Raises:
-        SpecError: the path is a folder, or leads into one that does not exist. OSError: the file system's.
+        SpecError: the path is a folder, or leads into one that does not exist. OSError: the file system fails.
     """
     from fsspec.core import url_to_fs
 
@@ -122,12 +123,12 @@ def _check_place(path: str, place: str) -> None:
 
 
 def is_local(path: str) -> bool:
-    """True if a path is one of this machine's file systems."""
+    """True if a path leads to one of this machine's file systems."""
     return local_place(path) is not None
 
 
 def local_place(path: str) -> str | None:
-    """Return where a path or URL leads on this machine's file systems; None if it is not one of theirs."""
+    """Return where a path or URL leads on this machine's file systems, or None if it does not lead there."""
     from fsspec.core import url_to_fs
 
     fs, place = url_to_fs(path)
@@ -144,7 +145,7 @@ def check_url(option: str, path: str) -> str:
 
         try:
             url_to_fs(path)
-        except Exception as error:  # each store raises its own
+        except Exception as error:  # Each store raises errors of its own.
             raise SpecError(f"{option}={path!r} cannot be opened: {error}") from error
     elif Path(path).is_file():
         raise SpecError(f"{option}={path!r} is a file; give the path of a folder")
@@ -153,7 +154,7 @@ def check_url(option: str, path: str) -> str:
 
 @contextmanager
 def as_os_errors(path: str) -> Iterator[None]:
-    """Turn errors of a store's own into OSError, as files raise it."""
+    """Turn a store's own errors into OSError, which files raise."""
     try:
         yield
     except OSError:
@@ -163,7 +164,10 @@ def as_os_errors(path: str) -> Iterator[None]:
 
 
 def make_folder(path: str) -> None:
-    """Make a folder, with mode 0700, and those above it, unless it is there. Raises SpecError if a file is there."""
+    """Make a folder with mode 0700, and the folders above it, if it does not exist.
+
+    Raises SpecError if a file is there.
+    """
     from fsspec.core import url_to_fs
 
     fs, place = url_to_fs(path)
@@ -196,7 +200,10 @@ def remove_file(path: str) -> None:
 
 
 def list_names(folder: str) -> list[str]:
-    """Return the names of what is in a folder; none if there is no such folder, as in a store without such files."""
+    """Return the names of what is in a folder.
+
+    If there is no such folder, as in a store without such files, return none.
+    """
     from fsspec.core import url_to_fs
 
     fs, place = url_to_fs(folder)
@@ -233,5 +240,5 @@ def _pieces(contents: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def _in_order(tensors: Mapping[str, Seq[Tensor]]) -> list[str]:
-    """Return the names, those of the widest elements first: they are aligned as in files of safetensors' own writer."""
+    """Return the names, widest elements first, so that tensors are aligned as in files of safetensors' own writer."""
     return sorted(tensors, key=lambda name: (-tensors[name][0].element_size(), name))

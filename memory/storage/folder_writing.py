@@ -23,7 +23,7 @@ from hybridmem.memory.storage.parcels import Places, count_bytes
 from hybridmem.memory.storage.swapping import Swapping
 
 LOT_BYTES = 64 << 20
-"""Blocks are copied until they are so many bytes, while others wait for the memory; then they are written."""
+"""How many bytes of blocks are copied at once, while others wait for the memory. Then they are written."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Entry:
     """Describes a checkpoint in a folder.
 
     Attributes:
-        parent: number of the entry whose tokens it goes on from; -1 for none. Parents come before their children.
-        label: what its owner wants to know of it, as JSON values.
+        parent: the number of the entry whose tokens it continues; -1 for none. Parents come before their children.
+        label: what the folder's user wants to know of the checkpoint, as JSON values.
     """
 
     checkpoint: Sequence
@@ -42,7 +42,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class BlocksFile:
-    """Says which blocks of a checkpoint a file in a folder holds, in their order. Neither ever changes."""
+    """Says which blocks of a checkpoint a file in a folder holds, in their order.
+
+    Neither the file nor the blocks change.
+    """
 
     place: str
     name: str
@@ -55,8 +58,8 @@ class BlocksFile:
 class FolderWriting:
     """Writes the blocks of one checkpoint after the other, each once, and notes what the list says of them.
 
-    It goes on in lots. `copy` reads the memory, which nobody else may change meanwhile; `write` does what takes longer,
-    and needs none of it.
+    It works in lots. `copy` reads the memory, which nobody else may change meanwhile. `write` does the slower part, and
+    does not need the memory.
     """
 
     def __init__(
@@ -69,18 +72,20 @@ class FolderWriting:
         self._memory, self._swapping, self._place, self._files = memory, swapping, place, files
         self._sizes = {pool.name: pool.block_bytes for pool, _ in memory.layers.pools}
         self._names_in_files = names_in_files(memory.layers)
-        self._written: list[Places] = []  # by entry: pool -> (2, n) the entry whose file has a block, and its row there
-        self._keys: list[dict[str, Int64s]] = []  # by entry: what tells the blocks of this memory apart
+        # For each entry: pool -> (2, n), the entry whose file has a block, and its row there.
+        self._written: list[Places] = []
+        self._keys: list[dict[str, Int64s]] = []  # For each entry: keys that tell the blocks of this memory apart.
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
         self._there = set(list_names(place))
-        self._checkpoints: list[Sequence] = []  # by entry
-        self._numbers: list[int] = []  # of the entries that were given -> those that are written; -1 for none
-        self._copied: list[tuple[int, dict[str, Bools], dict[str, Tensor]]] = []  # and not written yet
+        self._checkpoints: list[Sequence] = []  # The checkpoint of each entry.
+        self._numbers: list[int] = []  # Maps each given entry to the number of its written entry, or -1.
+        # These were copied, but are not written yet.
+        self._copied: list[tuple[int, dict[str, Bools], dict[str, Tensor]]] = []
 
     def copy(self, waiting: deque[Entry]) -> None:
-        """Take some entries from those that wait, and copy what the entries before do not have of them.
+        """Take some of the waiting entries, and copy those of their blocks that earlier entries do not have.
 
-        A checkpoint that is damaged or closed is left out; what goes on from it goes on from the one before.
+        A checkpoint that is damaged or closed is left out. Its children then continue from its parent.
         """
         self._know_again()
         n_bytes = 0
@@ -103,7 +108,7 @@ class FolderWriting:
         self._copied.clear()
 
     def _know_again(self) -> None:
-        """Find out anew which blocks of the memory are those of earlier entries: some were closed, moved or reused."""
+        """Find out anew which blocks of the memory earlier entries have: some were closed, moved or used again."""
         self._known.clear()
         for number, checkpoint in enumerate(self._checkpoints):
             keys = {} if checkpoint.closed else self._swapping.block_keys(checkpoint)
@@ -120,7 +125,10 @@ class FolderWriting:
         self.n_bytes += sum(int(of.sum()) * self._sizes[pool] for pool, of in wanted.items())
 
     def _add(self, entry: Entry) -> int:
-        """Copy what the entries before do not have of one; return its number. Raises FormatError: it is damaged."""
+        """Copy an entry's blocks that earlier entries do not have.
+
+        Return its number. Raises FormatError if it is damaged.
+        """
         memory, number = self._memory, len(self.entries)
         slot = entry.checkpoint.slot
         keys, parent = self._swapping.block_keys(entry.checkpoint), entry.parent
@@ -167,7 +175,7 @@ class FolderWriting:
         return number
 
     def _write(self, blocks: dict[str, Tensor]) -> str | None:
-        """Write blocks to a file, unless it is there; return its name, None for no blocks."""
+        """Write blocks to a file, unless it exists. Return its name, or None if there are no blocks."""
         if not blocks:
             return None
         blocks = self._names_in_files.of_pools(blocks)

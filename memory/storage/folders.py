@@ -1,4 +1,4 @@
-"""Keeps checkpoints of a memory in a folder, across restarts; blocks that several of them share are there once.
+"""Keeps checkpoints of a memory in a folder, across restarts. Blocks that several of them share are there once.
 
     checkpoints.safetensors       the checkpoints, each with the one that it goes on from, and where its blocks are
     blocks-SHA256.safetensors     blocks that a checkpoint does not share with those before it; the name is their digest
@@ -42,7 +42,7 @@ from hybridmem.memory.storage.swapping import Swapping
 
 CHECKPOINTS_FILE = "checkpoints.safetensors"
 _MOST_BLOCKS = 1 << 24
-"""Blocks of one kind that a checkpoint may have: more would be some hundred million tokens."""
+"""The most blocks of one kind that a checkpoint may have. More would be some hundred million tokens."""
 _NO_LOCK = nullcontext()
 _BLOCKS = r"blocks-[0-9a-f]{64}\.safetensors"
 
@@ -53,22 +53,24 @@ class Folders:
     def __init__(self, coordinator: Coordinator, swapping: Swapping, page_tokens: int, rules: TailRules) -> None:
         self._memory, self._swapping = coordinator, swapping
         self._page_tokens, self._rules = page_tokens, rules
-        self._folders: dict[str, int | None] = {}  # local ones in use -> the descriptor that shares them
-        self._files = weakref.WeakKeyDictionary[Sequence, BlocksFile]()  # of checkpoints, written or read last
+        self._folders: dict[str, int | None] = {}  # Maps a local folder in use to the descriptor that shares it.
+        # The file of each checkpoint that was written or read last.
+        self._files = weakref.WeakKeyDictionary[Sequence, BlocksFile]()
         weakref.finalize(self, _release_all, self._folders, os.getpid())
 
     def save(
         self, folder: str | os.PathLike[str], entries: Iterable[Entry],
         lock: AbstractContextManager[object] = _NO_LOCK,
     ) -> int:  # fmt: skip
-        """Write checkpoints of whole sequences to a folder, instead of those that it holds; return the bytes of blocks.
+        """Write checkpoints of whole sequences to a folder in place of those that it holds. Return the bytes of blocks.
 
         A checkpoint outside of the budget whose file is damaged is left out, and so is one that was closed meanwhile.
 
         Args:
-            lock: held while the memory is read, and not while files are written; the caller does not hold it.
-        Raises SequenceError: a bad handle. SpecError: a dry run, or no folder. OSError: then the folder holds what it
-        held before. Cost: the bytes of blocks that are not there yet, copied, hashed and written.
+            lock: this call holds it while it reads the memory, but not while it writes files. The caller must not hold
+                it.
+        Raises SequenceError if a handle is bad, SpecError in a dry run or if this is no folder, or OSError: then the
+        folder holds what it held before. Cost: the bytes of blocks that are not there yet, copied, hashed and written.
         """
         place = read_path("folder", folder, "a folder, such as 'prefixes'")
         make_folder(place)
@@ -101,7 +103,8 @@ class Folders:
         Where others read the folder, or write to it, its blocks stay: the next save removes them.
         """
         if not is_local(place):
-            return  # another process may be reading or writing there: who keeps prefixes in a store removes old ones
+            # Another process may be reading or writing there. Whoever keeps prefixes in a store must remove old files.
+            return
         remove_abandoned(Path(place), f"{_BLOCKS}|{re.escape(CHECKPOINTS_FILE)}")
         with alone_in(self._folders[place]) as is_alone:
             for name in os.listdir(place) if is_alone else ():  # noqa: PTH208 - names are all that is wanted
@@ -124,15 +127,18 @@ class Folders:
         """Open the checkpoints of a folder as swapped-out ones. Their blocks are read when they are used.
 
         Args:
-            made: a list to which they are added before they count, for a caller whom an exception keeps from them.
+            made: a list to which each checkpoint is added before it counts. If an exception comes, the caller finds
+                them there.
 
-        Raises FormatError: no such folder, a damaged list, or one of a memory that is not like this one; nothing has
-        changed. Cost: the list; tokens that several checkpoints begin with are in host memory once.
+        Raises FormatError if there is no such folder, or if its list is damaged or comes from a memory that is not like
+        this one. Then nothing has changed. Cost: reading the list. Tokens with which several checkpoints begin are in
+        host memory once.
         """
         place = read_path("folder", folder, "the folder of saved checkpoints", FormatError)
         path = join_path(place, CHECKPOINTS_FILE)
         if is_local(place) and place not in self._folders and Path(place).is_dir():
-            self._folders[place] = hold_folder(place)  # from now on: its blocks are read later
+            # The folder is held from now on, because its blocks are read later.
+            self._folders[place] = hold_folder(place)
         _, about = read_blocks(path)
         check_signature(path, about, self._memory.spec, self._page_tokens, self._rules)
         check_weights(path, about, self._memory.spec)
@@ -217,7 +223,7 @@ class _Reading:
         return own
 
     def _places(self) -> list[Places]:
-        """Return for each entry its blocks by pool, (2, n): the entry whose file has a block, and its row there."""
+        """Return for each entry pool -> (2, n): the entry whose file has the block, and the row of the block there."""
         places = list[Places]()
         for i, about in enumerate(self._entries):
             parent, own = int(about["parent"]), Places()
@@ -233,7 +239,10 @@ class _Reading:
         return places
 
     def _with_tokens(self, parents: list[int]) -> list[Sequence]:
-        """Open all checkpoints, with their tokens: each in a buffer of one that goes on from it, if any does."""
+        """Open all checkpoints with their tokens.
+
+        A checkpoint shares the buffer of one that continues it, if there is one.
+        """
         ledger, n_tokens = self._memory.ledger, [int(about["n_tokens"]) for about in self._entries]
         bounds = np.cumsum([0, *(n - (n_tokens[p] if p >= 0 else 0) for n, p in zip(n_tokens, parents, strict=True))])
         own = [self._tokens[begin:end] for begin, end in pairwise(bounds.tolist())]

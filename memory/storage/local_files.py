@@ -52,7 +52,8 @@ def written_whole(path: Path, *, is_lasting: bool = True) -> Iterator[BinaryIO]:
             file.flush()
             if is_lasting:
                 os.fsync(file.fileno())
-            beside.replace(path)  # while it is locked: without the lock it could be removed as abandoned
+            # It is renamed while it is locked. Without the lock, another process could remove it as abandoned.
+            beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
@@ -63,7 +64,8 @@ def written_whole(path: Path, *, is_lasting: bool = True) -> Iterator[BinaryIO]:
 def reserve_space(file: BinaryIO, n_bytes: int) -> None:
     """Let the file system find the place of a new file's bytes at once, not piece by piece while it is written.
 
-    Raises OSError if there is not so much of it. Where the system or the file system has no such call, nothing happens.
+    Raises OSError if the disk has too little space. Where the system or the file system has no such call, nothing
+    happens.
     """
     if _fallocate is not None and n_bytes and _fallocate(file.fileno(), 0, 0, n_bytes):
         number = ctypes.get_errno()
@@ -72,7 +74,7 @@ def reserve_space(file: BinaryIO, n_bytes: int) -> None:
 
 
 def begin_flush(file: BinaryIO, begin: int, n_bytes: int) -> None:
-    """Let the disk begin to write bytes that were just written to a file, and do not wait. It is done only by fsync.
+    """Let the disk begin to write bytes that were just written to a file, without waiting. Only fsync completes it.
 
     So the disk works while the next bytes are written. Where the system has no such call, nothing happens.
     """
@@ -93,9 +95,9 @@ def remove_abandoned(folder: Path, names: str) -> bool:
                     part.unlink()
                 else:
                     is_busy = True
-        except FileNotFoundError:  # its writer has renamed it, or another process has removed it
+        except FileNotFoundError:  # Its writer has renamed it, or another process has removed it.
             continue
-        except OSError:  # of another user
+        except OSError:  # The file belongs to another user.
             is_busy = True
     return is_busy
 
@@ -119,7 +121,10 @@ def share_folder(folder: Path, names: str) -> int | None:
 
 
 def hold_folder(folder: str) -> int | None:
-    """Share a folder with others that read its files, until the returned descriptor is closed; None without locks."""
+    """Share a folder with others that read its files, until the returned descriptor is closed.
+
+    None if locks do not work.
+    """
     if fcntl is None:
         return None
     descriptor = os.open(folder, os.O_RDONLY)
@@ -129,7 +134,7 @@ def hold_folder(folder: str) -> int | None:
 
 @contextmanager
 def alone_in(descriptor: int | None) -> Iterator[bool]:
-    """Tell whether nobody else holds the folder of this descriptor of `hold_folder`, nor can while the block runs."""
+    """Yield True if nobody else holds a folder of `hold_folder`, and nobody can while the block runs."""
     try:
         yield descriptor is not None and _lock(descriptor, shared=False, waits=False)
     finally:
@@ -150,18 +155,18 @@ def _open_beside(path: Path) -> tuple[Path, BinaryIO]:
             file.close()
             beside.unlink(missing_ok=True)
             raise
-        file.close()  # another process removed it as abandoned before it was locked
+        file.close()  # Another process removed it as abandoned before it was locked.
 
 
 def _names_in(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - names are all that is wanted
-    except OSError:  # writing there will raise the same error, with a better place
+    except OSError:  # Writing there will raise the same error, and name a better place.
         return []
 
 
 def _lock(descriptor: int, *, shared: bool, waits: bool) -> bool:
-    """Lock a file or folder; True if the lock is held now, never where the system has none."""
+    """Lock a file or folder. True if the lock is held now; always False where the system has no locks."""
     if fcntl is None:
         return False
     try:

@@ -1,6 +1,6 @@
 """Holds the names of layer memories, pools, policies and storages in saved files: constants of the format.
 
-The code may rename its classes, fields and pools; then the table here maps the new names to those in files, which stay
+If the code renames its classes, fields or pools, the table here maps the new names to those in files. So files stay
 readable.
 """
 
@@ -83,8 +83,8 @@ class Names:
     """Maps names of layer memories and of pools to others.
 
     Attributes:
-        records: of layer memories, which have one record each.
-        pools: of pools.
+        records: maps names of layer memories, which have one record each.
+        pools: maps names of pools.
     """
 
     records: dict[str, str]
@@ -95,11 +95,11 @@ class Names:
         return Snapshot(_renamed(snapshot.records, self.records), self.of_pools(snapshot.blocks))
 
     def renamed_held(self, held: Held) -> Held:
-        """Return what a slot holds under other names, as `renamed`."""
+        """Return what a slot holds under other names, as `renamed` does for snapshots."""
         return Held(_renamed(held.records, self.records), self.of_pools(held.numbers))
 
     def of_pools(self, values: dict[str, ValueT]) -> dict[str, ValueT]:
-        """Return a dict by names of pools with other names, as `renamed`."""
+        """Return a dict whose keys are names of pools with other names, as `renamed` does."""
         return _renamed(values, self.pools)
 
     @property
@@ -115,8 +115,8 @@ def _renamed(values: dict[str, ValueT], table: dict[str, str]) -> dict[str, Valu
 def names_in_files(layers: LayerMemories) -> Names:
     """Return the table from a memory's own names of layer memories and pools to those in files.
 
-    A layer memory is KIND LAYER NAME of the first attention or recurrence that it serves, such as "attention 3
-    attention"; a pool is that, a slash, and its name by `pools_in_files`.
+    The name of a layer memory is KIND LAYER NAME of the first attention or recurrence that it serves, such as
+    "attention 3 attention". The name of a pool is that, a slash, and its name by `pools_in_files`.
     """
     names = Names({}, {})
     for own, memory in layers.items():

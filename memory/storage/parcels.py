@@ -1,7 +1,7 @@
 """Parcels hold blocks that left the budget together, in host memory or in a file, until nothing refers to them.
 
-What is kept of a slot names each of its blocks by its place, a parcel and a row in it. So blocks that several
-checkpoints shared in the arena are in one parcel once, and each checkpoint gives way and comes back alone.
+What is kept of a slot names each of its blocks by its place, which is a parcel and a row in it. So blocks that several
+checkpoints shared in the arena are in one parcel once. Yet each checkpoint can leave and return alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hybridmem.memory.blocks.arrays import EMPTY, Bools, Int64s
 from hybridmem.memory.blocks.holdings import Record
 
 Blocks = dict[str, Tensor]
-"""Pool -> (n, block_bytes) uint8."""
+"""Maps a pool to the bytes of blocks, (n, block_bytes) uint8."""
 
 Places = dict[str, Int64s]
-"""Pool -> (2, n) the parcel of each block of a slot, and its row there."""
+"""Maps a pool to (2, n): the parcel of each block of a slot, and its row there."""
 
 
 @dataclass(eq=False)
@@ -30,13 +30,13 @@ class Parcel:
     """Holds blocks of one or more pools, in host memory or in a file.
 
     Attributes:
-        blocks: while they are in host memory; empty while they are in a file.
-        path: the file that holds them too, or alone.
-        is_own: whether the file is removed with the parcel; others keep files of saved caches.
-        n_bytes: of its blocks.
-        rename: gives what is read from the file this memory's names of pools.
-        n_holders: slots whose places name it.
-        arriving: what is being read from its file in another thread.
+        blocks: the blocks while they are in host memory. It is empty while they are in a file.
+        path: the file that holds the blocks, if there is one.
+        is_own: True if the file is removed with the parcel. Files of saved caches stay.
+        n_bytes: the bytes of its blocks.
+        rename: gives blocks that are read from the file this memory's names of pools.
+        n_holders: how many slots have places in it.
+        arriving: the blocks that another thread is reading from its file.
     """
 
     blocks: Blocks
@@ -62,24 +62,25 @@ class Kept:
 
 
 class Twins:
-    """Says for blocks of one pool in the arena in which place the same bytes lie outside.
+    """Says, for blocks of one pool in the arena, at which place outside the same bytes are.
 
-    A block of the arena may be written or used again once nothing holds it. So its twin is known only as long as a
-    checkpoint, which never changes, guards the block: holds it, and has said so.
+    A block of the arena may be written or used again once nothing holds it. So its twin is known only while a
+    checkpoint guards the block. A checkpoint never changes; it guards a block if it holds it and has said so.
     """
 
     def __init__(self) -> None:
-        self._places = np.full((2, 16), -1, np.int64)  # by block id, as the two below
+        # This and the two arrays below have an element for each block id.
+        self._places = np.full((2, 16), -1, np.int64)
         self._live = np.zeros(16, np.int64)
         self._n_guards = np.zeros(16, np.int64)
-        self._guarded: dict[int, Int64s] = {}  # slot -> the blocks that it guards
+        self._guarded: dict[int, Int64s] = {}  # Maps a slot to the blocks that it guards.
 
     def guard(self, slot: int, ids: Int64s, live: Int64s, places: Int64s) -> None:
         """Let a checkpoint guard blocks whose twins lie in these places (2, n).
 
         Args:
-            live: (n,) which rows of a block the twin has, as `live_keys` writes it. A block with a known twin of other
-                rows is passed over.
+            live: (n,) which rows of each block the twin has, as `live_keys` writes it. A block that already has a twin
+                with other rows is left out.
         """
         self._grow_to(int(ids.max(initial=-1)) + 1)
         guarded = self._guarded.get(slot, EMPTY)
@@ -97,14 +98,14 @@ class Twins:
             self._n_guards[self._guarded.pop(slot)] -= 1
 
     def places_of(self, ids: Int64s, live: Int64s, is_kept: Callable[[Int64s], Bools]) -> Int64s:
-        """Return (2, n) the places of these blocks; (-1, -1) for those without a twin in a parcel that is kept."""
+        """Return (2, n) the places of these blocks, or (-1, -1) for blocks without a twin in a parcel that is kept."""
         self._grow_to(int(ids.max(initial=-1)) + 1)
         places = self._places[:, ids]
         is_twin = (ids >= 0) & (self._n_guards[ids] > 0) & (self._live[ids] == live) & is_kept(places[0])
         return np.where(is_twin, places, -1)
 
     def ids_of(self, places: Int64s) -> Int64s:
-        """Return (n,) the blocks in the arena whose twins lie in these places (2, n); -1 where there is none.
+        """Return (n,) the blocks in the arena whose twins are at these places (2, n), or -1 where there is none.
 
         Cost: O(blocks that are guarded).
         """
@@ -124,13 +125,13 @@ class Twins:
 
 
 def live_keys(live: Bools) -> Int64s:
-    """Return (n,) a number for each block that says which of its rows are live: live (n, rows)."""
+    """Return (n,) a number for each block that says which of its rows are live. `live` is (n, rows)."""
     weights = np.random.default_rng(0).integers(1, 1 << 62, live.shape[1])
     return np.asarray(live @ weights, np.int64)
 
 
 def gather(places: Int64s, blocks_of: Callable[[int], Tensor]) -> Tensor | None:
-    """Return (n, block_bytes) the blocks in these places (2, n), in this order; None if there are none.
+    """Return (n, block_bytes) the blocks at these places (2, n), in this order, or None if there are none.
 
     They are copied unless they are rows that follow each other in one parcel.
     """

@@ -34,7 +34,7 @@ from hybridmem.memory.storage.files import (
 )
 
 _BEGINNING_BYTES = 1 << 16
-"""What is read first: the headers of most files are shorter."""
+"""How many bytes are read first. The headers of most files are shorter."""
 _reading = Lock()
 _CONTRADICTIONS = (ValueError, KeyError, TypeError, RuntimeError, OverflowError)
 
@@ -44,7 +44,7 @@ class Content:
     """Holds what is in a file.
 
     Attributes:
-        checksums: name of a tensor -> those of its pieces, if they were computed as it was read.
+        checksums: name of a tensor -> the checksums of its pieces, if they were computed while it was read.
     """
 
     path: str
@@ -53,11 +53,11 @@ class Content:
     checksums: Mapping[str, bytes] = field(default_factory=dict)
 
     def check(self, *, covers_tensors: bool = True) -> None:
-        """Raise FormatError unless the checksum in the metadata is that of all else in them, and of the tensors."""
+        """Raise FormatError unless the checksum in the metadata fits the rest of the metadata and the tensors."""
         others = {name: text for name, text in self.metadata.items() if name != CHECKSUM}
         try:
             found = checksum_of(self.tensors if covers_tensors else {}, others, self.checksums)
-        except TypeError as error:  # of a dtype that numpy lacks
+        except TypeError as error:  # Numpy lacks the tensor's dtype.
             raise _never_written(self.path, error) from error
         if found != self.metadata.get(CHECKSUM):
             raise FormatError(
@@ -166,8 +166,8 @@ class _Header:
     """Holds the beginning of a file.
 
     Attributes:
-        n_bytes: of it, and of the 8 that say how many follow.
-        entries: name of a tensor -> what is said of it, which may be anything.
+        n_bytes: the bytes of the header, and of the 8 bytes before it that say how long it is.
+        entries: name of a tensor -> what the header says of it, which may be anything.
     """
 
     path: str
@@ -199,7 +199,8 @@ class _Header:
     def tensors_in(self, data: NDArray[np.uint8]) -> dict[str, Tensor]:
         """Return the tensors, views of these bytes. Raises FormatError."""
         dtypes = {name: dtype for dtype, name in DTYPES.items()}
-        whole = torch.from_numpy(data) if len(data) else torch.empty(0, dtype=torch.uint8)  # for numpy it has no stride
+        # For numpy, an empty array has no stride.
+        whole = torch.from_numpy(data) if len(data) else torch.empty(0, dtype=torch.uint8)
 
         def view(name: str, begin: int, end: int) -> Tensor:
             return whole[begin:end].view(dtypes[self.entries[name]["dtype"]]).view(self.entries[name]["shape"])
@@ -208,9 +209,9 @@ class _Header:
             return {name: view(name, *place) for name, place in self.places(len(data)).items()}
 
     def places(self, n_bytes: int) -> dict[str, tuple[int, int]]:
-        """Return where each tensor begins and ends within the `n_bytes` of all of them, the first one first.
+        """Return where each tensor begins and ends within the `n_bytes` of all of them, in their order.
 
-        Raises FormatError unless they lie one behind the other and are all that is there.
+        Raises FormatError unless each begins where the one before ends, and nothing else is there.
         """
         with self._refusing():
             places = {name: _offsets_in(entry) for name, entry in self.entries.items()}

@@ -29,7 +29,7 @@ Signature = dict[str, Any]
 
 
 def signature_of(spec: MemorySpec, page_tokens: int, rules: TailRules) -> Signature:
-    """Return all that decides whether the bytes of one memory mean the same in another one, but for the weights."""
+    """Return all that decides whether the bytes of one memory mean the same in another, except the weights."""
     return {
         "vocab_size": spec.vocab_size, "dtype": _dtype(spec.dtype), "page_tokens": page_tokens,
         "rollback_window": rules.rollback_window, "fold": rules.mode.value,
@@ -43,7 +43,7 @@ def _memory(memory: LayerSpec, rules: TailRules) -> dict[str, Any]:
         parts = memory.tail_parts(deferred=rules.defers)
         return about | {
             "family": memory.family, "row_shape": list(memory.row_shape),
-            "states": [  # in the order of their bytes
+            "states": [  # States are in the order of their bytes.
                 {"name": s.name, "shape": list(s.shape), "dtype": _dtype(s.dtype), "initial": s.initial}
                 for s in memory.states
             ],
@@ -60,7 +60,7 @@ def _memory(memory: LayerSpec, rules: TailRules) -> dict[str, Any]:
 
 
 def _rotation(rotation: Rotation | None) -> dict[str, Any] | None:
-    """Return what says how keys were rotated: they are kept so, and the frequencies, often many, count as a digest."""
+    """Return how keys were rotated, because rotated keys are kept. The frequencies, which may be many, are a digest."""
     if rotation is None:
         return None
     digest = hashlib.sha256(json.dumps(rotation.frequencies).encode()).hexdigest()
@@ -89,7 +89,7 @@ def _choice(choice: Any) -> Any:
     owner = type(choice)
     if is_dataclass(choice):
         names = [field.name for field in fields(choice) if field.compare]
-    else:  # without cached properties, which are in `vars` only after they have been read
+    else:  # Cached properties are left out: they are in `vars` only after they have been read.
         names = [
             n
             for n in sorted(vars(choice))
@@ -168,7 +168,7 @@ def check_signature(path: str, about: dict[str, Any], spec: MemorySpec, page_tok
 
 
 def check_weights(path: str, about: dict[str, Any], spec: MemorySpec) -> None:
-    """Raise MismatchError if a file says that other weights have computed it; None says nothing."""
+    """Raise MismatchError if a file says that other weights have computed it. None means that it does not say."""
     theirs, ours = about.get("weights"), spec.weights
     if theirs is None or ours is None or theirs == ours:
         return

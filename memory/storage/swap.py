@@ -1,8 +1,8 @@
 """Keeps swapped-out sequences in host memory and, when that is full, in files.
 
 A sequence's blocks are copied, those that it shares with others included, so it can be swapped in even if all others
-are closed. Only what it shares with checkpoints that are named as its relatives is copied once for all of them, and
-referred to again, not copied back, while one of them is in the budget.
+are closed. There is one exception: what it shares with checkpoints that are named as its relatives. That is copied once
+for all of them. While one of them is in the budget, swapping in refers to it again and does not copy it back.
 """
 
 from __future__ import annotations
@@ -48,26 +48,27 @@ _ODD = np.int64(0x9E3779B97F4A7C15 - (1 << 64))
 """Spreads block ids over all numbers of 64 bits."""
 
 Copy = Callable[[dict[str, Bools]], Snapshot]
-"""Which blocks of each pool are wanted -> a snapshot with these alone."""
+"""Takes which blocks of each pool are wanted, and returns a snapshot with only these."""
 
 
 class Tiers:
-    """Keeps swapped-out sequences by slot, in host memory or in files. Its length is their number.
+    """Keeps swapped-out sequences by slot, in host memory or in files. Its `len` is their number.
 
     Attributes:
-        n_to_host, n_to_disk: sequences that were swapped out so far without, and with, new bytes in files.
-        n_back: sequences that were swapped in so far.
-        seconds_a_byte: time that reading took when something was read last; None before that.
-        reclaimers: functions that free optional bytes of these tiers before a sequence is refused for lack of room:
-            missing bytes -> whether any were freed. Who calls `put` calls them.
+        n_to_host, n_to_disk: how many sequences were swapped out so far without, and with, new bytes in files.
+        n_back: how many sequences were swapped in so far.
+        seconds_a_byte: the time per byte that the last read took. None before the first read.
+        reclaimers: functions that free optional bytes of these tiers before a sequence is refused for lack of room.
+            Each takes the number of missing bytes, and returns True if it has freed any. The caller of `put` calls
+            them.
 
     Args:
-        host_bytes: bytes that swapped-out sequences may take in host memory; None for any number.
-        disk_bytes: the same of files.
-        folder: folder for files, a path or a URL. When host memory is full, what was used least recently is moved
-            there; None for no files. In a local one, files of processes that were killed are removed when the first
+        host_bytes: the most bytes that swapped-out sequences may take in host memory. None: there is no limit.
+        disk_bytes: the same limit for files.
+        folder: the folder of files, a path or a URL. When host memory is full, what was used least recently is moved
+            there. None: there are no files. In a local folder, files of killed processes are removed when the first
             file is written, unless a running process has files there.
-        journal: of the memory. What is held of each slot is a record; all else follows from it: see `rebuild`.
+        journal: the memory's journal. What is held of each slot is a record. All else follows from it: see `rebuild`.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class Tiers:
         self.folder = folder
         self.reclaimers: list[Callable[[int], bool]] = []
         self._held: dict[int, Kept] = {}
-        self._twins: defaultdict[str, Twins] = defaultdict(Twins)  # by pool
-        self._parcels: OrderedDict[int, Parcel] = OrderedDict()  # those that were used least recently first
+        self._twins: defaultdict[str, Twins] = defaultdict(Twins)  # Maps a pool to its twins.
+        self._parcels: OrderedDict[int, Parcel] = OrderedDict()  # Those that were used least recently come first.
         self._numbers = count()
         self._used_host_bytes = self._file_bytes = 0
         self._has_joined = False
@@ -97,17 +98,17 @@ class Tiers:
         """Return the bytes in host memory, and those in files."""
         return self._used_host_bytes, self._file_bytes
 
-    # Out
+    # Moving sequences out
 
     def put(self, leaving: Leaving, sizes: dict[str, int], copy: Copy, relatives: Iterable[Leaving] = ()) -> int:
-        """Keep a slot's blocks, in host memory if they fit there; return the bytes that were copied.
+        """Keep a slot's blocks, in host memory if they fit there. Return the bytes that were copied.
 
-        Raises CapacityError if there is no room in either, before anything has changed: try again if a reclaimer has
-        freed some. Raises what writing a file raises; then no sequence is lost.
+        Raises CapacityError if neither tier has room, before anything has changed. The caller may try again if a
+        reclaimer has freed some. If writing a file raises an error, no sequence is lost.
 
         Args:
-            sizes: pool -> bytes of a block.
-            relatives: checkpoints in the arena that share blocks with it. They remember where these are now.
+            sizes: pool -> the bytes of a block.
+            relatives: checkpoints in the arena that share blocks with it. They remember where these blocks are now.
         """
         slot, relatives, file_bytes = leaving.slot, list(relatives), self._file_bytes
         live = {pool: live_keys(rows) for pool, rows in leaving.live.items()}
@@ -140,7 +141,7 @@ class Tiers:
             oldest = next((parcel for parcel in self._parcels.values() if parcel.blocks), None)
             if self._fits_on_disk(n_bytes if oldest is None else oldest.n_bytes):
                 if oldest is None:
-                    break  # it is larger than all of host memory: `_pack` writes it at once
+                    break  # It is larger than all of host memory, so `_pack` writes it at once.
                 self._to_file(oldest)
                 self._used_host_bytes -= oldest.n_bytes
             else:
@@ -166,7 +167,10 @@ class Tiers:
         return self.disk_bytes is None or self._file_bytes + n_bytes <= self.disk_bytes
 
     def _pack(self, blocks: Blocks, *, apart: bool) -> dict[str, int]:
-        """Put blocks into a new parcel, or `apart` into one for each pool; return the parcel's number by pool."""
+        """Put blocks into a new parcel, or with `apart` into one for each pool.
+
+        Return each pool's number of a parcel.
+        """
         numbers = dict[str, int]()
         try:
             for part in [{pool: own} for pool, own in blocks.items()] if apart else [blocks] if blocks else []:
@@ -191,7 +195,7 @@ class Tiers:
         self._held[slot] = held
 
     def _introduce(self, relative: Leaving, ids: dict[str, Int64s], live: dict[str, Int64s], places: Places) -> None:
-        """Let a checkpoint guard the blocks that it has in common with a slot that is in these places now."""
+        """Let a checkpoint guard the blocks that it shares with a slot whose blocks are at these places now."""
         for pool, own in relative.ids.items():
             common, at, at_own = np.intersect1d(ids[pool], own, return_indices=True)
             is_same = live[pool][at] == live_keys(relative.live[pool][at_own])
@@ -199,16 +203,16 @@ class Tiers:
                 relative.slot, common[is_same], live[pool][at[is_same]], places[pool][:, at[is_same]]
             )
 
-    # Back
+    # Moving sequences back
 
     def shared_with(self, slot: int) -> dict[str, Int64s]:
-        """Return for each block of a slot that is kept one in the arena with the same bytes, or -1."""
+        """Return, for each block of a swapped-out slot, a block in the arena with the same bytes, or -1."""
         return {pool: self._twins[pool].ids_of(places) for pool, places in self._held[slot].places.items()}
 
     def get(self, slot: int, wanted: Mapping[str, Bools] | None = None) -> Snapshot:
-        """Return a slot's snapshot, or the wanted blocks of it, and keep it.
+        """Return a slot's snapshot, or its wanted blocks. The slot stays swapped out.
 
-        Raises FormatError if a file of it was damaged or removed.
+        Raises FormatError if one of its files was damaged or removed.
         """
         held, read, blocks, started = self._held[slot], dict[int, Blocks](), dict[str, Tensor](), time.perf_counter()
         for pool, all_places in held.places.items():
@@ -235,7 +239,7 @@ class Tiers:
         return _read_file(parcel.path, parcel.rename) if arriving is None else arriving.result()
 
     def fetch(self, slot: int) -> bool:
-        """Begin to read a slot's files in another thread; True if `get` need not wait for any."""
+        """Begin to read a slot's files in another thread. True if `get` need not wait for any of them."""
         waits = False
         for number in self._held[slot].parcels if slot in self._held else ():
             parcel = self._parcels[number]
@@ -248,7 +252,10 @@ class Tiers:
         return not waits
 
     def returned(self, slot: int, back: Leaving, *, is_checkpoint: bool) -> None:
-        """Forget what is kept of a slot that is in the arena again; a checkpoint guards the blocks with twins."""
+        """Forget what is kept of a slot that is in the arena again.
+
+        If it is a checkpoint, it guards its blocks with twins.
+        """
         places = self._held[slot].places
         self._release(slot)
         self.n_back += 1
@@ -263,7 +270,7 @@ class Tiers:
             self._release(slot)
 
     def forget_twins(self, slot: int) -> None:
-        """Forget which blocks with twins a checkpoint guards: it no longer holds them."""
+        """Forget which blocks a checkpoint guards, because it no longer holds them."""
         for twins in self._twins.values():
             twins.forget(slot)
 
@@ -274,14 +281,14 @@ class Tiers:
         self._journal.after(self._let_go, held.parcels)
 
     def _let_go(self, numbers: list[int]) -> None:
-        """Count a holder less of these parcels, and remove those that have none."""
+        """Count one holder less for each of these parcels, and remove parcels without a holder."""
         gone = list[Parcel]()
         for number in numbers:
             parcel = self._parcels[number]
             parcel.n_holders -= 1
             if not parcel.n_holders:
                 gone.append(self._parcels.pop(number))
-        for parcel in gone:  # last: a file system may refuse
+        for parcel in gone:  # This comes last, because a file system may refuse.
             self._remove(parcel)
 
     def _remove(self, parcel: Parcel) -> None:
@@ -294,14 +301,15 @@ class Tiers:
     def rebuild(self) -> None:
         """Compute anew what follows from what is held of each slot: which parcels are needed, and their bytes.
 
-        Which blocks of the arena have twins is forgotten: what is swapped out next is copied whole.
+        Twins are forgotten, so the next sequence that is swapped out is copied as a whole.
         """
         self._twins.clear()
         holders = Counter(number for held in self._held.values() for number in held.parcels)
         for number, parcel in [*self._parcels.items()]:
             parcel.n_holders = holders[number]
             if parcel.is_own and parcel.path is not None and (parcel.blocks or not parcel.n_holders):
-                # It was being written, or nothing refers to it. A file system that refuses keeps it until the end.
+                # Its file was being written, or nothing refers to it. If the file system refuses, it stays until the
+                # end.
                 with suppress(OSError):
                     remove_file(parcel.path)
                     parcel.path = None
@@ -314,10 +322,12 @@ class Tiers:
     # What others have written
 
     def add_file(self, path: str, n_bytes: int, rename: Callable[[Blocks], Blocks]) -> int:
-        """Return the number of a new parcel: a file with so many bytes of blocks, which is not removed with it.
+        """Return the number of a new parcel for a file with `n_bytes` of blocks.
+
+        The file is not removed with the parcel.
 
         Args:
-            rename: gives what is read from it this memory's names of pools.
+            rename: gives blocks that are read from it this memory's names of pools.
         """
         number = next(self._numbers)
         self._parcels[number] = Parcel({}, n_bytes, path, is_own=False, rename=rename)
@@ -333,13 +343,13 @@ class Tiers:
         return {Path(of.path).name for of in self._parcels.values() if of.path is not None and not of.is_own}
 
     def keys_of(self, slot: int) -> dict[str, Int64s]:
-        """Return a unique key for each swapped-out block of the slot."""
+        """Return a unique key for each block of a swapped-out slot."""
         return {pool: as_keys(places) for pool, places in self._held[slot].places.items()}
 
     def inside_keys(self, leaving: Leaving) -> dict[str, Int64s]:
-        """Return for each block of a slot in the arena the number of its twin outside, or else one of its own.
+        """Return a key for each block of a slot in the arena: the key of its twin outside, or else one of its own.
 
-        Blocks with the same bytes, zeros behind a slot's length included, have the same number.
+        Blocks with the same bytes, zeros behind a slot's length included, have the same key.
         """
         keys, is_far = dict[str, Int64s](), any((ids < 0).any() for ids in leaving.ids.values())
         for pool, ids in leaving.ids.items():
@@ -347,14 +357,14 @@ class Tiers:
             places = self._twins[pool].places_of(ids, live, self._are_kept)
             mixed = ids * _ODD + live
             keys[pool] = np.where(places[0] < 0, np.minimum(mixed, ~mixed), as_keys(places))
-            if is_far:  # its pages are in host memory: it shares nothing here
+            if is_far:  # Its pages are in host memory, so it shares nothing here.
                 keys[pool] = -1 - np.arange(len(ids)) - (leaving.slot << 32)
         return keys
 
     # Counting
 
     def held_bytes_of(self, sequence: Sequence) -> int:
-        """Return the bytes that are kept of a sequence, shared or not."""
+        """Return the bytes that are kept for a sequence, shared or not."""
         return sum(self._parcels[number].n_bytes for number in self._held[sequence.slot].parcels)
 
     def private_bytes_of(self, sequences: list[Sequence]) -> Int64s:
@@ -370,12 +380,12 @@ class Tiers:
         return float("inf") if self.host_bytes is None else self.host_bytes - self._used_host_bytes
 
     def _to_file(self, parcel: Parcel) -> None:
-        """Write a parcel to a file. Host memory no longer holds it; the caller counts that."""
+        """Write a parcel to a file. Host memory no longer holds it, and the caller subtracts its bytes."""
         assert self.folder is not None, "the caller has looked"
         if not self._has_joined:
             self._join_folder()
         path = join_path(self.folder, f"{_PREFIX}{uuid4().hex}.safetensors")
-        parcel.path = path  # first: whoever finds it beside the blocks knows that it may be half written
+        parcel.path = path  # The path is set first: a parcel with both a path and blocks may be half written.
         try:
             write_blocks(path, parcel.blocks, {}, is_lasting=False)
         except OSError:
@@ -385,7 +395,7 @@ class Tiers:
         self._file_bytes += parcel.n_bytes
 
     def _join_folder(self) -> None:
-        """Make the folder; share a local one with other processes, so that nobody removes files that are in use."""
+        """Make the folder. Share a local one with other processes, so that none removes files that are in use."""
         assert self.folder is not None, "the caller has looked"
         if (place := local_place(self.folder)) is None:
             make_folder(self.folder)
@@ -400,7 +410,7 @@ def _read_file(path: str, rename: Callable[[Blocks], Blocks]) -> Blocks:
 
 
 def _unlink_all(parcels: dict[int, Parcel], process: int) -> None:
-    if os.getpid() == process:  # a forked process has a copy of the table, but the files are not its own
+    if os.getpid() == process:  # A forked process has a copy of the table, but the files do not belong to it.
         for parcel in parcels.values():
             if parcel.path is not None and parcel.is_own:
                 remove_file(parcel.path)

@@ -23,7 +23,7 @@ class Swapping:
         self._memory = coordinator
 
     def snapshot(self, slot: int, wanted: dict[str, Bools] | None = None) -> Snapshot:
-        """Copy everything that a slot holds, or the wanted blocks of it, from wherever it is."""
+        """Copy everything that a slot holds, or its wanted blocks, from wherever they are."""
         if self._memory.ledger.is_away[slot]:
             return self._memory.swapped.get(slot, wanted)
         length = int(self._memory.ledger.lengths[slot])
@@ -31,7 +31,7 @@ class Swapping:
             return self._memory.layers.snapshot(slot, length, self._memory.store, wanted)
         snapshot = self._memory.layers.snapshot(
             slot, length, self._memory.store
-        )  # such a slot shares with none outside
+        )  # Such a slot shares no blocks with swapped-out ones.
         snapshot.blocks.update(self._memory.host_pages.snapshot(slot, length).blocks)
         return snapshot
 
@@ -49,9 +49,9 @@ class Swapping:
 
     @locked
     def block_keys(self, checkpoint: Sequence) -> dict[str, Int64s]:
-        """Return for each block of a checkpoint a number that only blocks with the same bytes outside have.
+        """Return a key for each block of a checkpoint. Only blocks with the same bytes have the same key.
 
-        The numbers of several checkpoints can be compared as long as none of them is swapped in or out.
+        The keys of several checkpoints can be compared as long as none of them is swapped in or out.
         """
         if self._memory.ledger.is_away[checkpoint.slot]:
             return self._memory.swapped.keys_of(checkpoint.slot)
@@ -69,7 +69,8 @@ class Swapping:
                     self._swap_out(sequence, near)
                 return
             except CapacityError as error:
-                # All of them, not the first one that frees something; they may close or swap in relatives.
+                # All reclaimers are called, not only the first that frees something. They may close or swap in
+                # relatives.
                 if not any([reclaim(error.needed) for reclaim in memory.swapped.reclaimers]):  # noqa: C419
                     raise
 
@@ -92,7 +93,7 @@ class Swapping:
         memory, found = self._memory, dict[str, Snapshot]()
 
         def attempt() -> None:
-            # Making room may close those that hold the shared blocks: then others are read.
+            # Making room may close the checkpoints that hold the shared blocks. Then these blocks are read instead.
             shared = memory.swapped.shared_with(slot)
             wanted = {pool: ids < 0 for pool, ids in shared.items()}
             key = str([(pool, of.tobytes()) for pool, of in wanted.items()])

@@ -1,4 +1,4 @@
-"""Tests whether a memory of sequences keeps the promises of this library: any memory that has an adapter.
+"""Tests whether any memory of sequences that has an adapter keeps the promises of this library.
 
 `python -m hybridmem.memory.testing MODULE:FACTORY` prints which promises are kept;
 `docs/how-to/testing-a-memory.md` shows how.

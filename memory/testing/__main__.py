@@ -39,14 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def own_refusals(name: str) -> frozenset[str]:
-    """Return the promises that one of this library's own subjects may refuse."""
+    """Return the promises that a subject of this library's own may refuse."""
     from hybridmem.memory.testing.subjects import REFUSED
 
     return REFUSED.get(name, frozenset())
 
 
 def table(name: str, results: list[Result], allowed: frozenset[str] = frozenset()) -> str:
-    """Return the results of a subject as text: what is needed to see each failure again, and what never happened."""
+    """Return the results of a subject as text: how to reproduce each failure, and what never happened."""
     width = max(len(result.promise.name) for result in results)
     lines = [name, f"{'promise':{width}}  verdict  histories  effective  refused  operations  outputs compared"]
     for r in results:

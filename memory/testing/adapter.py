@@ -1,4 +1,4 @@
-"""An adapter is what a memory must offer to be tested: some eight calls, and the model whose layers it serves."""
+"""Defines the adapter, which a memory needs to be tested: some eight calls, and the model whose layers it serves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Logits = NDArray[np.float32]
 
 
 class RefusedError(Exception):
-    """A memory refuses a call and says so. Nothing may have changed."""
+    """A memory refuses a call and says so. Nothing may have changed then."""
 
 
 class AbsentError(RefusedError):
@@ -34,11 +34,11 @@ class Agreement:
     """Says how closely outputs must agree with recomputed ones.
 
     Attributes:
-        rounding: largest difference, as a part of the spread of the logits.
-        cuts_matter: True if outputs depend on how tokens were cut into steps, as with eviction policies: then they are
-            recomputed in the same steps, else all at once.
-        same_bits: True if equal steps must give equal bits, whatever else is in the batch and was taken back. Where a
-            part of a step was taken back, rounding is allowed, unless the adapter can `accept` that part: then the
+        rounding: the largest difference that is allowed, as a part of the spread of the logits.
+        cuts_matter: True if outputs depend on how tokens were cut into steps, as with eviction policies. Then outputs
+            are recomputed in the same steps, else all at once.
+        same_bits: True if equal steps must give equal bits, whatever else is in the batch or was taken back. If a part
+            of a step was taken back, rounding is allowed, unless the adapter can `accept` that part, because then the
             recomputed step has the same shape.
     """
 
@@ -55,8 +55,9 @@ class Agreement:
 class Adapter(ABC):
     """Passes the kit's calls on to one memory, which is empty at first, and to its model.
 
-    A call that a memory cannot do, or not now, raises `RefusedError` and changes nothing; a call that an adapter does
-    not override raises `AbsentError`. Any other error counts as a fault of the memory, or of a model or policy in it.
+    A call that a memory cannot do, or cannot do now, raises `RefusedError` and changes nothing. A call that an adapter
+    does not override raises `AbsentError`. Any other error counts as a fault of the memory, or of a model or policy in
+    it.
     """
 
     vocab_size: int
@@ -71,8 +72,8 @@ class Adapter(ABC):
         """Feed new tokens of several sequences, in one pass of the model where the memory can.
 
         Args:
-            fail_after: raise `InjectedError` out of the model when so many of its layers have run; where it has not
-                more of them, nothing is raised. Raise `AbsentError` if this adapter cannot let a layer fail.
+            fail_after: raise `InjectedError` out of the model when this many of its layers have run. If it has no more
+                layers, nothing is raised. Raise `AbsentError` if this adapter cannot let a layer fail.
         Returns the logits of each request's tokens, (n, vocab), in the order of the requests.
         """
 
@@ -83,9 +84,9 @@ class Adapter(ABC):
     def accept(self, sequence: Any, tokens: list[int], n_kept: int) -> Logits:
         """Feed tokens in one step, and let only the first `n_kept` of them count, which is at least 1.
 
-        Where cuts matter, steps that were taken back in part are recomputed by it. A step that is as long as the first
-        one rounds as it did; a storage of few bits would make a difference of a whole code of any other rounding.
-        Returns the logits of all the tokens, (n, vocab).
+        Where cuts matter, the kit recomputes with it steps that were taken back in part. A step of the same length
+        rounds as the first one did. With another rounding, a storage of few bits could differ by a whole code. Returns
+        the logits of all the tokens, (n, vocab).
         """
         raise AbsentError("it cannot keep a part of a step")
 
@@ -98,11 +99,11 @@ class Adapter(ABC):
         raise AbsentError("it has no rollback")
 
     def checkpoint(self, sequence: Any) -> Handle:
-        """Remember where a sequence is, until the checkpoint is closed; what is fed later does not change it."""
+        """Remember where a sequence is until the checkpoint is closed. What is fed later does not change it."""
         raise AbsentError("it has no checkpoints")
 
     def return_to(self, sequence: Any, checkpoint: Any) -> None:
-        """Let a sequence go on as it was when the checkpoint was taken, of it or of a relative by forks."""
+        """Let a sequence continue from a checkpoint of it, of the one that it was forked from, or of a fork."""
         raise AbsentError("it has no checkpoints")
 
     def fork(self, sequence: Any) -> Handle:
@@ -126,7 +127,7 @@ class Adapter(ABC):
         raise AbsentError("it does not say what it uses")
 
     def can(self, call: str, *arguments: Any) -> bool | None:
-        """Return whether a call with these arguments would succeed now; None if the memory does not say."""
+        """Return whether a call with these arguments would succeed now, or None if the memory does not say."""
         return None
 
     def events(self) -> Mapping[str, int]:
@@ -140,4 +141,4 @@ class Adapter(ABC):
 
 
 Factory = Callable[[], Adapter]
-"""Makes an adapter over a new, empty memory; each time with the same model."""
+"""Makes an adapter over a new, empty memory, each time with the same model."""

@@ -1,4 +1,4 @@
-"""Checks promises one by one, makes failing histories smaller, and says what came of it."""
+"""Checks promises one by one, makes failing histories smaller, and returns the results."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hybridmem.memory.testing.tally import Tally
 from hybridmem.memory.testing.trial import BrokenPromiseError, Oracle, Trial
 
 _MOST_TRIES = 150
-"""Histories that are tried to make a failing one smaller."""
+"""How many histories are tried to make a failing one smaller."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Says what came of a promise.
+    """Says whether a promise is kept.
 
     Attributes:
         verdict: "refused" if the memory refused anything that the promise asks of it, or if there is a history in
             which it did not do what the promise is about.
-        why: what is broken, and a history that shows it; or the reason for refusals.
-        seed: makes the history that broke it, before it was made smaller.
-        n_effective: histories in which the memory did what the promise is about.
-        n_refused: operations that it refused; not counted is what it may refuse, such as rollbacks from afar.
-        exercised: what happened in the histories, and how often; 0 for what never did.
+        why: what is broken and a history that shows it, or the reason for refusals.
+        seed: the seed of the history that broke it, before that was made smaller.
+        n_effective: in how many histories the memory did what the promise is about.
+        n_refused: how many operations it refused. Those that it may refuse, such as far rollbacks, do not count.
+        exercised: what happened in the histories, and how often. What never happened has 0.
     """
 
     promise: Promise
@@ -51,10 +51,10 @@ class Result:
 def load_factory(name: str) -> Factory:
     """Return the factory that "module:factory" names, also of a file in the current folder.
 
-    Raises ValueError: there is none.
+    Raises ValueError if there is none.
     """
     module, _, attribute = name.partition(":")
-    if not {"", str(Path.cwd())} & {*sys.path}:  # pytest, unlike python -m, does not look there
+    if not {"", str(Path.cwd())} & {*sys.path}:  # Unlike python -m, pytest does not search the current folder.
         sys.path.insert(0, str(Path.cwd()))
     try:
         if not attribute:
@@ -70,7 +70,7 @@ def load_factory(name: str) -> Factory:
 def allowed_refusals(names: Iterable[str]) -> frozenset[str]:
     """Return the names of promises that a memory may refuse.
 
-    Raises ValueError: a name is no promise's.
+    Raises ValueError if a name is not that of a promise.
     """
     allowed = frozenset(names)
     if unknown := sorted(allowed - PROMISES.keys()):
@@ -94,7 +94,7 @@ def check(
     """Yield the result of each promise, checked with `n_examples` histories of seeds from `seed` on.
 
     Args:
-        setting: how large histories are; unless given, with the vocabulary of the factory's model.
+        setting: how large histories are. By default it has the vocabulary of the factory's model.
     """
     setting = setting or Setting(_made(factory).vocab_size)
     oracle = Oracle(partial(_made, factory))
@@ -103,7 +103,7 @@ def check(
 
 
 def check_for(factory: Factory, seconds: float, *, seed: int = 0, n_operations: int = 40) -> Result:
-    """Do anything in any order, history after history, for so many seconds or until something is broken."""
+    """Do anything in any order, history after history, for this many seconds or until something is broken."""
     promise, vocab_size, oracle = (
         PROMISES["anything, in any order"],
         _made(factory).vocab_size,
@@ -115,7 +115,10 @@ def check_for(factory: Factory, seconds: float, *, seed: int = 0, n_operations: 
 
 
 def _made(factory: Factory) -> Adapter:
-    """Return a new adapter. Raises RuntimeError if it cannot be made, also for what would end this process quietly."""
+    """Return a new adapter.
+
+    Raises RuntimeError if it cannot be made, even if the reason would end this process quietly.
+    """
     try:
         return factory()
     except KeyboardInterrupt:
@@ -151,7 +154,7 @@ def _check_one(factory: Factory, oracle: Oracle, promise: Promise, setting: Sett
 def _shrunk(
     factory: Factory, oracle: Oracle, history: History, broken: BrokenPromiseError, window_tokens: int
 ) -> tuple[History, BrokenPromiseError]:
-    """Return a smaller history that breaks something as well, and what."""
+    """Return a smaller history that breaks something as well, and what it breaks."""
     history, n_tries = history[: broken.at + 1], 0
     while True:
         for less in smaller(history):

@@ -1,4 +1,4 @@
-"""What is done to a memory: operations on sequences that have names, and what they leave of each one's tokens."""
+"""Defines what is done to a memory: operations on named sequences, and the tokens that each sequence has after them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Fed:
     """Holds what one step fed to a sequence.
 
     Attributes:
-        tokens: those that count.
-        taken_back: those behind them, which the step fed as well, and which were taken back later.
+        tokens: the tokens that count.
+        taken_back: the tokens behind them that the step fed as well, but that were taken back later.
     """
 
     tokens: tuple[int, ...]
@@ -23,7 +23,7 @@ Parts = tuple[Fed, ...]
 
 
 def head(parts: Parts, to: int) -> Parts:
-    """Return the first `to` tokens, cut as they were: what is left of a step that is taken back in part is a step."""
+    """Return the first `to` tokens, cut as they were. What is left of a step that is taken back in part is a step."""
     found, start = list[Fed](), 0
     for part in parts:
         if start >= to:
@@ -35,7 +35,7 @@ def head(parts: Parts, to: int) -> Parts:
 
 
 def joined(parts: Parts) -> tuple[int, ...]:
-    """Return the tokens that count, in one."""
+    """Return the tokens that count, joined."""
     return tuple(token for part in parts for token in part.tokens)
 
 
@@ -56,7 +56,7 @@ class Step:
     """Feeds tokens to several sequences at once.
 
     Attributes:
-        fail_after: the model raises an error after so many layers; None: it does not.
+        fail_after: the model raises an error after this many layers. None: it raises none.
     """
 
     requests: tuple[tuple[str, tuple[int, ...]], ...]
@@ -65,7 +65,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Takes the newest tokens back, or all if there are not so many."""
+    """Takes the newest tokens back, or all tokens if there are fewer."""
 
     name: str
     n_tokens: int
@@ -81,7 +81,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class ReturnTo:
-    """Lets a sequence go on as it was when the checkpoint of that name was taken."""
+    """Lets a sequence continue as it was when the checkpoint of that name was taken."""
 
     name: str
     checkpoint: str
@@ -89,7 +89,7 @@ class ReturnTo:
 
 @dataclass(frozen=True)
 class Fork:
-    """Opens a sequence that goes on where another is."""
+    """Opens a sequence that continues from where another one is."""
 
     source: str
     name: str
@@ -97,14 +97,17 @@ class Fork:
 
 @dataclass(frozen=True)
 class Reorder:
-    """Lets each first name go on as the second was, all at once."""
+    """Lets each first name continue as the second one was, all at once."""
 
     moves: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Reload:
-    """Saves a sequence, closes it, and loads it from the file; `anew`: into another memory, with all others."""
+    """Saves a sequence, closes it, and loads it from the file.
+
+    With `anew`, all sequences are loaded into another memory.
+    """
 
     name: str
     anew: bool = False
@@ -124,7 +127,7 @@ class CloseAll:
 
 @dataclass(frozen=True)
 class Misuse:
-    """Asks for what makes no sense: it must be refused, in whatever words, and change nothing.
+    """Asks for what makes no sense. The memory must refuse it, in whatever words, and change nothing.
 
     Attributes:
         how: "no tokens", "a negative token", "a token too large", "a position too large" or "a negative position".
@@ -139,7 +142,7 @@ History = tuple[Operation, ...]
 
 
 def smaller(history: History) -> list[History]:
-    """Return histories that do less, those that leave out most first."""
+    """Return histories that do less. Those that leave out most come first."""
     n = len(history)
     found, size = [], n // 2
     while size:
@@ -167,5 +170,5 @@ def _lesser(operation: Operation) -> list[Operation]:
 
 
 def describe(history: History) -> str:
-    """Return one line an operation."""
+    """Return one line for each operation."""
     return "\n".join(f"    {i}. {operation!r}" for i, operation in enumerate(history))

@@ -1,4 +1,4 @@
-"""The adapter of this library's own memories: of any model with a `memory_spec`."""
+"""Defines the adapter of this library's own memories, for any model with a `memory_spec`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hybridmem.memory.step import Step
 from hybridmem.memory.testing.adapter import Adapter, Agreement, InjectedError, Logits, RefusedError
 
 _ROUNDING = {torch.float32: 1e-5}
-"""Largest difference, as a part of the logits' spread; for dtypes of 16 bits it is 2e-2."""
+"""The largest difference that is allowed, as a part of the logits' spread. For dtypes of 16 bits it is 2e-2."""
 
 
 class HybridAdapter(Adapter):
@@ -30,11 +30,13 @@ class HybridAdapter(Adapter):
 
     Args:
         model: step -> logits.
-        spec: what the memory is made for; the model's unless given: with policies or storages, say.
-        same_bits: True if a row of the model's outputs has the same bits in any batch; see `Agreement`. Other rounding
-            is 1e-5 for float32 and 2e-2 for other dtypes, and how tokens are cut matters to policies and storages.
+        spec: what the memory is made for, such as a spec with policies or storages. By default it is the model's.
+        same_bits: True if a row of the model's outputs has the same bits in any batch; see `Agreement`. Otherwise
+            rounding may be 1e-5 for float32 and 2e-2 for other dtypes. How tokens are cut matters with policies or
+            storages.
         encoder: what each sequence is opened with, for a model that has an encoder.
-        options: of `HybridMemory`; unless given, budget="2MiB", rollback_window=8, page_tokens=4, poison=True.
+        options: arguments of `HybridMemory`. The defaults are budget="2MiB", rollback_window=8, page_tokens=4,
+            poison=True.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ def _ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def _fail(step: Step, after: int) -> None:
-    """Let a step fail when so many of its layers have run."""
+    """Let a step fail when this many of its layers have run."""
     n_left = after
 
     def failing(call: Callable[..., Tensor]) -> Callable[..., Tensor]:

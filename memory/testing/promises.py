@@ -1,4 +1,4 @@
-"""What is promised of a memory, each promise as random histories that would show that it is broken."""
+"""Lists the promises of a memory. Each is a set of random histories that would show that it is broken."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Setting:
 
     Attributes:
         vocab_size: tokens are below this.
-        window: so many tokens, counted from the furthest position that a sequence reached, a memory must take back;
-            more are asked for as well, and may be refused.
-        n_operations: of a history of everything.
+        window: how many tokens a memory must be able to take back, counted from the furthest position that a sequence
+            reached. Histories also ask for more, which the memory may refuse.
+        n_operations: how many operations the history with all kinds of them has.
     """
 
     vocab_size: int
@@ -40,12 +40,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Promise:
-    """Names a promise.
+    """Describes a promise.
 
     Attributes:
         group: the invariant of the design that it belongs to.
-        needs: the operation that each history must have done, by its class's name; or "Fault", of a layer, "Answer", to
-            the question whether it can, or "Return", a rollback of what was loaded.
+        needs: what each history must have done: the class name of an operation, "Fault" (of a layer), "Answer" (to the
+            question whether it can), or "Return" (a rollback of what was loaded).
         make: draws a history.
     """
 

@@ -1,4 +1,4 @@
-"""Adapters of this library's own kinds of memory, over tiny models: `memory.testing.subjects:hybrid` and others."""
+"""Makes adapters of this library's own kinds of memory, over tiny models, such as `memory.testing.subjects:hybrid`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hybridmem.memory.testing.hybrid_adapter import HybridAdapter
 from hybridmem.memory.testing.toys import FamilyToy, Toy
 
 POLICIES: dict[str, Budget] = {
-    # rows fold and none is forgotten: what is remembered does not depend on when they fold
+    # Rows fold, but none is forgotten, so what is remembered does not depend on when they fold.
     "sparse": H2O(512, every=4),
     "h2o": H2O(9, recent=2, every=4),
     "recent": Recent(9, sinks=2, every=4),
@@ -35,7 +35,7 @@ POLICIES: dict[str, Budget] = {
     "snapkv": SnapKV(9, recent=2, observed=3, kernel=3, every=4),
     "pyramid": PyramidKV(9, recent=1, observed=3, kernel=3, every=4),
     "expected": ExpectedAttention(9, recent=2, every=4),
-    # far less than everything, chosen by what a position and the rows up to it are
+    # Queries read far less than everything. A position and the rows up to it decide what they read.
     "quest": Quest(16, recent=1, select_up_to=10**6),
 }
 STORAGES: dict[str, Storage] = {
@@ -57,7 +57,7 @@ def _family_toy(name: str) -> FamilyToy:
 
 
 def hybrid(policy: str | None = None, storage: str | None = None, **options: Any) -> HybridAdapter:
-    """A hybrid: attention, a window of it, and recurrences; options are those of `HybridMemory`."""
+    """Make a hybrid: attention, attention with a window, and recurrences. Options are those of `HybridMemory`."""
     toy = _toy(window=options.pop("window", None))
     chosen = POLICIES[policy] if policy else None
     spec = toy.memory_spec.with_policy(chosen).with_storage(STORAGES[storage] if storage else None)
@@ -65,17 +65,17 @@ def hybrid(policy: str | None = None, storage: str | None = None, **options: Any
 
 
 def attention(**options: Any) -> HybridAdapter:
-    """Attention alone."""
+    """Make a memory of attention only."""
     return HybridAdapter(_toy(recurrent=False), same_bits=True, **options)
 
 
 def recurrent(**options: Any) -> HybridAdapter:
-    """Recurrences alone."""
+    """Make a memory of recurrences only."""
     return HybridAdapter(_toy(attention=False), same_bits=True, **options)
 
 
 def family(name: str, **options: Any) -> HybridAdapter:
-    """Two layers of one registered recurrence."""
+    """Make two layers of one registered recurrence."""
     return HybridAdapter(_family_toy(name), same_bits=FAMILIES[name].is_exact, **options)
 
 
@@ -118,5 +118,5 @@ REFUSED: dict[str, frozenset[str]] = {
     "hybrid, no rollback window": _BACK,  # It takes nothing back but everything.
     "hybrid, small budget": frozenset({"anything, in any order"}),  # Eight sequences do not fit.
 }
-"""Subject -> promises that it refuses, in part at least."""
+"""Maps a subject to the promises that it refuses, at least in part."""
 _DEFERRING = ("gated_delta", "mamba1", "rwkv7", "ssd")

@@ -20,19 +20,19 @@ EXERCISED = {
     "Fed": "tokens fed",
     "TakenBack": "tokens taken back",
 }
-"""What is counted as done -> words for it."""
+"""Maps what is counted as done to words for it."""
 _REQUIRED = frozenset({"Open", "Step", "Close"})
-"""Calls that every memory has: to say that one is absent is to refuse it."""
+"""The calls that every memory has. A memory that says that one is absent refuses it."""
 
 
 @dataclass
 class Tally:
-    """Counts what came of the operations of a promise's histories.
+    """Counts the outcomes of the operations of a promise's histories.
 
     Attributes:
-        done: operations that had an effect, and what `EXERCISED` names besides.
-        refused: operations that a memory must do, and refused.
-        absent: operations that it does not have.
+        done: the operations that had an effect, and what else `EXERCISED` names.
+        refused: the operations that a memory must do, but refused.
+        absent: the operations that it does not have.
         events: what happened inside of the memory, by the adapter's words.
         why: the first reason for each of "refused", "absent" and "out of reach", which a memory may refuse.
     """
@@ -54,14 +54,14 @@ class Tally:
         self.why.setdefault("absent", why)
 
     def refuse(self, kind: str, why: str, *, is_allowed: bool = False) -> None:
-        """Count a refusal; `is_allowed`: of what a memory need not do."""
+        """Count a refusal. With `is_allowed`, a memory need not do what it refused."""
         if not is_allowed:
             self.refused[kind] += 1
         self.why.setdefault("out of reach" if is_allowed else "refused", why)
 
     @property
     def n_refused(self) -> int:
-        """Return how many operations were refused that must be done, or were absent at times and done at others."""
+        """Return how many required operations were refused, or were absent at some times and done at others."""
         return self.refused.total() + sum(n for kind, n in self.absent.items() if self.done[kind])
 
     @property

@@ -1,4 +1,4 @@
-"""A tiny hybrid model on the public API, with every shape of memory that a model may have.
+"""Defines a tiny hybrid model on the public API, with every shape of memory that a model may have.
 
 Layer 0 is grouped-query attention; layer 1 owns two recurrences; layer 2 runs attention, over a window if there is one,
 and a recurrence side by side; layer 3 remembers nothing. There is no matrix product: each output row is computed from
@@ -23,7 +23,7 @@ HOST = torch.device("cpu")
 
 
 def moved(x: Any, device: torch.device) -> Any:
-    """A recurrence with all its weights, wherever they are in it, on the device."""
+    """Return a recurrence whose weights, wherever they are in it, are all on the device."""
     if isinstance(x, torch.Tensor):
         return x.to(device)
     if isinstance(x, tuple):
@@ -34,12 +34,12 @@ def moved(x: Any, device: torch.device) -> Any:
 
 
 def project(x_TM: Tensor, weight_OM: Tensor) -> Tensor:
-    """x W^T by a sum over each row."""
+    """Compute x W^T by a sum over each row."""
     return (x_TM[:, None, :] * weight_OM).sum(-1)
 
 
 def average(state: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Two tensors: a decaying mean of the rows, and the largest row so far (which does not start at zero)."""
+    """Keep two tensors: a decaying mean of the rows, and the largest row so far, which does not start at zero."""
     mean, highest = state
     mean = 0.9 * mean + 0.1 * row
     highest = torch.maximum(highest, row)
@@ -47,7 +47,7 @@ def average(state: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...],
 
 
 def delta(state: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """A small delta rule (Schlag et al. 2021): S += (v - S k) k^T, y = S k; row holds k and v."""
+    """Apply a small delta rule (Schlag et al. 2021): S += (v - S k) k^T, y = S k. A row holds k and v."""
     (matrix,) = state
     k, v = row[:, 0], row[:, 1]
     error = v - (matrix * k[:, None, :]).sum(-1)
@@ -68,7 +68,7 @@ class FamilyToy:
         n_row = math.prod(spec.row_shape)
         self._embedding, self._rows = (torch.randn(n, N_MODEL, generator=generator).to(device) for n in (VOCAB, n_row))
         self._out_seed, self._outs = generator.initial_seed(), dict[int, Tensor]()
-        # Two layers, so that rows of the second depend on what the first remembers.
+        # There are two layers, so that rows of the second depend on what the first remembers.
         self.memory_spec = MemorySpec(((spec,), (spec,)), VOCAB, model=family.name, device=device)
 
     def __call__(self, step: Step) -> Tensor:
@@ -81,7 +81,7 @@ class FamilyToy:
         return project(step.select(x), self._embedding)
 
     def _out(self, n_outputs: int) -> Tensor:
-        if n_outputs not in self._outs:  # copied to the device once: later steps can be captured
+        if n_outputs not in self._outs:  # It is copied to the device only once, so that later steps can be captured.
             generator = torch.Generator().manual_seed(self._out_seed + n_outputs)
             weights = torch.randn(N_MODEL, n_outputs, generator=generator)
             self._outs[n_outputs] = weights.to(self._embedding.device)
@@ -89,7 +89,7 @@ class FamilyToy:
 
 
 class Toy:
-    """`logits = model(step)` as any model of this library."""
+    """Is called like any model of this library: `logits = model(step)`."""
 
     def __init__(
         self, *, attention: bool = True, recurrent: bool = True, window: int | None = None,

@@ -1,4 +1,4 @@
-"""Does a history to a memory, and compares whatever comes out with what a sequence gives that saw only what counts."""
+"""Runs a history on a memory, and compares all outputs with those of a sequence that saw only the tokens that count."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class BrokenPromiseError(Exception):
     """A promise is broken.
 
     Attributes:
-        at: index of the operation in its history.
-        kind: what smaller histories must show as well, not to be of another fault: the first words of the message that
-            hold no number.
+        at: the index of the operation in its history.
+        kind: the first words of the message, up to a number. A smaller history must show the same words, or it shows
+            another fault.
     """
 
     def __init__(self, why: str, at: int) -> None:
@@ -65,8 +65,9 @@ class Oracle:
         return parts if agreement.cuts_matter and self._can_accept else tuple(Fed(part.tokens) for part in parts)
 
     def logits(self, steps: Parts) -> Logits:
-        """Return the logits (n, vocab) of a sequence that saw these tokens and nothing else.
-        Of a step that was taken back in part, it saw what was taken back, and none of it counted.
+        """Return the logits (n, vocab) of a sequence that saw only these tokens.
+
+        If a step was taken back in part, the sequence was fed that part too, but it did not count.
         """
         if steps not in self._known:
             if len(self._known) > 4096:
@@ -86,7 +87,7 @@ class Oracle:
 
 @dataclass(frozen=True)
 class _Row:
-    """Outputs that are still to be compared: those of the last tokens of `parts`, made by operation `at`."""
+    """Holds outputs that must still be compared: those of the last tokens of `parts`, made by operation `at`."""
 
     parts: Parts
     logits: Logits
@@ -108,8 +109,8 @@ class Trial:
 
     Args:
         oracle: may serve many trials of the same factory.
-        window_tokens: how far a memory must go back, from the furthest position of a sequence; what is asked for beyond
-            may be refused.
+        window_tokens: how far a memory must go back from the furthest position of a sequence. It may refuse to go
+            further.
     """
 
     def __init__(self, factory: Factory, oracle: Oracle, tally: Tally, window_tokens: int = 8) -> None:
@@ -135,7 +136,7 @@ class Trial:
                 with self._guarded("it"):
                     is_done = self._do(operation)
                 if not is_done:
-                    continue  # The sequence is not there, as may be in a history that was made smaller.
+                    continue  # The sequence does not exist. That can happen in a history that was made smaller.
                 self._tally.done[kind] += 1
             except RefusedError as error:
                 if isinstance(error, AbsentError):
@@ -151,8 +152,9 @@ class Trial:
 
     @contextmanager
     def _guarded(self, who: str) -> Iterator[None]:
-        """Turn what the subject raises into a fault, unless it is a refusal: also what would end this process, or make
-        a test runner skip.
+        """Turn what the subject raises into a fault, unless it is a refusal.
+
+        That includes what would end this process, or make a test runner skip.
         """
         try:
             yield
@@ -188,7 +190,7 @@ class Trial:
             self._tally.lack("Length", str(error))
 
     def _do(self, operation: Operation) -> bool:
-        """Return False if it cannot be asked for."""
+        """Do an operation. Return False if it cannot be asked for."""
         match operation:
             case Open(name) if name not in self._handles:
                 self._handles[name], self._parts[name], self._peaks[name] = self._adapter.open(), (), 0
@@ -264,7 +266,7 @@ class Trial:
         self._parts[name], self._peaks[name] = mark.parts, mark.peak
 
     def _forget_marks(self, name: str) -> None:
-        """Close the checkpoints that were taken of a sequence: it becomes another one."""
+        """Close the checkpoints that were taken of a sequence, because it becomes another one."""
         for mark in [mark for mark, its in self._marks.items() if its.source == name]:
             self._adapter.close(self._marks.pop(mark).handle)
 
@@ -289,7 +291,7 @@ class Trial:
         self._peaks |= {a: self._peaks[b] for a, b in moves.items()}
 
     def _reload(self, names: list[str], anew: bool) -> None:
-        """Load copies before the originals are closed: a memory may have no room for them."""
+        """Load copies before the originals are closed. A memory may have no room for both."""
         old, new = self._adapter, self._factory() if anew else self._adapter
         with tempfile.TemporaryDirectory() as folder:
             paths = {name: Path(folder) / str(i) for i, name in enumerate(names)}
@@ -324,7 +326,7 @@ class Trial:
                 adapter.rollback(sequence, length + 1 if how == "a position too large" else -1)
         except (AbsentError, KeyboardInterrupt):
             raise
-        except BaseException:  # It may refuse in whatever words.
+        except BaseException:  # It may refuse with any error.
             if self._usage() != before:
                 raise self._broken(f"it refused {how}, and uses {self._usage()} bytes, not {before}") from None
             return
@@ -334,7 +336,10 @@ class Trial:
         return next(name for name, handle in self._handles.items() if handle is sequence)
 
     def _compare(self) -> None:
-        """Compare all outputs of the history: the longest texts first, which answer for all that they begin with."""
+        """Compare all outputs of the history.
+
+        The longest texts come first, because they answer for all their prefixes.
+        """
         in_steps, known = self._adapter.agreement.is_in_steps, list[tuple[tuple[object, ...], Logits]]()
         for row in sorted(self._rows, key=lambda row: -length_of(row.parts)):
             steps = self._oracle.steps(row.parts)
@@ -351,7 +356,7 @@ class Trial:
             self._agree(row, expected[end - len(row.logits) : end], spread, is_alike)
 
     def _recompute(self, row: _Row, steps: Parts) -> Logits:
-        """Return the outputs of a text that is fed alone: in these steps or, where they are refused, as it was fed."""
+        """Return the outputs of a text that is fed alone, in these steps or, if they are refused, as it was fed."""
         try:
             try:
                 return self._oracle.logits(steps)
@@ -363,7 +368,7 @@ class Trial:
             raise BrokenPromiseError(f"its text, fed alone, raised {type(error).__name__}: {error}", row.at) from error
 
     def _agree(self, row: _Row, expected: Logits, spread: float, is_alike: bool) -> None:
-        """Compare outputs; `is_alike`: the recomputed steps are as long as those that were fed."""
+        """Compare outputs. With `is_alike`, the recomputed steps are as long as those that were fed."""
         self._tally.compared += len(row.logits)
         if row.logits.shape != expected.shape:
             raise BrokenPromiseError(f"outputs are of shape {row.logits.shape}, not {expected.shape}", row.at)
@@ -371,7 +376,8 @@ class Trial:
             raise BrokenPromiseError("outputs of a text that is fed alone are no numbers", row.at)
         if not np.array_equal(np.isfinite(row.logits), np.isfinite(expected)):
             raise BrokenPromiseError("outputs are not finite: memory was read that nobody wrote", row.at)
-        differs = row.logits != expected  # what is infinite, as of tokens that are masked, is equal or differs in sign
+        # Infinite numbers, such as those of masked tokens, are either equal or differ in sign.
+        differs = row.logits != expected
         worst = float(np.abs(row.logits[differs] - expected[differs]).max(initial=0.0))
         agreement = self._adapter.agreement
         allowed = 0.0 if agreement.same_bits and is_alike else agreement.rounding * spread
@@ -382,7 +388,7 @@ class Trial:
 
 
 def _absent_part(operation: Operation) -> str:
-    """Return which of the calls an operation lacked, of a memory that does not have it."""
+    """Return which of an operation's calls the memory does not have."""
     match operation:
         case Step(fail_after=int()):
             return "Fault"

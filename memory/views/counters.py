@@ -1,4 +1,4 @@
-"""Counts the bytes of a memory: in use, swapped out, needed and shared; for planners, schedulers and pictures."""
+"""Counts the bytes of a memory that are in use, swapped out, needed or shared: for planners and pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridmem.memory.sequences.room import Need, Room, need_of
 from hybridmem.memory.views.usage import Inventory, Usage, measure
 
 _MOST_TOKENS = 1 << 40
-"""Tokens that no plan counts further than: their bytes would not fit into 64 bits."""
+"""The most tokens of a plan. The bytes of more would not fit into 64 bits."""
 
 
 class CountedLayers(Holders, Protocol):
@@ -73,7 +73,7 @@ class Counters:
 
     @property
     def _memory(self) -> Counted:
-        """Return the memory, after what an exception has left half done is finished or undone."""
+        """Return the memory, after finishing or undoing what an exception has left half done."""
         self._owner.mend()
         return self._owner
 
@@ -101,11 +101,11 @@ class Counters:
 
     @property
     def moved_bytes(self) -> int:
-        """Return the bytes of the budget that were moved so far, to join free ranges."""
+        """Return how many bytes of the budget were moved so far to join free ranges."""
         return self._memory.room.compactors[BUDGET_UNIT].moved_bytes
 
     def bytes_by_pool(self) -> dict[str, int]:
-        """Return the bytes in use by pool, as `usage().by_kind` without its cost. Cost: O(pools)."""
+        """Return the bytes in use of each pool, like `usage().by_kind`, but faster. Cost: O(pools)."""
         return dict(self._layers.used_bytes)
 
     @property
@@ -117,7 +117,8 @@ class Counters:
     def swaps(self) -> CountedSwaps:
         """Return how many swaps there were: out to host memory, out so that files grew, and back in.
 
-        They are its `n_to_host`, `n_to_disk` and `n_back`; its length is the number of sequences swapped out now.
+        The result has them as `n_to_host`, `n_to_disk` and `n_back`. Its `len` is how many sequences are swapped out
+        now.
         """
         swaps: CountedSwaps = self._memory.swapped
         return swaps
@@ -135,7 +136,7 @@ class Counters:
         return self._layers.held_bytes(sequence.slot)
 
     def private_bytes(self, sequences: list[Sequence]) -> Int64s:
-        """Return the bytes (S,) that closing each of these sequences, and no other one, would free.
+        """Return (S,) the bytes that closing each of these sequences alone would free.
 
         Raises SequenceError. Cost: little more for many than for one.
         """
@@ -152,10 +153,10 @@ class Counters:
         return self._memory.ledger.checkpoints(sequence)
 
     def inventory(self, *sequences: Sequence) -> Inventory:
-        """Return all blocks and those to which these sequences, or all, refer; valid until the memory changes.
+        """Return all blocks, and those to which these sequences (or all) refer. It is valid until the memory changes.
 
-        `usage` counts it, and `memory.pictures` draws it. Raises SequenceError: a closed sequence, or one of another
-        memory.
+        `usage` counts it, and `memory.pictures` draws it. Raises SequenceError if a sequence is closed or belongs to
+        another memory.
         """
         for sequence in sequences:
             self._memory.ledger.check_open(sequence)
@@ -169,11 +170,11 @@ class Counters:
 
     @property
     def lock(self) -> MemoryLock:
-        """Return the lock of the memory's books: while a thread holds it, several counts are of one moment."""
+        """Return the lock of the memory's books. While a thread holds it, all its counts describe the same moment."""
         return self._memory.lock
 
     def version(self) -> object:
-        """Return a value that differs once bytes, sequences or their lengths have changed. Cost: O(slots)."""
+        """Return a value that changes whenever bytes, sequences or their lengths change. Cost: O(slots)."""
         with self.lock:
             ledger = self._memory.ledger
             newest = next(reversed(ledger.handles.values()), None)
@@ -189,7 +190,7 @@ class Counters:
 
     @property
     def least_bytes(self) -> int:
-        """Return the smallest budget of such a memory: one sequence can take a step of one token."""
+        """Return the smallest budget of such a memory, in which one sequence can take a step of one token."""
         return self._layers.least_bytes
 
     def needed_bytes(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> int:
@@ -200,7 +201,10 @@ class Counters:
         return self._need(n_tokens, n_held, max_tokens, on_grid=self._memory.room.on_grid).total_bytes
 
     def require_possible(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> None:
-        """Raise CapacityError if the whole budget is too small, for steps that cut anywhere; any thread may call it."""
+        """Raise CapacityError if the whole budget is too small.
+
+        It assumes steps that cut anywhere. Any thread may call it.
+        """
         need = self._need(n_tokens, n_held, max_tokens, on_grid=False)
         if need.total_bytes > self.budget_bytes:
             raise self._memory.room.refusal(need)
@@ -217,16 +221,16 @@ class Counters:
         """Return the error for a run that does not fit, with the bytes that all requests need together.
 
         Args:
-            error: that of one of its steps, if one was refused.
+            error: the error of one of its steps, if one was refused.
         """
         return self._memory.room.lack(slots, counts, max_tokens, error)
 
     def bytes_at(self, n_tokens: int) -> int:
-        """Return the bytes that a sequence of so many tokens holds between steps if it shares none."""
+        """Return the bytes that a sequence of `n_tokens` tokens holds between steps if it shares none."""
         return int(self._bytes_at(n_tokens)[0])
 
     def shared_bytes_at(self, n_tokens: int) -> int:
-        """Return the bytes that forks of such a sequence share however far each is advanced: full pages, no state."""
+        """Return the bytes that forks of such a sequence share however far each advances: full pages, but no states."""
         return int(self._bytes_at(n_tokens)[3])
 
     def _bytes_at(self, n_tokens: int) -> Int64s:

@@ -24,9 +24,12 @@ SCHEMES: dict[str, tuple[str, str]] = {
     "shared": ("#999999", "#8a8d96"),
     "free": ("#e9e9e5", "#292c34"),
 }
-"""Concept -> its colour on light and on dark pages. What is swapped out or shared is hatched or crossed as well."""
+"""Maps a concept to its colours on light and on dark pages.
+
+What is swapped out or shared is hatched or crossed as well.
+"""
 COLOURS = {concept: light for concept, (light, _) in SCHEMES.items()}
-"""Concept -> its colour in pictures, which suits white and black pages."""
+"""Maps a concept to its colour in pictures, which suits white and black pages."""
 VIEWS: dict[str, tuple[str, ...]] = {
     "the page's memory": (
         "pages", "states", "tail", "body", "head", "reused", "replayed", "computed", "chosen", "free",
@@ -36,13 +39,13 @@ VIEWS: dict[str, tuple[str, ...]] = {
     "a bar of bytes": ("body", "tail", "head", "checkpoints", "steps", "shared", "free"),
     "a prompt": ("reused", "replayed", "computed"),
 }  # fmt: skip
-"""View -> the concepts that it shows at once."""
+"""Maps a view to the concepts that it shows at once."""
 _SHARES = (1.0, 0.65, 0.4)
 """How much of its colour the first, second and third pool of a kind keep; the rest is black, or white on dark pages."""
 
 
 def kind_of(pool: str) -> str:
-    """Return the concept that a pool's blocks are: "pages", "states" or "tail"."""
+    """Return the concept to which a pool's blocks belong: "pages", "states" or "tail"."""
     return "tail" if "tail" in pool else "states" if "state" in pool else "pages"
 
 

@@ -18,8 +18,8 @@ def sequence_html(inventory: Inventory, checkpoints: list[Sequence], host_invent
     """Return a view of one open sequence for notebooks.
 
     Args:
-        inventory, host_inventory: of this sequence alone, on the device and in host memory.
-        checkpoints: those of its family, to which it can roll back.
+        inventory, host_inventory: the inventories of only this sequence, on the device and in host memory.
+        checkpoints: the checkpoints of its family, to which it can roll back.
     """
     (sequence,) = inventory.sequences
     usage = measure(inventory, (0, 0)).by_sequence[sequence.id]

@@ -37,8 +37,8 @@ class Table:
     """Holds the rows of a table as text.
 
     Attributes:
-        columns: titles; the first column is aligned to the left, the others, which are numbers, to the right.
-        n_hidden: rows that are left out; a note below the table says how many.
+        columns: the titles. The first column is aligned to the left. The others are numbers, aligned to the right.
+        n_hidden: how many rows are left out. A note below the table says so.
     """
 
     columns: tuple[str, ...]
@@ -107,7 +107,7 @@ def as_html(title: str, lines: list[str], bar: dict[str, int], total_bytes: int,
 
     Args:
         lines: text below the title.
-        bar: part -> bytes, drawn to the scale of `total_bytes`; the rest of the bar stays empty.
+        bar: part -> bytes, drawn to the scale of `total_bytes`. The rest of the bar stays empty.
     """
     pieces, keys = [], []
     for part, n_bytes in bar.items():

@@ -33,8 +33,8 @@ class Place(NamedTuple):
     """Names one use of bytes: by which layer memory, in which pool, as which part of a sequence.
 
     group, kind: names of a layer memory ("attention", "recurrence" ...) and of a pool ("pages", "states", "tails" ...).
-    part: "body", "tail" or "head". Of a whole memory also "checkpoints", blocks to which only checkpoints refer, and
-        "steps", blocks that open steps have set aside.
+    part: "body", "tail" or "head". The usage of a whole memory also has "checkpoints", blocks to which only checkpoints
+    refer, and "steps", blocks that open steps have set aside.
     """
 
     group: str
@@ -47,9 +47,9 @@ class Group:
     """Describes one layer memory: its layers, its pools, and the blocks that sequences hold in them.
 
     Attributes:
-        members: (layer, spec) of each memory that it keeps.
-        pools: pools, each with the layout of its blocks.
-        holdings: blocks that the inventory's sequences hold.
+        members: (layer, spec) of each attention or recurrence that it serves.
+        pools: its pools, each with the layout of its blocks.
+        holdings: the blocks that the inventory's sequences hold.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Group:
 
     @property
     def shares(self) -> dict[str, tuple[int, ...]]:
-        """Return pool -> bytes that each member has in one of its blocks."""
+        """Return, for each pool, the bytes that each member has in one of the pool's blocks."""
         return {pool.name: layout.shares for pool, layout in self.pools}
 
 
@@ -76,7 +76,8 @@ class Inventory:
     """Lists all blocks and the sequences that refer to them. It is a view, valid until the memory changes.
 
     Attributes:
-        sequences, lengths, away_bytes: (S,) open ones and checkpoints, their tokens, and bytes that are swapped out.
+        sequences, lengths, away_bytes: (S,) open sequences and checkpoints, their numbers of tokens, and their bytes
+            that are swapped out.
     """
 
     arena: Arena
@@ -134,8 +135,8 @@ class SequenceUsage(_Held):
 
     Attributes:
         held: bytes by place, shared ones included.
-        shared_bytes: the part of them to which others refer as well.
-        swapped_bytes: bytes of it outside of the budget, if it is swapped out.
+        shared_bytes: the part of these bytes to which others refer as well.
+        swapped_bytes: its bytes outside of the budget, if it is swapped out.
     """
 
     id: int
@@ -157,11 +158,11 @@ class SequenceUsage(_Held):
 
 @dataclass(frozen=True, eq=False)
 class BySequence(Mapping[int, SequenceUsage]):
-    """Maps the ids of S sequences to their usage, which is made when it is read: of thousands, few are.
+    """Maps the ids of S sequences to their usage. A usage is made when it is read: of thousands, few are read.
 
     Attributes:
-        index: id -> row in the arrays, which are (S,) or (S, P).
-        held_SP, shared, swapped: bytes.
+        index: id -> the row in the arrays, which are (S,) or (S, P).
+        held_SP, shared, swapped: arrays of bytes.
     """
 
     index: dict[int, int]
@@ -194,20 +195,21 @@ class BySequence(Mapping[int, SequenceUsage]):
 
 @dataclass(frozen=True, repr=False)
 class Usage(_Held):
-    """Counts the bytes of a memory. `held` sums to `used_bytes`: each block counts once in it, however many share it.
+    """Counts the bytes of a memory. Each block counts once in `held`, however many share it: it sums to `used_bytes`.
 
     Attributes:
         budget_bytes: bytes that the memory may use at most: used_bytes + free_bytes.
         held: bytes by place. A block that belongs to different parts of different sequences counts as the first of
             body, tail, head. Rows of attention stay in their pages when they leave the tail, so all of its pages count
             as body. With an eviction policy or a storage, rows move when they fold, so there are tails.
-        shared, block_bytes: pool -> bytes of blocks to which several sequences refer, and of one block.
+        shared, block_bytes: pool -> the bytes of blocks to which several sequences refer, and the bytes of one block.
         padding_bytes: the part of `used_bytes` that alignment adds.
         layers: layer memory -> its layers.
         by_sequence: usage of open sequences and checkpoints by id.
         host_bytes, disk_bytes: bytes of swapped-out sequences in host memory, and in files.
-        on_host: usage of pages in host memory and of the sequences that have theirs there; None without `host_pages`.
-        token_bytes, book_bytes: host memory for token ids, and for what says which blocks are where and whose they are.
+        on_host: the usage of pages in host memory and of their sequences. None without `host_pages`.
+        token_bytes, book_bytes: bytes of host memory for token ids, and for the tables that say where blocks are and
+            whose.
     """
 
     budget_bytes: int
@@ -227,7 +229,7 @@ class Usage(_Held):
 
     @property
     def host(self) -> dict[str, int]:
-        """Return the bytes of host memory that the memory takes beside its budget, by what they are for."""
+        """Return, for each use, the bytes of host memory that the memory takes beside its budget."""
         pages = {} if self.on_host is None else {"offloaded pages": self.on_host.used_bytes}
         return {"swapped out": self.host_bytes, **pages, "tokens": self.token_bytes, "books": self.book_bytes}
 
@@ -301,7 +303,10 @@ class Usage(_Held):
 
 
 def use_name(group: str, kind: str, n_layers: int) -> str:
-    """Return the title of a row: "attention: pages, 4 layers". A pool whose name has the group's in it stands alone."""
+    """Return the title of a row: "attention: pages, 4 layers".
+
+    If a pool's name contains the group's, it stands alone.
+    """
     return f"{kind if group in kind else f'{group}: {kind}'}, {count(n_layers, 'layer', 'layers')}"
 
 
@@ -315,7 +320,7 @@ def measure(
     """Count the bytes of all blocks, by place and by sequence.
 
     Args:
-        inventory, host_inventory: of all sequences, and of those whose pages are in host memory.
+        inventory, host_inventory: the inventories of all sequences, and of those whose pages are in host memory.
         swapped_bytes: bytes of swapped-out sequences in host memory, and in files.
         token_bytes: bytes of all token ids.
     Cost: O(blocks in use).
@@ -361,7 +366,7 @@ def measure(
 
 
 def _by_part(pool: BlockPool, holdings: list[Holding], is_checkpoint: Booleans) -> dict[str, int]:
-    """Count a pool's blocks in use by part; a block with several parts counts as the first of `PARTS`."""
+    """Count a pool's blocks in use by part. A block with several parts counts as the first of `PARTS`."""
     ranks = np.full(len(pool.counts), PARTS.index("steps"))
     checkpoints = PARTS.index("checkpoints")
     for holding in holdings:

@@ -1,7 +1,7 @@
-"""Knows where lies what a recorded step computes, and packs it: what is no longer needed makes room for later results.
+"""Knows where a recorded step's results are, and packs them: later results take the place of those no longer needed.
 
-A step that is recorded keeps everything that it computes apart, so that each address stands for one result. Replayed
-like that, a model of twelve layers would write twelve times as much memory as fits into a fast cache.
+While a step is recorded, all its results stay at different addresses, so that each address stands for one result. If it
+were replayed like that, a model of twelve layers would write twelve times as much memory as fits into a fast cache.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from hybridmem.memory.kernels.cpu.launches import Address
 
 Calls = list[tuple[Callable[..., object], tuple[Any, ...]]]
-"""Functions, and the arguments with which they are called, one after the other."""
+"""Functions and their arguments, in the order of the calls."""
 
 _LINE_BYTES = 64
 _Place = tuple[int, int]
-"""Which allocation an address is in, and how many bytes behind its begin."""
+"""The allocation in which an address is, and its distance in bytes from the begin of that."""
 
 
 class ActivationPlanner:
-    """Knows the memory that a step has allocated, `n_bytes` of it.
+    """Knows the `n_bytes` bytes of memory that a step has allocated.
 
-    It keeps all tensors that the step has used, so that nothing else comes to lie where one of them is.
+    It keeps all tensors that the step has used, so that no other tensor gets the address of one of them.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class ActivationPlanner:
                 self.n_bytes += n_bytes
 
     def find(self, address: int) -> _Place | None:
-        """Return the place of an address in what the step has allocated; None if it is elsewhere."""
+        """Return the place of an address in what the step has allocated, or None if it is elsewhere."""
         if len(self._begins) != len(self._numbers):
             self._begins = sorted(self._numbers)
         at = bisect_right(self._begins, address) - 1
@@ -58,9 +58,9 @@ class ActivationPlanner:
         return (number, address - begin) if address < begin + self._sizes[number] else None
 
     def key_of(self, x: Any) -> Hashable:
-        """Return a key of an argument: the same for arguments that two recordings of one step may give.
+        """Return a key of an argument. Two recordings of one step give arguments with the same keys.
 
-        Raises ValueError for an integer that is not declared as an address, and is one in the memory of the step.
+        Raises ValueError for an integer that is an address in the memory of the step, but was not declared as one.
         """
         if isinstance(x, tuple | list):
             return tuple(map(self.key_of, x))
@@ -96,7 +96,7 @@ class ActivationPlanner:
 
 
 class _Moved:
-    """Moves arguments to a block of memory: those that lie in what a step has allocated."""
+    """Moves those arguments to a block of memory that lie in what a step has allocated."""
 
     def __init__(self, memory: ActivationPlanner, begins: dict[int, int], block: Tensor) -> None:
         self._memory, self._begins, self._block, self._array = memory, begins, block, block.numpy()
@@ -116,7 +116,7 @@ class _Moved:
         return x
 
     def _at(self, address: int) -> int | None:
-        """Return the offset in the packed block to which the bytes at an address have moved; None if they stay."""
+        """Return the offset in the packed block to which the bytes at an address have moved, or None if they stay."""
         place = self._memory.find(address)
         return None if place is None else self._begins[place[0]] + place[1]
 
@@ -141,7 +141,8 @@ def _lay_out(lives: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], in
     Args:
         lives: result -> its first and its last use, and its bytes. Results in use at the same time lie apart.
     """
-    begins, taken = dict[int, int](), list[tuple[int, int, int]]()  # last use, begin, end
+    # `taken` holds (last use, begin, end) of each result.
+    begins, taken = dict[int, int](), list[tuple[int, int, int]]()
     n_bytes = 0
     for number, (first, last, size) in sorted(lives.items(), key=lambda item: item[1]):
         taken = [part for part in taken if part[0] >= first]
@@ -153,7 +154,7 @@ def _lay_out(lives: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], in
 
 
 def _first_gap(size: int, taken: Iterable[tuple[int, int]]) -> int:
-    """Return the first place of a number of bytes between ranges that are taken, in their order."""
+    """Return the first place with `size` free bytes between the `taken` ranges, which are in order."""
     begin = 0
     for start, end in taken:
         if start - begin >= size:
@@ -163,7 +164,7 @@ def _first_gap(size: int, taken: Iterable[tuple[int, int]]) -> int:
 
 
 def storage_of(x: Tensor) -> tuple[int, int] | None:
-    """Return address and bytes of what a tensor is a view of; None if it has no such thing, as oneDNN's have not."""
+    """Return address and bytes of a tensor's storage, or None if it has none, as oneDNN's tensors."""
     if x.layout is not torch.strided:
         return None
     storage = x.untyped_storage()

@@ -25,7 +25,7 @@ _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 _FEW_QUERIES = 16
 _MOST_QUERIES, _ROWS, _MOST_ELEMENTS = 1024, 1024, 1 << 22
-"""Limits of one call with many queries: queries, rows, and elements of the queries."""
+"""The limits of one call with many queries: how many queries, rows, and elements of the queries."""
 
 _NO_WINDOW = 1 << 60
 _NO_SINKS, _NO_BIAS = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
@@ -51,7 +51,7 @@ def paged_attention(
         attend_few_folded(q_THD, keys, values, batch, n_short, n_kv_heads, scoring, sinks, bias_HL, folded, out_THD)
     elif n_short:
         pages = as_array(batch.pages)
-        # By the room for pages, not by lengths: a recorded step is replayed for longer sequences.
+        # The room for pages decides, not the lengths, because a recorded step is replayed for longer sequences.
         n_threads = use_threads(2 * q_THD[0].numel() * int(counts[n_short - 1]) * pages.shape[-1] * batch.page_tokens)
         heads_a_task = n_kv_heads if n_short >= 2 * n_threads and pages.ndim == 1 else 1
         q, k, v = as_array(q_THD.contiguous()), as_array(keys), as_array(values)
@@ -124,7 +124,7 @@ def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scorin
 
 @cache
 def _attend_address(queries: np.dtype, keys: np.dtype, values: np.dtype, sinks: np.dtype, biases: np.dtype) -> int:
-    """Return where the machine code that attends with arrays of these types begins: that of `_attend_task`."""
+    """Return the address of `_attend_task`'s machine code for arrays of these types."""
     i, x, ids = 0, _ONE, np.empty(0, np.int64)
     q_TR = np.empty((0, 0), queries)
     return address_of(

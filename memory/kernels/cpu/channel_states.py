@@ -76,7 +76,10 @@ def _fade_and_add_(h, decay, x):
 
 @cache
 def _numbers(*numbers: float) -> np.ndarray:
-    """Return an array of numbers, the same one for the same: a step is recorded only if its arrays stay."""
+    """Return an array of numbers.
+
+    For equal numbers it is the same array: a step is recorded only if its arrays stay.
+    """
     return np.array(numbers, np.float32)
 
 
@@ -107,7 +110,7 @@ def _wkv4(
     for task in prange((len(cu_rows) - 1) * n_chunks):
         i, first = task // n_chunks, task % n_chunks * _AT_ONCE
         last = min(first + _AT_ONCE, n_channels)
-        # Copies, because the compiler cannot know that the three do not overlap in the arena.
+        # These are copies, because the compiler cannot know that the three do not overlap in the arena.
         top = np.empty(last - first, np.float32)
         below = np.empty(last - first, np.float32)
         exponent = np.empty(last - first, np.float32)
@@ -124,7 +127,7 @@ def _wkv4(
 
 @njit(error_model="numpy")
 def _start_(own, flat, source, first, initial):
-    """Start with the channels from `first` on of a state; each has its own source: some are copies in float32."""
+    """Read the channels of a state from `first` on. Each state has a source of its own: some are copies in float32."""
     if source < 0:
         own[:] = initial
     else:

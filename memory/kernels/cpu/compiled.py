@@ -41,10 +41,10 @@ from hybridmem.memory.kernels.cpu.threads import MAY_OVERLAP
 _LOG = logging.getLogger("hybridmem.memory")
 _PLACE = "HYBRID_MEMORY_CACHE"
 _MOST_BUILDS = 8
-"""Versions of the kernels that are kept on this machine; older ones are removed."""
+"""How many versions of the kernels are kept on this machine. Older ones are removed."""
 
 _ABANDONED_SECONDS = 600.0
-"""Time within which a kernel's file has certainly been written."""
+"""Within this time a kernel's file has certainly been written."""
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -81,7 +81,7 @@ def cache_folder() -> Path | None:
             root = user_cache_path("hybrid-memory", appauthor=False)
         except RuntimeError:
             return None
-        if not root.is_absolute():  # older versions leave "~" where there is no home
+        if not root.is_absolute():  # Older versions leave "~" in the path if there is no home.
             return None
     return root / "kernels" / hashlib.sha256(_BUILD.encode()).hexdigest()[:16]
 
@@ -106,14 +106,15 @@ _on_a_miss = Scoped[_Miss]("on_a_miss", "compile")
 
 
 def on_a_miss(rule: _Miss) -> AbstractContextManager[None]:
-    """Say what is done about kernels that are not on disk: "skip" raises NotCompiledError instead of compiling them."""
+    """Set what happens to kernels that are not on disk: "skip" raises NotCompiledError instead of compiling them."""
     return _on_a_miss.set_to(rule)
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Decorate as `numba.njit(**options)`, and keep the machine code in `cache_folder()`.
 
-    A kernel runs without the interpreter's lock, so that a server answers meanwhile; a parallel one where several may.
+    A kernel runs without the interpreter's lock, so that a server answers meanwhile. A parallel kernel does so only
+    where several may run at once.
     """
     is_free = MAY_OVERLAP or not options.get("parallel")
 
@@ -122,7 +123,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         kernel.__class__ = NotedDispatcher
         try:
             kernel._cache = KernelCache(function, is_free=is_free)
-        except OSError as error:  # there is no file of its source
+        except OSError as error:  # There is no file of its source.
             _warn_once(error)
         return kernel
 
@@ -130,21 +131,22 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 class KernelCache(_Cache):
-    """Reads and writes the files of one kernel; numba calls it when it needs the kernel for some types of arguments."""
+    """Reads and writes the files of one kernel. Numba calls it when it needs the kernel for some types of arguments."""
 
     def __init__(self, function: Callable[..., Any], *, is_free: bool) -> None:
         source = Path(function.__code__.co_filename)
         self._name = f"{source.stem}.{function.__qualname__}"
         self._is_free = is_free
         self._locks: tuple[Path | None, FileLock] | None = None
-        self._source = hashlib.sha256(source.read_bytes()).hexdigest()  # it may be outside of the folder of `_BUILD`
+        # The source may be outside of the folder of `_BUILD`.
+        self._source = hashlib.sha256(source.read_bytes()).hexdigest()
 
     @property
     def cache_path(self) -> Path | None:
         return cache_folder()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load the kernel for a signature; None if there is no valid file of it, and this process is to compile it."""
+        """Load the kernel for a signature. None if there is no valid file, so that this process must compile it."""
         target_context.refresh()
         key, name = self._key(sig, target_context.codegen())
         if (payload := _read(key, name)) is None:
@@ -155,14 +157,14 @@ class KernelCache(_Cache):
                 raise NotCompiledError(self._name)
             if (payload := _read(key, name)) is None:
                 return None
-            self._lock.release()  # another process has compiled it meanwhile
+            self._lock.release()  # Another process has compiled it meanwhile.
         return CompileResult._rebuild(target_context, *pickle.loads(payload))
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Write a kernel's file, if that is possible."""
         try:
             if data.library.has_dynamic_globals:
-                return  # it contains addresses of this process
+                return  # The machine code contains addresses of this process.
             key, name = self._key(sig, data.codegen)
             payload: bytes = dumps(data._reduce())
             if (folder := cache_folder()) is None:
@@ -176,7 +178,10 @@ class KernelCache(_Cache):
 
     @property
     def _lock(self) -> FileLock:
-        """The lock of this kernel, the same for all versions, so that its files do not become more and more."""
+        """Return the lock of this kernel.
+
+        All versions have the same lock, so that there are not more and more files.
+        """
         path = self.cache_path
         if self._locks is None or self._locks[0] != path:
             where = Path(os.devnull) / "none" if path is None else path.parent.parent / "locks" / self._name
@@ -184,7 +189,7 @@ class KernelCache(_Cache):
         return self._locks[1]
 
     def _key(self, sig: Any, codegen: Any) -> tuple[bytes, str]:
-        """Return all on which the machine code depends, with the processor's name and features, and its file's name."""
+        """Return a key of all on which the machine code depends, the processor included, and the name of its file."""
         flags = str(config.OPT), config.BOUNDSCHECK, self._is_free  # type: ignore[attr-defined]
         key = repr((_BUILD, self._source, self._name, str(sig), codegen.magic_tuple(), flags)).encode()
         return key, f"{self._name}-{hashlib.sha256(key).hexdigest()[:24]}"
@@ -196,19 +201,19 @@ class KernelCache(_Cache):
         """Do nothing: the cache is always on."""
 
     def flush(self) -> None:
-        """Do nothing: a file that is not valid is not read, so none must be removed."""
+        """Do nothing: a file that is not valid is not read, so it need not be removed."""
 
 
 def _read(key: bytes, name: str) -> bytes | None:
-    """Return a kernel's machine code; None if there is no file of it, or no whole one."""
+    """Return a kernel's machine code, or None if there is no file of it or only a part of one."""
     if (folder := cache_folder()) is None:
         return None
     try:
         content = (folder / name).read_bytes()
     except OSError:
         return None
-    with suppress(OSError):  # it is not ours, but it may be read
-        os.utime(folder)  # the builds that were used last are kept
+    with suppress(OSError):  # The folder may belong to somebody else, but be readable.
+        os.utime(folder)  # The builds that were used last are kept.
     digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     return payload if hashlib.sha256(key + payload).digest() == digest else None
 
@@ -233,16 +238,16 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what processes that were killed while they wrote this kernel have left beside its file."""
+    """Remove files that were left beside this kernel's file by processes that were killed while they wrote it."""
     for part in path.parent.glob(f"{escape(path.name)}.*.part"):
-        with suppress(OSError):  # another process does the same
+        with suppress(OSError):  # Another process may do the same.
             if time.time() - part.stat().st_mtime > _ABANDONED_SECONDS:
                 part.unlink()
 
 
 def _remove_old_builds(folder: Path) -> None:
-    """Remove all versions but those used last. A removed one that is still in use is compiled again."""
-    with suppress(OSError):  # another process does the same
+    """Remove all versions except those used last. A removed version that is still in use is compiled again."""
+    with suppress(OSError):  # Another process may do the same.
         others = [(other.stat().st_mtime, other) for other in folder.parent.iterdir() if other != folder]
         for _, other in sorted(others, reverse=True)[_MOST_BUILDS - 1 :]:
             shutil.rmtree(other, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Computes attention of few queries over quantised rows and, after them, rows in pages, on the CPU.
 
-Codes of up to BLOCK rows of one head are decoded to floats, which stay in the cache, and are then used like other rows.
-If a channel or a row has one scale, the query, the scores or the weights are multiplied by it instead of every number.
+Codes of up to BLOCK rows of one head are decoded to floats, which stay in the cache and are used like other rows. If a
+channel or a row has one scale, the query, the scores or the weights are multiplied by it instead of every number.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _scale_shapes(folded: FoldedRows) -> tuple[Int64s, Int64s]:
 
 @cache
 def _attend_address(queries: np.dtype, keys: np.dtype, sinks: np.dtype, biases: np.dtype, *parts: np.dtype) -> int:
-    """Return where the machine code that attends with arrays of these types begins: that of `_attend_task`."""
+    """Return the address of `_attend_task`'s machine code for arrays of these types."""
     i, x, ids, rows = 0, _ONE, np.empty(0, np.int64), np.empty(0, keys)
     q_TR, codes = np.empty((0, 0), queries), tuple(np.empty(0, dtype) for dtype in parts)
     return address_of(

@@ -12,7 +12,7 @@ from hybridmem.memory.blocks.staging import current_watch
 
 
 def note(function: Callable[..., object], *arguments: Any) -> None:
-    """Tell the recording of this thread, if there is one, that a function is called which sets up later kernels."""
+    """If this thread is recorded, tell the recording that a function is called that sets up later kernels."""
     if (watch := current_watch()) is not None:
         watch.note(function, arguments, sets_up=True)
 
@@ -22,12 +22,12 @@ class Address(int):
 
 
 class NotedDispatcher(CPUDispatcher):
-    """Calls a compiled kernel, after noting that.
+    """Calls a compiled kernel, after telling the recording of it.
 
     A kernel declares by their names which of its arguments are addresses: those whose names end in "_at".
 
     Attributes:
-        unnoted: calls it without that, and without Python.
+        unnoted: calls the kernel without telling the recording, and without Python.
     """
 
     @property

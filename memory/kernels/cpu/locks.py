@@ -11,14 +11,14 @@ if sys.platform != "win32":
     import fcntl
 
 _MOST_SECONDS = 120.0
-"""Waiting for longer than any kernel takes means that the other process was stopped."""
+"""This is longer than compiling any kernel takes. If the lock is held for longer, the other process was stopped."""
 _POLL_SECONDS = 0.02
 
 
 class FileLock:
     """Holds a lock of the operating system on a file, which is released when the process dies, however it dies.
 
-    Where there are no such locks it holds nothing: then a kernel may be compiled twice, which is no more than slow.
+    Where there are no such locks it holds nothing. Then a kernel may be compiled twice, which only costs time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class FileLock:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError:  # nothing can be written: then nothing is shared either
+        except OSError:  # Nothing can be written, so nothing is shared either.
             return True
         end = time.monotonic() + (_MOST_SECONDS if waits else 0.0)
         while True:
@@ -44,7 +44,7 @@ class FileLock:
                     os.close(file)
                     return False
                 time.sleep(_POLL_SECONDS)
-            except OSError:  # a file system without locks
+            except OSError:  # The file system has no locks.
                 os.close(file)
                 return True
             else:

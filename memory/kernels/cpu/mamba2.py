@@ -1,7 +1,7 @@
 """Computes Mamba-2's recurrence in one call on the CPU: convolution, steps, scan.
 
-It runs the kernels of these one after the other, on the same numbers, so its results have their bits. For one token the
-way from Python to a kernel takes as long as what it computes, and here there is one way instead of three.
+It runs these three kernels one after the other, on the same numbers, so its results are the same bits. For one token,
+calling a kernel from Python takes as long as the kernel, and here there is one call instead of three.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hybridmem.memory.kernels.signature import Prepared, StateSlots, as_tensor
 class SSDLayer:
     """Computes the recurrence of one Mamba-2 layer, convolution, steps and scan: see `memory.recurrences.SSD`.
 
-    It holds them in one array of float32: to pass five takes Python longer, most of all where the products between two
-    calls have pushed out of the caches what it needs for that.
+    It holds the weights in one array of float32, because Python takes longer to pass five arrays. It takes longest if
+    the matrix products between two calls have pushed Python's own data out of the caches.
 
     Args:
         weight_WE, bias_E, activation: as for `causal_conv`.
@@ -44,7 +44,7 @@ class SSDLayer:
         self._weights: np.ndarray = torch.cat([x.detach().float().flatten() for x in given]).numpy()
         self._least, self._most = map(float, dt_limits)
         self._n_groups, self._activation = n_groups, activation
-        self._fitting: object = None  # sizes that have been found to fit the weights
+        self._fitting: object = None  # These sizes have been found to fit the weights.
 
     def __call__(self, rows_TR: Tensor, window: StateSlots, state: StateSlots) -> Tensor:
         """Advance windows and states by rows; returns outputs (T, H P) in the rows' dtype.
@@ -53,7 +53,7 @@ class SSDLayer:
             rows_TR: (T, E + H): the channels to convolve, and dt before its bias.
             window: as for `causal_conv`.
             state: h, (H, P, N).
-        Neither `window` nor `state` may stand behind a tail. Raises StepError: sizes that do not fit the weights.
+        Neither `window` nor `state` may come after a tail. Raises StepError if sizes do not fit the weights.
         """
         n_rows, cu_rows = rows_TR.shape[0], state.cu_rows.host
         sizes = rows_TR.shape[1:], rows_TR.dtype, window.shape, state.shape
@@ -99,7 +99,7 @@ def _ssd(
     for t in range(n_rows):
         for h in range(n_heads):
             dt = dt_TH[t, h]
-            dt = lowest if dt < lowest else dt  # NaN stays
+            dt = lowest if dt < lowest else dt  # A NaN stays a NaN.
             dt = highest if dt > highest else dt
             dt_TH[t, h] = dt
             log_decay[t, h, 0] = dt * a[h]

@@ -22,16 +22,21 @@ from hybridmem.memory.kernels.cpu.vectors import LANES, load, multiply, multiply
 from hybridmem.memory.kernels.signature import Erase, Prepared, StateSlots
 
 _LONG_RUN_ELEMENTS = 8192
-"""State elements of a task in long segments: 32 KiB stay in a fast cache from token to token, and are enough for the
-fixed cost of a token and task to be small."""
+"""How many elements of a state a task has in long segments.
+
+Their 32 KiB stay in a fast cache from token to token. They are enough for the fixed cost of a token and a task to be
+small.
+"""
 
 _AHEAD = 1024
-"""Elements of a state by which lines are asked for ahead of those that are read, where they come from main memory.
-32 sequences of Mamba-2, states of 24 x 64 x 128, take a fifth less time by that."""
+"""How many elements ahead of those that are read, cache lines of a state are prefetched from main memory.
+
+32 sequences of Mamba-2 with states of 24 x 64 x 128 take a fifth less time by that.
+"""
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 NOTHING = np.zeros(0, np.float32)
-"""What kernels are given for an input that there is not."""
+"""Stands for an input that is absent."""
 
 
 def matrix_scan(
@@ -45,7 +50,7 @@ def matrix_scan(
     if state.tail is not None:
         _scan_behind_tail(q_TGN, k_TGN, v_THV, log_decay, erase, state, strength_TH, skip_H, y_THV)
         return y_THV
-    # Inputs are small beside a state, and there is one kernel to compile for all dtypes.
+    # Inputs are small beside a state, so they become float32: then one kernel serves all dtypes.
     (q, q_stride), (k, k_stride), (v, v_stride) = (as_flat(x.float()) for x in (q_TGN, k_TGN, v_THV))
     a, a_stride, a_heads, b = NOTHING, 0, 1, NOTHING
     if erase is not None:
@@ -80,7 +85,7 @@ def _scan_behind_tail(
         array(a, 3), array(b, 3), array(strength_TH, 2), NOTHING if skip_H is None else as_array(skip_H),
     )  # fmt: skip
     rings, old, new, spans = arrays_of(tail)
-    n_missing = 5 - len(rings)  # of b and S a
+    n_missing = 5 - len(rings)  # The rings of b and S a may be missing.
     rings, old, new = ((*parts, *parts[:1] * n_missing) for parts in (rings, old, new))
     use_threads(4 * v_THV.numel() * q_TGN.shape[2])
     kind = erase is not None, erase is not None and erase.after_decay, b is not None
@@ -178,7 +183,7 @@ def _advance(s, w, k, u, q, y, is_long):
 
 @njit(error_model="numpy")
 def _advance_erasing(s, w, a, b, k, u, q, y, is_long):
-    """Advance as `_advance`, with a decay for each column and erasing: s = w s + (s . a) b + u k.
+    """Advance like `_advance`, but erase, and with a decay for each column: s = w s + (s . a) b + u k.
 
     In long segments, with the state in a fast cache, four rows share what is loaded: that takes two thirds of the time.
     If the state comes from main memory, it is faster to read one row after the other. The sums of a row have one order,

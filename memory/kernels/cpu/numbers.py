@@ -39,7 +39,10 @@ def as_float(builder: ir.IRBuilder, dtype: Any, x: ir.Value) -> ir.Value:
 
 
 def rounded(builder: ir.IRBuilder, dtype: Any, x: ir.Value) -> ir.Value:
-    """Return the 16 bits that are nearest to a float32, of two the even one, or a vector of them; NaN stays NaN."""
+    """Return the 16 bits nearest to a float32, or to each of a vector.
+
+    Of two equally near, the even one; NaN stays NaN.
+    """
 
     def like(element: ir.Type) -> ir.Type:
         return ir.VectorType(element, x.type.count) if isinstance(x.type, ir.VectorType) else element
@@ -71,7 +74,7 @@ def _stored(context: Any, builder: ir.IRBuilder, x: ir.Value, of: Any, dtype: An
 
 @untyped_intrinsic
 def get(typing_context, array, at):
-    """Return array[at] of a contiguous array, float32 if that is 16 bits; not checked."""
+    """Return array[at] of a contiguous array. 16 bits become float32. `at` is not checked."""
 
     def codegen(context, builder, signature, arguments):
         pointer = element_at(context, builder, array, *arguments)
@@ -82,7 +85,7 @@ def get(typing_context, array, at):
 
 @untyped_intrinsic
 def put(typing_context, array, at, x):
-    """Set array[at] = x of a contiguous array, rounded if that is 16 bits; not checked."""
+    """Set array[at] = x in a contiguous array, rounded if it holds 16 bits. `at` is not checked."""
 
     def codegen(context, builder, signature, arguments):
         value = _stored(context, builder, arguments[2], x, array.dtype)
@@ -94,7 +97,7 @@ def put(typing_context, array, at, x):
 
 @untyped_intrinsic
 def move(typing_context, target, source, at):
-    """Set target[at] = source[at] of contiguous arrays; of one type the bits stay the same; not checked."""
+    """Set target[at] = source[at] in contiguous arrays. If they have one type, bits stay. `at` is not checked."""
 
     def codegen(context, builder, signature, arguments):
         x = builder.load(element_at(context, builder, source, *arguments[1:]), align=source.dtype.bitwidth // 8)
@@ -120,7 +123,7 @@ def _pointer(typing_context, address, like):
 
 @njit(inline="always")
 def array_at(address, n, like):
-    """Return n numbers at an address, of the type that `like` holds; not checked.
+    """Return n numbers at an address, of the type that `like` holds. The address is not checked.
 
     A tensor's address takes a tenth of the time of its array, which counts where a kernel runs for few rows.
     """

@@ -12,14 +12,14 @@ _has_told = False
 
 
 def tell(kernel: str) -> None:
-    """Say that a kernel is compiled now; on a terminal this replaces what was said before."""
+    """Say that a kernel is compiled now. On a terminal this replaces what was said before."""
     global _has_told
     if sys.stderr is not None and sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[2K{_WHY}: {kernel} …")
         sys.stderr.flush()
     elif not _has_told:
         if _is_notebook():
-            sys.stdout.write(f"{_WHY} …\n")  # what is written to stderr is red there, like an error
+            sys.stdout.write(f"{_WHY} …\n")  # A notebook shows stderr in red, like an error.
         else:
             _LOG.warning(f"{_WHY}; `hybrid-memory warmup` does it ahead")
     _has_told = True

@@ -28,38 +28,38 @@ _OF_ANY_CONTENT = {
     "aten::new_empty",
     "aten::new_empty_strided",
 }
-"""Operations that compute nothing."""
+"""These operations compute nothing."""
 
 _MAY_INDEX = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
-"""Operations whose results have shapes that depend on numbers only if they are given a mask."""
+"""The shapes of these operations' results depend on numbers only if they are given a mask."""
 
 _HOST_READS = {
     "__array__", "__dlpack__", "__format__", "__reduce_ex__", "__repr__", "const_data_ptr", "data_ptr", "numpy",
     "storage", "tolist", "untyped_storage",
 }  # fmt: skip
-"""Functions of tensors that give their numbers, or their address, to the host. Older versions of torch lack some."""
+"""These functions of tensors give numbers, or an address, to the host. Older versions of torch lack some of them."""
 
 _READ_ARGUMENTS = {"as_tensor", "asarray", "new_tensor", "tensor", "tensor_split"}
-"""Functions that may read tensors which are given behind or within their first argument, without an operation."""
+"""These functions may read, without an operation, tensors that are given within or behind their first argument."""
 
 _OWN = "hybridmem.memory.kernels.cpu."
 _PASSES_ADDRESSES = "PASSES_ADDRESSES"
-"""Modules outside of these kernels declare by this name that they give arrays and addresses to kernels alone."""
+"""By this name, modules outside of these kernels declare that they give arrays and addresses only to kernels."""
 
 
 class Recording:
-    """Holds the calls of a step that it has run and heard: a `memory.blocks.staging.Watch`.
+    """Holds the calls of a step that it has run and noted: a `memory.blocks.staging.Watch`.
 
-    An exception may come between any two bytecodes: of a signal's handler, or sent by another thread. What was put into
-    the places that torch and this thread have for modes is taken away by whoever meets the exception, and ignored
-    should that be interrupted as well: a recording is over at the latest when its step is.
+    An exception may come between any two bytecodes, from a signal's handler or from another thread. So whoever catches
+    it removes the modes that `run` has set for torch and for this thread. Should that be interrupted as well, the modes
+    that are left are ignored, because a recording ends at the latest when its step does.
 
     Attributes:
-        output: of the run. Each replay writes to the same address.
-        objection: why it cannot stand for other steps; None if nothing is known that speaks against it.
-        n_bytes: of what the step has computed, which is kept.
+        output: the output of the run. Each replay writes to the same address.
+        objection: why it cannot stand for other steps. None: no reason is known.
+        n_bytes: the bytes of the step's results, which are kept.
         served: the layer memories that the step has used, as the caller names them.
-        is_first: whether it has not been confirmed.
+        is_first: True until it is confirmed.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Recording:
         try:
             set_watch(self)
             torch._C._push_on_torch_function_stack(_HostReads(self))
-            # Not by `with`: that sets flags of torch as well, which an interrupt would leave set.
+            # This is not a `with` block, because that also sets flags of torch, which an interrupt would leave set.
             torch._C._push_on_torch_dispatch_stack(_Operations(self))
             self.output = run()
             self._end(*before)
@@ -103,14 +103,14 @@ class Recording:
         except BaseException:
             try:
                 self._end(*before)
-            finally:  # Should a second exception interrupt that.
+            finally:  # A second exception may interrupt the lines above.
                 self._forget()
                 self._end(*before)
             raise
         return self.output
 
     def _end(self, watch: Any, n_modes: tuple[int, int]) -> None:
-        """Take away what `run` has put into the places of modes, and what came on top. It may be called again."""
+        """Remove the modes that `run` has set, and those that came on top. It may be called again."""
         self._is_going_on, self._free_bytes = _never, int
         while torch._C._len_torch_dispatch_stack() > n_modes[0]:
             torch._C._pop_torch_dispatch_stack(None)

@@ -40,7 +40,7 @@ def channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: i
 
 @cache
 def _no_bias(n_channels: int, dtype: np.dtype) -> np.ndarray:
-    """Return zeros, the same array always: a step is recorded only if its calls take arrays that stay."""
+    """Return zeros, always the same array: a step is recorded only if its calls take arrays that stay."""
     return np.zeros(n_channels, dtype)
 
 
@@ -79,7 +79,7 @@ def convolve_rows(rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, i
         last = min(first + at_once, n_channels)
         start, end = cu_rows[i], cu_rows[i + 1]
         source, target, width = sources[i] + first, targets[i] + first, last - first
-        if source < first:  # no rows came before
+        if source < first:  # No rows came before.
             source = target
             for w in range(n_taps - 1):
                 fill_(flat[target + w * n_channels : target + w * n_channels + width], initial)

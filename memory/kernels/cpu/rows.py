@@ -23,7 +23,7 @@ LIKE: dict[torch.dtype, np.ndarray] = {
 
 
 def prepare(tensor: Tensor) -> Prepared:
-    """Return the tensor as an array that numba takes: 16 bits as integers, see `numbers`."""
+    """Return the tensor as an array that numba takes. Floats of 16 bits become integers; see `numbers`."""
     try:
         own = tensor.detach() if tensor.requires_grad else tensor
         return own.view(_BITS[own.dtype]).numpy() if own.dtype in _BITS else own.numpy()

@@ -16,7 +16,7 @@ from hybridmem.memory.kernels.cpu.vector_math import exp_f32, prefetch
 from hybridmem.memory.kernels.cpu.vectors import LANES, load, multiply_add, splat, store, store_totals, total
 
 BLOCK = 64
-"""Rows whose scores are kept at once, 256 bytes a head."""
+"""How many rows have their scores in memory at once. For each head they take 256 bytes."""
 
 _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
 _0, _1, _2, _3, _4, _STRIDE, _LINE, _AHEAD, _LANES, _LAST_LANE = (

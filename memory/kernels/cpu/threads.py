@@ -18,7 +18,7 @@ REDUCING = {"reassoc", "contract"}
 ELEMENTWISE = {"contract", "arcp", "nsz"}
 
 _WORTH_A_THREAD = 1 << 15
-"""Multiplications that a second thread must save: waking it costs some microseconds, far more on a busy machine."""
+"""How many multiplications a second thread must save. Waking it costs some microseconds, far more on a busy machine."""
 
 
 def _launch() -> int:
@@ -35,11 +35,11 @@ _MOST_THREADS = _launch()
 MAY_OVERLAP = threading_layer() in ("omp", "tbb")
 """Says whether parallel kernels may run in several threads at once: numba's own queue ends the process then."""
 _last = threading.local()
-"""The number that this thread has set last: reading it from numba takes five microseconds, several times a layer."""
+"""The number that this thread has set last. To read it from numba takes five microseconds, several times per layer."""
 
 
 def use_threads(n_multiplications: int) -> int:
-    """Let the next kernel of this thread use as many threads as torch does, fewer for little work; returns how many."""
+    """Let the next kernel of this thread use as many threads as torch, or fewer for little work. Return how many."""
     n_threads = 1
     if n_multiplications >= _WORTH_A_THREAD:
         n_threads = min(torch.get_num_threads(), _MOST_THREADS, 1 + n_multiplications // _WORTH_A_THREAD)
@@ -56,7 +56,7 @@ def _use(n_threads: int) -> None:
 
 
 def _refuse() -> None:
-    """Let `use_threads`, which each kernel of several threads calls first, raise in a fork: the threads are missing."""
+    """Let `use_threads` raise in a fork, which lacks the threads. Each kernel with several threads calls it first."""
     global _use
     _use = refuse_kernel  # type: ignore[assignment]
 

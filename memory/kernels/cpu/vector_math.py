@@ -49,7 +49,7 @@ def _bits_from_float(typing_context, x):
 @njit(inline="always", error_model="numpy")
 def exp2_f32(x):
     """Compute 2**x for float32, to 2 ulp within [-126, 127]; x outside is clamped to it."""
-    # Written so that NaN stays NaN: every comparison with it is false.
+    # It is written so that NaN stays NaN, because every comparison with NaN is false.
     x = _LOWEST if x < _LOWEST else x
     x = _HIGHEST if x > _HIGHEST else x
     shifted = x + _ROUNDER
@@ -99,7 +99,8 @@ def prefetch(typing_context, array, index):
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
-        builder.call(function, [address, number(0), number(3), number(1)])  # to read, to be kept, data
+        # The numbers mean: for reading, keep it in all caches, data.
+        builder.call(function, [address, number(0), number(3), number(1)])
         return context.get_dummy_value()
 
     return types.void(array, index), codegen

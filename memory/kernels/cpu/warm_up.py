@@ -100,27 +100,30 @@ _RUNS: dict[str, tuple[float, Callable[[Tensor], object]]] = {
     "rows": (1, _copy_rows),
     "softplus": (0.5, lambda flat: softplus(flat[:2].view(1, 2), _states[:2])),
 }
-"""For each name the seconds that its kernels take to compile, the longest first, and what runs them on tiny inputs.
+"""For each name: the seconds that its kernels take to compile, and a function that runs them on tiny inputs.
 
-It is given numbers of the memory's dtype. States are in float32.
+The longest come first. The function takes numbers of the memory's dtype. States are in float32.
 """
 
 NAMES = tuple(_RUNS)
-"""What can be compiled ahead: functions of `Kernels`; "rows", those that copy rows; "folded_rows", attention over what
-a storage keeps; and "byte_sums", the checksums of saved files."""
+"""The names of what can be compiled ahead.
+
+They are functions of `Kernels`, and "rows" (they copy rows), "folded_rows" (attention over what a storage keeps) and
+"byte_sums" (checksums of saved files).
+"""
 
 _HELPER_SECONDS = 4
-"""Work that is worth another process, which takes two seconds to start."""
+"""How many seconds of work are worth another process, which takes two seconds to start."""
 
 _warm: set[tuple[str, torch.dtype]] = set()
 
 
 def warm_up(names: Iterable[str] = NAMES, dtype: torch.dtype = torch.float32) -> float:
-    """Compile what is missing of these kernels for rows of `dtype`, and load the others from disk.
+    """Compile those of these kernels that are missing for rows of `dtype`, and load the others from disk.
 
-    Returns the seconds it took.
+    Returns the seconds that it took.
 
-    A memory calls this with what its spec needs when it is made, so that no step has to wait for the compiler. Several
+    A new memory calls this with the names that its spec needs, so that no step has to wait for the compiler. Several
     processes compile at once, as many as there are cores.
     """
     started = time.perf_counter()
@@ -132,7 +135,7 @@ def warm_up(names: Iterable[str] = NAMES, dtype: torch.dtype = torch.float32) ->
 
 
 def _compile(names: list[str], dtype: torch.dtype) -> None:
-    """Compile these, the longest first, while helpers do so from the other end. A helper that fails is not missed."""
+    """Compile these, the longest first, while helpers begin at the other end. A helper that fails does no harm."""
     progress.tell(names[0])
     seconds = sum(_RUNS[name][0] for name in names)
     n_helpers = min(_n_cores(), len(names), int(seconds / _HELPER_SECONDS)) - 1 if is_kept() else 0
@@ -152,7 +155,7 @@ def _compile(names: list[str], dtype: torch.dtype) -> None:
 
 
 def compile_alone(dtype: str, *names: str) -> None:
-    """Compile those of these that no other process compiles."""
+    """Compile those of these names that no other process compiles."""
     for name in names:
         _has_run(name, _DTYPES[dtype], "skip if another does")
 

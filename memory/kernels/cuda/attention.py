@@ -89,7 +89,7 @@ def attend_rows(
 ) -> Tensor:
     checks.attend_rows(q_THD, k_RGD, v_RGD, scoring, checks.FLOATS)
     (n_rows, n_kv_heads, head_dim), device = k_RGD.shape, q_THD.device
-    pages = torch.arange(n_rows, device=device) * (n_kv_heads * head_dim)  # of a row each
+    pages = torch.arange(n_rows, device=device) * (n_kv_heads * head_dim)  # Each page holds one row.
     batch = batch or PagedBatch(
         np.array([0, len(q_THD)]), np.array([n_rows]), pages, np.array([0, n_rows]), page_tokens=1
     )
@@ -129,7 +129,7 @@ def _choose(block_m: int, head_dim: int, itemsize: int, bits: int) -> Attend:
     """
     block_n = 64 if head_dim * itemsize <= 256 else 32 if head_dim * itemsize <= 1024 else 16
     tile_bytes = 2 * block_n * next_power_of_2(head_dim) * itemsize
-    wanted = 3 if block_m >= 64 else 4  # with a small tile, one stage is used for offsets of pages
+    wanted = 3 if block_m >= 64 else 4  # With a small tile, one stage is used for offsets of pages.
     num_stages = 1 if bits != NOT_FOLDED else max(1, min(wanted, (160 << 10) // tile_bytes))
     return Attend(block_n, 8 if block_m * head_dim > 64 * 128 else 4, num_stages)
 
@@ -141,7 +141,7 @@ def _most_warps(block_m: int, n_last_channels: int) -> int:
     return 4 if n_last_channels == 16 and block_m < 128 else 16
 
 
-@triton.jit(do_not_specialize=["first_task", "pages_head", "blocks_head"])  # they change from step to step
+@triton.jit(do_not_specialize=["first_task", "pages_head", "blocks_head"])  # These arguments change from step to step.
 def _attend(
     q, out, partial, totals, keys, values, pages, tasks, first_task, sinks, bias, blocks, k_codes, k_scales, k_lows,
     v_codes, v_scales, v_lows, q_token, q_head, pages_head, blocks_head, scale, softcap, window, n_distances,
@@ -162,7 +162,7 @@ def _attend(
     q0, q1 = load_rows(q, (token + query) * q_token + head * q_head, is_own, D, D0, D1)
     highest, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
-        if partial_row < 0:  # otherwise `_merge` adds them
+        if partial_row < 0:  # Otherwise `_merge` adds the sinks.
             highest, total = tl.load(sinks + head, mask=is_own, other=0.0).to(tl.float32) * LOG2_E, total + 1.0
     acc0, acc1 = tl.zeros([BLOCK_M, D0], tl.float32), tl.zeros([BLOCK_M, D1 if D1 > 0 else 1], tl.float32)
     if BITS >= 0:
@@ -194,7 +194,8 @@ def _attend(
             s += load_bias(bias, head, newest + query, r, is_own, n_distances)
         s = hide(s, newest + query, r, end, window, HAS_WINDOW)
         acc0, acc1, highest, total = add(s, v0, v1, acc0, acc1, highest, total, D1)
-    # A total of 0: no score was above -inf. For a part of the rows `highest` says so; for all rows it is 0 / 0.
+    # A total of 0 means that no score was above -inf. For a part of the rows `highest` says so. For all rows the result
+    # is 0 / 0.
     total = tl.where(total == 0.0, tl.where(partial_row < 0, float("nan"), 1.0), total)
     share = (1.0 / total)[:, None]
     if partial_row < 0:
@@ -226,7 +227,7 @@ def _merge(
         fade, weight = tl.exp2(highest - shift), tl.exp2(own - shift)
         x = tl.load(partial + row * D + d, mask=d < D, other=0.0)
         acc, total, highest = acc * fade + x * weight, total * fade + weight, higher
-    total = tl.where(total == 0.0, float("nan"), total)  # no score was above -inf: 0 / 0
+    total = tl.where(total == 0.0, float("nan"), total)  # No score was above -inf, so the result is 0 / 0.
     tl.store(
         out + (token * N_HEADS + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < tl.where(n > 0, D, 0)
     )

@@ -148,7 +148,7 @@ def _selective_scan(
             key = keep_row(keys, key_targets, run, slot, key, states, n_states, is_kept & (tl.program_id(1) == 0))
         h = _after(h, new, softplus(time + bias), key, rate)
         tl.store(y + t * n_channels + channels, tl.sum(h * query[:, None], axis=0) + skip * new, mask=is_channel)
-    tl.debug_barrier()  # every element of a state that is written in place has been read
+    tl.debug_barrier()  # All threads have read the state, so it can be written in place.
     if HAS_TAIL:
         limit = tl.where(count + run_end - start == fold, limit, 0)
     if CHUNK:
@@ -235,7 +235,7 @@ def _add_tail(
         h, 0, middle, first, rate, bias, channels, states, inputs, times, keys, ring_rows, n_channels, n_states
     )
     if middle == fold and fold < count:
-        tl.debug_barrier()  # every element of a state that is written in place has been read
+        tl.debug_barrier()  # All threads have read the state, so it can be written in place.
         is_body = (channels < n_channels)[None, :] & (states < limit)[:, None]
         tl.store(body, h.to(body.dtype.element_ty), mask=is_body)
     return _add_tokens(

@@ -79,11 +79,14 @@ class Tunable(Generic[C]):
 
 
 TUNABLES: dict[str, Tunable[Any]] = {}
-"""Name of a kernel -> its `Tunable`; complete once `memory.kernels.cuda` is imported."""
+"""Maps the name of a kernel to its `Tunable`. It is complete once `memory.kernels.cuda` is imported."""
 
 
 def tunable(kernel: str, choice: type[C], **allowed: Container[int]) -> Callable[[Callable[..., C]], Tunable[C]]:
-    """Decorate a default function of sizes: the result takes the device first, and prefers measured choices."""
+    """Decorate a default function of sizes.
+
+    The result takes the device as its first argument, and prefers measured choices.
+    """
 
     def wrap(default: Callable[..., C]) -> Tunable[C]:
         TUNABLES[kernel] = made = Tunable(kernel, choice, allowed, default)
@@ -103,7 +106,7 @@ def measured(device: torch.device) -> dict[Key, Any]:
         return {}
     capability = capability_of(device)
     found = read(shipped_file(capability), capability)
-    with suppress(RuntimeError):  # the user has no home directory
+    with suppress(RuntimeError):  # The user has no home directory.
         found |= read(cache_file(capability), capability)
     return found
 

@@ -51,7 +51,7 @@ def causal_conv(
     is_short, tail = (
         bool(np.diff(window.cu_rows.host).max(initial=1) <= n_rows),
         window.tail,
-    )  # then a tile for each run
+    )  # The first dimension has a tile for each run.
     cu_rows, n_runs = window.cu_rows.device, len(window.cu_rows.host) - 1
     n_tiles = n_runs if is_short else count_pieces(window.cu_rows.host, n_rows, 1)
     ring = (rows_TR, cu_rows, 1, 0, cu_rows, cu_rows, cu_rows)
@@ -116,7 +116,7 @@ def _causal_conv(
             fold - (TAPS - 1) + kept, channels, mask, rows, row_stride, start, count,
             flat, source, initial, ring, block, slot, ring_rows, ring_stride, n_channels, HAS_TAIL, TAPS,
         )  # fmt: skip
-        tl.debug_barrier()  # a window that is written in place has been read
+        tl.debug_barrier()  # All threads have read the window, so it can be written in place.
         tl.store(flat + target + kept[:, None] * n_channels + channels[None, :], x.to(flat.dtype.element_ty), mask=mask)
 
 

@@ -15,7 +15,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """
 
 MOST_REGISTERS = 255
-"""Registers that a thread of any NVIDIA GPU may have."""
+"""How many registers a thread of any NVIDIA GPU may have."""
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 

@@ -15,7 +15,7 @@ may be installed without."""
 
 
 def for_prompts() -> dict[str, str]:
-    """Return function -> package, of packages that are installed; none with HYBRID_MEMORY_KERNELS=triton."""
+    """Return function -> package for installed packages. With HYBRID_MEMORY_KERNELS=triton there are none."""
     if os.environ.get("HYBRID_MEMORY_KERNELS") == "triton":
         return {}
     return _installed()

@@ -30,7 +30,7 @@ def summable(log_decay):
     exp(-10000) is 0, as exp(-inf) is.
     """
     x = log_decay.to(tl.float64)
-    return tl.where(x < -10000.0, -10000.0, x)  # NaN stays
+    return tl.where(x < -10000.0, -10000.0, x)  # A NaN stays a NaN.
 
 
 @triton.jit

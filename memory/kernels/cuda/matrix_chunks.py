@@ -172,7 +172,7 @@ def _advance(
         u *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
     if ERASES:
         u = dot(tl.load(inverse + i[:, None] * CHUNK + i[None, :]), u, tl.zeros_like(value))
-    if HAS_TAIL:  # what is added is what the ring holds, rounded to its dtype
+    if HAS_TAIL:  # Add what the ring holds, which is rounded to its dtype.
         u = u.to(writes.dtype.element_ty)
     seen = i[:, None] >= i[None, :]
     left = tl.exp(tl.where(seen, fade[:, None] - fade[None, :], 0.0).to(tl.float32))
@@ -230,7 +230,7 @@ def _scan_chunks(
             n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, HAS_TAIL,
         )  # fmt: skip
         inverse += n_heads * CHUNK * CHUNK
-    tl.debug_barrier()  # every element of a state that is written in place has been read
+    tl.debug_barrier()  # All threads have read the state, so it can be written in place.
     _store(flat, target, at, s, target, r, n_rows, is_column)
     if HAS_TAIL:
         key_place = tl.load(key_targets + run) + h // k_heads * n_columns

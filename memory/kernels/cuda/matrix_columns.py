@@ -186,7 +186,7 @@ def _advance(
             other = _load(b, b_stride, h, rows, end, n, n_columns)
         else:
             u -= beta * found
-    if HAS_TAIL:  # what is added is what rings hold, rounded to their dtypes
+    if HAS_TAIL:  # Add what the rings hold, which is rounded to their dtypes.
         u = u.to(writes.dtype.element_ty).to(tl.float32)
         if HAS_B:
             found = found.to(finds.dtype.element_ty).to(tl.float32)
@@ -241,7 +241,7 @@ def _scan_columns(
             AFTER_DECAY, CHUNK, HAS_TAIL,
         )  # fmt: skip
         weights += n_heads * MATRICES * CHUNK * CHUNK
-    tl.debug_barrier()  # every element of a state that is written in place has been read
+    tl.debug_barrier()  # All threads have read the state, so it can be written in place.
     tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=(r < limit)[:, None] & is_column)
     if HAS_TAIL:
         for begin in range(split, n_new, CHUNK):

@@ -23,7 +23,7 @@ from hybridmem.memory.kernels.cuda.matrix_tokens import scan_tokens
 from hybridmem.memory.kernels.signature import Erase, Prepared, StateSlots
 
 _LONG_RUN = FEW_TOKENS + 1
-"""Tokens from which on a segment is divided into chunks."""
+"""A segment of at least this many tokens is divided into chunks."""
 
 
 def matrix_scan(

@@ -121,7 +121,8 @@ def _read_states(
         query, q_stride, reading, a_stride, rows, is_new, r, count, keys + old_key, n_keys, writes + old_write,
         decays + old_decay, first, ring_rows, n_heads, n_rows, n_columns, ERASES, ROWS, WIDTH, BLOCK, TOKENS,
     )  # fmt: skip
-    sums = tl.cumsum(summable(fade), axis=0)  # in float64: differences are as exact as the decays
+    # The sums are float64, so that their differences are as exact as the decays.
+    sums = tl.cumsum(summable(fade), axis=0)
     so_far, seen = tl.exp(sums.to(tl.float32))[:, None], i[:, None] >= i[None, :]
     left = tl.exp(tl.where(seen, sums[:, None] - sums[None, :], 0.0).to(tl.float32))
     power = tl.full((TOKENS,), 1.0, tl.float32)
@@ -141,7 +142,7 @@ def _read_states(
         tl.store(decays + new_decay + slots * n_heads, fade.to(tl.float32), mask=is_new)
     n_own = tl.where((tl.program_id(0) == 0) & (h % k_heads == 0), n_columns, 0)
     _keep_keys(key_rows, k_stride, i, is_new, keys + new_key, slots * n_keys, n_own, n_columns, WIDTH)
-    tl.debug_barrier()  # the tokens that fold may be those that were just written
+    tl.debug_barrier()  # The tokens that fold may be those that were just written.
     _move_body(
         body, source, flat + tl.multiple_of(target, ALIGN) + h * n_rows * n_columns, target, initial, fold, r, count,
         keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write, decays, old_decay, decay_rows,
@@ -253,7 +254,7 @@ def _move_body(
             s, 0, fold, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write, decays,
             old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, BLOCK,
         )  # fmt: skip
-        tl.debug_barrier()  # every element of a state that is written in place has been read
+        tl.debug_barrier()  # All threads have read the state, so it can be written in place.
         tl.store(new_body + at + n[None, :], s.to(body.dtype.element_ty), mask=is_row & (n < n_columns)[None, :])
 
 

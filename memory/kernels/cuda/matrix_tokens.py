@@ -116,7 +116,7 @@ def _scan_tokens(
         if HAS_SKIP:
             out += tl.load(skip + h).to(tl.float32) * value
         tl.store(y + (t * n_heads + h) * n_rows + r, out, mask=is_row)
-    tl.debug_barrier()  # every element of a state that is written in place has been read
+    tl.debug_barrier()  # All threads have read the state, so it can be written in place.
     if HAS_TAIL:
         limit = tl.where(count + end - start == fold, limit, 0)
     _store(flat + target + at, s, r, limit, n, n_columns)
@@ -163,7 +163,7 @@ def add_tail(
         n_heads, n_rows, n_columns, BY_COLUMN, HAS_B,
     )  # fmt: skip
     if middle == fold and fold < count:
-        tl.debug_barrier()  # every element of a state that is written in place has been read
+        tl.debug_barrier()  # All threads have read the state, so it can be written in place.
         _store(body, s, r, limit, n, n_columns)
     return _add_tokens(
         s, middle, count, first, r, n, key_ring, n_groups, write_ring, decay_ring, other_ring, find_ring, ring_rows,

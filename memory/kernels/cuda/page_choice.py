@@ -140,6 +140,6 @@ def _score(
         s = dot(tl.maximum(q1.to(tl.float32), 0.0).to(q1.dtype), tl.trans(most1), s)
         s = dot(tl.minimum(q1.to(tl.float32), 0.0).to(q1.dtype), tl.trans(least1), s)
     s = tl.where((m < N_SHARED)[:, None], s, float("-inf"))
-    best = tl.max(s, 0) + tl.sum(tl.where(s != s, s, 0.0), 0)  # a maximum may hide a NaN
+    best = tl.max(s, 0) + tl.sum(tl.where(s != s, s, 0.0), 0)  # The sum is there because a maximum may hide a NaN.
     row = (query * tl.num_programs(2) + g) * most_scored
     tl.store(scores + row + p, tl.where(inside, best, float("-inf")), mask=p < most_scored)

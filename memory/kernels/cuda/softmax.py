@@ -48,7 +48,7 @@ def score(q0, q1, k0, k1, scale, softcap, D1: tl.constexpr, HAS_SOFTCAP: tl.cons
     s *= scale
     if HAS_SOFTCAP:
         e = tl.exp2(tl.abs(s) * (-2.0 * LOG2_E / softcap))
-        capped = softcap * (1.0 - e) / (1.0 + e)  # softcap tanh(|s| / softcap)
+        capped = softcap * (1.0 - e) / (1.0 + e)  # This is softcap tanh(|s| / softcap).
         s = tl.where(s < 0.0, -capped, capped)
     return s
 
@@ -73,7 +73,8 @@ def hide(s, newest, r, end, window, HAS_WINDOW: tl.constexpr):
 def add(s, v0, v1, acc0, acc1, highest, total, D1: tl.constexpr):
     """Add N more rows to the results of queries: `acc` is relative to `highest` and not yet divided by `total`."""
     higher = tl.maximum(highest, tl.max(s, 1))
-    shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no row yet
+    # The highest score is -inf for a query that has seen no row yet.
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
     fade = tl.exp2(highest - shift)
     weights = tl.exp2(s - shift[:, None])
     total = total * fade + tl.sum(weights, 1)

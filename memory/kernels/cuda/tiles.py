@@ -19,7 +19,7 @@ from hybridmem.memory.kernels.cuda.launch import next_power_of_2
 from hybridmem.memory.kernels.signature import FoldedRows, PagedBatch
 
 FEW_QUERIES = 16
-"""Requests of up to so many queries split their rows; more queries fill the device without that."""
+"""Requests of at most this many queries split their rows. More queries fill the device without that."""
 
 SPLIT_ROWS = 256
 """Least rows that a program reads if rows are split: then it writes at most 3 % as many bytes for the merge."""

@@ -83,7 +83,7 @@ def _linear_scan(
         w = tl.load(decay + t * decay_stride + channels, mask=mask, other=0.0).to(tl.float32)
         h = w * h + tl.load(x + t * x_stride + channels, mask=mask, other=0.0).to(tl.float32)
         tl.store(y + t * n_channels + channels, h, mask=mask)
-    tl.debug_barrier()  # every element of a state that is written in place has been read
+    tl.debug_barrier()  # All threads have read the state, so it can be written in place.
     tl.store(flat + target + channels, h.to(flat.dtype.element_ty), mask=channels < bound(target, n_channels))
 
 
