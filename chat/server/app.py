@@ -13,7 +13,7 @@ from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.server.embedding import Embedding
 from hybridmem.chat.server.errors import ApiError, answer_api_error, answer_http_error
-from hybridmem.chat.server.guard import Guard
+from hybridmem.chat.server.guard import Guard, takes_body
 from hybridmem.chat.server.options import ServerOptions
 from hybridmem.chat.server.page_files import PREFIX, show_file, show_page
 from hybridmem.chat.server.service import Service
@@ -81,5 +81,16 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         app.add_api_route(path, endpoint, methods=methods, response_model=None)
     for method, path, endpoint in session_routes(repository, pins):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    check_bodies(app)
     app.add_middleware(Guard, service=service)
     return app
+
+
+def check_bodies(app: FastAPI) -> None:
+    """Raise ValueError if a POST endpoint would get an empty body, because the guard does not know its path."""
+    for route in app.routes:
+        path = getattr(route, "path", "")
+        if "POST" in (getattr(route, "methods", None) or ()) and not takes_body(path):
+            raise ValueError(
+                f"the guard skips the bodies of POST {path}; add it to PATHS_WITH_BODIES in server/guard.py"
+            )

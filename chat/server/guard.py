@@ -32,6 +32,11 @@ CLIENT_GONE = 499
 """The status that is counted for a client that disconnected before its response; it is never sent."""
 
 
+def takes_body(path: str) -> bool:
+    """Return True if the guard reads the body of a POST to this path; at others it skips the body."""
+    return path in PATHS_WITH_BODIES or f"{path}/".startswith(_FAMILIES_WITH_BODIES)
+
+
 class Counting(Protocol):
     """Declares what the guard counts: requests by path and status."""
 
@@ -199,10 +204,7 @@ class Guard:
         Raises:
             ApiError: 408, 413, 415, 429 or 503. ClientGoneError.
         """
-        path = f"{scope['path']}/"
-        if scope["method"] != "POST" or not (
-            scope["path"] in PATHS_WITH_BODIES or path.startswith(_FAMILIES_WITH_BODIES)
-        ):
+        if scope["method"] != "POST" or not takes_body(scope["path"]):
             await self._drain(headers, incoming)
             return b""
         self._check_body(headers)
