@@ -1,6 +1,7 @@
 """Declares the `hybrid-memory` command: `generate`, `chat`, `serve`, and the `demo`, which checks itself.
 
-The libraries behind a command are imported when it runs: torch and transformers would make `--help` wait for seconds.
+Each command imports its libraries when it runs. If this module imported torch and transformers, `--help` would take
+seconds.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="hybrid-memory",
-    help="One memory for attention caches and recurrent states: generate with many prompts at once, watch the demo, or "
+    help="One memory for attention caches and recurrent states. Generate for many prompts at once, watch the demo, or "
     "serve.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
 
 Model = Annotated[
-    str, typer.Option(help='a checkpoint\'s folder, a hub id, or "embedded" for the small model that is included')
+    str, typer.Option(help='Name a checkpoint\'s folder, a hub id, or "embedded" for the small model that is included.')
 ]
-Device = Annotated[str, typer.Option(help="where the model and its memory live, such as cpu or cuda")]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16")]
-Weights = Annotated[str, typer.Option(help="int8, int8-row or int4 rounds weights to these, on the CPU; auto: --dtype")]
-Budget = Annotated[str, typer.Option(help="bytes that the memory may use at most, such as 512MiB")]
+Device = Annotated[str, typer.Option(help="The model and its memory live on this device, such as cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="Compute in float32, bfloat16 or float16; auto takes the checkpoint's own.")]
+Weights = Annotated[str, typer.Option(help="Round weights to int8, int8-row or int4 (CPU only); auto keeps --dtype.")]
+Budget = Annotated[str, typer.Option(help="The memory uses at most this many bytes, such as 512MiB.")]
 
 
 def _print_version(is_asked: bool) -> None:
@@ -54,7 +55,7 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def _read_common_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version, and exit")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -64,10 +65,12 @@ def _read_common_options(
 def generate(
     prompt: Annotated[
         list[str],
-        typer.Option(help="what to continue or to reply to; repeat it for several at once", show_default=False),
+        typer.Option(
+            help="The text to continue or to reply to. Repeat the option for several prompts.", show_default=False
+        ),
     ],
     model: Model = "embedded",
-    max_tokens: Annotated[int, typer.Option(min=1, help="new tokens per prompt at most")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Generate at most this many tokens for each prompt.")] = 128,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     weights: Weights = "auto",
@@ -76,7 +79,7 @@ def generate(
         bool | None,
         typer.Option(
             "--chat/--raw",
-            help="whether to use the chat template; unless given, if the model has one",
+            help="Use the chat template, or take the prompt as plain text. The default is --chat if the model has one.",
             show_default=False,
         ),
     ] = None,
@@ -99,16 +102,17 @@ def generate(
 @app.command()
 def chat(
     model: Model = "embedded",
-    system: Annotated[str | None, typer.Option(help="a first message that tells the model how to behave")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message, which tells the model how to behave.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="tokens of a reply at most (256)", show_default=False)
+        int | None, typer.Option(min=1, help="A reply has at most this many tokens (256).", show_default=False)
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 for the most likely reply, more for others (0)")
+        float | None,
+        typer.Option(min=0, help="0 gives the most likely reply; higher values give more varied ones (0)."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="draws the same replies again")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed draws the same replies again.")] = None,
     resume: Annotated[
-        str | None, typer.Option(help="the folder of a conversation that /save wrote", metavar="FOLDER")
+        str | None, typer.Option(help="Continue the conversation that /save wrote to this folder.", metavar="FOLDER")
     ] = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
@@ -117,7 +121,7 @@ def chat(
 ) -> None:
     """Talk to a model; /edit, /undo, /regenerate and /branch change the conversation.
 
-    What stays of it is not computed again. See /help.
+    The model does not compute again what stays of the conversation. Type /help for all commands.
     """
     with one_line_errors(f"loading {model} …"):
         from hybridmem.chat.commands.terminal import Settings, run_terminal
@@ -134,12 +138,15 @@ def warmup(
     dtype: Dtype = "auto",
     weights: Weights = "auto",
     is_all: Annotated[
-        bool, typer.Option("--all", help="kernels of all models, in float32 and bfloat16, not only those of --model")
+        bool,
+        typer.Option(
+            "--all", help="Compile the kernels of all models, in float32 and bfloat16, not only those of --model."
+        ),
     ] = False,
     to: Annotated[
         Path | None,
         typer.Option(
-            help="fill this folder, for an image of a container, where HYBRID_MEMORY_CACHE names it",
+            help="Keep the kernels in this folder, as for a container image in which HYBRID_MEMORY_CACHE names it.",
             metavar="FOLDER",
             show_default=False,
         ),
@@ -173,7 +180,8 @@ def warmup(
                 with HybridMemory(spec, "256MiB") as memory:
                     n_bytes = 2 * memory.needed_bytes(1)
                 with HybridMemory(spec, max(n_bytes, 1 << 28)) as memory, memory.step({memory.open(): [0]}) as step:
-                    loaded(step)  # what models compile beside the kernels of their memory
+                    # The step makes the model compile its own kernels, which `warm_up` above does not know.
+                    loaded(step)
         seconds = time.perf_counter() - started
         where = f"kept in {cache_folder()}" if is_kept() else "for this process only"
         typer.echo(f"CPU kernels are ready ({seconds:.1f} s; {where})")
@@ -181,18 +189,18 @@ def warmup(
 
 @app.command()
 def demo(
-    users: Annotated[int, typer.Option(min=2, help="how many talk at once")] = 8,
-    turns: Annotated[int, typer.Option(min=2, max=24, help="turns of each user's dialogue")] = 8,
-    seed: Annotated[int, typer.Option(help="another seed, other dialogues")] = 0,
+    users: Annotated[int, typer.Option(min=2, help="This many users talk at once.")] = 8,
+    turns: Annotated[int, typer.Option(min=2, max=24, help="Each user's dialogue has this many turns.")] = 8,
+    seed: Annotated[int, typer.Option(help="Another seed makes other dialogues.")] = 0,
     model: Model = "embedded",
     device: Device = "cpu",
     dtype: Dtype = "auto",
     weights: Weights = "auto",
     budget: Budget = "1GiB",
 ) -> None:
-    """Let many users talk to one model at once: facts are edited by rollback, conversations forked, leaks looked for.
+    """Let many users talk to one model at once, edit facts by rollback, fork conversations, and look for leaks.
 
-    Every answer is compared with what is right; exits with 1 if one is wrong or if history was computed twice.
+    Every answer is compared with the right one. Exits with 1 if an answer is wrong or if history was computed twice.
     """
     with one_line_errors(f"loading {model} …"):
         from hybridmem.chat.commands.demo import run_demo
@@ -213,7 +221,7 @@ def demo(
 
 
 def _stream_replies(engine: Engine, prompts: list[list[int]], max_tokens: int) -> Iterator[list[Reply]]:
-    """Return the replies in the order of `prompts`, after every step."""
+    """Yield all replies, in the order of `prompts`, after each step of the engine."""
     from hybridmem.chat.console import Reply
 
     generations = [engine.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
@@ -231,8 +239,10 @@ for _command in (simulate, plan, inspect):
 
 
 def main() -> None:
-    """Run the command line. Garbage is looked for less often, and no more at the end: importing torch alone makes half
-    a million live objects, and each search among them takes a tenth of a second.
+    """Run the command line.
+
+    Python's garbage collector runs less often here, and not at all at the end. Importing torch alone makes half a
+    million live objects, and each search among them takes a tenth of a second.
     """
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)

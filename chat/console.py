@@ -1,4 +1,4 @@
-"""Prints on the command line: replies while they grow, and texts from files."""
+"""Prints to a terminal or a pipe: replies while they grow, and texts from files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 MOST_CHARACTERS = 2000
-"""Characters that are shown of a text from a file."""
+"""At most this many characters of a text from a file are shown."""
 _PIPED_WIDTH = 120
-"""Columns of an output without a width, such as a pipe: most rows fit on one line."""
+"""An output without a width, such as a pipe, gets this many columns. Most rows fit on one line then."""
 REFRESHES_PER_SECOND = 12
 
 
@@ -24,9 +24,9 @@ def make_console() -> Console:
 
 
 def harmless(text: str) -> str:
-    """Return text from an untrusted file as a terminal may show it.
+    """Return text from an untrusted file in a form that a terminal may show.
 
-    Control characters are named, long text is cut.
+    Control characters are replaced by their names, and long text is cut.
     """
     shown = "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text[:MOST_CHARACTERS]
@@ -36,17 +36,20 @@ def harmless(text: str) -> str:
 
 @dataclass
 class Reply:
-    """Holds a text that grows."""
+    """Holds a reply that grows."""
 
     text: str = ""
     is_complete: bool = False
 
 
 def show_replies(console: Console, stream: Iterator[list[Reply]]) -> None:
-    """Show replies in order: live on a terminal, else each as plain text once it and all before it are complete.
+    """Show replies in order.
+
+    A terminal shows them while they grow. Any other output gets each as plain text once it and all before it are
+    complete.
 
     Args:
-        stream: yields all replies, again and again, until every one is complete. A single one is shown without a
+        stream: yields all replies, again and again, until every one is complete. A single reply is shown without a
             number.
     """
     if console.is_terminal:
@@ -62,7 +65,7 @@ def show_replies(console: Console, stream: Iterator[list[Reply]]) -> None:
 
 
 def _show_live(console: Console, stream: Iterator[list[Reply]]) -> None:
-    """Show replies while they grow. What exceeds the screen is cut meanwhile, and written in full at the end."""
+    """Show replies while they grow. Text that exceeds the screen is cut meanwhile, and written in full at the end."""
     table = Table.grid()
     try:
         with Live(table, console=console, refresh_per_second=REFRESHES_PER_SECOND, transient=True) as live:

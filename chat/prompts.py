@@ -1,4 +1,4 @@
-"""Turns messages into token ids: a checkpoint's tokenizer, and the new part of a chat encoded on its own."""
+"""Turns messages into token ids. It loads a checkpoint's tokenizer, and encodes whole chats or only their new parts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from hybridmem.models.loading.gguf import is_gguf, load_gguf_tokenizer
 _OF_TEMPLATES = (
     TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
-"""What a template may raise: it is a program of the checkpoint's. Bounded tokenizers raise others, which pass."""
+"""The errors that a template may raise, since it is a program from the checkpoint. Bounded tokenizers raise other
+errors, which are passed on.
+"""
 
 Message = dict[str, Any]
 Span = tuple[int, int]
-"""Characters [start, end) of a rendered text."""
+"""The characters [start, end) of a rendered text."""
 
 
 def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
@@ -37,10 +39,10 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
         return load_gguf_tokenizer(folder)
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        tokenizer.encode("a")  # some options that make no sense are found only now
+        tokenizer.encode("a")  # Some nonsensical options are found only at this first use.
         return tokenizer
     except BaseException as error:
-        # The tokenizers library raises bare Exception for a damaged file, or panics, which is no Exception.
+        # For a damaged file, the tokenizers library raises a bare Exception, or panics, which is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -52,7 +54,7 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
 def find_stop_ids(tokenizer: Tokenizer, model: LanguageModel) -> tuple[int, ...]:
     """Return the tokens that end a reply: the tokenizer's end token first, then those of config.json.
 
-    Empty if neither names one.
+    The result is empty if neither names one.
     """
     configured = getattr(model.config, "eos_token_id", None)
     ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
@@ -63,8 +65,8 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, is_chat: bool | None) -> l
     """Return the token ids of a user's first message, or of plain text.
 
     Args:
-        is_chat: None uses the chat template if the tokenizer has one. Plain text is the whole prompt: special tokens
-            may be written in it.
+        is_chat: whether to use the chat template. None: use it if the tokenizer has one. Plain text is the whole
+            prompt, and may contain special tokens.
     Raises:
         FormatError: a chat was asked for and there is no template.
     """
@@ -78,11 +80,11 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, is_chat: bool | None) -> l
 def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list[int]:
     """Return the token ids that a new user message adds to a chat that a memory already holds.
 
-    The memory has seen everything up to and with the end token of the last reply; whatever the template puts behind it
-    belongs to the new part. Special tokens that stand in the message are text.
+    The memory has seen everything up to the end token of the last reply, including that token. Whatever the template
+    puts behind it belongs to the new part. Special tokens in the message are plain text.
 
     Raises:
-        FormatError: the template rewrites earlier turns, so that no new part follows from the old one.
+        FormatError: the template rewrites earlier turns, so the new text does not begin with the old one.
     """
     messages = [*history, {"role": "user", "content": text}]
     rendered = render(tokenizer, messages)
@@ -102,7 +104,7 @@ def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list
 
 
 def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special: bool = False) -> list[int]:
-    """Return the token ids of a whole chat, up to where the reply begins.
+    """Return the token ids of a whole chat, up to the beginning of the reply.
 
     Args:
         parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people
@@ -119,9 +121,9 @@ def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special:
 def encode_rest(
     tokenizer: Tokenizer, text: str, messages: list[Message], start: int, *, parse_special: bool = False
 ) -> list[int]:
-    """Return the token ids of a rendered chat from character `start` on, where a message has ended.
+    """Return the token ids of a rendered chat from character `start` on. A message ends there.
 
-    Args and errors as `encode_chat`.
+    The arguments and errors are those of `encode_chat`.
     """
     spans = {} if parse_special else apart(tokenizer, text, messages)
     later = [(begin - start, end - start, messages[i]["role"]) for (begin, end), i in spans.items() if begin >= start]
@@ -129,7 +131,7 @@ def encode_rest(
 
 
 def _encode_around(tokenizer: Tokenizer, text: str, spans: Seq[tuple[int, int, str]]) -> list[int]:
-    """Encode a text of which a role has written the characters [start, end), ascending, and a template the rest."""
+    """Encode a text. Each span of it was written by a role; a template wrote the rest. The spans ascend."""
     ids, at = list[int](), 0
     for start, end, role in spans:
         ids += tokenizer.encode(text[at:start], add_special_tokens=False) if start > at else []
@@ -139,17 +141,18 @@ def _encode_around(tokenizer: Tokenizer, text: str, spans: Seq[tuple[int, int, s
 
 
 def apart(tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_reply: bool = True) -> dict[Span, int]:
-    """Return the contents that contain special tokens and are encoded by themselves: place -> number of the message.
+    """Return the contents that are encoded by themselves: place -> number of the message.
 
-    Most often none are, and the text is encoded as a whole.
+    They are those that contain special tokens.
 
-    Raises FormatError: the template changes such a content, so that what it says cannot be told from what the template
-    does.
+    Most often there are none, and the text is encoded as a whole.
+
+    Raises FormatError if the template changes such a content, so that its text cannot be told from the template's.
     """
     contents = [message["content"] for message in messages]
     found = [i for i, m in enumerate(messages) if special_tokens_of(tokenizer, m["role"]).are_in(m["content"])]
     special = special_tokens_of(tokenizer)
-    if not found and special.are_in("".join(contents)):  # adjacent contents may form one together
+    if not found and special.are_in("".join(contents)):  # Adjacent contents may form a special token together.
         found = [i for i, content in enumerate(contents) if content]
     if not found:
         return {}
@@ -170,31 +173,31 @@ def apart(tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_re
 def locate(
     tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_reply: bool
 ) -> tuple[list[Span | None], str, set[int]]:
-    """Find each content in the rendered text; None if the template left it out, or it cannot be found for certain.
+    """Find each content in the rendered text. None: the template left it out, or its place is not certain.
 
-    Also returns the text with placeholders instead of contents, and the messages whose placeholders it has.
+    Also return the text with placeholders instead of contents, and the messages whose placeholders it has.
 
-    To search for a content would find an "a" in "<|assistant|>". So the template also renders placeholders that stand
-    nowhere else; what it writes around them is then searched for in the real text.
+    A plain search for the content "a" would find it in "<|assistant|>". So the template also renders placeholders,
+    which occur nowhere else. The text around the placeholders is then searched for in the real text.
     """
     placeholders = [uuid4().hex for _ in messages]
     dressed = [{**message, "content": placeholder} for message, placeholder in zip(messages, placeholders, strict=True)]
     whole = rest = render(tokenizer, dressed, awaits_reply=awaits_reply)
-    # Some templates show the last messages only.
+    # Some templates render only the last messages.
     shown = [i for i, placeholder in enumerate(placeholders) if placeholder in rest]
     spans: list[Span | None] = [None] * len(messages)
     at = 0
     for i, following in zip(shown, [*shown[1:], None], strict=False):
         before, _, rest = rest.partition(placeholders[i])
         after = rest if following is None else rest.partition(placeholders[following])[0]
-        # A template may write other text around other contents: from there on no place is certain.
+        # A template may write other text around other contents. From there on, no place is certain.
         if not text.startswith(before, at):
             break
         start = at + len(before)
         ends = (
             start + len(words) for words in _stripped(messages[i]["content"]) if text.startswith(words + after, start)
         )
-        at = next(ends, text.find(after, start))  # word for word, or changed
+        at = next(ends, text.find(after, start))  # The content stands here word for word, or changed.
         if at < 0:
             break
         spans[i] = start, at
@@ -202,12 +205,12 @@ def locate(
 
 
 def _stripped(content: str) -> tuple[str, ...]:
-    """Strip a content as templates do."""
+    """Strip a content's white space as templates do."""
     return content, content.strip(), content.lstrip(), content.rstrip()
 
 
 def render(tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool = True) -> str:
-    """Render messages by the chat template, with the opening of a reply behind them unless told otherwise.
+    """Render messages by the chat template. The opening of a reply follows them unless `awaits_reply` is false.
 
     Raises:
         FormatError: there is no template, or it refuses the messages.

@@ -1,8 +1,8 @@
-"""Keeps special tokens that a user has only written from having an effect: text like the end of a turn stays text.
+"""Keeps special tokens that a user only wrote as text from having an effect, such as the end of a turn.
 
 A tokenizer finds the names of special tokens wherever they stand, in a user's message as in the chat template around
-it. A message that contains them could forge a turn. So what people write is encoded by itself where it holds such a
-name, as the characters that it is made of.
+it. A message that contains them could forge a turn. So if people's text contains such a name, that text is encoded by
+itself, character by character.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ from hybridmem.memory import FormatError
 
 _ROLES = "user", "assistant", "system", "tool", "developer"
 Tokenizer = Any
-"""A tokenizer of transformers; its classes have no common type that mypy could use."""
+"""A tokenizer of transformers. Its classes have no common type that mypy could use."""
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Holds the special tokens of a tokenizer, and encodes text without them.
+    """Holds the special tokens of a tokenizer, and encodes text so that none of them appears.
 
     Attributes:
-        names: name -> id: of what the tokenizer calls special, and of what else the chat template writes. A reply's own
-            tokens, such as those around thoughts, are no more than the latter: in replies only the former count.
+        names: name -> id, of the tokens that the tokenizer calls special and of the other marks that the chat template
+            writes. In replies only the former count, because a reply may contain marks of its own, such as those around
+            thoughts.
     """
 
     tokenizer: Tokenizer
     names: dict[str, int]
 
     def are_in(self, text: str) -> bool:
-        """True if a name may be in a text, in any case and form: some tokenizers change texts before they look."""
+        """Return whether a name may be in a text, in any case and form.
+
+        Some tokenizers change texts before they search.
+        """
         return self.pattern is not None and self.pattern.search(_folded(text)) is not None
 
     def count(self, text: str) -> int:
@@ -51,16 +55,16 @@ class SpecialTokens:
         return re.compile("|".join(map(re.escape, names))) if names else None
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the token ids of text that people wrote: no special token, except the one for unknown characters.
+        """Return the token ids of text that people wrote. None is special, except the one for unknown characters.
 
-        Raises FormatError: the tokenizer has no other way to write it.
+        Raises FormatError if the tokenizer cannot encode the text without special tokens.
         """
         if not self.are_in(text):
             return list(self.tokenizer.encode(text, add_special_tokens=False))
         found = self._encode(text)
         if self._special.isdisjoint(found):
             return found
-        # The vocabulary itself has the name as a word: it is cut behind each first letter.
+        # The vocabulary itself has the name as a word. So cut the text behind each first letter of a name.
         firsts = {name[0] for name in self.names}
         pieces = [piece for piece in re.split("(?<=[" + re.escape("".join(sorted(firsts))) + "])", text) if piece]
         found = [i for piece in pieces for i in self._encode(piece)]
@@ -83,7 +87,7 @@ class SpecialTokens:
     def _blind(self) -> tokenizers.Tokenizer | None:
         """Return a copy of the tokenizer that finds none of the names.
 
-        It is a copy because other threads would see it if one was switched off and on again.
+        It is a copy, because other threads would notice if the names were switched off and on in the original.
         """
         if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
             return None
@@ -101,9 +105,9 @@ _known: WeakKeyDictionary[Any, tuple[str, SpecialTokens, SpecialTokens]] = WeakK
 def special_tokens_of(tokenizer: Tokenizer, role: str = "user") -> SpecialTokens:
     """Return the special tokens that must stay text in a message of this role.
 
-    They are found once for each tokenizer and chat template.
+    They are computed once for each tokenizer and chat template.
     """
-    # A server's tokenizer refuses long texts; the one inside it has the same special tokens.
+    # A server's tokenizer refuses long texts. The tokenizer inside of it has the same special tokens.
     tokenizer = getattr(tokenizer, "unbounded", tokenizer)
     template = template_text(tokenizer)
     known = _known.get(tokenizer)

@@ -1,4 +1,6 @@
-"""Serves one model from many replicas: routes prompts to what can be resumed, and moves sessions between replicas.
+"""Serves one model from many replicas.
+
+It routes each prompt to a replica that can resume it, and moves sessions between replicas.
 
 It needs the extra: pip install "hybridmem[cluster]". `cluster.routing` and the leases of `cluster.store` are plain
 Python, without Ray; `cluster.serving` is an application of Ray Serve.

@@ -1,4 +1,4 @@
-"""Declares `hybrid-memory cluster`: fleets on a Ray that runs. The package `cluster` does the work."""
+"""Declares `hybrid-memory cluster`, which deploys fleets on a running Ray. The package `cluster` does the work."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from hybridmem.chat.commands.fleet import find_cluster
 from hybridmem.chat.commands.start import one_line_errors
 
 File = Annotated[
-    Path, typer.Argument(help="YAML: options of `serve` by name, and Ray's `address`", metavar="CONFIG.yaml")
+    Path,
+    typer.Argument(help="A YAML file with options of `serve` by name, and Ray's `address`.", metavar="CONFIG.yaml"),
 ]
-cluster = typer.Typer(name="cluster", help="Deploy replicas on a Ray that runs.", no_args_is_help=True)
+cluster = typer.Typer(name="cluster", help="Deploy replicas on a running Ray.", no_args_is_help=True)
 
 
 @cluster.command()
 def deploy(config: File) -> None:
-    """Deploy a fleet, or change the one that runs under its name; replicas are replaced one after the other."""
+    """Deploy a fleet, or change the one that runs under its name. Replicas are replaced one after the other."""
     with one_line_errors():
         find_cluster("commands.deploy").deploy(config)
 
 
 @cluster.command()
 def remove(config: File) -> None:
-    """Let the replies of a fleet end, and remove it."""
+    """Let a fleet finish its replies, then remove it."""
     with one_line_errors():
         find_cluster("commands.deploy").remove(config)

@@ -1,7 +1,7 @@
 """Plays the demo: many users talk to one model at once, and every reply can be checked.
 
-A leak between users, a wrong rollback or a fork that shares too much turns into a wrong word. Nothing is scripted on
-the model's side: what is remembered and judged is what it generated, greedily, token by token.
+A leak between users, a wrong rollback or a fork that shares too much turns into a wrong word. The model's replies are
+not scripted: it generates them greedily, token by token, and these tokens are remembered and judged.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Reuse:
     """Counts how much of its history a scene reused instead of computing it. Counts are tokens, measured in the engine.
 
     Attributes:
-        n_reused: history kept by the rollback, or shared by the forks.
-        n_recomputed: tokens fed beyond the new ones, so history that was computed a second time.
-        n_new: tokens of the turns that followed.
+        n_reused: tokens of history that the rollback kept, or that the forks share.
+        n_recomputed: tokens of history that the model computed a second time.
+        n_new: tokens of the turns that came after the rollback or the fork.
     """
 
     scene: str
@@ -59,7 +59,7 @@ class Report:
 
     @property
     def is_ok(self) -> bool:
-        """True if every reply is right and no history was computed twice."""
+        """Return whether every reply is right and no history was computed twice."""
         return not self.wrong and all(reuse.n_recomputed == 0 for reuse in self.reuses)
 
 
@@ -76,12 +76,12 @@ def run_demo(
     """Play all scenes in one memory, check the memory, and report.
 
     Args:
-        n_users: at least 2, or no user's facts could leak to another.
-        n_turns: of each user's dialogue; at least 2, a fact and a question.
-        on_word: watches the replies grow.
+        n_users: how many users talk. There must be 2 or more, or no fact could leak from one to another.
+        n_turns: turns of each user's dialogue. At least 2: a fact and a question.
+        on_word: is called after each new token of a reply.
     Raises:
-        SpecError, FormatError: numbers or a tokenizer that cannot work. Whatever the memory raises, IntegrityError
-            included.
+        SpecError: numbers that cannot work. FormatError: an unsuitable tokenizer. Also whatever the memory raises, such
+        as IntegrityError.
     """
     if n_users < 2 or n_turns < 2:
         raise SpecError(f"{n_users} users with {n_turns} turns each; the demo needs at least 2 of both")
@@ -94,7 +94,8 @@ def run_demo(
     report = Report(engine.stats, memory.usage())
     report.answers += scenes.talk(users, n_turns)
     scenes.edit(report, users[0], n_later=0)
-    scenes.edit(report, users[1], users[0], n_later=3)  # so there is something that user 1 can be asked and never told
+    # This topic is also new to the first user, so `probe_leaks` can ask that user for what only the second has told.
+    scenes.edit(report, users[1], users[0], n_later=3)
     scenes.fork(report, users[-1])
     report.answers += scenes.probe_leaks(users)
     memory.check()
@@ -111,7 +112,7 @@ class _Scenes:
         self._seed = seed
 
     def talk(self, users: list[Conversation], n_turns: int) -> list[Answer]:
-        """Play every user's own dialogue, all at once, about facts that training never showed."""
+        """Play the dialogues of all users at once. Their facts never occur in the training data."""
         dialogues = [_make_dialogue(self._rng(user.name), n_turns) for user in users]
         return self._player.play("dialogue", list(zip(users, dialogues, strict=True)))
 
@@ -119,7 +120,7 @@ class _Scenes:
         """State a fact, chat for `n_later` turns, take all of it back, state another value, and ask for it.
 
         Args:
-            strangers: have not told anything about the topic either.
+            strangers: users who have not told anything about the topic either.
         """
         rng = self._rng(f"edit {n_later}")
         topic = self._new_topic(rng, user, *strangers)
@@ -160,7 +161,7 @@ class _Scenes:
         report.reuses.append(Reuse(f"{user.name} is forked", "two forks", len(forks) * kept, n_fed - n_new, n_new))
 
     def probe_leaks(self, users: list[Conversation]) -> list[Answer]:
-        """Ask every user at once for something that only another user has told."""
+        """Ask all users, at once, for something that only another user has told."""
         rng = self._rng("leak")
         scripts: list[tuple[Conversation, list[Turn]]] = []
         for user in users:
@@ -171,7 +172,7 @@ class _Scenes:
         return self._player.play("told by other users only", scripts)
 
     def _new_topic(self, rng: random.Random, *users: Conversation) -> str:
-        """Return a topic that none of these users has told; a name if there is one left."""
+        """Return a topic about which none of these users has told anything. Topics with names come first."""
         topics = [topic for topic in sorted(TOPICS) if not any(topic in user.told for user in users)]
         if not topics:
             raise SpecError(f"{users[0].name} has told everything there is to tell; give the demo fewer turns")
@@ -182,7 +183,7 @@ class _Scenes:
 
 
 def _make_dialogue(rng: random.Random, n_turns: int) -> list[Turn]:
-    """Make a dialogue that ends in a question; a very short one may end without one."""
+    """Make a dialogue that ends in a question. A very short one may end without one."""
     while True:
         turns = make_dialogue(rng, n_turns, held_out=True)
         if turns[-1].is_question:

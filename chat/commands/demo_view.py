@@ -1,4 +1,4 @@
-"""Shows the demo on the command line: conversations while they go on, and what was right at the end."""
+"""Shows the demo in the terminal: the conversations while they run, and the right and wrong answers at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridmem.memory.views.text_tables import format_bytes
 from hybridmem.memory.views.usage import Usage
 
 MOST_ROWS = 40
-"""Right answers beyond these are counted, not listed."""
+"""The table lists at most this many rows. It only counts the right answers beyond these."""
 _MOST_LIVE_ROWS = 12
 
 
@@ -40,17 +40,18 @@ class _Stage:
         table = Table(box=None, padding=(0, 1))
         for heading in ("", "says", "is told"):
             table.add_column(heading, header_style="dim", no_wrap=True)
-        for name, (text, reply) in list(self._rows.items()):  # another thread draws: it must not see a row being added
+        # Another thread draws. It iterates over a copy, since a row may be added meanwhile.
+        for name, (text, reply) in list(self._rows.items()):
             table.add_row(Text(name, style="bold cyan"), Text(text, style="dim"), Text(reply))
         return Group(table, self._bar)
 
 
 @contextmanager
 def live_stage(console: Console) -> Iterator[OnWord]:
-    """Show conversations while they go on; nothing if the console is no terminal.
+    """Show conversations while they run. Show nothing if the console is not a terminal.
 
     Yields:
-        To be called after every new token.
+        A function to call after each new token.
     """
     if not console.is_terminal:
         yield lambda conversation, text, reply, is_last: None
@@ -62,7 +63,7 @@ def live_stage(console: Console) -> Iterator[OnWord]:
 
 
 def print_report(console: Console, report: Report) -> None:
-    """Print the answers, reuse, bytes, speed and the verdict."""
+    """Print the answers, the reuse, the bytes, the speed and the verdict."""
     console.print(_answers_table(report))
     console.print(_reuse_table(report))
     console.print(_usage_table(report.usage))
@@ -77,7 +78,10 @@ def print_report(console: Console, report: Report) -> None:
 
 
 def _answers_table(report: Report) -> Table:
-    """Return a table of all wrong answers; if there are too many rows, the first right ones are left out."""
+    """Return a table of the answers.
+
+    It has all wrong ones; if there are too many rows, it leaves out the first right ones.
+    """
     table = Table(title="Every question that was asked")
     table.add_column("user", no_wrap=True)
     for heading in ("question", "answer", "expected", ""):

@@ -1,6 +1,7 @@
-"""Lists the options of a fleet of replicas, and hands the command over to the package `cluster`, which runs it.
+"""Lists the options of a fleet of replicas, and calls the package `cluster`, which runs the fleet.
 
-`cluster` imports `chat`, never the other way, so it is looked for by its name, and only if replicas are wanted.
+`cluster` imports `chat`, never the other way. So this module imports `cluster` by its name when it runs, and only if
+the user wants replicas.
 """
 
 from __future__ import annotations
@@ -14,39 +15,47 @@ from hybridmem.chat.commands.option_table import Chosen, Option
 ROUTERS = ("resumable", "consistent-hash", "round-robin", "load")
 
 FLEET: tuple[Option, ...] = (
-    Option("replicas", "whole", 1, "engines, each with a memory of --budget, in processes of their own; more than 1 "
-           "needs hybridmem[cluster]", least=1, most=4096),
-    Option("max_replicas", "whole", None, "most of them, where load adds some; unless given, as many as --replicas",
+    Option("replicas", "whole", 1,
+           "Run this many engines, each in a process of its own with a memory of --budget. More than 1 needs "
+           "hybridmem[cluster].", least=1, most=4096),
+    Option("max_replicas", "whole", None,
+           "Load may raise the number of replicas up to this one. By default, it stays at --replicas.",
            least=1, most=4096),
-    Option("cpus", "number", 1.0, "processors of a replica: its threads", least=0.1),
-    Option("gpus", "number", 0.0, "GPUs of a replica", least=0),
-    Option("gateways", "whole", 1, "processes that tokenise and route requests", least=1, most=256),
-    Option("router", "text", "resumable", "how a replica is chosen: resumable (session, deepest prefix that it can "
-           "resume, load), consistent-hash (of x-session-id), round-robin, load", choices=ROUTERS),
-    Option("imbalance", "number", 1.5, "a replica with more requests than this times the mean is passed over",
-           least=1),
-    Option("store", "text", None, "folder or URL that keeps the sequences of all replicas, so that sessions move"),
-    Option("store_bytes", "bytes", "64GiB", "bytes in the store; the sequences that were not used for longest go"),
-    Option("store_days", "number", 7.0, "days after which a sequence in the store goes if nothing used it",
-           least=0.001),
-    Option("store_tokens", "whole", 32, "tokens that a sequence must have to be stored: shorter ones are computed "
-           "again", least=1),
-    Option("lease", "number", 30.0, "seconds for which a replica may hold a session without renewing", least=1),
-    Option("kv_events", "whole", None, "port of the first replica's KV events in vLLM's format; others take the next",
-           least=1024, most=65000),
-    Option("event_tokens", "whole", 512, "tokens of a block in KV events; 512 is the grid of prefix caches",
-           least=1),
+    Option("cpus", "number", 1.0, "Each replica gets this many processors, and as many threads.", least=0.1),
+    Option("gpus", "number", 0.0, "Each replica gets this many GPUs.", least=0),
+    Option("gateways", "whole", 1, "This many processes tokenise and route requests.", least=1, most=256),
+    Option("router", "text", "resumable",
+           "How a replica is chosen. resumable: by the session, the longest prefix that it can resume, and load. "
+           "consistent-hash: by the header x-session-id. round-robin: in turn. load: by load.", choices=ROUTERS),
+    Option("imbalance", "number", 1.5, "Pass over a replica that has more requests than this times the mean.", least=1),
+    Option("store", "text", None,
+           "Keep the sequences of all replicas in this folder or URL, so that sessions can move between "
+           "replicas."),
+    Option("store_bytes", "bytes", "64GiB",
+           "The store may take this many bytes. Beyond that, the sequences that were used longest ago are "
+           "removed."),
+    Option("store_days", "number", 7.0,
+           "Remove a sequence from the store when nothing has used it for this many days.", least=0.001),
+    Option("store_tokens", "whole", 32,
+           "Store only sequences of at least this many tokens. Shorter ones are computed again.", least=1),
+    Option("lease", "number", 30.0,
+           "A replica holds a session for this many seconds unless it renews its lease.", least=1),
+    Option("kv_events", "whole", None,
+           "The first replica publishes KV events in vLLM's format on this port. The other replicas take the "
+           "next ports.", least=1024, most=65000),
+    Option("event_tokens", "whole", 512,
+           "A block in KV events has this many tokens; 512 is the grid of prefix caches.", least=1),
 )  # fmt: skip
-"""Options of `hybrid-memory serve` beside those of one server; the command itself reads them."""
+"""The options of `hybrid-memory serve` that concern a fleet. The command itself reads them."""
 
 _NEEDED = {"ray": "ray[serve]"}
 _REMEDY = "pip install 'hybridmem[cluster]'"
 
 
 def is_fleet(chosen: Chosen) -> bool:
-    """True if the options ask for more than one process with one memory.
+    """Return whether the options ask for more than one process with one memory.
 
-    Raises SpecError for an option of a fleet that would have no effect.
+    Raises SpecError if an option of a fleet would have no effect.
     """
     from hybridmem.memory import SpecError
 
@@ -59,7 +68,10 @@ def is_fleet(chosen: Chosen) -> bool:
 
 
 def find_cluster(module: str) -> Any:
-    """Return a module of the package `cluster`. Raises SpecError, naming what to install, if a package is missing."""
+    """Return a module of the package `cluster`.
+
+    Raises SpecError if a package is missing. The message says what to install.
+    """
     from hybridmem.memory import SpecError
 
     if missing := [package for name, package in _NEEDED.items() if find_spec(name) is None]:
@@ -68,5 +80,5 @@ def find_cluster(module: str) -> Any:
 
 
 def run_fleet(chosen: Chosen) -> None:
-    """Serve from several replicas on a Ray of this machine, until a signal says to stop."""
+    """Serve from several replicas, on a Ray that is started on this machine, until a signal says to stop."""
     find_cluster("commands.serve").run_local(chosen)

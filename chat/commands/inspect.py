@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 def inspect(
     file: Annotated[
-        Path, typer.Argument(help="a saved sequence, chat or prefix cache, a server's sessions, a model or its config")
+        Path,
+        typer.Argument(help="Name a saved sequence, chat or prefix cache, a server's sessions, a model or its config."),
     ],
-    is_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print what a file holds and whether it is whole: saved sequences, chats and prefix caches, models and configs.
+    """Print what a file or folder holds, and whether it is whole.
 
-    Nothing is loaded or changed.
+    It reads saved sequences, chats and prefix caches, a server's sessions, models and their configs. It loads no model
+    and changes nothing.
     """
     from hybridmem.chat.commands.inspection import inspect_path
     from hybridmem.chat.console import make_console
@@ -37,7 +39,8 @@ def inspect(
 def _show(console: Console, finding: Finding) -> None:
     """Print a finding as tables.
 
-    Strings of the file are escaped, since it may not be trusted: no markup or control characters reach the terminal.
+    Strings from the file are escaped, because the file may be hostile: no markup or control character reaches the
+    terminal.
     """
     from rich.table import Table
     from rich.text import Text

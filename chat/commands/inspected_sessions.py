@@ -1,4 +1,4 @@
-"""Describes the stored sessions of a server, and compares what its database says with itself and with the files."""
+"""Describes the stored sessions of a server, and checks its database against itself and against the files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MOST_FAULTS = 20
 
 @dataclass(frozen=True)
 class Sessions:
-    """Holds what a database of sessions says.
+    """Holds the contents of a database of sessions.
 
     Attributes:
-        faults: what contradicts itself, in words; none in a database that is whole.
+        faults: the contradictions in the database, in words. A whole database has none.
     """
 
     facts: dict[str, Any]
@@ -43,13 +43,13 @@ def read_sessions(folder: Path, checkpoints: dict[str, Any] | None) -> Sessions:
     """Read the database of a folder, which a server may be using.
 
     Args:
-        checkpoints: what the list of saved checkpoints says; None: there is none.
+        checkpoints: the list of saved checkpoints. None: there is no such list.
     Raises:
-        FormatError: it is no database of sessions, or so damaged that it cannot be read.
+        FormatError: the file is not a database of sessions, or it is too damaged to be read.
     """
     path = folder / FILE
     try:
-        # Without a log nobody writes to it, and then SQLite needs to make no files beside it.
+        # If there is no log, no server writes to the database. SQLite then needs no files beside it to read it.
         is_quiet = not (folder / f"{FILE}-wal").exists()
         uri = f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if is_quiet else ''}"
         with closing(sqlite3.connect(uri, uri=True)) as database:
@@ -78,7 +78,7 @@ def read_sessions(folder: Path, checkpoints: dict[str, Any] | None) -> Sessions:
 
 
 def _find_faults(nodes: list[Node], heads: dict[str, str | None]) -> list[str]:
-    """Return what contradicts itself: a parent, a base or a head that is none, and token ids that cannot be."""
+    """Return all contradictions: a parent, a base or a head that does not exist, and impossible token ids."""
     known, faults = dict[str, Node](), list[str]()
     for node in nodes:
         parent, base = known.get(node.parent or ""), known.get(node.base or "")
@@ -97,7 +97,10 @@ def _find_faults(nodes: list[Node], heads: dict[str, str | None]) -> list[str]:
 
 
 def _count_saved(nodes: list[Node], owners: dict[str, bytes], checkpoints: dict[str, Any] | None) -> int:
-    """Count the replies at whose end a checkpoint was saved, up to the last token, which was never fed."""
+    """Count the replies at whose end a checkpoint was saved.
+
+    Such a checkpoint lacks the last token of the reply, which was never fed.
+    """
     if checkpoints is None:
         return 0
     saved = set(_keys_of(checkpoints))
@@ -130,7 +133,7 @@ def _key(owner: bytes, tokens: Int64s) -> bytes:
 
 
 def _branches(sessions: list[sqlite3.Row], nodes: list[Node]) -> tuple[Branch, ...]:
-    """Describe the sessions used last, and the messages of each."""
+    """Describe the most recently used sessions, and the messages of each."""
     found, depths = list[Branch](), dict[str, int]()
     of_session: dict[str, list[Node]] = {row["id"]: [] for row in sessions}
     for node in nodes:

@@ -14,12 +14,12 @@ from hybridmem.memory.storage.family_files import SavedFamily
 
 @dataclass(frozen=True)
 class Branch:
-    """Describes one entry of a tree, which stands behind the entry that it grew from.
+    """Describes one entry of a tree. In a list, it comes after the entry that it grew from.
 
     Attributes:
-        depth: how many entries it grew from.
-        n_tokens: None if the file does not say.
-        n_bytes: that no entry before it has; None if nothing is there.
+        depth: how many steps lead from the root of its tree to it. The root has depth 0.
+        n_tokens: its length in tokens. None if the file does not say.
+        n_bytes: bytes that no earlier entry has. None if the file has no bytes of it.
     """
 
     what: str
@@ -29,7 +29,7 @@ class Branch:
 
 
 def members_of(saved: SavedFamily) -> tuple[Branch, ...]:
-    """Describe the sequence, the checkpoints and the forks of a file; what is damaged has no bytes."""
+    """Describe the sequence, the checkpoints and the forks of a file. Damaged ones are shown without bytes."""
     seen: dict[str, int] = {}
     found = []
     for member in saved.members:
@@ -45,7 +45,10 @@ def members_of(saved: SavedFamily) -> tuple[Branch, ...]:
 
 
 def branches_of(about: dict[str, Any]) -> tuple[Branch, ...]:
-    """Describe the sessions of a saved chat, each by what its user said last. Raises as a wrong `about` lets it."""
+    """Describe the sessions of a saved chat, each by its user's last message.
+
+    Raises KeyError and the like if `about` is malformed.
+    """
     sessions = [about, *about.get("branches", ())]
     depths: list[int] = []
     found = []
@@ -58,7 +61,10 @@ def branches_of(about: dict[str, Any]) -> tuple[Branch, ...]:
 
 
 def prefixes_in(folder: Path, about: dict[str, Any]) -> tuple[Branch, ...]:
-    """Describe the checkpoints that a prefix cache has saved. Raises as a wrong `about` lets it."""
+    """Describe the checkpoints that a prefix cache has saved.
+
+    Raises KeyError and the like if `about` is malformed.
+    """
     tokens, at, depths = about.get("tokens", EMPTY), 0, list[int]()
     found = []
     for entry in about["entries"]:

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 MOST_TENSORS = 8
 _ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BOOL": 8, "U8": 8, "I8": 8, "F4": 4}
-"""Bits of dtypes by their names in safetensors; those of 8 and 16 bits end in that number."""
+"""The bits of each dtype, by its name in safetensors. Names that are missing here end in the number of bits, 8 or 16.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,12 @@ class Finding:
 
     Attributes:
         kind: "saved sequence", "saved chat", "saved prefix cache", "server's sessions", "model" or "config".
-        is_verified: whether all of it has the right checksum; None where there is none.
-        facts: what there is to say, in the order to say it.
-        by_kind: bytes of each kind.
-        largest: tensors, the largest first, `MOST_TENSORS` at most.
-        tree: what grew from what, in a file that holds several sequences.
-        parts: files that belong to it.
+        is_verified: whether all checksums are right. None if the file has no checksums.
+        facts: name -> value of each fact, in the order in which they are shown.
+        by_kind: the bytes of each kind of memory.
+        largest: the largest tensors, `MOST_TENSORS` at most, in descending order.
+        tree: which sequence grew from which, in a file that holds several.
+        parts: the files that belong to the finding.
     """
 
     kind: str
@@ -72,12 +73,15 @@ class Finding:
     parts: tuple[Finding, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding as JSON can hold it."""
+        """Return the finding as values that JSON can hold."""
         return asdict(self)
 
 
 def inspect_path(path: Path) -> Finding:
-    """Inspect a file or folder. Raises FormatError: there is nothing, it is of no known kind, or it is damaged."""
+    """Inspect a file or folder.
+
+    Raises FormatError if nothing is there, if the kind is unknown, or if it is damaged.
+    """
     path = path.expanduser()
     if path.is_dir():
         if (path / SESSION_FILE).exists():
@@ -104,7 +108,7 @@ def inspect_path(path: Path) -> Finding:
 
 
 def _inspect_sequence(path: Path) -> Finding:
-    saved = read_family(str(path))  # compares the checksums
+    saved = read_family(str(path))  # This call also compares the checksums.
     first, about, stored = saved.members[0], saved.about, {pool: own for pool, (own,) in saved.blocks.items()}
     try:
         facts = {
@@ -128,7 +132,7 @@ def _inspect_sequence(path: Path) -> Finding:
 
 
 def _signature_facts(about: dict[str, Any]) -> dict[str, Any]:
-    """Return what a file says of the memory that wrote it, and of the weights."""
+    """Return the facts that a file states about the memory that wrote it, and about the weights."""
     signature = dict(about["signature"])
     if isinstance(layers := signature.get("layers"), list):
         signature["layers"] = len(layers)
@@ -138,7 +142,7 @@ def _signature_facts(about: dict[str, Any]) -> dict[str, Any]:
 
 def _inspect_prefixes(folder: Path) -> Finding:
     path = folder / CHECKPOINTS_FILE
-    _, about = read_blocks(str(path))  # compares the checksum
+    _, about = read_blocks(str(path))  # This call also compares the checksum.
     try:
         tree = prefixes_in(folder, about)
         facts = {
@@ -164,7 +168,7 @@ def _inspect_sessions(folder: Path) -> Finding:
 
 
 def _inspect_chat(folder: Path) -> Finding:
-    about = read_about(folder / SESSION_FILE)  # compares the checksum
+    about = read_about(folder / SESSION_FILE)  # This call also compares the checksum.
     try:
         messages, name = list(about["messages"]), about["memory"]
         roles = Counter(str(message["role"]) for message in messages)
@@ -235,7 +239,7 @@ def _inspect_gguf(path: Path) -> Finding:
 
 
 def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str, Any]:
-    """Describe the model of a config.
+    """Describe the model that a config defines.
 
     If there are weights, the names and shapes of all tensors are compared with those that the model needs.
     """
@@ -263,7 +267,7 @@ def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str
 
 
 def _weights_by_format(config: PreTrainedConfig, files: Checkpoint | None) -> dict[str, int]:
-    """Return what the weights take for each value of `load_model(weights=...)`."""
+    """Return the bytes of the weights for each value of `load_model(weights=...)`."""
     return {
         name: weight_bytes(dry_model(config, config.architectures[0], weights=name, files=files))
         for name in get_args(WeightFormat)
@@ -271,7 +275,7 @@ def _weights_by_format(config: PreTrainedConfig, files: Checkpoint | None) -> di
 
 
 def _layers_by_kind(spec: MemorySpec) -> dict[str, str]:
-    """Count the layers of each kind of memory, and describe a token or state of each."""
+    """Count the layers of each kind of memory, and describe the size of a token or state in each."""
     found: Counter[tuple[str, str]] = Counter()
     for memory in (m for layer in spec.layers for m in layer):
         if isinstance(memory, RecurrentSpec):

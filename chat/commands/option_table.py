@@ -1,8 +1,9 @@
-"""Makes the options of a command from a table: on the command line, in a configuration file, in the environment.
+"""Makes a command's options from a table, for the command line, a configuration file and the environment.
 
 Each row is an `Option`. Its name "max_body" is --max-body on the command line, `max_body = ...` in the file that
---config names, and HYBRID_MEMORY_MAX_BODY in the environment. The command line goes before the environment, that before
-the file, and that before the default: click does so by itself once the file is the context's `default_map`.
+--config names, and HYBRID_MEMORY_MAX_BODY in the environment. The command line overrides the environment, which
+overrides the file, which overrides the default. click applies this order by itself, because the file's values are the
+context's `default_map`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hybridmem.chat.commands.toml_files import read_tables, read_toml
 ENVIRONMENT = "HYBRID_MEMORY_"
 _OTHER_VARIABLES = ("HYBRID_MEMORY_CACHE", "HYBRID_MEMORY_CONFIG", "HYBRID_MEMORY_KERNELS")
 _OF_KUBERNETES = re.compile(r"HYBRID_MEMORY(_\w+)?_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
-"""Variables that Kubernetes writes for a service that is called hybrid-memory..."""
+"""Matches the variables that Kubernetes sets for a service called hybrid-memory... They are not options."""
 _TRUTHS = ("1", "true", "t", "yes", "y", "on", "0", "false", "f", "no", "n", "off")
 Kind = Literal["text", "texts", "bytes", "whole", "number", "flag", "tables"]
 _TYPES: dict[Kind, Any] = {
@@ -42,15 +43,16 @@ _WORDS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Option:
-    """Holds one option of a command: a row of a table.
+    """Holds one option of a command, as one row of a table.
 
     Attributes:
-        kind: "texts" may be repeated on the command line, and are separated by spaces in the environment; "tables"
-            stand in the file, or in one of their own, which the other places, and the file too, name.
-        default: None: nothing, or what the help text says.
-        to: what it is an argument of, and its name there, such as "server.max_body_bytes"; the name alone is that of
-            the option. "": the command itself reads it.
-        least, most: limits of a number, both inclusive. choices: the only texts that there are.
+        kind: the type of the value. An option of kind "texts" may be repeated on the command line; in the environment,
+            spaces separate its values. The value of kind "tables" stands in the configuration file, or in a file of its
+            own; the command line, the environment and the configuration file may name that file.
+        default: the value if the option is not given. None: there is none, or the help text explains it.
+        to: the object that gets the option as an argument, and the argument's name, such as "server.max_body_bytes". If
+            the name is left out, the argument is called as the option. "": the command itself reads the option.
+        least, most: the limits of a number, both inclusive. choices: the only texts that are allowed.
     """
 
     name: str
@@ -71,7 +73,7 @@ class Option:
         return ENVIRONMENT + self.name.upper()
 
     def parameter(self) -> inspect.Parameter:
-        """Return the option as typer reads it from a function's signature."""
+        """Return the option as a parameter of a function, from which typer reads it."""
         settings: dict[str, Any] = {}
         if self.kind in ("whole", "number"):
             settings = {"min": self.least, "max": self.most}
@@ -99,7 +101,7 @@ class Option:
             raise typer.BadParameter(f"{value!r}; give {wanted}") from None
 
     def read(self, value: object) -> Any:
-        """Return a value of the configuration file as the command line would give it. Raises ValueError."""
+        """Convert a value of the configuration file to what the command line would give. Raises ValueError."""
         if self.kind == "bytes" and type(value) is int:
             return str(value)
         if self.kind == "tables" and isinstance(value, str):
@@ -109,7 +111,7 @@ class Option:
         return float(value) if self.kind == "number" else value  # type: ignore[arg-type]
 
     def check_text(self, text: str) -> None:
-        """Check a value of the environment, which click reads later. Raises ValueError."""
+        """Check a value from the environment, before click reads it. Raises ValueError."""
         value: object = text
         try:
             if self.kind in ("whole", "number"):
@@ -141,7 +143,7 @@ class Option:
 
 
 class Chosen(Mapping[str, Any]):
-    """Holds the value of each option, from whichever source it came."""
+    """Holds the value of each option, whichever source set it."""
 
     def __init__(self, rows: Iterable[Option], values: Mapping[str, Any]) -> None:
         self._rows = tuple(rows)
@@ -157,9 +159,9 @@ class Chosen(Mapping[str, Any]):
         return len(self._values)
 
     def arguments_of(self, what: str) -> dict[str, Any]:
-        """Return the options whose row says that they are arguments of `what`, by their names there.
+        """Return the arguments of `what`, by name: the options whose rows name it in `to`.
 
-        Raises SpecError for bytes that are no number of bytes.
+        Raises SpecError if the text of an option of kind "bytes" is not a number of bytes.
         """
         targets = {row: row.to.partition(".") for row in self._rows}
         return {name or row.name: self._convert(row) for row, (whose, _, name) in targets.items() if whose == what}
@@ -186,8 +188,8 @@ def command_of(rows: tuple[Option, ...], run: Callable[[Chosen], None], *, name:
     """Return a function for `typer.Typer.command`, with an option for each row and --config beside them.
 
     Args:
-        run: the command; its docstring is the help text.
-        name: of the command, for messages.
+        run: the command. Its docstring is the help text.
+        name: the command's name, for messages.
     """
 
     def call(context: typer.Context, **values: Any) -> None:
@@ -205,14 +207,14 @@ def command_of(rows: tuple[Option, ...], run: Callable[[Chosen], None], *, name:
 
 
 _FILE = "hybrid-memory.config"
-"""The key under which a context's `meta` holds what the configuration file says."""
+"""The key under which a context's `meta` holds the values of the configuration file."""
 
 
 def _config_of(rows: tuple[Option, ...], name: str) -> inspect.Parameter:
     """Return the option --config, which is read before the others and becomes their defaults."""
 
     def read(context: typer.Context, path: Path | None) -> Path | None:
-        if context.resilient_parsing:  # the shell asks for completions
+        if context.resilient_parsing:  # The shell only asks for completions.
             return path
         try:
             check_environment(rows, os.environ, name)
@@ -242,7 +244,7 @@ def _config_of(rows: tuple[Option, ...], name: str) -> inspect.Parameter:
 
 
 def read_file(rows: tuple[Option, ...], path: Path) -> dict[str, Any]:
-    """Read a configuration file. Raises ValueError, naming file, key and remedy."""
+    """Read a configuration file. Raises ValueError; the message names the file, the key and the remedy."""
     try:
         given = read_toml(path)
     except (OSError, ValueError) as error:
@@ -260,7 +262,10 @@ def read_file(rows: tuple[Option, ...], path: Path) -> dict[str, Any]:
 
 
 def check_environment(rows: tuple[Option, ...], environment: Mapping[str, str], name: str) -> None:
-    """Check the variables HYBRID_MEMORY_*. Raises ValueError for one that names no option, or has no value of it."""
+    """Check the variables HYBRID_MEMORY_*.
+
+    Raises ValueError if one names no option, or if its value is not allowed.
+    """
     by_variable = {row.variable: row for row in rows}
     for variable, text in environment.items():
         if row := by_variable.get(variable):

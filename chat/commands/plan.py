@@ -18,30 +18,35 @@ Option = typer.Option
 
 def plan(
     model: Annotated[
-        str, Option(help='a checkpoint\'s folder, a config.json, a hub id, or "embedded"; weights are not read')
+        str, Option(help='Name a checkpoint\'s folder, a config.json, a hub id, or "embedded". Weights are not read.')
     ] = "embedded",
-    budget: Annotated[str, Option(help="bytes for the weights and for memories, such as 160GiB")] = "1GiB",
-    context: Annotated[str, Option(help="tokens that a session may grow to, such as 32k (k is 1,024)")] = "32k",
+    budget: Annotated[str, Option(help="The weights and memories share this many bytes, such as 160GiB.")] = "1GiB",
+    context: Annotated[str, Option(help="A session may grow to this many tokens, such as 32k (k is 1,024).")] = "32k",
     window: Annotated[
-        int, Option(min=0, help="tokens that can be taken back without a checkpoint: the rollback window")
+        int, Option(min=0, help="The rollback window: this many tokens can be taken back without a checkpoint.")
     ] = 64,
-    keep: Annotated[str, Option(help="share of the context that eviction policies keep")] = "20%",
-    device: Annotated[str, Option(help="where the memory would live; a CPU trades bytes for speed")] = "cuda",
-    dtype: Annotated[str, Option(help="auto (the checkpoint's own), float32, bfloat16 or float16")] = "auto",
+    keep: Annotated[str, Option(help="Eviction policies keep this share of the context.")] = "20%",
+    device: Annotated[
+        str, Option(help="The memory would live on this device. On a CPU it takes more bytes to be faster.")
+    ] = "cuda",
+    dtype: Annotated[
+        str, Option(help="Compute in float32, bfloat16 or float16; auto takes the checkpoint's own.")
+    ] = "auto",
     state_dtype: Annotated[
-        str, Option(help="of recurrent states: auto (the model's own), float32, bfloat16 or float16")
+        str, Option(help="Keep recurrent states in float32, bfloat16 or float16; auto takes the model's own.")
     ] = "auto",
     encoder: Annotated[
-        str | None, Option(help="tokens of an encoder's input, for models that have one", show_default=False)
+        str | None,
+        Option(help="The encoder's input has this many tokens, if the model has an encoder.", show_default=False),
     ] = None,
     weights: Annotated[
         str,
         Option(
-            help="what the budget holds beside memories: auto (weights in --dtype), int8, int8-row or int4; none, if "
-            "it is for memories alone"
+            help="The budget also holds the weights: auto (in --dtype), int8, int8-row or int4. With none, it is for "
+            "memories alone."
         ),
     ] = "auto",
-    is_json: Annotated[bool, Option("--json", help="print JSON")] = False,
+    is_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print how many sessions of a model fit into a budget beside its weights, from its config alone.
 
@@ -74,7 +79,10 @@ def plan(
 
 
 def _read_model(model: str, dtype: str, weights: str) -> tuple[LanguageModel, str]:
-    """Read a model without its weights, and its architecture; what the files hold decides which heads are tied."""
+    """Read a model without its weights, and the name of its architecture.
+
+    The checkpoint's files decide which heads are tied.
+    """
     from hybridmem.models.loading.dry import find_files
     from hybridmem.models.loading.folders import find_config, read_config
     from hybridmem.models.loading.load import dry_model

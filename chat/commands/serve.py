@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Served:
-    """Holds what answers requests: an engine, the server's options for it, and the model's name for clients."""
+    """Holds the parts of a server: the engine, the server's options, and the model's name for clients."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -31,10 +31,11 @@ class Served:
 
 
 def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: bool = True) -> Served:
-    """Load the model, and make the engine with its memory. Raises the library's errors.
+    """Load the model, and make an engine with a memory. Raises the library's errors.
 
     Args:
-        keeps_prefixes: for its next start, in a folder; replicas share a store instead.
+        keeps_prefixes: whether the server keeps its prefix cache in a folder for its next start. Replicas share a store
+            instead.
     """
     from hybridmem.chat.commands.serving import find_places, make_engine, memory_options
     from hybridmem.chat.commands.threads import set_threads
@@ -66,7 +67,7 @@ def run_server(chosen: Chosen) -> None:
     from hybridmem.chat.commands.serving import find_places, memory_options
     from hybridmem.chat.server import ServerOptions, bind, make_app, run
 
-    find_places(chosen, memory_options(chosen))  # what is wrong is said before a port is taken
+    find_places(chosen, memory_options(chosen))  # Wrong options must be reported before a port is taken.
     has_key = bool(ServerOptions(**chosen.arguments_of("server")).all_keys)
     if is_fleet(chosen):
         run_fleet(chosen)

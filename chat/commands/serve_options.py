@@ -1,71 +1,94 @@
-"""Lists the options of `hybrid-memory serve`: one row for the command line, the configuration file, the environment."""
+"""Lists the options of `hybrid-memory serve`.
+
+Each row serves the command line, the configuration file and the environment.
+"""
 
 from __future__ import annotations
 
 from hybridmem.chat.commands.option_table import Option
 
 SERVE: tuple[Option, ...] = (
-    # the model and its memory
-    Option("model", "text", "embedded", 'a checkpoint\'s folder, a hub id, or "embedded" for the small model that is '
-           "included"),
-    Option("device", "text", "cpu", "where the model and its memory live, such as cpu or cuda"),
-    Option("dtype", "text", "auto", "auto (the checkpoint's own), float32, bfloat16 or float16"),
-    Option("weights", "text", "auto", "int8, int8-row or int4 rounds weights to these, on the CPU; auto: --dtype"),
-    Option("threads", "whole", None, "of the model on the CPU; unless given, the fewest that are hardly slower",
-           least=1),
-    Option("budget", "bytes", None, "bytes that the memory may use at most, such as 512MiB; unless given, 1GiB, and "
-           "8MiB for the embedded model, whose page shows a full memory then", "memory"),
-    Option("rollback_window", "whole", 32, "how many tokens a cached prefix may be rolled back to be reused",
-           "memory", least=0),
-    Option("host_budget", "bytes", None, "bytes in host memory for requests that make room; unless given, any",
-           "memory"),
-    Option("swap_dir", "text", None, "folder or URL for what finds no room there", "memory"),
-    Option("disk_budget", "bytes", None, "bytes of its files; unless given, any", "memory"),
-    Option("prefix_cache", "flag", True, "keep prompts and replies, for prompts that begin like them"),
-    Option("prefix_bytes", "bytes", None, "bytes that they may take outside of --budget, in host memory and files; "
-           "unless given, 0, and 8GiB with --sessions"),
-    Option("prefixes", "text", None, "folder or URL that keeps them across restarts"),
-    Option("save_every", "number", None, "seconds after which the folder is written anew; unless given, at the end",
-           "server.save_seconds", least=1),
-    Option("sessions", "text", None, "folder that keeps stored responses and their checkpoints across restarts",
-           "server"),
-    Option("session_bytes", "bytes", "1GiB", "bytes of the texts and tokens of sessions; beyond, the oldest go",
-           "server"),
-    Option("session_days", "number", 30.0, "days after which a session that nobody used is deleted", "server"),
-    # who may ask
-    Option("host", "text", "127.0.0.1", "address to listen on; others than loopback need an API key"),
-    Option("port", "whole", 8000, "0 takes a free one", least=0, most=65535),
-    Option("api_key", "text", None, "what clients must send; better set in the environment", "server"),
-    Option("keys", "tables", None, "TOML file with keys of several clients, and max_requests and tokens_per_minute of "
-           "each; --config's may hold them itself", "server"),
-    Option("ssl_certfile", "text", None, "PEM file of a certificate, for https", "server"),
-    Option("ssl_keyfile", "text", None, "PEM file of its key", "server"),
-    Option("access_log", "text", "off", "a line for each request on the standard error", "server",
-           choices=("off", "text", "json")),
+    # These options concern the model and its memory.
+    Option("model", "text", "embedded",
+           'Name a checkpoint\'s folder, a hub id, or "embedded" for the small model that is included.'),
+    Option("device", "text", "cpu", "The model and its memory live on this device, such as cpu or cuda."),
+    Option("dtype", "text", "auto", "Compute in float32, bfloat16 or float16; auto takes the checkpoint's own."),
+    Option("weights", "text", "auto", "Round weights to int8, int8-row or int4 (CPU only); auto keeps --dtype."),
+    Option("threads", "whole", None,
+           "The model uses this many threads on the CPU. By default, it uses as few as are hardly slower than "
+           "more.", least=1),
+    Option("budget", "bytes", None,
+           "The memory uses at most this many bytes, such as 512MiB. The default is 1GiB; for the embedded model "
+           "it is 8MiB, so that its page shows a full memory.", "memory"),
+    Option("rollback_window", "whole", 32,
+           "A cached prefix may be rolled back by this many tokens to be reused.", "memory", least=0),
+    Option("host_budget", "bytes", None,
+           "Requests that make room may take this many bytes of host memory. By default, there is no limit.", "memory"),
+    Option("swap_dir", "text", None, "What does not fit into host memory goes to this folder or URL.", "memory"),
+    Option("disk_budget", "bytes", None,
+           "The files in --swap-dir may take this many bytes. By default, there is no limit.", "memory"),
+    Option("prefix_cache", "flag", True,
+           "Keep prompts and replies, so that later prompts that begin like them reuse them."),
+    Option("prefix_bytes", "bytes", None,
+           "Kept prompts and replies may take this many bytes outside of --budget, in host memory and files. The "
+           "default is 0, and 8GiB with --sessions."),
+    Option("prefixes", "text", None, "Keep prompts and replies in this folder or URL across restarts."),
+    Option("save_every", "number", None,
+           "Write the folder of --prefixes after every so many seconds. By default, it is written when the "
+           "server stops.", "server.save_seconds", least=1),
+    Option("sessions", "text", None,
+           "Keep stored responses and their checkpoints in this folder across restarts.", "server"),
+    Option("session_bytes", "bytes", "1GiB",
+           "The texts and tokens of sessions may take this many bytes. Beyond that, the oldest sessions are "
+           "deleted.", "server"),
+    Option("session_days", "number", 30.0, "Delete a session that nobody has used for this many days.", "server"),
+    # These options say who may send requests.
+    Option("host", "text", "127.0.0.1", "Listen on this address. Addresses other than loopback need an API key."),
+    Option("port", "whole", 8000, "Listen on this port; 0 takes a free one.", least=0, most=65535),
+    Option("api_key", "text", None,
+           "Clients must send this key. It is safer in the environment than on the command line.", "server"),
+    Option("keys", "tables", None,
+           "A TOML file with the keys of several clients, and max_requests and tokens_per_minute of each. The "
+           "file of --config may hold them itself.", "server"),
+    Option("ssl_certfile", "text", None, "Serve https with the certificate in this PEM file.", "server"),
+    Option("ssl_keyfile", "text", None, "The PEM file with the certificate's key.", "server"),
+    Option("access_log", "text", "off",
+           "Write one line for each request to standard error.", "server", choices=("off", "text", "json")),
     Option("allowed_host", "texts", None,
-           "name that clients may call the server by, beside loopback's; may be repeated", "server.allowed_hosts"),
+           "Clients may call the server by this name, beside loopback's names. The option may be repeated.",
+           "server.allowed_hosts"),
     Option("allowed_origin", "texts", None,
-           "page that may send requests, such as https://example.com; may be repeated", "server.allowed_origins"),
-    Option("parse_special", "flag", False, "let messages hold special tokens, so that clients can write turns",
-           "server"),
-    # limits
-    Option("max_body", "bytes", "1MiB", "bytes of a request's body", "server.max_body_bytes"),
-    Option("max_tokens", "whole", None, "tokens of a prompt and its reply; unless given, what the model and the budget "
-           "allow", "server", least=2),
-    Option("default_tokens", "whole", 1024, "tokens of a chat's reply, where the request does not say", "server",
-           least=1),
-    Option("max_requests", "whole", 256, "answered at once; others are told to come back", "server", least=1),
-    Option("max_connections", "whole", 768, "open at once; beyond, the longest idle one is closed", "server", least=1),
-    Option("max_peer_connections", "whole", 384, "of those, from one address", "server", least=1),
-    Option("max_running", "whole", 128, "replies in one step of the model", "engine", least=1),
-    Option("step_tokens", "whole", 256, "tokens of prompts in one step of the model", "engine", least=2),
-    Option("speculation", "text", "none", "prompt-lookup drafts what replies say next from their own texts, where that "
-           "pays; replies are the same", choices=("none", "prompt-lookup")),
-    Option("pooling", "text", None, "how texts are embedded: last or mean of the hidden states; unless given, what the "
-           "checkpoint says", choices=("last", "mean")),
-    Option("grace", "number", 10.0, "seconds that replies may still take when the server is to stop",
+           "This web page may send requests, such as https://example.com. The option may be repeated.",
+           "server.allowed_origins"),
+    Option("parse_special", "flag", False,
+           "Let messages hold special tokens, so that clients can write turns.", "server"),
+    # These options are limits.
+    Option("max_body", "bytes", "1MiB", "A request's body may have this many bytes.", "server.max_body_bytes"),
+    Option("max_tokens", "whole", None,
+           "A prompt and its reply may have this many tokens together. By default, the model and the budget "
+           "decide.", "server", least=2),
+    Option("default_tokens", "whole", 1024,
+           "A chat's reply has at most this many tokens where the request does not say.", "server", least=1),
+    Option("max_requests", "whole", 256,
+           "Answer this many requests at once. Others are told to come back later.", "server", least=1),
+    Option("max_connections", "whole", 768,
+           "Keep this many connections open at once. Beyond that, the one that was idle longest is closed.",
+           "server", least=1),
+    Option("max_peer_connections", "whole", 384, "One address may have this many open connections.", "server", least=1),
+    Option("max_running", "whole", 128,
+           "One step of the model computes tokens of at most this many replies.", "engine", least=1),
+    Option("step_tokens", "whole", 256,
+           "One step of the model computes about this many tokens of prompts.", "engine", least=2),
+    Option("speculation", "text", "none",
+           "prompt-lookup drafts the next tokens of a reply from the texts so far, where that saves time. "
+           "Replies stay the same.", choices=("none", "prompt-lookup")),
+    Option("pooling", "text", None,
+           "Embed a text by the last hidden state or the mean of all. By default, the checkpoint decides.",
+           choices=("last", "mean")),
+    Option("grace", "number", 10.0,
+           "When the server is told to stop, replies may go on for this many seconds.",
            "server.grace_seconds", least=0),
 )  # fmt: skip
-"""An option is one row here, and a field of what its row names: `ServerOptions` for "server", the arguments of
-`HybridMemory` for "memory" and of `Engine` for "engine".
+"""Each option is one row here and an argument of the class that the row names: "server" is `ServerOptions`, "memory" is
+`HybridMemory`, and "engine" is `Engine`.
 """

@@ -22,17 +22,17 @@ from hybridmem.models import LanguageModel
 _BUDGET, _DEMO_BUDGET = "1GiB", "8MiB"
 _PREFIX_BYTES = "8GiB"
 _SAVE_SECONDS = 60.0
-"""What --sessions implies, unless --prefix-bytes and --save-every say otherwise."""
+"""With --sessions, the server saves the prefix cache after this many seconds, unless --save-every says otherwise."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Says where a server keeps checkpoints that find no room in the budget, and those for its next start.
+    """Says where a server keeps checkpoints that do not fit into the budget, and those for its next start.
 
     Attributes:
-        prefixes: the folder of the next start; None: nothing is kept.
-        prefix_bytes: outside of the budget.
-        save_seconds: after which that folder is written anew; None: at the end.
+        prefixes: the folder that the next start reads. None: nothing is kept.
+        prefix_bytes: bytes for the prefix cache outside of the budget.
+        save_seconds: the interval at which that folder is written again. None: it is written only at the end.
         memory: the options of the memory.
     """
 
@@ -43,18 +43,20 @@ class Places:
 
 
 def memory_options(chosen: Chosen) -> dict[str, Any]:
-    """Return the options of the memory. Unless a budget is given, that of the embedded model is so small that it fills:
-    then whoever tries the server sees what happens.
+    """Return the options of the memory.
+
+    The embedded model gets a small budget unless one is given. That budget fills soon, so whoever tries the server sees
+    what a full memory does.
     """
     options, usual = chosen.arguments_of("memory"), _DEMO_BUDGET if chosen["model"] == "embedded" else _BUDGET
     return options | {"budget": options["budget"] or usual}
 
 
 def find_places(chosen: Mapping[str, Any], memory: dict[str, Any]) -> Places:
-    """Return where things are kept: with a folder of sessions in it, unless an option says otherwise.
+    """Return where checkpoints are kept: in the folder of sessions if there is one, unless an option says otherwise.
 
     Args:
-        memory: what the options say of the memory.
+        memory: the options of the memory.
     Raises:
         SpecError: an option would have no effect, or a URL cannot be opened.
     """
@@ -87,9 +89,9 @@ def make_engine(
     say: Callable[[str], None],
     **sizes: Any,
 ) -> tuple[Engine, ServerOptions]:
-    """Return an engine that has taken a step, so that the first request waits for no kernel, and the server's options.
+    """Return an engine and the server's options. The engine has taken a step, so the first request waits for no kernel.
 
-    With a folder, its prefixes are those of the last server, and what the engine knows is saved by `options.save`.
+    With a folder, the engine begins with the last server's prefixes, and `options.save` saves its own there.
 
     Raises MismatchError: the folder is that of another model or other options, and saving would replace it.
     """
@@ -108,7 +110,9 @@ def make_engine(
 
 
 def load_prefixes(prefixes: PrefixCache, folder: str, say: Callable[[str], None]) -> None:
-    """Load a cache from a folder that an earlier server has left. What cannot be read is computed again, and said.
+    """Load a cache from a folder that an earlier server has written.
+
+    What cannot be read is reported, and computed again when it is needed.
 
     Raises MismatchError: the folder is that of another model or other options, and saving would replace it.
     """
@@ -123,9 +127,11 @@ def load_prefixes(prefixes: PrefixCache, folder: str, say: Callable[[str], None]
 
 
 def save_prefixes(engine: Engine, prefixes: PrefixCache, folder: str, say: Callable[[str], None]) -> None:
-    """Save a cache for the next server, while the engine goes on: it waits while blocks are copied, not for the disk.
+    """Save a cache for the next server, while the engine runs.
 
-    A folder that cannot be written is said; what was there before stays.
+    The engine waits while blocks are copied, but not for the disk.
+
+    If the folder cannot be written, this is reported, and the folder's earlier contents stay.
     """
     try:
         prefixes.save(folder, engine.lock)

@@ -22,69 +22,94 @@ if TYPE_CHECKING:
 
 _RUNNING, _DRY_RUNNING = 64, 512
 _STEP_TOKENS, _DRY_STEP_TOKENS = 256, 4096
-"""A dry run's engine does in a step what a large machine would."""
+"""The tokens of one step. A dry run stands for a large machine, so its steps are larger."""
 
 Option = typer.Option
 
 
-Weights = Annotated[str, Option(help="int8, int8-row or int4 rounds weights to these; not of a dry run")]
-System = Annotated[str | None, Option(help="one system prompt for all, if the chat template knows that role")]
-MessageTokens = Annotated[int | None, Option(min=1, help="mean length of made-up messages, instead of dialogues")]
-HostBudget = Annotated[str | None, Option(help="bytes that may be swapped out to host memory; more goes to --swap-dir")]
-SwapDir = Annotated[Path | None, Option(help="folder for what is swapped out; without --host-budget for all of it")]
-GridTokens = Annotated[int, Option(min=0, help="new prompts leave a checkpoint at each multiple of this; 0 for none")]
-MaxRunning = Annotated[int | None, Option(min=1, help="replies in one step; unless given 64, in a dry run 512")]
-StepTokens = Annotated[int | None, Option(min=2, help="tokens in one step; unless given 256, in a dry run 4096")]
-Speed = Annotated[str, Option(help='times the wall clock; or "max", by a virtual clock and as fast as it goes')]
-IsDry = Annotated[bool, Option("--dry", help="no model: all bookkeeping on device=meta, with made-up replies")]
-Fleet = Annotated[int | None, Option(min=1, help="simulate so many replicas under --users sessions, by each router")]
-Alone = Annotated[str, Option(help='"wrong", "all" or "none": answers to compare with a model that serves nobody else')]
+Weights = Annotated[str, Option(help="Round weights to int8, int8-row or int4. Dry runs have no weights.")]
+System = Annotated[str | None, Option(help="All users share this system prompt, if the chat template has that role.")]
+MessageTokens = Annotated[
+    int | None, Option(min=1, help="Make up messages with this mean length, instead of dialogues.")
+]
+HostBudget = Annotated[str | None, Option(help="Swap out this many bytes to host memory; more goes to --swap-dir.")]
+SwapDir = Annotated[Path | None, Option(help="Swap out to this folder what exceeds --host-budget, or everything.")]
+GridTokens = Annotated[int, Option(min=0, help="New prompts leave a checkpoint after each so many tokens; 0: none.")]
+MaxRunning = Annotated[
+    int | None, Option(min=1, help="One step feeds at most this many replies: 64, or 512 in dry runs.")
+]
+StepTokens = Annotated[
+    int | None, Option(min=2, help="One step feeds about this many tokens: 256, or 4096 in dry runs.")
+]
+Speed = Annotated[str, Option(help='Run so many times faster than the wall clock. "max" uses a virtual clock.')]
+IsDry = Annotated[bool, Option("--dry", help="Run all bookkeeping on device=meta, without a model.")]
+Fleet = Annotated[
+    int | None, Option(min=1, help="Simulate this many replicas under --users sessions, with each router.")
+]
+Alone = Annotated[str, Option(help='Which answers to compare with those of an unshared model: "wrong", "all", "none".')]
 
 
 def simulate(
     context: typer.Context,
-    users: Annotated[int, Option(min=1, help="how many come, one after the other")] = 200,
-    workload: Annotated[str, Option(help='"chats", or "agents", which send their whole history each time')] = "chats",
-    turns: Annotated[int | None, Option(min=1, help="of each user; unless given 6, agents 43")] = None,
-    seed: Annotated[int, Option(help="another seed, other users")] = 0,
-    rate: Annotated[float | None, Option(help="users that arrive in a second; unless given 10, agents 0.05")] = None,
-    think: Annotated[float | None, Option(help="seconds between a user's actions; unless given 2, agents 8")] = None,
-    pause: Annotated[float, Option(help="seconds of a pause on average; who pauses is swapped out")] = 10.0,
-    edits: Annotated[float, Option(help="share of turns in which an earlier message is changed")] = 0.12,
-    regenerations: Annotated[float, Option(help="share of turns in which the last reply is asked for again")] = 0.08,
-    branches: Annotated[float, Option(help="share of turns in which a user branches, once at most")] = 0.08,
-    pauses: Annotated[float, Option(help="share of turns after which a user pauses")] = 0.12,
-    openings: Annotated[int, Option(min=0, help="different beginnings that users share")] = 4,
+    users: Annotated[int, Option(min=1, help="This many users arrive, one after the other.")] = 200,
+    workload: Annotated[
+        str, Option(help='Simulate "chats", or "agents", which send their whole history each time.')
+    ] = "chats",
+    turns: Annotated[
+        int | None, Option(min=1, help="Each user takes about this many turns: 6, or 43 for agents.")
+    ] = None,
+    seed: Annotated[int, Option(help="Another seed makes other users.")] = 0,
+    rate: Annotated[float | None, Option(help="This many users arrive in a second: 10, or 0.05 agents.")] = None,
+    think: Annotated[
+        float | None, Option(help="A user waits this many seconds between actions: 2, or 8 for agents.")
+    ] = None,
+    pause: Annotated[
+        float, Option(help="A pause takes this many seconds on average. The user is swapped out meanwhile.")
+    ] = 10.0,
+    edits: Annotated[float, Option(help="In this share of turns, a user changes an earlier message.")] = 0.12,
+    regenerations: Annotated[
+        float, Option(help="In this share of turns, a user asks for the last reply again.")
+    ] = 0.08,
+    branches: Annotated[float, Option(help="In this share of turns, a user branches, at most once.")] = 0.08,
+    pauses: Annotated[float, Option(help="After this share of turns, a user pauses.")] = 0.12,
+    openings: Annotated[int, Option(min=0, help="Users share this many different openings.")] = 4,
     system: System = None,
     message_tokens: MessageTokens = None,
-    reply_tokens: Annotated[int | None, Option(min=1, help="mean length of the replies to them")] = None,
-    trace: Annotated[Path | None, Option(help="replay the events of this JSONL file instead")] = None,
-    save_trace: Annotated[Path | None, Option(help="write the events to this JSONL file")] = None,
-    model: Annotated[str, Option(help='a checkpoint\'s folder, a hub id, or "embedded"')] = "embedded",
-    device: Annotated[str, Option(help="where the model and its memory live, such as cpu or cuda")] = "cpu",
-    dtype: Annotated[str, Option(help="auto (the checkpoint's own), float32, bfloat16 or float16")] = "auto",
+    reply_tokens: Annotated[
+        int | None, Option(min=1, help="Replies to made-up messages have this mean length.")
+    ] = None,
+    trace: Annotated[Path | None, Option(help="Replay the events of this JSONL file instead.")] = None,
+    save_trace: Annotated[Path | None, Option(help="Write the events to this JSONL file.")] = None,
+    model: Annotated[str, Option(help='Name a checkpoint\'s folder, a hub id, or "embedded".')] = "embedded",
+    device: Annotated[str, Option(help="The model and its memory live on this device, such as cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, Option(help="Compute in float32, bfloat16 or float16; auto: the checkpoint's.")] = "auto",
     weights: Weights = "auto",
-    budget: Annotated[str, Option(help="bytes that the memory may use at most; a small one makes users swap")] = "1GiB",
+    budget: Annotated[
+        str, Option(help="The memory uses at most this many bytes. A small budget causes swaps.")
+    ] = "1GiB",
     host_budget: HostBudget = None,
     swap_dir: SwapDir = None,
-    rollback_window: Annotated[int, Option(min=0, help="tokens that can be taken back without a checkpoint")] = 32,
+    rollback_window: Annotated[
+        int, Option(min=0, help="This many tokens can be taken back without a checkpoint.")
+    ] = 32,
     grid_tokens: GridTokens = 512,
-    prefixes: Annotated[bool, Option(help="whether prompts go on from what was computed before")] = True,
+    prefixes: Annotated[bool, Option(help="Let prompts continue from what was computed before.")] = True,
     max_running: MaxRunning = None,
     step_tokens: StepTokens = None,
-    max_tokens: Annotated[int, Option(min=1, help="of a reply")] = 32,
+    max_tokens: Annotated[int, Option(min=1, help="A reply has at most this many tokens.")] = 32,
     speed: Speed = "max",
     is_dry: IsDry = False,
     alone: Alone = "wrong",
-    json_file: Annotated[Path | None, Option("--json", help="write the whole report to this file")] = None,
-    plots: Annotated[Path | None, Option(help="write plots (PNG) to this folder; needs matplotlib")] = None,
-    is_quiet: Annotated[bool, Option("--quiet", help="no live view")] = False,
+    json_file: Annotated[Path | None, Option("--json", help="Write the whole report to this file.")] = None,
+    plots: Annotated[Path | None, Option(help="Write plots (PNG) to this folder. Needs matplotlib.")] = None,
+    is_quiet: Annotated[bool, Option("--quiet", help="Show no live view.")] = False,
     fleet: Fleet = None,
 ) -> None:
-    """Simulate many users: they chat, edit, regenerate, branch, pause and leave. Reports latency, tokens and bytes.
+    """Simulate many users, who chat, edit, regenerate, branch, pause and leave, and report latency, tokens and bytes.
 
-    Exits with 1 if sharing the memory changed an answer, if an answer names what only another user told, if a reply
-    fails, or if bytes stay in use."""
+    Exits with 1 if sharing the memory changed an answer, if an answer names what only other users have told, if a reply
+    failed, or if bytes are in use at the end.
+    """
     if fleet is not None:
         _simulate_fleet(context)
         return
@@ -106,11 +131,11 @@ def simulate(
 
 _OF_FLEETS = {"turns": "turns", "rate": "sessions_per_second", "think": "think_seconds", "edits": "edits",
               "message_tokens": "message_tokens", "reply_tokens": "reply_tokens", "openings": "n_openings"}  # fmt: skip
-"""Options of a simulation that a fleet has too -> fields of its habits."""
+"""Maps the options that also apply to a fleet to the fields of `FleetHabits`."""
 
 
 def _simulate_fleet(context: typer.Context) -> None:
-    """Simulate a fleet by the options that were given. Raises SpecError for one that a fleet does not have."""
+    """Simulate a fleet by the given options. Raises SpecError if a fleet does not have one of them."""
     from importlib import import_module
 
     from hybridmem.memory import SpecError
@@ -139,7 +164,7 @@ def _read_spec(model: str, dtype: str) -> MemorySpec:
 
 
 def _find_sizes(max_running: int | None, step_tokens: int | None, *, is_dry: bool) -> tuple[int, int]:
-    """Return the replies and the tokens of a step."""
+    """Return how many replies and how many tokens a step may have."""
     running = max_running or (_DRY_RUNNING if is_dry else _RUNNING)
     return running, step_tokens or max(_DRY_STEP_TOKENS if is_dry else _STEP_TOKENS, 4 * running)
 
@@ -147,10 +172,10 @@ def _find_sizes(max_running: int | None, step_tokens: int | None, *, is_dry: boo
 def _find_habits(
     context: typer.Context, workload: str, users: int, both: tuple[Any, ...], chats: tuple[Any, ...]
 ) -> Habits | AgentHabits:
-    """Return the habits of the users. Raises SpecError, also for an option that this workload does not have.
+    """Return the habits of the users. Raises SpecError, also if this workload lacks one of the options.
 
     Args:
-        both, chats: options of both workloads, None where they are not given, and of chats alone.
+        both: the options that both workloads have; None where one was not given. chats: the options of chats alone.
     """
     from hybridmem.chat.simulation.agents import AgentHabits
     from hybridmem.chat.simulation.workload import Habits
@@ -175,7 +200,7 @@ def _find_habits(
 def _find_workload(
     habits: Habits | AgentHabits, seed: int, trace: Path | None, save_trace: Path | None
 ) -> tuple[Workload, dict[str, object]]:
-    """Return the workload, and its description for the report."""
+    """Return the workload, with its description for the report."""
     from hybridmem.chat.simulation.agents import AgentHabits, AgentWorkload
     from hybridmem.chat.simulation.traces import read_trace, write_trace
     from hybridmem.chat.simulation.workload import make_workload
@@ -193,7 +218,7 @@ def _find_workload(
 
 
 def _check_outputs(alone: str, plots: Path | None) -> None:
-    """Refuse now the options that could only be refused after the simulation."""
+    """Refuse wrong options of the output now, before the simulation runs."""
     from hybridmem.memory import SpecError
     from hybridmem.memory.pictures.canvas import need_matplotlib
 
@@ -220,7 +245,10 @@ def _read_speed(speed: str) -> float | None:
 def _make_setup(
     model: str, device: str, dtype: str, weights: str, numbers: dict[str, Any], *, is_dry: bool
 ) -> Setup:  # fmt: skip
-    """Return the model, memory and engine of the users. A dry run reads config and tokenizer, but no weights."""
+    """Return the model, memory and engine for the users.
+
+    A dry run reads the config and the tokenizer, but no weights.
+    """
     import torch
 
     from hybridmem.chat.prompts import load_tokenizer
@@ -237,7 +265,8 @@ def _make_setup(
         raise SpecError(f"--weights {weights}: a dry run has no weights, and the budget is for the memory alone")
     config, _ = read_config(folder)
     try:
-        kept = torch.device(device)  # the dry run counts the bytes of this device
+        # A dry run counts the bytes that this device would hold.
+        kept = torch.device(device)
     except RuntimeError as error:
         raise SpecError(f"--device {device} is no device ({error}); give cpu, cuda ...") from error
     spec = replace(plan_memory(config, config.architectures[0], dtype=dtype), device=kept)
@@ -264,7 +293,7 @@ def _play(setup: Setup, workload: Workload, about: dict[str, object], *, alone: 
 
 
 def _finish(report: Report, json_file: Path | None, plots: Path | None) -> None:
-    """Write what the options ask for. Raises typer.Exit if the report is not good."""
+    """Write the files that the options ask for. Raises typer.Exit if the report shows a fault."""
     from hybridmem.chat.simulation.plots import write_plots
 
     if json_file is not None:

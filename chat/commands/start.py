@@ -1,4 +1,4 @@
-"""Holds what commands do at their start: load a model, find an extra's packages, say errors in one line."""
+"""Holds what commands do at their start: load a model, look for an extra's packages, print errors in one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ABOUT_EMBEDDED = (
 
 
 def load(model: str, device: str, dtype: str, weights: str) -> tuple[LanguageModel, Tokenizer]:
-    """Load a model and its tokenizer by a folder, a hub id or "embedded". Raises the library's errors."""
+    """Load a model and its tokenizer, by a folder, a hub id or "embedded". Raises the library's errors."""
     from hybridmem.chat.prompts import load_tokenizer
     from hybridmem.models import load_model
     from hybridmem.models.loading.folders import find_folder
@@ -37,7 +37,7 @@ def load(model: str, device: str, dtype: str, weights: str) -> tuple[LanguageMod
 
 
 def name_of(model: str) -> str:
-    """Return the name of a model for clients: its folder's name, or what it was loaded by."""
+    """Return the name by which clients call a model: its folder's name, or its hub id."""
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else folder.stem if folder.is_file() else model
 
@@ -52,7 +52,7 @@ def find_extra(*modules: str) -> None:
 
 
 def show(line: str) -> None:
-    """Show what the user waits for, on a terminal, in place of the line before."""
+    """Show what the user waits for. On a terminal, the line replaces the one before."""
     if sys.stderr is not None and sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[2K{line}")
         sys.stderr.flush()
@@ -60,7 +60,9 @@ def show(line: str) -> None:
 
 @contextmanager
 def one_line_errors(at_first: str = "") -> Iterator[None]:
-    """Turn the library's errors into one line on stderr and exit code 1; others are bugs and keep their traceback.
+    """Turn the library's errors into one line on stderr and exit code 1.
+
+    Other errors are bugs and keep their traceback.
 
     `at_first` is shown before anything is imported.
     """

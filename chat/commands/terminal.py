@@ -1,6 +1,7 @@
-"""Runs a chat in a terminal or over a pipe: replies as they come, and commands that take back what was said.
+"""Runs a chat in a terminal or over a pipe. It shows replies as they come; commands such as /undo change what was said.
 
-Replies and what was asked for go to standard output; what a turn took, and errors, one line each, to standard error.
+Replies, and the output of commands, go to standard output. Standard error gets one line for the cost of each turn and
+for each error.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from hybridmem.models import LanguageModel
 
 _MAIN = "main"
 _SHOWN_CHARACTERS = 60
-"""Characters of each message that /history shows."""
+"""/history shows this many characters of each message."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds the options that a terminal begins with.
+    """Holds the options of a new terminal.
 
-    With `resume`, None stands for the saved session's own value, else for the default of `ChatSession`.
+    None stands for the default of `ChatSession`, or with `resume` for the value of the saved session.
     """
 
     budget: str = "1GiB"
@@ -70,12 +71,12 @@ def run_terminal(model: LanguageModel, tokenizer: Tokenizer, settings: Settings)
 
 
 class Terminal:
-    """Holds sessions by name, and lets the user talk to one of them.
+    """Holds sessions by name, and lets the user talk in one of them.
 
     Args:
-        console: for replies and tables.
-        notes: for what turns took, and for errors.
-        session: to begin with; the terminal closes it, and all others that it makes.
+        console: gets replies and tables.
+        notes: gets the costs of turns, and errors.
+        session: the first session. The terminal closes it, and all others that it makes.
     """
 
     def __init__(self, engine: Engine, session: ChatSession, *, console: Console, notes: Console) -> None:
@@ -108,7 +109,10 @@ class Terminal:
         return self.sessions[self.current]
 
     def run(self, lines: Iterator[str] | None = None) -> None:
-        """Read and reply until the input ends or the user quits. `lines`: instead of standard input."""
+        """Read and reply until the input ends or the user quits.
+
+        `lines` replaces standard input.
+        """
         with suppress(_Quit):
             for line in self._read() if lines is None else lines:
                 self.take(line)
@@ -118,9 +122,9 @@ class Terminal:
             session.close()
 
     def take(self, line: str) -> None:
-        """Do what one line of input says.
+        """Execute one line of input: a command, or a message.
 
-        If the library or the file system refuses, one line of the notes says so, and nothing has changed.
+        If the library or the file system refuses, the notes get one line about it, and nothing has changed.
         """
         line = line.strip()
         if not line:
@@ -147,14 +151,14 @@ class Terminal:
                 yield input(f"{self.current}> " if is_shown else "")
             except EOFError:
                 return
-            except KeyboardInterrupt:  # at the prompt: as the end of the input
+            except KeyboardInterrupt:  # A Ctrl-C at the prompt ends the chat, as the end of the input does.
                 self._console.print()
                 return
 
-    # Talking
+    # Commands that talk to the model.
 
     def _show(self, call: Callable[[Callable[[str], None]], Turn]) -> None:
-        """Print a reply while it grows. Ctrl-C ends it, and the session is as before the message."""
+        """Print a reply while it grows. Ctrl-C ends it, and the session returns to where it was before the message."""
         out, is_terminal, has_begun = self._console.file, self._console.is_terminal, False
 
         def hear(piece: str) -> None:
@@ -193,12 +197,12 @@ class Terminal:
 
     def _regenerate(self, rest: str) -> None:
         sampling = self.session.sampling
-        if sampling.seed is not None:  # the same seed would give the same reply
+        if sampling.seed is not None:  # The same seed would give the same reply again.
             self._n_regenerated += 1
             sampling = replace(sampling, seed=sampling.seed + self._n_regenerated)
         self._show(lambda hear: self.session.regenerate(sampling=sampling, on_text=hear))
 
-    # Branches
+    # Commands for branches.
 
     def _branch(self, name: str) -> None:
         name = name or self._free_name()
@@ -214,7 +218,7 @@ class Terminal:
         return next(free for n in itertools.count(1) if (free := f"branch-{n}") not in self.sessions)
 
     def _add_branches(self) -> None:
-        """Give names to the branches that were saved with the current conversation."""
+        """Name the branches that were saved with the current conversation."""
         for branch in self.session.branches:
             self.sessions[self._free_name()] = branch
 
@@ -224,7 +228,7 @@ class Terminal:
         self.current = name
         self._notes.print(Text(f"this is {name}", style="dim"))
 
-    # Looking and keeping
+    # Commands that show or save the conversation.
 
     def _history(self, rest: str) -> None:
         n_user = 0

@@ -1,4 +1,4 @@
-"""Chooses how many threads the model of a server has, beside those that read and write connections."""
+"""Chooses the number of threads for a server's model. Other threads read and write its connections."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hybridmem.memory import HybridMemory
 from hybridmem.models import LanguageModel
 
 _GAIN = 1.5
-"""Twice the threads must make a step so many times faster. Where they gain less, each waits for others that the server
-itself keeps from their processor: measured with requests, they lose then."""
+"""Doubling the threads must make a step at least this many times faster. Measured with real requests, a smaller gain is
+a loss: the server's own threads then take processors from the model's threads, and these wait for each other.
+"""
 _LARGE_SECONDS = 0.2
-"""A step that takes longer with one thread gains by every other."""
+"""A step that takes longer than this many seconds with one thread gets all threads: it gains from each."""
 _N_SEQUENCES, _N_PROMPT, _N_STEPS = 4, 16, 5
 
 
@@ -26,9 +27,10 @@ def set_threads(
     """Set the number of threads of the model's steps in this process, on the CPU; return it.
 
     Args:
-        n_threads: None: as few as are hardly slower, in steps of a few sequences; at most as many as torch has.
-        clock: seconds; for tests.
-    Cost: some twenty steps, which leave nothing in the memory.
+        n_threads: the number. None: measure steps of a few sequences, and take the fewest threads that are hardly
+            slower, at most as many as torch has.
+        clock: returns seconds. Tests replace it.
+    Cost: about twenty steps. They leave nothing in the memory.
     """
     if n_threads is not None:
         torch.set_num_threads(n_threads)
@@ -54,7 +56,7 @@ def _find_number(model: LanguageModel, memory: HybridMemory, most: int, clock: C
 
 
 def _step_seconds(model: LanguageModel, memory: HybridMemory, clock: Callable[[], float]) -> float:
-    """Return what a step takes in which some sequences decode and one prompt begins; one step warms up."""
+    """Return the seconds of a step in which some sequences decode and one prompt begins. A first step warms up."""
     sequences, seconds = [memory.open() for _ in range(_N_SEQUENCES)], list[float]()
     opened = [*sequences]
     try:

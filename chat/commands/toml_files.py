@@ -8,12 +8,12 @@ from typing import Any
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a file. Raises OSError, or ValueError for one that is no TOML."""
+    """Read a TOML file. Raises OSError, or ValueError if it is not TOML."""
     return dict(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
 def read_tables(name: str, path: Path) -> list[dict[str, Any]]:
-    """Read a file that holds nothing but tables of one name. Raises ValueError: what is wanted instead."""
+    """Read a file that holds only tables of one name. Raises ValueError; the message says what is wanted instead."""
     try:
         given = read_toml(path)
     except (OSError, ValueError) as error:

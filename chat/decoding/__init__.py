@@ -1,1 +1,1 @@
-"""Chooses tokens by sampling, by verifying drafts (speculative decoding), and by beam search."""
+"""Generates replies with drafts (speculative decoding) and by beam search."""

@@ -1,4 +1,4 @@
-"""Decides which tokens of a draft are accepted, so that replies are chosen, or distributed, as without drafts."""
+"""Decides which tokens of a draft are accepted. Replies are chosen, or distributed, as without drafts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Acceptance:
     """Counts drafted and accepted tokens.
 
     Attributes:
-        n_drafted: tokens of drafts that the model was fed.
-        n_accepted: those of them that it accepted.
-        n_turns: times that a sequence got new tokens; n_generated: how many in all.
+        n_drafted: how many tokens of drafts were fed to the model.
+        n_accepted: how many of them were accepted.
+        n_turns: how often a sequence got new tokens. n_generated: how many tokens these were in all.
     """
 
     n_drafted: int = 0
@@ -26,12 +26,12 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """The share of drafted tokens that were accepted."""
+        """Return the share of drafted tokens that were accepted."""
         return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """The mean number of tokens that a sequence gets from a step; 1 without drafts."""
+        """Return the mean number of tokens that a sequence gets from a step. It is 1 without drafts."""
         return self.n_generated / self.n_turns if self.n_turns else 0.0
 
     def __str__(self) -> str:
@@ -40,8 +40,8 @@ class Acceptance:
 
 
 def accept_likeliest(draft: Draft, rows_KV: Tensor) -> list[int]:
-    """Return the leading tokens of a draft that are the model's likeliest, and its likeliest token behind them."""
-    best: list[int] = rows_KV.max(-1).indices.tolist()  # several times as fast as argmax on a CPU
+    """Return the leading tokens of a draft that the model finds likeliest, and its likeliest token behind them."""
+    best: list[int] = rows_KV.max(-1).indices.tolist()  # This is several times as fast as argmax on a CPU.
     n_accepted = next(
         (i for i, (a, b) in enumerate(zip(draft.token_ids, best, strict=False)) if a != b), len(draft.token_ids)
     )
@@ -49,14 +49,17 @@ def accept_likeliest(draft: Draft, rows_KV: Tensor) -> list[int]:
 
 
 def accept_drawn(draft: Draft, rows_KV: Tensor, draws: Draws) -> list[int]:
-    """Return leading tokens of a draft, and one more, distributed as the sampler's own (Leviathan et al. 2023).
+    """Return the accepted tokens of a draft, and one more.
 
-    A drafted token x, drawn from q, is accepted with probability min(1, p(x) / q(x)); else a token is drawn from max(0,
-    p - q), normed, and the rest of the draft is dropped. A drafter that had no other choice has q(x) = 1: x is accepted
-    with p(x), or p without x remains.
+    They have the distribution of the sampler's own tokens (Leviathan et al. 2023).
+
+    Let q be the distribution from which the drafter drew a token x, and p the model's. The token is accepted with
+    probability min(1, p(x) / q(x)). Otherwise a token is drawn from max(0, p - q), normed, and the rest of the draft is
+    dropped. If the drafter did not draw, q(x) = 1: x is accepted with probability p(x), and otherwise the token is
+    drawn from p without x.
 
     Args:
-        draws: its sampler counts the tokens, one after the other.
+        draws: draws the tokens. Its sampler counts them one after the other.
     """
     token_ids: list[int] = []
     certain: list[Tensor | None] = [None] * len(draft.token_ids)
@@ -71,10 +74,10 @@ def accept_drawn(draft: Draft, rows_KV: Tensor, draws: Draws) -> list[int]:
 
 
 def _remainder(p_V: Tensor, token_id: int, chances_V: Tensor | None) -> Tensor:
-    """Return the weights, not normed, that a token is drawn from instead of a rejected one."""
+    """Return the weights (not normed) from which the token in place of a rejected one is drawn."""
     if chances_V is None:
         rest_V = p_V.clone()
         rest_V[token_id] = 0
     else:
         rest_V = (p_V - chances_V.to(p_V.device)).clamp(min=0)
-    return rest_V if bool(rest_V.any()) else p_V  # p and q differ by rounding only: both are right
+    return rest_V if bool(rest_V.any()) else p_V  # Here p and q differ only by rounding, so either is right.

@@ -1,7 +1,7 @@
-"""Generates several continuations of one prompt: beam search and n-best sampling, by fork and reorder.
+"""Generates several continuations of one prompt, by beam search or n-best sampling.
 
 A beam is a fork: it shares all blocks with the others and copies what it writes, attention and recurrent states alike.
-Where beams change places, `memory.reorder` moves all of them at once and copies no tensor.
+When beams change places, `memory.reorder` moves all of them at once and copies no tensor.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Beam:
     """Holds one continuation of a prompt.
 
     Attributes:
-        token_ids: what was generated, with the stop token if one ended it.
-        log_probability: natural, of all its tokens together.
-        score: what beams are sorted by: log_probability / n_tokens ** length_penalty.
+        token_ids: the generated tokens, with the stop token if one ended the beam.
+        log_probability: the natural logarithm of the probability of all its tokens together.
+        score: log_probability / n_tokens ** length_penalty. Beams are sorted by it.
     """
 
     token_ids: list[int]
@@ -43,16 +43,16 @@ class Beam:
 
 @dataclass(frozen=True)
 class BeamOptions:
-    """Says how beams are searched for; each option means the same as in transformers' `generate`.
+    """Holds the options of a beam search. Each means the same as in transformers' `generate`.
 
     Attributes:
-        n_beams: beams that go on at once, and that are returned.
-        max_tokens: the most tokens of a beam; one that is as long is complete.
-        length_penalty: above 0 it favours long beams, below 0 short ones; 0 compares plain log probabilities.
-        early_stopping: True ends a search as soon as it has `n_beams` complete beams. False ends it once the best of
-            those that go on would, at its present length, score no better than the worst complete one: a guess where a
-            longer one may still score better. "never" compares with the best score that it could still reach, at full
-            length where the penalty favours length.
+        n_beams: how many beams are extended at once, and how many are returned.
+        max_tokens: the most tokens of a beam. A beam of this length is complete.
+        length_penalty: values above 0 favour long beams, values below 0 short ones. 0 compares plain log probabilities.
+        early_stopping: True ends a search as soon as it has `n_beams` complete beams. False ends it when the best open
+            beam, at its present length, scores no better than the worst complete one. This is a guess, since a longer
+            beam might still score better. "never" compares with the best score that the open beam could still reach,
+            which is at full length if the penalty favours length.
         stop_ids: tokens that complete a beam.
     Raises:
         BatchError: a number that is not a positive integer.
@@ -91,11 +91,11 @@ def beam_searches(
 ) -> list[list[Beam]]:
     """Search beams for several prompts of any lengths, all beams of all of them in one batch.
 
-    At each step the (1 + stop ids) x n_beams, at least 2 x n_beams, likeliest continuations of the beams that go on are
-    looked at. Those that are complete count if they are among the first n_beams; the first n_beams others go on.
+    Each step looks at the likeliest continuations of the open beams: (1 + stop ids) x n_beams of them, and at least 2 x
+    n_beams. Complete ones count if they are among the first n_beams. The first n_beams of the others stay open.
 
     Returns:
-        For each prompt, in their order, up to `n_beams` complete beams, best first. Each search is what it would be
+        For each prompt, in order, up to `n_beams` complete beams, best first. Each search gives what it would give
         alone.
     Raises:
         As `HybridMemory.run`. All sequences are closed however it ends.
@@ -111,7 +111,7 @@ def beam_searches(
             _search(model, memory, prompts, options, searches)
         finally:
             _close_all(memory, (beam for search in searches for beam in search.beams))
-    finally:  # a Ctrl-C may have come in the way of the first
+    finally:  # A Ctrl-C may have interrupted the first attempt to close them.
         _close_all(memory, (beam for search in searches for beam in search.beams))
     return [search.complete for search in searches]
 
@@ -133,7 +133,10 @@ def _close_all(memory: HybridMemory, sequences: Iterable[Sequence]) -> None:
 
 
 class _Searching:
-    """Advances beam searches (a mode): all beams of all searches get one more token, and are reordered."""
+    """Advances beam searches, as a mode of the generation loop.
+
+    In each step, every beam gets one more token, and all are reordered.
+    """
 
     outputs: Outputs = "last"
 
@@ -155,7 +158,7 @@ class _Searching:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Extends beam `parent` by one token; their log probability together."""
+    """Extends beam `parent` by one token. Its log probability is that of the beam and the token together."""
 
     parent: int
     token_id: int
@@ -166,8 +169,8 @@ class _Search:
     """Holds the beam search of one prompt.
 
     Attributes:
-        beams: sequences of those that go on, none once the search is over.
-        next_ids: the tokens that each of them is fed next.
+        beams: the sequences of the open beams. It is empty once the search is over.
+        next_ids: the token that each of them is fed next.
         complete: the best complete beams so far, best first.
     """
 
@@ -182,7 +185,7 @@ class _Search:
         self._n_tokens = 0
 
     def advance(self, logits_BV: Tensor) -> None:
-        """Choose the next beams; logits_BV: of the last token of each present one."""
+        """Choose the next beams. logits_BV: the logits after the last token of each open beam."""
         options = self._options
         self._n_tokens += 1
         candidates = self._candidates(logits_BV)
@@ -195,7 +198,7 @@ class _Search:
             self._go_on(going_on if going_on and self._may_improve(going_on[0].log_probability) else [])
 
     def _candidates(self, logits_BV: Tensor) -> list[_Candidate]:
-        """Return the likeliest continuations of all beams, likeliest first."""
+        """Return the likeliest continuations of all open beams, the likeliest first."""
         log_BV = logits_BV.float().log_softmax(-1) + self._log_probabilities.to(logits_BV.device)[:, None]
         n_wanted = max(2, 1 + len(self._options.stop_ids)) * self._options.n_beams
         values, places = log_BV.flatten().topk(min(n_wanted, log_BV.numel()))
@@ -216,7 +219,7 @@ class _Search:
         )
 
     def _may_improve(self, best_log_probability: float) -> bool:
-        """True if a beam that goes on may still be among the best, as `BeamOptions.early_stopping` defines."""
+        """Return whether an open beam may still be among the best, as `BeamOptions.early_stopping` defines it."""
         options = self._options
         if len(self.complete) < options.n_beams:
             return True
@@ -229,9 +232,10 @@ class _Search:
         )
 
     def _go_on(self, chosen: list[_Candidate]) -> None:
-        """Make the chosen candidates the beams; there are none if nothing was chosen.
+        """Make the chosen candidates the open beams. There are none if nothing was chosen.
 
-        The first child of each beam keeps its sequence; others get the sequence of a beam without a child, or a fork.
+        The first child of each beam keeps the beam's sequence. The others get the sequence of a beam without a child,
+        or a fork.
         """
         parents = {c.parent for c in chosen}
         spare = [beam for i, beam in enumerate(self.beams) if i not in parents]
@@ -261,15 +265,18 @@ def n_best(
     model: LanguageModel, memory: HybridMemory, prompt_ids: list[int], n: int, max_tokens: int, *,
     sampling: Sampling, stop_ids: tuple[int, ...] = (),
 ) -> list[Beam]:  # fmt: skip
-    """Sample n continuations of a prompt that is read once, and sort them by their mean log probability, best first.
+    """Sample n continuations of a prompt, and sort them by their mean log probability, best first.
+
+    The prompt is computed once.
 
     Args:
-        sampling: how tokens are drawn; a seed counts up from one continuation to the next.
+        sampling: how tokens are drawn. If it has a seed, continuation i uses seed + i.
         stop_ids: tokens that complete a continuation.
     Returns:
-        n beams. Log probabilities are the model's own, whatever the sampling does to them; `score` is the mean a token.
+        n beams. Log probabilities are the model's own, before the sampling changes them. `score` is the mean for each
+        token.
     Raises:
-        As `HybridMemory.run`; BatchError for numbers that are not positive. All sequences are closed however it ends.
+        As `HybridMemory.run`. BatchError: numbers that are not positive. All sequences are closed however it ends.
     """
     check_parts(model, memory, "n_best(model, memory, prompt_ids, n, max_tokens)")
     _check_counts(n=n, max_tokens=max_tokens)
@@ -287,17 +294,19 @@ def n_best(
         finally:
             _close_all(memory, mode.sequences)
     finally:
-        _close_all(memory, mode.sequences)  # a Ctrl-C may have come in the way of the first
+        _close_all(memory, mode.sequences)  # A Ctrl-C may have interrupted the first attempt to close them.
     beams = [Beam(text, total, total / len(text)) for text, total in zip(mode.texts, mode.totals, strict=True)]
     return sorted(beams, key=lambda beam: -beam.score)
 
 
 class _Drawing:
-    """Draws n continuations (a mode): forks of one prompt get one drawn token each.
+    """Draws n continuations, as a mode of the generation loop.
+
+    In each step, every fork of the prompt gets one drawn token.
 
     Attributes:
-        sequences: of the prompt, and its forks once it has been read.
-        texts, totals: of each continuation its tokens, and their log probability together.
+        sequences: the prompt's sequence, and its forks once the prompt has been computed.
+        texts, totals: the tokens of each continuation, and the sum of their log probabilities.
     """
 
     outputs: Outputs = "last"

@@ -1,4 +1,4 @@
-"""Makes drafts for speculative decoding: guesses of the next tokens, from the text itself or from a smaller model.
+"""Makes drafts for speculative decoding. A draft guesses the next tokens, from the text itself or by a smaller model.
 
 A drafter may guess anything: drafts change how fast a text is decoded, never which text
 (`chat.decoding.speculative`).
@@ -28,7 +28,7 @@ from hybridmem.models import LanguageModel
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws the tokens of one text, with random numbers apart from those of `Sampler.draw`.
+    """Draws the tokens of one text. Its random numbers are independent of those of `Sampler.draw`.
 
     A drafted token, its acceptance and the token in its place must not depend on the same number.
     """
@@ -44,21 +44,21 @@ class Draws:
         )
 
     def ahead(self) -> Draws:
-        """Return a copy with a sampler of its own, which can count tokens that may still be rejected."""
+        """Return a copy with a sampler of its own. The copy can count tokens that may still be rejected."""
         return Draws(copy(self.sampler), self.random)
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """Return (V,): the probability of each token to be next. Raises StepError for logits that are not finite."""
+        """Return the probability of each token to be next, (V,). Raises StepError for logits that are not finite."""
         p_V = self.sampler.probabilities(logits_V)
         if not bool(torch.isfinite(p_V.sum())):
             raise StepError("the model's logits are not finite; give it a wider dtype, such as float32 or bfloat16")
         return p_V
 
     def draw(self, weights_V: Tensor) -> int:
-        """Draw a token with probabilities in proportion to `weights_V` >= 0, of which not all are 0."""
+        """Draw a token with probabilities in proportion to `weights_V`, which are >= 0 and not all 0."""
         cumulative_V = weights_V.double().cumsum(-1)
         point = cumulative_V.new_tensor([self.random.random()]) * cumulative_V[-1]
-        # Rounded up to the total, the point would lie behind the last token that is possible.
+        # If rounding moved the point up to the total, it would lie behind the last possible token.
         return min(int(torch.searchsorted(cumulative_V, point, right=True)), int(weights_V.nonzero()[-1]))
 
 
@@ -67,9 +67,9 @@ class DraftRequest:
     """Requests a draft for one text.
 
     Attributes:
-        text: the prompt and everything generated; it grows at its end while the list is the same.
-        most_tokens: how many tokens the draft may have, at least 1.
-        draws: how tokens are drawn; None: each is the likeliest.
+        text: the prompt and all generated tokens. While it is the same list object, it only grows at its end.
+        most_tokens: the most tokens of the draft, at least 1.
+        draws: draws the tokens. None: each is the likeliest.
     """
 
     text: list[int]
@@ -82,8 +82,8 @@ class Draft:
     """Proposes tokens that may come next.
 
     Attributes:
-        chances: for each token, the probabilities (V,) that it was drawn from; None where nothing was drawn:
-            each had probability 1.
+        chances: for each token, the probabilities (V,) from which it was drawn. None: no token was drawn, so each had
+            probability 1.
     """
 
     token_ids: list[int]
@@ -95,21 +95,21 @@ class Drafter(Protocol):
 
     Attributes:
         n_draft: the most tokens that a draft may have.
-        vocab_size: of the ids in its drafts; None if it only repeats ids of the text.
+        vocab_size: the vocabulary size of the ids in its drafts. None: it only repeats ids of the text.
     """
 
     n_draft: int
     vocab_size: int | None
 
     def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
-        """Return drafts of at least one token; sequences without a guess are left out.
+        """Return drafts of at least one token. Sequences without a guess are left out.
 
-        Sequences that are not in `requests` have no reply under way; it is empty when the last one has ended.
+        Sequences that are not in `requests` have no reply under way. `requests` is empty when the last reply has ended.
         """
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Free what is kept for a sequence; one without a draft so far is no error."""
+        """Free what is kept for a sequence. It need not have had a draft."""
         ...
 
 
@@ -119,19 +119,22 @@ def check_counts(**counts: int) -> None:
         read_count(name, value, 1)
 
 
-# From the text
+# Drafts from the text.
 
 
 @dataclass
 class _Index:
-    """Maps each n-gram of a text to the position behind its latest occurrence, leaving out the end of the text."""
+    """Maps each n-gram of a text to the position behind its latest occurrence.
+
+    The n-gram at the very end is left out.
+    """
 
     text: list[int]
     behind: dict[tuple[int, ...], int] = field(default_factory=dict)
     n_indexed: int = 0
 
     def continuation(self, n_gram: int, n_tokens: int) -> list[int]:
-        """Return what followed the last n-gram at its previous occurrence; empty if there is none."""
+        """Return the tokens that followed the last n-gram at its previous occurrence. Empty: there is none."""
         text, n = self.text, len(self.text)
         for end in range(max(self.n_indexed, n_gram), n):
             self.behind[tuple(text[end - n_gram : end])] = end
@@ -140,23 +143,24 @@ class _Index:
         if start is None:
             return []
         found = text[start : start + n_tokens]
-        while len(found) < n_tokens:  # the end of the text is reached: it goes on as it has since `start`
+        # The end of the text is reached. Repeat the tokens since `start`, as if the text went on in a loop.
+        while len(found) < n_tokens:
             found.append(found[start - n])
         return found
 
 
 class PromptLookup:
-    """Looks up drafts in the text itself (prompt lookup, Saxena 2023): what followed the last `n_gram` tokens before.
+    """Looks up drafts in the text itself: the tokens that followed the last `n_gram` tokens earlier (Saxena 2023).
 
     It needs no model and no state. It pays where replies repeat their prompt or themselves: summaries, edits, code,
     loops.
 
     Args:
-        n_gram: tokens that must agree; with fewer there are more drafts and worse ones.
-        n_draft: tokens of a draft.
+        n_gram: how many tokens must agree. A smaller number gives more and worse drafts.
+        n_draft: the most tokens of a draft.
     Raises:
         SpecError: a number that is not positive.
-    Cost: one dictionary entry a token of text, made once; a look-up a draft.
+    Cost: one dictionary entry for each token of text, made once, and one look-up for each draft.
     """
 
     vocab_size = None
@@ -169,7 +173,7 @@ class PromptLookup:
 
     def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
         drafts, before = {}, self._indices
-        self._indices = {}  # texts that are not requested any more have ended
+        self._indices = {}  # Texts that are not requested any more have ended.
         for sequence, request in requests.items():
             index = before.get(sequence)
             if index is None or index.text is not request.text:
@@ -183,15 +187,15 @@ class PromptLookup:
         self._indices.pop(sequence, None)
 
 
-# From a smaller model
+# Drafts from a smaller model.
 
 
 @dataclass
 class _Follower:
-    """Holds a sequence of the draft model's memory that follows a text.
+    """Holds a sequence in the draft model's memory that follows a text.
 
     Attributes:
-        n_settled: this many leading tokens of it were fed from the text; those behind them were guesses.
+        n_settled: how many leading tokens were fed from the text. The tokens behind them were guesses.
     """
 
     sequence: Sequence
@@ -204,7 +208,7 @@ class _Guess:
     """Holds a draft that grows.
 
     Attributes:
-        next_ids: tokens to be fed before its next token is guessed.
+        next_ids: the tokens to feed before the next token is guessed.
     """
 
     next_ids: list[int]
@@ -213,7 +217,7 @@ class _Guess:
     draws: Draws | None
 
     def extend(self, logits_V: Tensor) -> None:
-        """Guess the next token, the likeliest or a drawn one."""
+        """Guess the next token: the likeliest, or a drawn one."""
         draft, draws = self.draft, self.draws
         if draws is None or draft.chances is None:
             draft.token_ids.append(int(logits_V.argmax()))
@@ -226,7 +230,10 @@ class _Guess:
 
 
 class _Guessing:
-    """Generates drafts with a draft model (a mode): every draft gets one more token in each step."""
+    """Generates drafts with a draft model, as a mode of the generation loop.
+
+    In each step, every draft gets one more token.
+    """
 
     outputs: Outputs = "last"
 
@@ -246,15 +253,17 @@ class _Guessing:
 
 
 class DraftModel:
-    """Decodes drafts with a smaller model of the same vocabulary and a memory of its own: a step for each draft token.
+    """Decodes drafts with a smaller model of the same vocabulary, which has a memory of its own.
 
-    Its sequences follow the texts: what was guessed wrong, or has been edited since, is rolled back within the memory's
-    window, and fed again from the nearest reachable position where it lies beyond.
+    Each token takes a step.
+
+    Its sequences follow the texts. Wrong guesses, and tokens that were edited since, are rolled back within the
+    memory's window. If they lie further back, the text is fed again from the nearest reachable position.
 
     Args:
-        memory: made from `model.memory_spec`; the sequences that are opened here must not be advanced elsewhere.
-        n_draft: tokens of a draft, at most the memory's `rollback_window`.
-        step_tokens: a longer text is read in steps of this many tokens.
+        memory: a memory made from `model.memory_spec`. Nothing else may advance the sequences that are opened here.
+        n_draft: the most tokens of a draft. It may not exceed the memory's `rollback_window`.
+        step_tokens: a longer text is fed in steps of this many tokens.
     Raises:
         SpecError: a number that cannot work.
     """
@@ -271,8 +280,10 @@ class DraftModel:
         self._followers: dict[Sequence, _Follower] = {}
 
     def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
-        """Return drafts as `Drafter.draft`. Where this memory has no room left, they are shorter or missing, without an
-        error."""
+        """Return drafts as `Drafter.draft`.
+
+        If this memory has no room left, drafts are shorter or missing, without an error.
+        """
         for sequence in [s for s in self._followers if s.closed]:
             self.forget(sequence)
         drafts = {s: Draft([], None if r.draws is None else []) for s, r in requests.items()}
@@ -291,7 +302,7 @@ class DraftModel:
         return {s: draft for s, draft in drafts.items() if draft.token_ids}
 
     def _catch_up(self, sequence: Sequence, text: list[int]) -> list[int]:
-        """Roll back what this memory holds beside the text; return the tokens that must still be fed, at least one."""
+        """Roll back what differs from the text. Return the tokens that must still be fed, at least one."""
         follower = self._followers.get(sequence)
         if follower is None:
             with uninterrupted():
@@ -320,8 +331,8 @@ class DraftModel:
 def check_window(n_draft: int, memory: HybridMemory) -> None:
     """Raise SpecError unless drafts of this many tokens can always be rolled back.
 
-    A step of 1 + n_draft tokens may keep only its first: the horizon, at most rollback_window tokens before the
-    furthest position that was ever fed, then lies at or before that token.
+    A step feeds 1 + n_draft tokens, and may keep only the first. So up to n_draft tokens are rolled back from the
+    furthest position that was ever fed. The memory guarantees rollback_window tokens from there.
     """
     if n_draft > memory.rollback_window:
         raise SpecError(

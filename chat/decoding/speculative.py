@@ -1,4 +1,4 @@
-"""Decodes speculatively: drafts are fed with the last token in one step, and `step.accept` keeps the accepted ones.
+"""Decodes speculatively: one step feeds the last token and a draft, and `step.accept` keeps the accepted tokens.
 
 A step of a few tokens takes little longer than a step of one, because it reads the weights once. A hybrid model usually
 pays for the rest with a copy of its recurrent states for each token of a draft. Here rejected tokens only shorten the
@@ -31,7 +31,7 @@ _NO_DRAFT = Draft([])
 
 @dataclass(frozen=True)
 class NewToken:
-    """Holds one token that the model chose for a sequence; `is_last` if it ends the reply."""
+    """Holds one token that the model chose for a sequence. `is_last` says whether it ends the reply."""
 
     sequence: Sequence
     token_id: int
@@ -39,32 +39,32 @@ class NewToken:
 
 
 class SpeculativeBatch:
-    """Decodes any number of sequences together, several tokens a sequence in a step; new ones may join before any step.
+    """Decodes any number of sequences together, several tokens of each in a step. New ones may join before any step.
 
-    Sequences have drafts of their own lengths, or none, in the same step. The caller owns the sequences, and the memory
-    must have room for them: no sequence waits or is swapped out here, as in the engine.
+    In one step, each sequence may have a draft of any length, or none. The caller owns the sequences. The memory must
+    have room for them: here, unlike in the engine, no sequence waits or is swapped out.
 
-    What it generates: unless sampled, each token is the likeliest after those before it, as without drafts. The texts
-    are equal unless
-    - two logits are closer than a step of several tokens and steps of one round apart: in float32 up to 1e-4 of the
-      logits' spread;
-    - attention has a policy or a storage: all queries of a step see the old rows as they were before it, so how tokens
-      are cut into steps matters. Rejected drafts do not: a rollback undoes what they folded.
+    Without sampling, each token is the likeliest after those before it, as without drafts. The texts are equal unless -
+    two logits are so close that rounding decides. A step of several tokens rounds otherwise than steps of one: in
+    float32, logits differ by up to 1e-4 of their spread; - attention has a policy or a storage. All queries of a step
+    see the old rows as they were before the step, so it matters how tokens are divided into steps. Rejected drafts do
+    not matter: a rollback undoes what they folded.
 
-    Sampled, every token has the distribution that it has without drafts (Leviathan et al. 2023),
-    but not the same random numbers.
+    With sampling, every token has the distribution that it has without drafts (Leviathan et al. 2023), but is drawn
+    with other random numbers.
 
     A step with a prompt in it has no drafts: it computes the logits of last tokens only.
 
     Args:
-        stop_ids: tokens that end a reply; the first is the one written where a reply is cut short.
-        drafter: makes the drafts; see `chat.decoding.drafts`. It must not be shared with another batch.
-        adapts: shorten drafts where they fail: to twice what was accepted of the sequence's last one, plus one.
-        remembers_end: also feed the token that ends a reply, so that the memory holds the whole turn and a next one can
+        stop_ids: tokens that end a reply. The first is written behind a reply that is cut short.
+        drafter: makes the drafts; see `chat.decoding.drafts`. No other batch may use it.
+        adapts: shorten drafts where they fail. A draft gets twice the tokens that were accepted of the sequence's last
+            one, plus one.
+        remembers_end: also feed the token that ends a reply. The memory then holds the whole turn, and a next one can
             follow.
         step_tokens: a step with more tokens than these is run in chunks.
     Raises:
-        SpecError: drafts longer than the memory's rollback window; a drafter of another vocabulary.
+        SpecError: drafts longer than the memory's rollback window, or a drafter with another vocabulary.
     """
 
     def __init__(
@@ -98,33 +98,32 @@ class SpeculativeBatch:
         self._texts: dict[Sequence, list[int]] = {}
         self._draws: dict[Sequence, Draws] = {}
         self._n_draft: dict[Sequence, int] = {}
-        self._untold: list[NewToken] = []  # chosen, and not returned yet
+        self._untold: list[NewToken] = []  # These tokens were chosen, and `step` has not returned them yet.
 
     @property
     def is_idle(self) -> bool:
-        """True if no tokens wait to be fed or returned."""
+        """Return whether no tokens wait to be fed or returned."""
         return not self._waiting and not self._untold
 
     def add(
         self, sequence: Sequence, token_ids: list[int], max_tokens: int, *, sampling: Sampling | None = None
     ) -> None:
-        """Feed these tokens in the next step, behind what still waits, and then decode up to `max_tokens` more.
+        """Feed these tokens in the next step, behind what still waits, and then decode up to `max_tokens` tokens.
 
         Args:
-            sampling: how this sequence's tokens are chosen; None: each is the likeliest.
+            sampling: how this sequence's tokens are chosen. None: each is the likeliest.
         Raises:
-            SequenceError, BatchError: as `HybridMemory.step`, and for arguments that make no reply. Nothing has changed
-                then.
+            SequenceError, BatchError: as `HybridMemory.step`, and for wrong arguments. Nothing has changed then.
         """
         check_max_tokens(max_tokens)
         if sampling is not None:
             check_sampling(sampling)
         waiting = self._waiting.get(sequence, []) if isinstance(sequence, Sequence) else []
         ids = [*waiting, *read_token_ids(token_ids, self.memory.spec.vocab_size)]
-        self.memory.step({sequence: ids})  # raises for a handle that cannot take part; nothing is entered
+        self.memory.step({sequence: ids})  # This raises for a handle that cannot take part. The step is never entered.
         self._waiting[sequence] = ids
         self._n_left[sequence] = max_tokens
-        # A new list: the text may have been edited since the drafter last saw it.
+        # Make a new list, because the text may have been edited since the drafter last saw it.
         self._texts[sequence] = [*sequence.tokens.tolist(), *self._waiting[sequence]]
         self._n_draft[sequence] = self._drafter.n_draft
         self._draws.pop(sequence, None)
@@ -132,27 +131,27 @@ class SpeculativeBatch:
             self._draws[sequence] = Draws.of(sampling, self._texts[sequence], self._stop_ids)
 
     def discard(self, sequence: Sequence) -> None:
-        """Stop decoding a sequence; the memory keeps the tokens that were fed."""
+        """Stop decoding a sequence. The memory keeps the tokens that were fed."""
         self._waiting.pop(sequence, None)
         self._untold = [new for new in self._untold if new.sequence is not sequence]
         self._settle(sequence)
         self._drafter.forget(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
-        """Free what is kept for a complete reply; the drafter keeps its own, for a next reply of the sequence."""
+        """Free what is kept for a complete reply. The drafter keeps its part, for the next reply of the sequence."""
         for known in (self._texts, self._draws, self._n_draft, self._n_left):
             known.pop(sequence, None)
 
     def step(self) -> list[NewToken]:
-        """Feed everything that waits, and choose the next token, or several, of each sequence that is not done.
+        """Feed all waiting tokens, and choose one or more next tokens of each sequence that is not done.
 
-        A step whose drafts the memory has no room for is taken without them.
+        If the memory has no room for the drafts, the step is taken without them.
 
         Returns:
-            The new tokens: sequences in the order in which they were added, each one's tokens in the order of its text.
+            The new tokens. Sequences come in the order in which they were added, and tokens in the order of their text.
         Raises:
-            As `HybridMemory.run`; nothing has changed then, and the same step can be tried again. After a Ctrl-C while
-            the step commits, its tokens are what the next call returns.
+            As `HybridMemory.run`. Nothing has changed then, and the same step can be tried again. If a Ctrl-C comes
+            while the step commits, the next call returns the step's tokens.
         """
         if self._waiting and not self._untold:
             self._advance()
@@ -162,7 +161,7 @@ class SpeculativeBatch:
         return new
 
     def _advance(self) -> None:
-        """Take a step and keep its tokens: both, or neither."""
+        """Take a step and keep its tokens. Either both happen, or neither."""
         drafts = self._draft()
         try:
             self._feed(drafts)
@@ -176,7 +175,7 @@ class SpeculativeBatch:
         feed(self.model, self.memory, mode, mode.requests(), step_tokens=self._step_tokens)
 
     def _note(self, chosen: dict[Sequence, list[int]]) -> None:
-        """Keep the tokens that were chosen, and queue what is to be fed for them."""
+        """Keep the chosen tokens, and queue the tokens to feed next."""
         self.acceptance.n_turns += len(chosen)
         self.acceptance.n_generated += sum(map(len, chosen.values()))
         self._waiting = {}
@@ -184,10 +183,10 @@ class SpeculativeBatch:
             self._keep(sequence, token_id) for sequence, token_ids in chosen.items() for token_id in token_ids
         ]
         if not self._waiting:
-            self._drafter.draft({})  # no reply is under way
+            self._drafter.draft({})  # This tells the drafter that no reply is under way.
 
     def _keep(self, sequence: Sequence, token_id: int) -> NewToken:
-        self._waiting.pop(sequence, None)  # the token before this one is fed already
+        self._waiting.pop(sequence, None)  # The token before this one is fed already.
         new = self._take(sequence, token_id)
         self._texts[sequence].append(token_id)
         if sequence in self._draws:
@@ -198,7 +197,7 @@ class SpeculativeBatch:
         return new
 
     def _take(self, sequence: Sequence, token_id: int) -> NewToken:
-        """Count a token, and queue what is to be fed for it."""
+        """Count a chosen token, and queue the token to feed next."""
         self._n_left[sequence] -= 1
         is_stop = token_id in self._stop_ids
         is_last = is_stop or self._n_left[sequence] == 0
@@ -209,7 +208,10 @@ class SpeculativeBatch:
         return NewToken(sequence, token_id, is_last)
 
     def _draft(self) -> dict[Sequence, Draft]:
-        """Make drafts for sequences that decode, no longer than what they may still generate and a step may hold."""
+        """Make drafts for sequences that decode.
+
+        A draft is no longer than what the sequence may still generate and the step may hold.
+        """
         if any(len(tokens) > 1 for tokens in self._waiting.values()):
             return {}
         most = self._step_tokens // len(self._waiting) - 1
@@ -221,9 +223,11 @@ class SpeculativeBatch:
         return self._drafter.draft(requests) if requests else {}
 
     def _verify(self, sequence: Sequence, draft: Draft, rows_KV: Tensor) -> list[int]:
-        """Return the accepted part of the draft and one token of the model's own, cut behind one that ends the reply.
+        """Return the accepted part of the draft and one token of the model's own.
 
-        rows_KV: (1 + tokens of the draft, vocab) logits after the last token and after each of the draft.
+        The list is cut behind a token that ends the reply.
+
+        rows_KV: the logits after the last token and after each token of the draft, (1 + tokens of the draft, vocab).
         """
         draws = self._draws.get(sequence)
         token_ids = accept_likeliest(draft, rows_KV) if draws is None else accept_drawn(draft, rows_KV, draws.ahead())
@@ -231,7 +235,7 @@ class SpeculativeBatch:
         return token_ids[:end]
 
     def _count(self, sequence: Sequence, draft: Draft, chosen: list[int]) -> None:
-        # the model's own token differs from the draft's
+        # The model's own token differs from the draft's.
         n_accepted = sum(a == b for a, b in zip(draft.token_ids, chosen, strict=False))
         self.acceptance.n_drafted += len(draft.token_ids)
         self.acceptance.n_accepted += n_accepted
@@ -240,7 +244,10 @@ class SpeculativeBatch:
 
 
 class _Verifying:
-    """Verifies drafts in a step (a mode): their accepted part is kept, and one token of the model's own."""
+    """Verifies drafts, as a mode of the generation loop.
+
+    A step keeps the accepted part of each draft, and one token of the model's own.
+    """
 
     def __init__(self, batch: SpeculativeBatch, drafts: dict[Sequence, Draft]) -> None:
         self.outputs: Outputs = "all" if drafts else "last"
@@ -253,7 +260,7 @@ class _Verifying:
         return requests
 
     def choose(self, logits: Tensor, step: Step | None) -> dict[Sequence, list[int]]:
-        """Verify the drafts, and return the next tokens of each sequence whose reply is not complete."""
+        """Verify the drafts. Return the next tokens of each sequence whose reply is not complete."""
         batch = self._batch
         rows: Iterable[Tensor] = logits[:, None]
         if self._drafts:
@@ -271,7 +278,7 @@ class _Verifying:
     def keep(self, chosen: dict[Sequence, list[int]]) -> None:
         batch, device = self._batch, self._batch.memory.spec.device
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # or the clock would stop before the work does
+            torch.cuda.synchronize(device)  # Without this, the clock would stop before the work is done.
         batch.stats.seconds += time.perf_counter() - self._started
         batch.stats.n_fed += self._n_fed
         batch.stats.n_steps += 1

@@ -1,4 +1,4 @@
-"""The engine batches generations continuously over one model and one memory."""
+"""Generates replies to many requests at once: the engine batches them continuously, over one model and one memory."""
 
 from hybridmem.chat.engine.engine import Engine
 

@@ -1,6 +1,6 @@
 """Checks the parts that an engine is built from: model, memory, tokenizer, stop ids.
 
-Errors show how the call should read.
+The errors show how the call should look.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ HOW_TO_LOAD = "with a model from load_model(...) and memory = HybridMemory(model
 
 
 def check_parts(model: object, memory: object, call: str) -> None:
-    """Raise SpecError unless these are a model and a memory, in this order; `call` shows how the caller is called."""
+    """Raise SpecError unless these are a model and a memory, in this order.
+
+    The message shows `call`, the right call.
+    """
     if isinstance(model, HybridMemory | str | Path) or not callable(model):
         raise SpecError(f"{model!r:.80} is no model; call {call}, {HOW_TO_LOAD}")
     require_memory(memory, call)
 
 
 def check_belonging(model: LanguageModel, memory: HybridMemory, prefixes: PrefixCache | None) -> None:
-    """Raise SpecError unless model, memory and prefix cache fit, so that not every request ends with an error."""
+    """Raise SpecError unless model, memory and prefix cache belong together.
+
+    Otherwise every request would fail later.
+    """
     spec, own = model.memory_spec, memory.spec
     if not own.same_memories(spec):
         raise SpecError(
@@ -59,7 +65,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_can_decode(memory: HybridMemory, tokenizer: object, sequence: object, stop: tuple[str, ...]) -> None:
-    """Raise BatchError for a request that needs a tokenizer, or an encoder's sequence, that is not there."""
+    """Raise BatchError if a request needs a tokenizer or an encoder's sequence, and there is none."""
     if stop and tokenizer is None:
         raise BatchError(f"stop={stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids")
     if sequence is None and memory.spec.of_kind("cross-attention"):
@@ -67,7 +73,10 @@ def check_can_decode(memory: HybridMemory, tokenizer: object, sequence: object, 
 
 
 def read_stop_ids(stop_ids: Any, vocab_size: int | None = None) -> tuple[int, ...]:
-    """Return the ids of tokens that end a reply. Raises BatchError; `vocab_size` is None where it is not known yet."""
+    """Return the ids of tokens that end a reply. Raises BatchError.
+
+    `vocab_size` is None if it is not known yet.
+    """
     if isinstance(stop_ids, int | np.integer):
         raise BatchError(f"stop_ids={stop_ids!r}; give several token ids, such as [{int(stop_ids)}]")
     if isinstance(stop_ids, str | bytes) or not isinstance(stop_ids, Iterable):

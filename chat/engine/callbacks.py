@@ -1,4 +1,4 @@
-"""Collects new text of replies during a step and passes it to their callbacks after the step."""
+"""Collects new text of replies during a step, and passes it to their callbacks after the step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from hybridmem.memory.sequences.interrupts import uninterrupted
 
 
 class Callbacks:
-    """Holds new text by job until the job's `on_token` is called.
-    A callback that raises is not called again, and its generation ends with that error.
+    """Holds the new text of each job until the job's `on_token` is called.
+
+    A callback that raises is not called again. Its generation ends with that error.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -17,11 +18,11 @@ class Callbacks:
         self._pieces: dict[Job, str] = {}
 
     def add(self, job: Job, piece: str) -> None:
-        """Add the text that a new token, or the end, of a reply made visible."""
+        """Add text that became visible by a new token, or by the end of the reply."""
         self._pieces[job] = self._pieces.get(job, "") + piece
 
     def call(self) -> bool:
-        """Call all callbacks, also for text that is added meanwhile; True if there was any text."""
+        """Call all callbacks, also for text that is added meanwhile. Return whether there was any text."""
         has_any = bool(self._pieces)
         while self._pieces:
             job = next(iter(self._pieces))
@@ -30,7 +31,7 @@ class Callbacks:
                 continue
             try:
                 job.request.on_token(job.generation, piece)
-            except Exception as error:  # the caller's code: its errors must not end other generations
+            except Exception as error:  # The callback is the caller's code. Its errors must not end other generations.
                 with uninterrupted():
                     job.has_failing_callback = True
                     job.generation.error = job.generation.error or error

@@ -20,7 +20,7 @@ Choose = Callable[[Tensor, Plan], list[Choice]]
 def choose_tokens(logits: Tensor, plan: Plan) -> list[Choice]:
     """Choose the next token of each job that wants one, or the error that ends the job.
 
-    The rows that are more than an argmax are changed and drawn together. Nothing changes, so a failed step can be
+    Rows that need more than an argmax are processed and drawn together. No job is changed, so a failed step can be
     tried again.
 
     Args:
@@ -29,7 +29,8 @@ def choose_tokens(logits: Tensor, plan: Plan) -> list[Choice]:
     wanting = [i for i, (job, n_tokens) in enumerate(plan) if job.wants_choice(n_tokens)]
     chosen: list[Choice] = [None] * len(plan)
     token_ids = _choose_plain(logits, [i for i in wanting if _sampler(plan[i][0]).is_plain])
-    others = [i for i in wanting if i not in token_ids]  # of no finite logits: only their jobs end
+    # Rows without finite logits are missing here. Only their jobs end with an error.
+    others = [i for i in wanting if i not in token_ids]
     if others:
         rows_SV = logits if len(others) == len(logits) else logits[others]
         found = choose_rows(rows_SV, [_sampler(plan[i][0]) for i in others])
@@ -50,12 +51,12 @@ def choose_tokens(logits: Tensor, plan: Plan) -> list[Choice]:
 
 
 def _choose_plain(logits_SV: Tensor, rows: list[int]) -> dict[int, int]:
-    """Return row -> the likeliest token of these rows, those left out that have no finite logit."""
+    """Return the likeliest token of each of these rows. Rows without a finite logit are left out."""
     if not rows:
         return {}
     highest_S, best_S = logits_SV.max(-1)
     highest, best = highest_S.tolist(), best_S.tolist()
-    return {i: best[i] for i in rows if abs(highest[i]) < float("inf")}  # not so for NaN
+    return {i: best[i] for i in rows if abs(highest[i]) < float("inf")}  # The comparison is also false for NaN.
 
 
 def _sampler(job: Job) -> Sampler:

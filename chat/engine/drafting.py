@@ -1,7 +1,7 @@
 """Decides which generations of a step get drafts, verifies them, and stops drafting where it does not pay.
 
-Drafts are a mode of the engine's one loop: a draft is fed behind the last token in the same step, the model's choice
-after each of its tokens is compared with it, and `step.accept` keeps what agrees.
+Drafts are a mode of the engine's one loop. A step feeds a draft behind the last token. The model's choice after each
+token is compared with the draft, and `step.accept` keeps what agrees.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from hybridmem.chat.sampling.guesses import Guesses
 from hybridmem.memory import HybridMemory
 
 MOST_DRAFTED = 8
-"""Tokens of a draft."""
+"""A draft has at most this many tokens."""
 _PROBED = 3
-"""Tokens of a draft that only finds out whether drafts are right."""
+"""A draft that only tests whether drafts are right has this many tokens."""
 _FIRST_REST, _LONGEST_REST = 16, 256
-"""Steps without drafts after drafts did not pay: doubled each time, so that trying again costs little."""
+"""After drafts did not pay, this many steps go without. The number doubles each time, so that trying again costs
+little.
+"""
 _UNKNOWN_REST = 2
-"""Steps between two with drafts while nobody knows what they cost."""
+"""While the cost of drafts is unknown, this many steps lie between two steps with drafts."""
 _LEAST_RATE, _FORGIVEN = 0.2, 1.02
-"""Generations with a lower rate get no drafts; each time, their rate is forgiven a little."""
+"""A generation with a lower rate of right tokens gets no draft. Each time, its rate is raised by this factor."""
 _COMPARED_EVERY = 64
-"""Steps with drafts after which one goes without, so that the comparison stays fresh."""
+"""After this many steps with drafts, one goes without, so that both costs stay known."""
 _OF_PREDICTIONS, _OF_TEXTS = 0.8, 0.5
-"""The share of right tokens that is expected of drafts that nobody has seen yet."""
+"""The expected share of right tokens before any draft was verified: in predictions, and in the texts themselves."""
 
 Drafts = dict[Job, list[int]]
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """Says where an engine takes drafts from, beside the predictions that requests bring.
+    """Says where an engine gets drafts, beside the predictions that come with requests.
 
     Attributes:
-        looks_up: from the texts themselves (prompt lookup).
-        adapts: draft only where it pays, as measured. Replies are the same either way.
+        looks_up: take drafts from the texts themselves (prompt lookup).
+        adapts: draft only where measurements say that it pays. Replies are the same either way.
     """
 
     looks_up: bool = False
@@ -49,11 +51,11 @@ class Speculation:
 
 @dataclass
 class Drafted:
-    """Holds what the drafts of one generation came to.
+    """Holds how well the drafts of one generation did.
 
     Attributes:
-        rate: the share of drafted tokens that were right, as far as the first wrong one; lately.
-        n_next: the most tokens of its next draft.
+        rate: the recent share of right tokens among the drafted ones, counted up to the first wrong one.
+        n_next: the next draft has at most this many tokens.
     """
 
     guesses: Guesses
@@ -61,7 +63,7 @@ class Drafted:
     n_next: int = MOST_DRAFTED
 
     def expected(self, n_tokens: int) -> float:
-        """Return how many of so many drafted tokens are expected to be right."""
+        """Return how many of `n_tokens` drafted tokens are expected to be right."""
         return sum(accumulate([self.rate] * n_tokens, lambda a, b: a * b))
 
     def note(self, n_drafted: int, n_right: int) -> None:
@@ -72,9 +74,9 @@ class Drafted:
 
 
 class Drafting:
-    """Proposes drafts for the steps of an engine, and learns from them whether they pay.
+    """Proposes drafts for the steps of an engine, and measures whether they pay.
 
-    Without a rollback window there are none: what is wrong could not be taken back.
+    There are no drafts without a rollback window, because wrong tokens could not be taken back.
     """
 
     def __init__(self, memory: HybridMemory, step_tokens: int, speculation: Speculation) -> None:
@@ -84,10 +86,10 @@ class Drafting:
         self._pace = Pace()
         self._rest, self._next_rest, self._n_drafted_steps = 0, _FIRST_REST, 0
         self._drafted = WeakKeyDictionary[Job, Drafted]()
-        self._rate = _OF_TEXTS  # of the texts that were drafted for so far
+        self._rate = _OF_TEXTS  # The share of right tokens over all texts so far.
 
     def propose(self, plan: Plan) -> Drafts:
-        """Return drafts for a step that only decodes, where they are expected to pay; often there are none."""
+        """Return drafts for a step that only decodes, where they are expected to pay. Often there are none."""
         if not self._most:
             return {}
         if self._rest > 0:
@@ -96,14 +98,14 @@ class Drafting:
         if not (self._looks_up or any(job.request.prediction for job, _ in plan)):
             return {}
         if any(job.is_prefilling for job, _ in plan):
-            return {}  # with prompts beside them: the logits of all their tokens would be computed
+            return {}  # A step with prompts has no drafts: it would compute the logits of all tokens of the prompts.
         if self._adapts and self._is_compared():
             return {}
         room = self._step_tokens // len(plan) - 1
         found = {job: guess for job, _ in plan if (guess := self._guess(job, room))}
         if not self._adapts:
             return found
-        if not found:  # looking costs too, and is less urgent after drafts have not paid
+        if not found:  # Looking for drafts costs time as well, so rest from it if drafts have not paid.
             self._rest = max(len(plan) // 8, (self._next_rest - _FIRST_REST) // 16)
             return {}
         good = {job: guess for job, guess in found.items() if self._is_often_right(job)}
@@ -118,7 +120,7 @@ class Drafting:
         return {job: guess[:_PROBED] for job, guess in found.items()}
 
     def _is_compared(self) -> bool:
-        """True for one step in 64 that goes without drafts on purpose, so that the cost of such steps stays known."""
+        """Return True for one step in 64: it goes without drafts, so that the cost of such steps stays known."""
         self._n_drafted_steps += 1
         return self._n_drafted_steps % _COMPARED_EVERY == 0
 
@@ -154,7 +156,7 @@ class Drafting:
         return self._pace.pays(n_sequences, n_sequences + n_drafted, n_sequences + n_expected)
 
     def note(self, plan: Plan, drafts: Drafts, seconds: float) -> None:
-        """Note what a step took that only decoded."""
+        """Note the seconds of a step that only decoded."""
         if drafts:
             self._pace.drafted.note(len(plan) + sum(map(len, drafts.values())), seconds)
         elif not any(job.is_prefilling for job, _ in plan):

@@ -8,11 +8,11 @@ was admitted last is swapped out and comes back before new ones: what was comput
 the same.
 
 A sequence that is kept (`keeps_sequence`) holds, when its generation has ended with
-- "stop" or "length": the prompt and every chosen token but the last, which did not have to be fed; with `remembers_end`
-  the last one too, and behind a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A stop
-  string is found in tokens that were chosen already: they stand in the sequence although the text ends before them.
-  Roll back to go on from the text itself.
-- "cancelled", "deadline", "error": the part of this that had been fed by then. It may be swapped out.
+- "stop" or "length": the prompt and every chosen token but the last, which did not have to be fed. With `remembers_end`
+it holds the last token too, and behind a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A
+stop string is found only when its tokens have been chosen, so they stand in the sequence although the text ends before
+them. Roll back to continue from the text itself. - "cancelled", "deadline" or "error": the part of this that had been
+fed by then. It may be swapped out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NO_SPECULATION = Speculation()
 
 
 def require_engine(engine: object, call: str) -> None:
-    """Raise SpecError unless this is an engine; `call` says how the caller is called."""
+    """Raise SpecError unless this is an engine. The message shows `call`, the right call."""
     if not isinstance(engine, Engine):
         raise SpecError(
             f"{engine!r} is no Engine; call {call}, with engine = Engine(model, memory, tokenizer), {HOW_TO_LOAD}"
@@ -67,6 +67,7 @@ def require_engine(engine: object, call: str) -> None:
 
 class Engine:
     """Generates replies to any number of requests at once.
+
     Drive it with `step` or `run`, or let `serve` do so beside an event loop.
 
     `submit`, `cancel` and the properties may be used from any thread at any time. The memory may not: while steps run
@@ -74,16 +75,17 @@ class Engine:
     its end.
 
     Args:
-        tokenizer: None: generations have ids and no text.
-        stop_ids: tokens that end a reply; the first is written behind a reply that is cut short and to be remembered.
-            The default: those that the tokenizer and the model's config name.
-        prefixes: the cache that prompts are looked up in, and that prompts and replies are inserted into.
-        step_tokens: tokens of prompts in one step; twice as many where many short prompts wait.
-        max_running: the most requests in one step; fewer than `step_tokens`, so that prompts always go on.
-        clock: seconds; for tests.
-        choose: chooses the next tokens from a step's logits; another one is for dry runs, which have no logits.
-        speculation: drafts, such as `Speculation(looks_up=True)`: what replies say next, from their own texts. Replies
-            are the same with it, see `chat.decoding.speculative`; drawn ones too.
+        tokenizer: decodes replies. None: generations have token ids and no text.
+        stop_ids: tokens that end a reply. The first is written behind a reply that is cut short and to be remembered.
+            The default are those that the tokenizer and the model's config name.
+        prefixes: the prefix cache. The engine looks prompts up in it, and inserts prompts and replies.
+        step_tokens: the tokens of prompts in one step. If many short prompts wait, a step has up to twice as many.
+        max_running: the most requests in one step. They are fewer than `step_tokens`, so that prompts always make
+            progress.
+        clock: returns seconds. Tests replace it.
+        choose: chooses the next tokens from a step's logits. Dry runs, which have no logits, replace it.
+        speculation: where drafts come from, such as `Speculation(looks_up=True)` for the replies' own texts. Drafts
+            change no reply, not even drawn ones; see `chat.decoding.speculative`.
     Raises:
         SpecError: numbers that cannot work; a memory that was made for another model, or a prefix cache of another
             memory.
@@ -139,7 +141,7 @@ class Engine:
         self._finished: list[Generation] = []
         self._n_possible = 0
 
-    # Requests
+    # Methods for requests.
 
     def submit(
         self,
@@ -163,28 +165,30 @@ class Engine:
         """Submit a request for a reply. It joins the batch before the next step in which there is room.
 
         Args:
-            token_ids: to be fed; the reply follows them.
-            sequence: a live one to go on with, swapped out or not; it may not be used otherwise until the generation
-                has ended. None: a new one.
-            max_tokens: to choose at most, the one that ends the reply included. 0: only feed.
-            stop: strings that end the reply; its text is cut before them.
-            output: which tokens end it, the grammar that it follows, log probabilities.
-            deadline_s: seconds from now after which it ends as it is.
+            token_ids: the tokens to feed. The reply follows them.
+            sequence: a live sequence to continue, swapped out or not. Nothing else may use it until the generation has
+                ended. None: a new one.
+            max_tokens: the most tokens to choose, including the one that ends the reply. 0: only feed.
+            stop: strings that end the reply. Its text is cut before them.
+            output: the tokens that end the reply, its grammar, and log probabilities.
+            deadline_s: after so many seconds from now, the reply ends as it is.
             marks: positions in `token_ids` that the prefix cache should remember, such as the ends of messages.
-            keeps_sequence: leave the sequence open (`generation.sequence`); else it is closed at the end, a given one
-                too.
+            keeps_sequence: leave the sequence open (`generation.sequence`). Otherwise it is closed at the end, even if
+                it was given.
             remembers_end: also feed the tokens that end the reply, so that a next turn can follow. The generation ends
-                after that.
+                after they were fed.
             on_token: see `OnToken`. It is called by the thread that steps, after the step. If it raises, its generation
                 ends with "error", and no other.
-            priority: larger ones are admitted first and preempted last.
-            owner: of the prefixes that it reuses and leaves in the cache; no other owner finds them. Give each user one
-                where users must not learn about each other's prompts; see `PrefixCache`.
-            reports_prefill: call `on_token` after each part of the prompt, too; `generation.n_prefilled` grows then.
-            prediction: token ids that the reply is expected to be, mostly: drafts. It is as if they were not given.
+            priority: requests with larger values are admitted first and preempted last.
+            owner: the owner of the prefixes that the request reuses and leaves in the cache. No other owner finds them.
+                Give each user an owner if users must not learn about each other's prompts; see `PrefixCache`.
+            reports_prefill: call `on_token` after each part of the prompt, too, when `generation.n_prefilled` has
+                grown.
+            prediction: token ids that most of the reply is expected to repeat. They serve as drafts, and do not change
+                the reply.
         Raises:
-            BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use.
-            CapacityError: a prompt that the memory's whole budget could not hold. Nothing has changed then.
+            BatchError: wrong arguments. SequenceError: a bad handle, or one that is in use. CapacityError: a prompt
+            that the memory's whole budget could not hold. Nothing has changed then.
         """
         options = {
             "sequence": sequence, "max_tokens": max_tokens, "sampling": sampling, "stop": stop, "output": output,
@@ -198,17 +202,17 @@ class Engine:
             return generation
 
     def submit_choices(self, token_ids: Any, samplings: Iterable[Sampling], **options: Any) -> list[Generation]:
-        """Submit one request for several replies to one prompt, which is computed once.
+        """Submit one request for several replies to one prompt. The prompt is computed once.
 
-        The sequences of the others are forks of the first one's, as soon as that holds the prompt; a fork copies no
-        tensor. Where no room is left for all of them, some wait as preempted generations do.
+        The first choice computes the prompt. The sequences of the others are then forked from its sequence, which
+        copies no tensor. If there is no room for all of them, some wait as preempted generations do.
 
         Args:
-            samplings: of each choice; `generation.choice` is its number, for `on_token`.
-            options: of all of them, as of `submit`, but for `sampling` and `sequence`. `reports_prefill` is the first
-                one's.
+            samplings: the sampling of each choice. `generation.choice` is the choice's number, for `on_token`.
+            options: the options of `submit`, for all choices, without `sampling` and `sequence`. `reports_prefill`
+                concerns the first choice.
         Raises:
-            As `submit`; no choice has been submitted then.
+            As `submit`. No choice has been submitted then.
         """
         wanted = [*samplings]
         if not wanted or options.keys() & {"sampling", "sequence"}:
@@ -234,17 +238,20 @@ class Engine:
         return generations
 
     def _require_possible(self, token_ids: object, sequence: Sequence | None) -> None:
-        """Raise CapacityError for a prompt too long for the budget, before its tokens are read.
-        It counts with the shortest steps, which the engine falls back to when room is short.
+        """Raise CapacityError if a prompt is too long for the budget, before its tokens are read.
+
+        The check assumes the shortest steps, to which the engine falls back when room is short.
         """
         n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
         n_tokens = int(count_tokens([token_ids])[0])
         if (sequence is None or sequence.is_whole) and n_base + n_tokens > self._n_possible:
             self.memory.counters.require_possible(n_tokens, n_held=n_base, max_tokens=1)
-            self._n_possible = n_base + n_tokens  # what is longer than a prompt that fits is asked for, and no other
+            # Shorter prompts fit as well, so only longer ones need the check from now on.
+            self._n_possible = n_base + n_tokens
 
     def cancel(self, generation: Generation) -> None:
-        """End a generation as it is; nothing happens if it has ended.
+        """End a generation as it is. Nothing happens if it has ended.
+
         Its bytes are free at once, or after the step that is running.
         """
         if not isinstance(generation, Generation):
@@ -253,7 +260,8 @@ class Engine:
             return
         self._serving.wake()
         with ExitStack() as held:
-            with uninterrupted():  # else the step that holds it settles this; an event loop must not wait for a step
+            # If a step holds the lock, the step settles this at its end. An event loop must not wait for a step.
+            with uninterrupted():
                 has_lock = self.lock.acquire(blocking=False)
                 if has_lock:
                     held.callback(self.lock.release)
@@ -262,7 +270,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """True if every generation has ended."""
+        """Return whether every generation has ended."""
         return not self._scheduler.jobs
 
     @property
@@ -271,25 +279,28 @@ class Engine:
         return self._scheduler.load
 
     def waiting_sequences(self) -> list[Sequence]:
-        """Return live sequences, not swapped out, of generations that do not run, those first that will wait longest.
-        Swap them out where room is short (`HybridMemory.add_reclaimer`)."""
+        """Return the live sequences of generations that do not run, unless they are swapped out.
+
+        Those that will wait longest come first. Swap them out where room is short (`HybridMemory.add_reclaimer`).
+        """
         return self._scheduler.waiting_sequences()
 
-    # Beside an event loop
+    # Methods that work beside an event loop.
 
     def stream(self, token_ids: Any, **options: Any) -> AsyncIterator[str]:
         """Return the text of a reply, piece by piece; arguments and errors as `submit`. See `Serving.stream`."""
         return self._serving.stream(token_ids, **options)
 
     async def serve(self) -> None:
-        """Step while there is something to do, in a thread of its own, and sleep otherwise; until it is cancelled.
+        """Step in a thread while there is something to do, and sleep otherwise, until this call is cancelled.
 
-        A step that runs when it is cancelled is finished first. Serve again to go on. Raises StepError if it is being
-        served already, and whatever the model raises: every generation has ended with that error then.
+        A step that runs at the cancellation is finished first. Call `serve` again to go on. Raises StepError if the
+        engine is being served already. Raises whatever the model raises; every generation has ended with that error
+        then.
         """
         await self._serving.serve()
 
-    # Steps
+    # Methods that make steps.
 
     def step(self) -> list[Generation]:
         """Make one step of the model, over all generations that have tokens to be fed.
@@ -310,7 +321,7 @@ class Engine:
                 self._settle()
             with uninterrupted_call(holds_all=True) as until_return:
                 finished, self._finished = self._finished, []
-        del until_return  # the error of a request that failed would keep it
+        del until_return  # Otherwise the error of a failed request would keep `until_return` alive.
         return finished
 
     def run(self) -> None:
@@ -322,10 +333,10 @@ class Engine:
         while not self.is_idle:
             self.step()
 
-    # Between steps
+    # Methods that work between two steps.
 
     def _settle(self) -> None:
-        """Release what has ended, fill the prefix cache and call the callbacks."""
+        """Release ended generations, fill the prefix cache and call the callbacks."""
         while True:
             self._scheduler.reap(self._clock())
             while self._stepper.to_remember:
@@ -345,13 +356,14 @@ class Engine:
             piece = ""
             try:
                 piece = job.stream.flush()
-            except Exception as failure:  # of the tokenizer
+            except Exception as failure:  # The tokenizer may raise anything.
                 reason, error = "error", error or failure
             if job.sequence is not None and not job.sequence.closed:
                 if job.request.keeps_sequence:
                     generation.sequence = job.sequence
                 else:
-                    with suppress(SequenceError):  # it is in a step of the caller's, who closes it then
+                    # The caller may have the sequence in a step. Then the caller closes it.
+                    with suppress(SequenceError):
                         self.memory.close(job.sequence)
             self._callbacks.add(job, piece)
             generation.text = job.stream.text
@@ -363,7 +375,7 @@ class Engine:
             self.stats.finished[reason] += 1
 
     def end_all(self, error: Exception) -> None:
-        """End every generation with an error, as when the model cannot go on."""
+        """End every generation with an error, because the model cannot go on."""
         with self.lock:
             for job in self._scheduler.going_on():
                 self._scheduler.end(job, "error", error)

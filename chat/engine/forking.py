@@ -1,7 +1,7 @@
-"""Lets the choices of a request share their prompt: one computes it, and the sequences of the others are its forks.
+"""Lets the choices of a request share their prompt: one choice computes it, and the others fork its sequence.
 
-They are forked in the step that completes the prompt, whose logits are those of their first tokens as well. So no token
-of the prompt is computed twice, and a fork copies no tensor.
+The fork happens in the step that completes the prompt. All choices draw their first token from the logits of that step,
+so no token of the prompt is computed twice. A fork copies no tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Fork:
     """Names a choice that begins in a step.
 
     Attributes:
-        source: the choice whose prompt the step completes; `row` is that of its logits.
+        source: the choice whose prompt the step completes. `row` is the row of its logits.
     """
 
     job: Job
@@ -28,7 +28,7 @@ class Fork:
 
 
 def forks_of(plan: Plan) -> list[Fork]:
-    """Return the choices that wait for a prompt which this step completes."""
+    """Return the choices whose prompt this step completes."""
     forks = list[Fork]()
     for row, (job, n_tokens) in enumerate(plan):
         if job.others and not job.has_prompt and job.n_fed + n_tokens == job.generation.n_prompt:
@@ -40,7 +40,10 @@ def forks_of(plan: Plan) -> list[Fork]:
 
 
 def with_forks(logits: Tensor, plan: Plan, forks: list[Fork]) -> tuple[Tensor, Plan]:
-    """Return logits and plan with a row more for each fork: a copy of its source's, from which it draws for itself."""
+    """Return logits and plan with one more row for each fork.
+
+    The row is a copy of its source's; the fork draws its own token.
+    """
     if not forks:
         return logits, plan
     rows = [*range(len(plan)), *(fork.row for fork in forks)]

@@ -28,19 +28,19 @@ class Mode(Protocol[ChosenT]):
     """Defines what a decoder feeds, how it chooses tokens, and what it does with the choice.
 
     Attributes:
-        outputs: which logits it needs: those of the "last" token of each sequence, or of "all" tokens.
+        outputs: the logits that the mode needs: those of the "last" token of each sequence, or of "all" tokens.
     """
 
     outputs: Outputs
 
     def requests(self) -> dict[Sequence, list[int]]:
-        """Return the tokens of the next step, none if there is no next step."""
+        """Return the tokens of the next step. The dict is empty if there is no next step."""
         ...
 
     def choose(self, logits: Tensor, step: Step | None) -> ChosenT:
-        """Choose from the logits of a step, which may still fail: change nothing, except by `step.accept`.
+        """Choose from the logits of a step. The step may still fail, so change nothing, except by `step.accept`.
 
-        There is no step if the tokens were fed in chunks, which have been committed.
+        `step` is None if the tokens were fed in chunks, which have been committed already.
         """
         ...
 
@@ -62,16 +62,18 @@ def feed(
     """Feed the requests, choose and keep.
 
     Args:
-        step_tokens: more tokens than these are fed in several steps, all of them or none. Then the mode gets the logits
-            of last tokens, whatever it wants.
+        step_tokens: a request with more tokens is fed in several steps, all of them or none. The mode then gets the
+            logits of last tokens, whatever it needs.
     Raises:
         As `HybridMemory.run`. The sequences and the mode are as before, and the same can be tried again.
     """
-    held = uninterrupted_call(holds_all=True)  # until this returns, once the tokens are committed
+    # This holds a Ctrl-C back, once the tokens are committed and until this function returns.
+    held = uninterrupted_call(holds_all=True)
     if count_tokens(list(requests.values())).sum() <= step_tokens:
         take_step(model, memory.step(requests, outputs=mode.outputs), mode.choose, mode.keep, held)
         return
-    with ExitStack() as commit:  # chunks need a checkpoint of each sequence; a step of few tokens does without
+    # Chunks need a checkpoint of each sequence, to undo all of them. A short step does without.
+    with ExitStack() as commit:
         rows_SV = run_in_chunks(memory, model, requests, max_tokens=step_tokens, outputs="last", held=held)
         commit.push(held)
         assert rows_SV is not None, "only a dry run has no logits"

@@ -1,4 +1,4 @@
-"""Says what a reply may be, and what is told of it."""
+"""Defines what form a reply may have, and what is reported with it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from hybridmem.memory.blocks.arguments import is_integer
 
 @dataclass(frozen=True)
 class Output:
-    """Holds wishes for a reply, beside how its tokens are chosen.
+    """Holds the options of a reply that do not concern sampling.
 
     Attributes:
-        stop_ids: tokens that end it; None: the engine's.
-        grammar: that it follows; it ends with "stop" only where the grammar may end.
-        logprobs: alternatives that each token is reported with, and log probabilities; None: neither.
+        stop_ids: tokens that end the reply. None: the engine's.
+        grammar: the grammar of the reply. The reply ends with "stop" only where the grammar may end.
+        logprobs: how many alternatives are reported with each token, with log probabilities. None: no log probabilities
+            at all.
         shows_special: special tokens have their names as text, except those that end the reply.
     Raises:
-        BatchError: naming the option and its value.
+        BatchError: a wrong value. The message names the option and the value.
     """
 
     stop_ids: Iterable[int] | None = None
@@ -43,7 +44,7 @@ class Output:
         return self.stop_ids
 
     def read(self, end_ids: tuple[int, ...], vocab_size: int) -> Output:
-        """Return it with the tokens that end the reply; `end_ids` are the engine's. Raises BatchError."""
+        """Return this output with the tokens that end the reply. `end_ids` are the engine's. Raises BatchError."""
         ids = end_ids if self.stop_ids is None else read_stop_ids(self.stop_ids, vocab_size)
         return replace(self, stop_ids=ids)
 

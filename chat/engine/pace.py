@@ -9,17 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _KEPT = 0.95
-"""What a step weighs after the next one."""
+"""With each new step, the weight of all earlier steps is multiplied by this."""
 _LEAST_WEIGHT = 3.0
 _OUTLIER = 3.0
-"""A step that takes so many times what is expected counts as this many times: the machine did something else."""
+"""A step that takes longer than this many times the expected seconds counts as this many times. The machine did
+something else then.
+"""
 MARGIN = 1.05
-"""Drafts must promise so many times the tokens a second of none."""
+"""Drafts are used if they promise this many times the tokens a second that plain steps bring."""
 
 
 @dataclass
 class Cost:
-    """Fits the seconds of steps to their tokens; what was measured lately weighs most."""
+    """Fits the seconds of steps to their numbers of tokens. The latest measurements weigh most."""
 
     weight: float = 0.0
     n: float = 0.0
@@ -41,11 +43,11 @@ class Cost:
         return self.weight >= _LEAST_WEIGHT
 
     def of(self, n_tokens: float) -> float:
-        """Return the seconds to expect of a step with so many tokens."""
+        """Return the expected seconds of a step with this many tokens."""
         mean_n, mean_seconds = self.n / self.weight, self.seconds / self.weight
         variance = self.nn / self.weight - mean_n**2
         slope = (self.n_seconds / self.weight - mean_n * mean_seconds) / variance if variance > 0.25 else None
-        most = mean_seconds / mean_n  # no token costs more than its share of a step
+        most = mean_seconds / mean_n  # A token costs at most its share of a step.
         slope = most / 2 if slope is None else min(max(slope, 0.0), most)
         return max(mean_seconds + slope * (n_tokens - mean_n), mean_seconds / 4)
 
@@ -58,11 +60,11 @@ class Pace:
     drafted: Cost = field(default_factory=Cost)
 
     def pays(self, n_sequences: int, n_tokens: int, n_expected: float) -> bool | None:
-        """True if a step with drafts brings more tokens a second; None if it is not known yet.
+        """Return whether a step with drafts brings more tokens a second, or None if that is not known yet.
 
         Args:
-            n_tokens: of the step, drafts included.
-            n_expected: tokens that it is expected to bring.
+            n_tokens: tokens of the step, including drafts.
+            n_expected: new tokens that the step is expected to bring.
         """
         if not (self.plain.is_known and self.drafted.is_known):
             return None

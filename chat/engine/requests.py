@@ -23,10 +23,13 @@ from hybridmem.memory.prefix import Lookup
 from hybridmem.memory.sequences.batch import why_no_ids
 
 LEAST_CHUNK_TOKENS = 16
-"""The least chunk of a prompt in a shared step, unless less is left of it: smaller ones cost more than their tokens.
+"""A shared step takes at least this many tokens of a prompt, unless fewer are left. Smaller chunks cost more than they
+bring.
 """
 EXPECTED_REPLY_TOKENS = 512
-"""The most tokens that room is kept for in a reply: a large max_tokens allows a long reply, but most are short."""
+"""The engine keeps room for at most this many tokens of a reply. A large max_tokens allows a long reply, but most are
+short.
+"""
 
 GREEDY = Sampling()
 
@@ -35,27 +38,26 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 @dataclass(eq=False)
 class Generation:
-    """Holds the result of a request so far. The engine writes it, callers only read.
+    """Holds the result of a request so far. The engine writes it; callers only read it.
 
     Attributes:
-        n_prompt: tokens that were to be fed; n_base: those that the given sequence held before.
-        n_prefilled: tokens of the prompt that the sequence holds: reused ones, and those that were computed so far.
-        token_ids: every token chosen, the one that ended the reply included.
-        logprobs: the same tokens, without one of `stop_ids`, with log probabilities, if those were asked for.
-        text: of the chosen tokens, without one of `stop_ids` that ended it and up to a stop string. While
-            it is running, characters that are not complete and what may be the start of a stop string are left out.
+        n_prompt: the number of tokens in the prompt. n_base: the number that the given sequence held before.
+        n_prefilled: how many tokens of the prompt the sequence holds so far, reused or computed.
+        token_ids: all chosen tokens, including the one that ended the reply.
+        logprobs: the same tokens with their log probabilities, if these were asked for. One of `stop_ids` is left out.
+        text: the text of the chosen tokens, up to a stop string. One of `stop_ids` is left out. While the reply is
+            running, incomplete characters and a possible start of a stop string are left out, too.
         finish_reason: "stop" (an end token, a stop string, or the end of its grammar), "length" (max_tokens, or a stop
-            where its grammar goes on), "cancelled", "deadline" or
-            "error"; None before.
-        stopped_by: the stop string that ended it, if one did.
-        error: why it ended with "error".
-        sequence: the live sequence, once it has ended, if it was to be kept. It is still swapped out if it was swapped
-            out at its end.
-        lookup: the prefix cache's lookup of the prompt, if there was one; of a choice that was forked, the lookup that
-            its source had.
+            where its grammar goes on), "cancelled", "deadline" or "error". None while it is running.
+        stopped_by: the stop string that ended the reply, if one did.
+        error: the exception, if the reply ended with "error".
+        sequence: the live sequence, if it was to be kept and the reply has ended. If it was swapped out at that moment,
+            it still is.
+        lookup: the prefix cache's lookup of the prompt, if there was one. A forked choice has the lookup of its source.
         choice: its number among the choices of its request, from 0.
-        n_drafted, n_accepted: tokens that were drafted for it, and those of them that were right.
-        submitted_at, admitted_at, first_token_at, finished_at: seconds on the engine's clock; None: not yet.
+        n_drafted, n_accepted: how many tokens were drafted, and how many of them were right.
+        submitted_at, admitted_at, first_token_at, finished_at: seconds on the engine's clock. None: it has not happened
+            yet.
     """
 
     id: int
@@ -84,14 +86,14 @@ class Generation:
 
 
 OnToken = Callable[[Generation, str], None]
-"""Called with the text that became visible ("" if none), after each token, and exactly once when finish_reason is set;
-with `reports_prefill`, with "" after each part of the prompt.
+"""The engine calls this after each token, with the text that became visible ("" if none). Exactly one call comes when
+finish_reason is set. With `reports_prefill`, it is also called with "" after each part of the prompt.
 """
 
 
 @dataclass(frozen=True)
 class Request:
-    """Holds the arguments of `Engine.submit`. Raises BatchError naming the argument and its value."""
+    """Holds the arguments of `Engine.submit`. Raises BatchError; the message names the argument and its value."""
 
     token_ids: list[int]
     sequence: Sequence | None = None
@@ -111,10 +113,10 @@ class Request:
 
     @classmethod
     def read(cls, token_ids: object, options: Mapping[str, Any], stop_ids: tuple[int, ...], vocab_size: int) -> Request:
-        """Return the request of these arguments of `Engine.submit`. Raises BatchError.
+        """Make a request from the arguments of `Engine.submit`. Raises BatchError.
 
         Args:
-            stop_ids: the engine's, for an output that names none.
+            stop_ids: the engine's stop ids, for an output that names none.
         """
         if unknown := options.keys() - {each.name for each in fields(cls)}:
             raise BatchError(f"{min(unknown)}=... is no option of a request; see Engine.submit")
@@ -148,7 +150,9 @@ class Request:
 
 def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:
     """Return a request's tokens as a list.
-    Raises BatchError unless they are one or more integers with 0 <= id < vocab_size."""
+
+    Raises BatchError unless they are one or more integers with 0 <= id < vocab_size.
+    """
     if isinstance(token_ids, Tensor | np.ndarray):
         if token_ids.ndim > 1:
             raise BatchError(f"token_ids have shape {tuple(token_ids.shape)}; give one axis, one request at a time")
@@ -200,22 +204,23 @@ class Job:
     """Holds the state of a request on its way through the engine.
 
     Attributes:
-        tokens: everything to be fed, in order: the prompt, what was chosen, and the end of the reply if it is to be
+        tokens: all tokens to feed, in order: the prompt, the chosen tokens, and the end of the reply if it is to be
             remembered.
-        n_fed: how many of `tokens` the sequence holds; at an index i of `tokens` its length is n_base + i.
-        n_reused: how many of them came from the prefix cache.
-        lookup: the cache's lookup of them, until the first step with this sequence is counted.
-        others: jobs of the other choices of its request, whose prompts are the same.
-        is_forked: its prompt came by a fork from one of them.
+        n_fed: how many of `tokens` the sequence holds. At an index i of `tokens`, the sequence's length is n_base + i.
+        n_reused: how many of `tokens` came from the prefix cache.
+        lookup: the cache's lookup of `tokens`, until the first step with this sequence is counted.
+        others: the jobs of the other choices of the same request. Their prompts are the same.
+        is_forked: whether its prompt came by a fork from one of the others.
         cuts: indices into `tokens`, ascending, where a chunk of the prompt ends because the prefix cache wants to
             remember it.
-        arriving: while it waits, the cached checkpoint whose files are read for it; empty if there is none.
-        leader: while it waits, the running job whose prompt begins alike, and the index up to which it is fed first.
-        ending: why the reply is complete; only its end is left to be fed.
-        outcome: why it ends now, and the error if it is one; the job is released between steps.
-        has_failing_callback: its on_token has raised and is not called again.
-        served: number of the step in which it last got tokens.
-        admitted: number among all admissions; the latest is preempted first.
+        arriving: while the job waits, the cached checkpoint whose files are read for it. Empty if there is none.
+        leader: while the job waits, the running job whose prompt begins alike, and the index up to which the leader
+            must be fed first.
+        ending: why the reply is complete. Only its end is left to be fed.
+        outcome: why the job ends now, and the error if it is one. The job is released between steps.
+        has_failing_callback: whether its on_token has raised. It is not called again then.
+        served: the number of the step in which it last got tokens.
+        admitted: its number among all admissions. The latest is preempted first.
     """
 
     request: Request
@@ -243,7 +248,7 @@ class Job:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The job's order in a queue, lowest first: the more important, then the older."""
+        """Return the job's rank in a queue. The lowest comes first: the more important job, then the older one."""
         return -self.request.priority, self.generation.id
 
     @property
@@ -254,32 +259,32 @@ class Job:
 
     @property
     def is_prefilling(self) -> bool:
-        """True if there is more to be fed than the token that was chosen last."""
+        """Return whether there is more to be fed than the token that was chosen last."""
         return self.n_fed < max(self.generation.n_prompt, len(self.tokens) - 1)
 
     @property
     def has_prompt(self) -> bool:
-        """True if its sequence has held the whole prompt, which choices are forked from at that moment alone."""
+        """Return whether its sequence has held the whole prompt. Other choices are forked at that moment only."""
         return self.n_fed >= self.generation.n_prompt or bool(self.generation.token_ids)
 
     @property
     def is_untouched(self) -> bool:
-        """True if closing the sequence loses nothing that was computed for it."""
+        """Return whether closing the sequence loses nothing that was computed for it."""
         return self.request.sequence is None and self.n_fed == self.n_reused and not self.is_forked
 
     @property
     def is_new(self) -> bool:
-        """True if nothing was computed for it yet, and no token was chosen."""
+        """Return whether nothing was computed for it yet, and no token was chosen."""
         return self.sequence is None and not self.admitted and self.outcome is None
 
     @property
     def n_unfed(self) -> int:
-        """The tokens of the prompt that are left to be fed."""
+        """Return how many tokens of the prompt are left to be fed."""
         return max(self.generation.n_prompt, len(self.tokens) - 1) - self.n_fed
 
     @property
     def next_stop(self) -> int:
-        """The index into `tokens` that the next chunk may reach."""
+        """Return the index into `tokens` that the next chunk may reach."""
         if not self.is_prefilling:
             return self.n_fed + 1
         ends = (*self.cuts, self.generation.n_prompt, len(self.tokens))
@@ -287,14 +292,19 @@ class Job:
 
     @property
     def expected_tokens(self) -> int:
-        """The expected length of the sequence, with half of max_tokens, at most EXPECTED_REPLY_TOKENS, for the reply:
-        most replies end before they are cut.
+        """Return the expected length of the sequence.
+
+        The reply counts with half of max_tokens, at most EXPECTED_REPLY_TOKENS, because most replies end before they
+        are cut.
         """
         n_reply = min(self.request.max_tokens // 2, EXPECTED_REPLY_TOKENS)
         return self.n_base + max(len(self.tokens), self.generation.n_prompt + n_reply)
 
     def ahead(self) -> Job:
-        """Return a copy that can take tokens while this job stays as it is; for what may still be taken back."""
+        """Return a copy that can take tokens while this job stays as it is.
+
+        The copy is for tokens that may be taken back.
+        """
         job = copy(self)
         job.tokens, job.sampler, job.stream = [*self.tokens], copy(self.sampler), self.stream.ahead()
         job.generation = copy(self.generation)
@@ -303,12 +313,12 @@ class Job:
         return job
 
     def wants_choice(self, n_tokens: int) -> bool:
-        """True if a token is to be chosen once the next `n_tokens` are fed."""
+        """Return whether a token is to be chosen once the next `n_tokens` are fed."""
         is_last = self.n_fed + n_tokens == len(self.tokens)
         return is_last and self.ending is None and len(self.generation.token_ids) < self.request.max_tokens
 
     def make_sampler(self, known: Iterable[int]) -> Sampler:
-        """Return the sampler of the reply to these tokens; it stays the same when the job starts again."""
+        """Return the sampler of the reply to these tokens. It stays the same when the job starts again."""
         request = self.request
         grammar = request.output.grammar
         matcher = None if grammar is None else grammar.matcher()
@@ -318,7 +328,7 @@ class Job:
         """Add the token that was chosen, and return the text that it makes visible.
 
         Args:
-            end_ids: the engine's end tokens; the first is written behind a reply that is cut and to be remembered.
+            end_ids: the engine's end tokens. The first is written behind a reply that is cut and to be remembered.
         """
         generation, request, token_id = self.generation, self.request, choice.token_id
         assert self.sampler is not None, "a token was chosen by it"

@@ -1,4 +1,4 @@
-"""Estimates the bytes that generations take of the memory's budget."""
+"""Estimates how many bytes of the memory's budget generations take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridmem.memory import HybridMemory
 
 
 class Sizes:
-    """Computes the bytes of a sequence by its length, and those of them that forks share for good; both are cached."""
+    """Computes the bytes of a sequence by its length, and how many of them forks always share. Both are cached."""
 
     def __init__(self, memory: HybridMemory) -> None:
         self.budget_bytes = memory.budget_bytes
@@ -22,12 +22,13 @@ class Sizes:
         return self._of(n_tokens)
 
     def more(self, job: Job) -> int:
-        """Return the bytes that one more job is expected to take. A fork shares the blocks of its prompt."""
+        """Return the bytes that one more job is expected to take. A forked job shares the blocks of its prompt."""
         return self.of(job.expected_tokens) - (self._shared(job.n_reused) if job.is_forked else 0)
 
     def taken(self, jobs: Iterable[Job]) -> int:
-        """Estimate the bytes of all these jobs.
-        Blocks that they reuse are shared: they count once for all prompts that begin alike.
+        """Estimate the bytes of all these jobs together.
+
+        Prompts that begin alike share the blocks that they reuse. Those count once.
         """
         prefixes: dict[object, int] = {}
         taken = 0

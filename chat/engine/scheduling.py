@@ -1,4 +1,4 @@
-"""Schedules generations: which run, which wait, and which are preempted."""
+"""Decides which generations run, which wait, and which are preempted."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.memory.sequences.interrupts import uninterrupted
 
 _MOST_ASKED = 64
-"""The most waiting jobs that are considered for admission in a step."""
+"""In one step, at most this many waiting jobs are considered for admission."""
 _REGAINED_SHARE = 32
-"""The budget divided by this is added to `most_bytes`, after a preemption lowered it, for each request that ends."""
+"""A preemption lowers `most_bytes`. Each request that ends raises it again, by the budget divided by this."""
 
 
 def _n_common(a: list[int], b: list[int]) -> int:
-    """Count the leading tokens that are the same; slices are compared faster than tokens."""
+    """Count the leading tokens that are the same. Comparing slices is faster than comparing tokens."""
     at, size = 0, 1024
     while size:
         if a[at : at + size] == b[at : at + size] and at < min(len(a), len(b)):
@@ -38,8 +38,8 @@ class Load:
 
     Attributes:
         running: take part in the steps.
-        waiting: have not been admitted yet.
-        preempted: were taken out of the steps, and come back before those that wait.
+        waiting: generations that have not been admitted yet.
+        preempted: generations that were taken out of the steps. They come back before those that wait.
     """
 
     running: int
@@ -54,32 +54,33 @@ class Load:
 class Scheduler:
     """Holds all jobs that have not ended, and decides which run, which wait and which are preempted.
 
-    `add`, `cancel`, `check_sequence`, `waiting_sequences` and `load` may be called from any thread; everything else
-    belongs to the thread that steps.
+    Any thread may call `add`, `cancel`, `check_sequence`, `waiting_sequences` and `load`. Everything else belongs to
+    the thread that steps.
 
     Attributes:
-        jobs: all of them, by generation.
-        waiting: not admitted yet, the next one first.
+        jobs: all jobs, by generation.
+        waiting: jobs that are not admitted yet, the next one first.
         running: take part in the steps.
-        parked: preempted, the next one to come back first. They are swapped out, or stay in place if there is nowhere
-            to swap to.
-        most_bytes: the most that running jobs may be expected to take: the budget, less after a preemption, more again
-            as jobs end.
+        parked: preempted jobs, the next one to come back first. They are swapped out, or stay in place if there is
+            nowhere to swap to.
+        most_bytes: the most bytes that running jobs may be expected to take. It begins as the budget, falls with a
+            preemption, and rises again as jobs end.
     """
 
     def __init__(
         self, memory: HybridMemory, prefixes: PrefixCache | None, stats: EngineStats, max_running: int
     ) -> None:
-        self._lock = threading.Lock()  # of `jobs`, `waiting` and what was given or cancelled
+        # This lock guards `jobs`, `waiting`, and the sets of given sequences and cancelled jobs.
+        self._lock = threading.Lock()
         self._n_submitted = 0
         self.jobs: dict[Generation, Job] = {}
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.parked: list[Job] = []
         self.most_bytes = memory.budget_bytes
-        self._given: set[Sequence] = set()  # sequences of callers that jobs go on with
+        self._given: set[Sequence] = set()  # Callers have given these sequences to jobs.
         self._cancelled: list[Job] = []
-        self._deadlines: list[tuple[float, int, Job]] = []  # ascending
+        self._deadlines: list[tuple[float, int, Job]] = []  # The deadlines ascend.
         self._ended: list[Job] = []
         self._memory = memory
         self._prefixes = prefixes
@@ -89,8 +90,10 @@ class Scheduler:
         self._n_admitted = 0
 
     def add(self, choices: list[Request], streams: list[TextStream], now: float) -> list[Generation]:
-        """Queue a request, of one or several choices, each with its stream. The caller holds a Ctrl-C back.
-        Raises SequenceError if its sequence cannot go on."""
+        """Queue a request of one or several choices, each with its stream.
+
+        The caller holds a Ctrl-C back. Raises SequenceError if the request's sequence cannot be continued.
+        """
         sequence, deadline_s = choices[0].sequence, choices[0].deadline_s
         deadline = now + (float("inf") if deadline_s is None else deadline_s)
         jobs = list[Job]()
@@ -116,20 +119,24 @@ class Scheduler:
         return Load(len(self.running), len(self.waiting), len(self.parked))
 
     def waiting_sequences(self) -> list[Sequence]:
-        """Return live sequences of waiting and parked jobs, not swapped out, those first that will wait longest."""
+        """Return the live sequences of waiting and parked jobs, unless swapped out.
+
+        Those that will wait longest come first.
+        """
         with uninterrupted(), self._lock:
             jobs = [*self.parked, *self.waiting]
         return [job.sequence for job in reversed(jobs) if job.sequence is not None and not job.sequence.is_swapped]
 
     def check_sequence(self, sequence: Sequence) -> int:
-        """Return the length of a sequence that a generation can go on with. Raises SequenceError for any other."""
+        """Return the length of a sequence that a generation can continue. Raises SequenceError for any other."""
         with uninterrupted(), self._lock:
             return self._length_of(sequence)
 
     def _length_of(self, sequence: Sequence) -> int:
         if sequence in self._given:
             raise SequenceError(f"{sequence!r} is in use by another generation; wait for its end, or fork it")
-        self._memory.private_bytes(sequence)  # raises for a bad handle, and for none that is swapped out
+        # This raises for a bad handle. It does not raise for a sequence that is swapped out.
+        self._memory.private_bytes(sequence)
         if sequence.is_checkpoint:
             raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
         return sequence.length
@@ -145,21 +152,22 @@ class Scheduler:
 
     def forget(self, job: Job, reason: FinishReason) -> None:
         """Remove a job that has ended. The caller holds a Ctrl-C back."""
-        with self._lock:  # once `finish_reason` is set, callers may submit its sequence again
+        with self._lock:  # Once `finish_reason` is set, callers may submit the sequence again.
             job.generation.finish_reason = reason
             del self.jobs[job.generation]
             self._ended.remove(job)
             for other in job.others:
                 other.others.remove(job)
             job.others = []
-            at = bisect_left(self._deadlines, (job.deadline, job.generation.id))  # without the job
+            # The search needs only the first two fields of an entry.
+            at = bisect_left(self._deadlines, (job.deadline, job.generation.id))
             if at < len(self._deadlines) and self._deadlines[at][2] is job:
                 del self._deadlines[at]
             if job.request.sequence is not None:
                 self._given.discard(job.request.sequence)
 
     def cancel(self, generation: Generation) -> bool:
-        """Mark a generation to end at the next `reap`; False if it has ended. From any thread."""
+        """Mark a generation to end at the next `reap`. Return False if it has ended. Any thread may call this."""
         with uninterrupted(), self._lock:
             job = self.jobs.get(generation)
             if job is None:
@@ -169,8 +177,10 @@ class Scheduler:
         return True
 
     def reap(self, now: float) -> None:
-        """End jobs that were cancelled, are past their deadline, or whose sequence was closed.
-        For waiting jobs a closed sequence is found at admission."""
+        """End jobs that were cancelled or are past their deadline, or whose sequence was closed.
+
+        A waiting job's closed sequence is only noticed at admission.
+        """
         with uninterrupted():
             with self._lock:
                 cancelled, self._cancelled = self._cancelled, []
@@ -183,7 +193,7 @@ class Scheduler:
                 self.end(job, "error", SequenceError(f"{job.sequence!r} was closed while its generation was running"))
 
     def end(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
-        """Take a job out of the steps; the engine releases it when the step is over."""
+        """Take a job out of the steps. The engine releases it when the step is over."""
         with uninterrupted():
             if job.outcome is None:
                 self._ended.append(job)
@@ -198,7 +208,9 @@ class Scheduler:
 
     def admit(self, now: float) -> None:
         """Admit jobs that fit, preempted ones first.
-        A job that would only compute what a running one is computing waits for it."""
+
+        A job waits if a running one is computing what it would compute as well.
+        """
         while len(self.running) < self._max_running:
             job = self._next()
             if job is None or not self._has_room(job):
@@ -211,11 +223,11 @@ class Scheduler:
                     return
                 if self.restart():
                     continue
-                self.end(job, "error", error)  # no other job is left that could make room
+                self.end(job, "error", error)  # No other job is left that could make room.
             except (
                 HybridMemoryError,
                 OSError,
-            ) as error:  # a handle that was spoilt from outside, a swap file that is gone
+            ) as error:  # Somebody has spoilt the handle, or a swap file is gone.
                 self.end(job, "error", error)
 
     def _next(self) -> Job | None:
@@ -228,11 +240,12 @@ class Scheduler:
             if self._has_arrived(job):
                 return job
             late = late or job
-        return None if self.running else late  # with nothing else to do, its files are waited for
+        return None if self.running else late  # If nothing else can run, wait for the job's files.
 
     def _has_arrived(self, job: Job) -> bool:
-        """True if what was computed for a job, or for its prompt, need not be read from files first.
-        They are read in another thread, while others run.
+        """Return whether a job can start without first reading its sequence or prefix from files.
+
+        Another thread reads the files, while other jobs run.
         """
         if job.sequence is not None:
             return self._memory.counters.swaps.fetch(job.sequence.slot)
@@ -243,13 +256,14 @@ class Scheduler:
         return not job.arriving or self._prefixes.has_arrived(*job.arriving)
 
     def _follows(self, job: Job) -> bool:
-        """True if a new request should wait for a running one, whose prompt it will then find in the prefix cache, or
-        for the first of its choices.
+        """Return whether a new request should wait for a running one, or for the first of its own choices.
+
+        Later it finds the running one's prompt in the prefix cache.
 
         The leader runs until it has fed the common part, or runs no more, so no request waits in vain.
         """
         if any(other in self.running and not other.has_prompt for other in job.others if job.is_new):
-            return True  # and be forked from it
+            return True  # The job is forked from it then.
         if self._prefixes is None or job.sequence is not None or job.admitted or job.request.sequence is not None:
             return False
         if job.leader is None or job.leader[0] not in self.running:
@@ -260,16 +274,14 @@ class Scheduler:
         return leader.n_fed < n_common
 
     def _find_leader(self, job: Job) -> tuple[Job, int] | None:
-        """Return the running job that is about to feed most of what this request begins with, and where its checkpoint
-        of that will be.
-        """
+        """Return the running job that will feed the longest common beginning, and its checkpoint's position there."""
         assert self._prefixes is not None
         n_common, leader = 0, None
         for other in self.running:
             if other.n_base == 0 and other.is_prefilling and other.request.owner == job.request.owner:
-                least = max(n_common, other.n_fed, LEAST_CHUNK_TOKENS - 1)  # fewer in common are of no use
+                least = max(n_common, other.n_fed, LEAST_CHUNK_TOKENS - 1)  # Fewer common tokens are of no use.
                 if job.tokens[least : least + 1] != other.tokens[least : least + 1]:
-                    continue  # as for nearly all others: with many requests, to compare them all takes long
+                    continue  # Nearly all jobs end here. With many requests, comparing all of them takes long.
                 n = min(_n_common(job.tokens, other.tokens), len(job.tokens) - 1, other.generation.n_prompt)
                 if n > least:
                     n_common, leader = n, other
@@ -282,11 +294,11 @@ class Scheduler:
         return leader, n_common
 
     def _has_room(self, job: Job) -> bool:
-        """True if the job is expected to fit beside the running ones."""
+        """Return whether the job is expected to fit beside the running ones."""
         return not self.running or self._sizes.taken(self.running) + self._sizes.more(job) <= self.most_bytes
 
     def _expect_less(self) -> None:
-        """Lower `most_bytes` to what is running: room ran out earlier than estimated."""
+        """Lower `most_bytes` to the bytes of the running jobs, because room ran out earlier than estimated."""
         self.most_bytes = min(self.most_bytes, self._sizes.taken(self.running))
 
     def make_room(self) -> None:
@@ -301,7 +313,8 @@ class Scheduler:
         with uninterrupted():
             if job.sequence is None or not job.admitted:
                 self._prepare(job)
-            if not job.admitted:  # once: coming back must not make an early job the first to be preempted
+            # A job keeps its first number. Otherwise it would come back as the latest, and be preempted first again.
+            if not job.admitted:
                 self._n_admitted += 1
                 job.admitted, job.generation.admitted_at = self._n_admitted, now
             with self._lock:
@@ -320,7 +333,7 @@ class Scheduler:
         else:
             job.sequence, job.lookup = self._prefixes.open(job.tokens, request.owner)
             job.n_fed = job.n_reused = job.sequence.length
-            if not job.generation.token_ids:  # else it starts again, and looks up more than the prompt
+            if not job.generation.token_ids:  # A job with tokens starts again, and looks up more than the prompt.
                 job.generation.lookup, job.generation.n_prefilled = job.lookup, job.n_fed
         if self._prefixes is not None:
             marks = [job.n_base + mark for mark in request.marks]
@@ -331,8 +344,10 @@ class Scheduler:
         job.sampler = job.sampler or job.make_sampler(known)
 
     def join(self, job: Job, sequence: Sequence, source: Job, now: float) -> None:
-        """Let a new job go on with a fork of another one's sequence, at the end of their prompt.
-        It runs, or, where there is no room, waits as if it had been preempted."""
+        """Let a new job continue with a fork of another one's sequence, at the end of their common prompt.
+
+        If there is no room, the job waits as if it had been preempted.
+        """
         with uninterrupted():
             job.sequence, job.is_forked, job.generation.lookup = sequence, True, source.generation.lookup
             job.n_fed = job.n_reused = job.generation.n_prefilled = job.generation.n_prompt
@@ -348,11 +363,14 @@ class Scheduler:
                 insort(self.parked, job, key=lambda job: job.rank)
 
     def preempt(self) -> None:
-        """Preempt the job of least priority, of these the one admitted last. What was computed for it is kept."""
+        """Preempt the job with the least priority, and among these the one admitted last.
+
+        What was computed for it is kept.
+        """
         job = min(self.running, key=lambda job: (job.request.priority, -job.admitted))
         self._stats.n_preempted += 1
         with uninterrupted():
-            if job.is_untouched:  # there is nothing to keep
+            if job.is_untouched:  # There is nothing to keep.
                 self._close(job)
                 self.running.remove(job)
                 self._expect_less()
@@ -362,14 +380,15 @@ class Scheduler:
             try:
                 self._memory.swap_out(job.live_sequence)
             except (CapacityError, OSError):
-                pass  # nowhere to swap to: it waits in place, and the others use the room that is left
+                pass  # There is nowhere to swap to. The job waits in place, and the others use the room that is left.
             self.running.remove(job)
             self._expect_less()
             insort(self.parked, job, key=lambda job: job.rank)
 
     def restart(self) -> bool:
-        """Close the sequence of the last parked job that is not swapped out; True if there was one.
-        It is computed again later; the tokens that were chosen stay.
+        """Close the sequence of the last parked job that is not swapped out. Return whether there was one.
+
+        It is computed again later. The tokens that were chosen stay.
         """
         for job in reversed(self.parked):
             if job.request.sequence is None and job.sequence is not None and not job.sequence.is_swapped:

@@ -1,4 +1,4 @@
-"""Runs an engine beside an event loop: replies are asynchronous streams, steps run in a thread of their own."""
+"""Runs an engine beside an event loop: replies are asynchronous streams, and steps run in a thread of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from hybridmem.chat.engine.requests import Generation
 from hybridmem.memory import StepError
 
 _NICENESS = 5
-"""Makes the thread that steps the model nicer: where all want to run, it gets a third of what an answering one gets."""
+"""The niceness of the thread that steps the model. When processors are short, it gets a third of the time that an
+answering thread gets.
+"""
 
 
 class Stepped(Protocol):
@@ -32,7 +34,7 @@ class Stepped(Protocol):
 class Serving:
     """Steps an engine in a thread of its own, and streams its replies to programs that use asyncio.
 
-    The methods are those of `Engine`, which hands its calls on.
+    `Engine` has methods of the same names, which call these.
     """
 
     def __init__(self, engine: Stepped) -> None:
@@ -68,14 +70,14 @@ class Serving:
             raise generation.error
 
     async def serve(self) -> None:
-        """Step while there is something to do, in a thread of its own, and sleep otherwise; until it is cancelled.
+        """Step in a thread while there is something to do, and sleep otherwise, until this call is cancelled.
 
-        A step that runs when it is cancelled is finished first. Generations stay where they are: serve again to go on
-        with them.
+        A step that runs at the cancellation is finished first. Generations stay where they are. Call `serve` again to
+        go on with them.
 
         Raises:
-            StepError: it is being served already. Whatever the model raises: every generation has ended with that error
-                then.
+            StepError: the engine is being served already. Whatever the model raises; every generation has ended with
+            that error then.
         """
         if self._server is not None:
             raise StepError("this engine is being served already; one loop is enough for any number of streams")
@@ -100,19 +102,19 @@ class Serving:
         try:
             await asyncio.shield(step)
         except asyncio.CancelledError:
-            await asyncio.wait([step])  # the memory may not be used before it is done
+            await asyncio.wait([step])  # Nobody may use the memory before the step is done.
             raise
 
     def wake(self) -> None:
-        """Wake `serve`, which then steps if there is something to do; from any thread."""
+        """Wake `serve`, which then steps if there is something to do. Any thread may call this."""
         server = self._server
         if server is not None:
-            with suppress(RuntimeError):  # the loop was closed under `serve`: there is nothing to wake
+            with suppress(RuntimeError):  # The loop may have been closed under `serve`. Then there is nothing to wake.
                 server[0].call_soon_threadsafe(server[1].set)
 
 
 def _give_way() -> None:
-    """Let the threads that answer clients run before this one, where processors are short."""
-    if sys.platform == "linux":  # elsewhere it is the whole process that gets nicer
-        with suppress(OSError):  # a sandbox may forbid it
+    """Let the threads that answer clients run before this one when processors are short."""
+    if sys.platform == "linux":  # On other systems, niceness belongs to the whole process.
+        with suppress(OSError):  # A sandbox may forbid it.
             os.nice(_NICENESS)

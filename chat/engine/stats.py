@@ -13,18 +13,18 @@ class EngineStats:
     """Counts what an engine has done so far, in tokens unless the name says otherwise.
 
     Attributes:
-        n_fed: computed by the model: prompts and generated tokens.
-        n_reused: of prompts, taken from the prefix cache instead.
-        n_forked: of prompts, taken by a fork from another choice of the same request instead.
-        recomputed: reason -> tokens of prompts that the cache had seen before and the model computed all the same: "no
-            state" of a recurrent layer was kept where attention could have gone on, or it was the "last token", which
-            is fed for its output.
-        n_steps: of the model.
-        n_drafted, n_accepted: drafted and verified, and those of them that were right.
-        n_preempted, n_swapped_in: times that a request was preempted, and that one was swapped in again.
-        finished: reason -> generations.
-        seconds: in steps of the model, choosing tokens included.
-        mask_seconds: of these, waiting for masks of grammars when the model was done.
+        n_fed: tokens that the model computed, of prompts and replies.
+        n_reused: tokens of prompts that came from the prefix cache instead.
+        n_forked: tokens of prompts that came by a fork from another choice of the same request instead.
+        recomputed: reason -> tokens of prompts that the model computed although the cache had seen them. The reason "no
+            state": attention could have continued there, but no recurrent state was kept. The reason "last token": the
+            last token is fed again for its output.
+        n_steps: steps of the model.
+        n_drafted, n_accepted: drafted tokens that were verified, and those of them that were right.
+        n_preempted, n_swapped_in: how often a request was preempted, and how often one was swapped in again.
+        finished: reason -> number of generations that ended with it.
+        seconds: time in steps of the model, including the choice of tokens.
+        mask_seconds: the part of `seconds` in which a step waited for masks of grammars after the model was done.
     """
 
     n_fed: int = 0
@@ -52,7 +52,7 @@ class EngineStats:
         )
 
     def count_lookup(self, lookup: Lookup) -> None:
-        """Count the tokens of a prompt that were reused from the prefix cache, and those that could not be."""
+        """Count the tokens of a prompt that came from the prefix cache, and those that were computed again."""
         could_reuse = min(lookup.by_attention, lookup.n_tokens - 1)
         self.n_reused += lookup.reused
         self.recomputed += Counter(

@@ -10,20 +10,22 @@ from hybridmem.chat.engine.scheduling import Scheduler
 from hybridmem.memory import BatchError, HybridMemory, SequenceError, Step
 
 _OF_WAITING = 2
-"""A step takes this part of all tokens of short prompts that wait, so that a queue of them shrinks."""
+"""A step takes one part in so many of all waiting tokens of short prompts, so that their queue shrinks."""
 _MOST_STEPS = 2
-"""A step has so many times `step_tokens` of prompts at most: replies wait for it."""
+"""A step has at most this many times `step_tokens` tokens of prompts, because replies wait for it."""
 _LEAST_PART = 4
-"""A step has this part of `step_tokens` of prompts, where they wait, and a long one that is the oldest gets as much."""
+"""If prompts wait, a step has at least one part in so many of `step_tokens` for them. The oldest prompt gets as much if
+it is long.
+"""
 
 
 def plan_step(jobs: list[Job], step_tokens: int) -> Plan:
-    """Return how many tokens each job is fed in a step; those that get none are left out.
+    """Return how many tokens a step feeds to each job. Jobs that get none are left out.
 
-    One for each that decodes, and prompts beside them. Short prompts, which fit into `step_tokens`, are finished one
-    after the other, the oldest first: to go on with all of them at once would bring all of their first tokens late.
-    Where few wait, a step takes one, so that the next does not wait for it long; where many wait, it takes more. Long
-    prompts come after short ones, but the oldest prompt goes on at every step.
+    Each job that decodes gets one token. The other tokens of the step are tokens of prompts. A short prompt fits into
+    `step_tokens`. Short prompts are finished one after the other, the oldest first; if all of them advanced at once,
+    all of their first tokens would come late. If few wait, a step takes one of them; if many wait, it takes more. Long
+    prompts come after short ones, but the oldest prompt advances at every step.
     """
     plan = [(job, 1) for job in jobs if not job.is_prefilling]
     prompts = sorted((job for job in jobs if job.is_prefilling), key=lambda job: job.rank)
@@ -31,7 +33,8 @@ def plan_step(jobs: list[Job], step_tokens: int) -> Plan:
         return plan
     queue = sorted(prompts, key=lambda job: ((job.n_unfed - 1) // step_tokens).bit_length())
     shares = dict.fromkeys(prompts, 0)
-    if queue[0] is not prompts[0]:  # it is a long one, and would wait for short ones without an end
+    # The oldest prompt is long. Without this part, it could wait for short ones forever.
+    if queue[0] is not prompts[0]:
         shares[prompts[0]] = min(_n_wanted(prompts[0]), max(1, step_tokens // _LEAST_PART))
     left = _prompt_tokens(queue, step_tokens)
     for job in queue:
@@ -44,7 +47,7 @@ def plan_step(jobs: list[Job], step_tokens: int) -> Plan:
 
 
 def _prompt_tokens(queue: list[Job], step_tokens: int) -> int:
-    """Return the tokens of prompts in a step; see `plan_step`."""
+    """Return how many tokens of prompts a step has; see `plan_step`."""
     n_waiting = sum(job.n_unfed for job in queue if job.n_unfed <= step_tokens)
     least = min(step_tokens, max(queue[0].n_unfed, step_tokens // _LEAST_PART))
     return max(1, least, min(_MOST_STEPS * step_tokens, n_waiting // _OF_WAITING))
@@ -55,11 +58,12 @@ def _n_wanted(job: Job) -> int:
 
 
 def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan, drafts: Mapping[Job, list[int]]) -> Step | None:
-    """Return the opened step, or None if a sequence of it was changed from outside.
+    """Return the opened step, or None if somebody else changed one of its sequences.
+
     The generation of that sequence has ended with an error then.
 
     Args:
-        drafts: tokens that are fed behind those of the plan, to be verified.
+        drafts: tokens to feed behind those of the plan, which the step verifies.
     """
     requests = [(job.live_sequence, [*job.tokens[job.n_fed : job.n_fed + n], *drafts.get(job, ())]) for job, n in plan]
     try:

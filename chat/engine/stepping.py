@@ -1,4 +1,7 @@
-"""Makes the steps of an engine: feeds the running generations, records what was fed, and applies what was chosen."""
+"""Makes the steps of an engine.
+
+A step feeds the running generations, records what was fed, and applies what was chosen.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ from hybridmem.models import LanguageModel
 
 @dataclass
 class Stepper:
-    """Feeds the jobs of a scheduler, a step at a time.
+    """Feeds the jobs of a scheduler, one step at a time.
 
     Attributes:
-        step_tokens: the most tokens of one step.
+        step_tokens: the most tokens in one step.
         stop_ids: tokens that end a reply.
-        masks: of grammars, computed while the model runs.
-        to_remember: sequences whose prefixes the cache is to keep, with their owners; the engine empties it.
+        masks: computes the masks of grammars while the model runs.
+        to_remember: sequences whose prefixes the cache is to keep, with their owners. The engine empties it.
     """
 
     model: LanguageModel
@@ -69,7 +72,7 @@ class Stepper:
                     may_draft = False
                 elif len(scheduler.running) > 1:
                     scheduler.preempt()
-                elif plan[0][1] > 1:  # windows and budgets of attention need less for fewer tokens at once
+                elif plan[0][1] > 1:  # Windows and budgets of attention need less room for fewer tokens at once.
                     limit = plan[0][1] // 2
                 elif not scheduler.restart():
                     scheduler.end(plan[0][0], "error", error)
@@ -77,7 +80,7 @@ class Stepper:
     def _run(self, step: Step, plan: Plan, drafts: Drafts, started: float) -> None:
         forks = forks_of(plan)
 
-        def keep(chosen: list[list[Choice]]) -> None:  # after this the jobs' counts agree with the memory's
+        def keep(chosen: list[list[Choice]]) -> None:  # After this call, the jobs' counts agree with the memory's.
             self.stats.n_steps += 1
             now = self.clock()
             for (job, n_tokens), choices in zip(plan, chosen, strict=False):
@@ -90,7 +93,7 @@ class Stepper:
             seconds, n_tokens = time.perf_counter() - started, sum(n for _, n in plan)
             self.stats.seconds += seconds
             self.drafting.note(plan, drafts, seconds)
-            if self.prefixes is not None and n_tokens > 2 * len(plan):  # prompts are most of it
+            if self.prefixes is not None and n_tokens > 2 * len(plan):  # Prompts are most of this step.
                 self.prefixes.note_speed(seconds / n_tokens)
 
         def choose(logits: Tensor, step: Step) -> list[list[Choice]]:
@@ -110,16 +113,16 @@ class Stepper:
             take_step(self.model, step, choose, keep, uninterrupted())
 
     def _fork(self, fork: Fork, choices: list[Choice], now: float) -> None:
-        """Let another choice go on from the prompt that its source has just computed, with a token of its own."""
+        """Let another choice continue from the prompt that its source has just computed, with a token of its own."""
         try:
             sequence = self.memory.fork(fork.source.live_sequence)
-        except SequenceError:  # closed from outside: the choice computes its prompt itself
+        except SequenceError:  # Somebody closed the sequence. The choice computes its prompt itself.
             return
         self.scheduler.join(fork.job, sequence, fork.source, now)
         self._apply_all(fork.job, choices, now)
 
     def _count(self, job: Job, draft: list[int], choices: list[Choice]) -> None:
-        """Count a draft; tokens of it that were computed in vain count as fed."""
+        """Count a draft. Its rejected tokens count as fed."""
         self.stats.n_fed += 1 + len(draft) - len(choices)
         token_ids = [choice.token_id for choice in choices if isinstance(choice, Chosen)]
         n_right = sum(a == b for a, b in zip(draft, token_ids, strict=False))
@@ -147,7 +150,7 @@ class Stepper:
         try:
             for choice in choices:
                 self._apply(job, choice, now)
-        except Exception as error:  # of the tokenizer: the other generations go on
+        except Exception as error:  # The tokenizer may raise anything. The other generations go on.
             self.scheduler.end(job, "error", error)
 
     def _apply(self, job: Job, choice: Choice, now: float) -> None:
@@ -159,7 +162,7 @@ class Stepper:
             self.stats.n_generated += 1
             self.callbacks.add(job, job.take(choice, self.stop_ids, now))
         elif job.ending is None and job.n_fed == len(job.tokens):
-            job.ending = "length"  # max_tokens=0: there was nothing to choose
+            job.ending = "length"  # With max_tokens=0 there was nothing to choose.
         if job.ending is not None and job.n_fed == len(job.tokens):
             self.to_remember.append((job.live_sequence, job.request.owner))
             self.scheduler.end(job, job.ending)

@@ -1,4 +1,4 @@
-"""Decodes tokens to text as they come: whole characters only, and never any of a stop string."""
+"""Decodes tokens to text as they come. It returns whole characters only, and never a part of a stop string."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from copy import copy
 from hybridmem.chat.prompts import Tokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Tokenizers decode bytes to this that are no character, or not yet."""
+"""Tokenizers decode bytes to this if they are not a character, or not yet a whole one."""
 
 
 class TextStream:
     """Decodes the text of a reply that grows token by token.
 
-    Text is held back while a later token could still change it (the bytes of a character that came in part) or prove it
-    to be the start of a stop string. Special tokens have no text unless
-    they are to be shown.
+    Text is held back while a later token could complete a character, or could show that the text is the start of a stop
+    string. Special tokens have no text unless they are to be shown.
 
     Args:
-        tokenizer: None: there is no text at all.
-        stop: strings that end the text; it is cut before the first of them.
-        shows_special: special tokens have their names as text; else they have none.
+        tokenizer: decodes the tokens. None: there is no text at all.
+        stop: strings that end the text. It is cut before the first of them.
+        shows_special: whether special tokens appear in the text by their names.
     Attributes:
-        text: what was returned so far, joined.
-        stopped_by: the stop string that was found; nothing is added from then on.
+        text: all text that was returned so far.
+        stopped_by: the stop string that was found. Nothing is added after it.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = (), *, shows_special: bool = False) -> None:
@@ -32,14 +31,14 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = stop
         self._skips_special = not shows_special
-        self._held = ""  # decoded, not shown: maybe the start of a stop string
+        self._held = ""  # This text is decoded and not shown. It may be the start of a stop string.
         # Tokens are decoded together with those of the piece before: a space may depend on what stands to its left.
         self._window: list[int] = []
-        self._n_before = 0  # tokens of the window that belong to the piece before
-        self._n_taken = 0  # characters of the window's text that were taken already
+        self._n_before = 0  # This many tokens of the window belong to the piece before.
+        self._n_taken = 0  # This many characters of the window's text were taken already.
 
     def ahead(self) -> TextStream:
-        """Return a copy that goes on by itself."""
+        """Return an independent copy."""
         stream = copy(self)
         stream._window = [*self._window]
         return stream
@@ -48,7 +47,7 @@ class TextStream:
         """Return the text that this token completes. Cost: the decoding of a few tokens.
 
         Args:
-            may_stop: stop strings are looked for.
+            may_stop: whether to look for stop strings.
         """
         if self._tokenizer is None or self.stopped_by is not None:
             return ""
@@ -64,8 +63,9 @@ class TextStream:
         return self._show(new, may_stop=may_stop)
 
     def flush(self) -> str:
-        """Return the text that was held back; no token follows.
-        Bytes that are no character show as replacement characters then.
+        """Return the text that was held back. No token follows.
+
+        Bytes that are not a character become replacement characters.
         """
         if self._tokenizer is None or self.stopped_by is not None:
             return ""
@@ -83,7 +83,7 @@ class TextStream:
         # No stop string can begin in what was shown: it would have been held back.
         stops = self._stop if may_stop else ()
         found = [(at + len(stop), at, stop) for stop in stops if (at := self._held.find(stop)) >= 0]
-        if found:  # the one that was complete first, however the text was cut into tokens
+        if found:  # Take the stop string that was complete first, however the tokens cut the text.
             _, n_shown, self.stopped_by = min(found)
         else:
             n_shown = len(self._held) - (0 if is_end else self._n_suspect())
@@ -92,7 +92,7 @@ class TextStream:
         return piece
 
     def _n_suspect(self) -> int:
-        """Count the characters at the end that may be the start of a stop string, the longest such start."""
+        """Return the length of the longest end of the text that may be the start of a stop string."""
         held = self._held
         return max(
             (n for stop in self._stop for n in range(1, min(len(stop), len(held) + 1)) if held.endswith(stop[:n])),

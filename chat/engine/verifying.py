@@ -1,4 +1,4 @@
-"""Verifies drafts: chooses the next tokens of each generation as if they were chosen one step after the other."""
+"""Verifies drafts. It chooses the next tokens of each generation as if each came from a step of its own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hybridmem.chat.sampling.logprobs import Chosen
 def choose_verified(
     choose: Choose, rows: Sequence[Tensor], plan: Plan, drafts: Mapping[Job, list[int]], end_ids: tuple[int, ...]
 ) -> list[list[Choice]]:
-    """Return the choices of each job: those that agree with its draft, and one more. Nothing changes.
+    """Return the choices of each job: those that agree with its draft, and one more. No job changes.
 
     Each choice is made by `choose` for a copy of the job that has taken the tokens before it, so whatever a choice
     depends on (penalties, the number of a draw, a grammar) is as it would be without drafts. A choice that ends the
     reply is the last.
 
     Args:
-        rows: of each job, (1 + its drafted tokens, vocab) logits.
+        rows: the logits of each job, (1 + its drafted tokens, vocab).
         end_ids: the engine's end tokens.
     """
     chosen: list[list[Choice]] = [[] for _ in plan]

@@ -1,9 +1,9 @@
-"""Computes what the same sessions take in other engines, by the formulas in their documents.
+"""Computes how many bytes the same sessions take in other engines, by the formulas in the engines' documents.
 
-`tests/chat/test_peers.py` checks each formula against figures that they publish.
+`tests/chat/test_peers.py` checks each formula against figures that the engines publish.
 
-Attention is kept in the model's dtype there as here, states in the plan's (llama.cpp: in float32), and nothing is
-shared between sessions.
+As in this library, attention is kept in the model's dtype, and states in the plan's dtype (llama.cpp: in float32).
+Nothing is shared between sessions.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Model:
     """Holds the numbers of a model that the formulas need.
 
     Attributes:
-        token_elements: of each attention: elements that it remembers a token by.
-        windows: the rows it sees, None for all.
-        row_bytes: of each recurrence: old rows in its state, such as a convolution's window: how many columns, and
-            bytes of one.
-        fixed_bytes: of each recurrence: its state without these.
-        float32_bytes: of each recurrence: its whole state in float32.
-        itemsize: bytes of an element of the model's dtype.
+        token_elements: for each attention layer, the elements that it keeps of a token.
+        windows: for each attention layer, the rows that it sees. None: all rows.
+        row_bytes: for each recurrence, the old rows in its state, such as a convolution's window: their number of
+            columns, and the bytes of one column.
+        fixed_bytes: for each recurrence, the bytes of its state without these rows.
+        float32_bytes: for each recurrence, the bytes of its whole state in float32.
+        itemsize: the bytes of an element in the model's dtype.
     """
 
     architecture: str
@@ -67,7 +67,7 @@ class Model:
 
 
 def _rows_of(states: tuple[StateTensor, ...], itemsize: int) -> tuple[int, int]:
-    """Return (columns, bytes of one) of the state tensors that are kept as rows; (0, 0) if there are none."""
+    """Return the columns of the state tensors that are kept as rows, and the bytes of one; (0, 0) if there are none."""
     rows = [s.shape for s in states if s.dtype is None]
     n = rows[0][0] if rows else 0
     return n, sum(math.prod(shape) for shape in rows) * itemsize // n if n else 0
@@ -75,11 +75,13 @@ def _rows_of(states: tuple[StateTensor, ...], itemsize: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """Holds what an engine takes for a session, and how many fit; or `why_not`, why its documents do not say.
+    """Holds the bytes that an engine takes for a session, and how many sessions fit.
+
+    If the engine's documents do not say, `why_not` holds the reason.
 
     Attributes:
-        window_bytes, n_window_sessions: the same, if the newest tokens of every session can be taken back; None if they
-            cannot at all.
+        window_bytes, n_window_sessions: the same, if the newest tokens of every session can be taken back. None: the
+            engine cannot take them back.
         sources: where the formulas are documented.
     """
 
@@ -99,7 +101,7 @@ def plan_peers(model: Model, budget_bytes: int, context_tokens: int, window_toke
     return tuple(engine(model, budget_bytes, context_tokens, window_tokens) for engine in engines)
 
 
-# llama.cpp
+# The formulas of llama.cpp.
 
 _LLAMA_SOURCES = (
     "llama.cpp, August 2026: src/llama-memory-recurrent.cpp (states in F32, a row for each sequence and for each token "
@@ -117,7 +119,7 @@ _LLAMA_CELLS, _LLAMA_UBATCH, _LLAMA_ITEMSIZE = 256, 512, 2
 
 
 def llama_cpp_kv_bytes(model: Model, context_tokens: int) -> int:
-    """Return the KV bytes of one sequence; a window's cache has room for the window and a physical batch."""
+    """Return the KV bytes of one sequence. A sliding window's cache has room for the window and one physical batch."""
     n_bytes = 0
     for elements, window in zip(model.token_elements, model.windows, strict=True):
         wanted = context_tokens if window is None else min(context_tokens, window + _LLAMA_UBATCH)
@@ -142,7 +144,7 @@ def llama_cpp(model: Model, budget_bytes: int, context_tokens: int, window_token
     return _plan("llama.cpp", _LLAMA_SOURCES, notes, budget_bytes, session_bytes, window_bytes)
 
 
-# vLLM
+# The formulas of vLLM.
 
 _VLLM_SOURCES = (
     "vLLM 0.33: vllm/platforms/interface.py (_align_hybrid_block_size), vllm/v1/core/kv_cache_utils.py "
@@ -153,17 +155,17 @@ VLLM_BLOCK_TOKENS = 16
 
 
 def vllm_block_tokens(token_bytes: int, state_bytes: int) -> int:
-    """Return the tokens of an attention block: at least 16, and so many that a page holds a layer's state.
+    """Return the tokens of an attention block: at least 16, and enough that a page holds a layer's state.
 
-    Bytes are those of one layer.
+    All bytes are those of one layer.
     """
     return max(VLLM_BLOCK_TOKENS, _up(ceil_div(state_bytes, token_bytes), VLLM_BLOCK_TOKENS))
 
 
 def vllm_group_layers(*counts: int) -> int:
-    """Return the layers of a group, given how many there are of each kind.
+    """Return how many layers a group has, given the number of layers of each kind.
 
-    They are the fewest, or the most where that is less than half as many more.
+    It is the least of these numbers. It is the largest, if that is less than one and a half times the least.
     """
     present = [n for n in counts if n]
     return max(present) if max(present) < 1.5 * min(present) else min(present)
@@ -193,7 +195,7 @@ def vllm(model: Model, budget_bytes: int, context_tokens: int, window_tokens: in
     return _plan("vLLM", _VLLM_SOURCES, notes, budget_bytes // block_bytes * block_bytes, *sessions)
 
 
-# SGLang
+# The formulas of SGLang.
 
 _SGLANG_SOURCES = (
     "SGLang 0.5.23: srt/mem_cache/memory_pool.py (HybridReqToTokenPool, MambaPool.SpeculativeState), "
@@ -205,7 +207,10 @@ SGLANG_RATIO = Fraction(9, 10)
 
 
 def sglang_draft_bytes(model: Model, n_drafts: int) -> int:
-    """Return the bytes of a running request: a state for each draft token; convolution windows overlap."""
+    """Return the bytes that a running request takes for drafts: a state for each draft token.
+
+    Convolution windows overlap.
+    """
     if not n_drafts:
         return 0
     windows = sum((n_drafts + n - 1) * column_bytes for n, column_bytes in model.row_bytes if n)
@@ -224,8 +229,8 @@ def sglang(model: Model, budget_bytes: int, context_tokens: int, window_tokens: 
     sessions, counts = [], []
     for n_drafts in (0, window_tokens):
         draft_bytes = sglang_draft_bytes(model, n_drafts)
-        # Drafts are taken off first, the rest is divided once. n sessions fit if each part suffices:
-        # share * (budget - n * drafts) >= n * part.
+        # The drafts are subtracted first, and the rest is divided once. n sessions fit if each part suffices: share *
+        # (budget - n * drafts) >= n * part.
         parts = ((for_kv, kv_bytes), (for_slots, slot_bytes))
         counts.append(min(int(budget_bytes * share // (part + share * draft_bytes)) for share, part in parts))
         sessions.append(kv_bytes + slot_bytes + draft_bytes)

@@ -1,4 +1,7 @@
-"""Computes the figures of a capacity plan. Ours are measured in dry memories; `chat.planning.view` shows them."""
+"""Computes the figures of a capacity plan, which `chat.planning.view` shows.
+
+Our own figures are measured in dry memories.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +42,17 @@ STORAGES: tuple[Storage, ...] = (Quantized(8), Float8(), Quantized(4), Quantized
 
 @dataclass(frozen=True)
 class Question:
-    """Says what is planned.
+    """Holds what a capacity plan is asked for.
 
     Attributes:
-        architecture: as the config has it.
-        whole_bytes: of the budget.
-        window_tokens: the rollback window.
-        weight_bytes: of the model.
-        has_weights: whether the budget must hold them too, beside memories.
-        context_tokens: that a session may grow to.
-        keep: of the context, the share that policies keep (or, `Quest`, read).
-        encoder_tokens: rows that an encoder says, if the model has one.
+        architecture: the name of the architecture in the config.
+        whole_bytes: the bytes of the whole budget.
+        window_tokens: the tokens of the rollback window.
+        weight_bytes: the bytes of the model's weights.
+        has_weights: whether the budget must hold the weights too, beside memories.
+        context_tokens: the tokens to which a session may grow.
+        keep: the share of the context that policies keep; for `Quest`, the share that it reads.
+        encoder_tokens: the rows of an encoder's output, if the model has an encoder.
     """
 
     spec: MemorySpec
@@ -64,7 +67,7 @@ class Question:
 
     @property
     def budget_bytes(self) -> int:
-        """Return the bytes for memories: 0 if the weights alone do not fit."""
+        """Return the bytes that are left for memories. They are 0 if the weights alone do not fit."""
         return max(0, self.whole_bytes - self.weight_bytes) if self.has_weights else self.whole_bytes
 
     @property
@@ -72,7 +75,7 @@ class Question:
         return not self.has_weights or self.weight_bytes <= self.whole_bytes
 
     def measure(self, spec: MemorySpec) -> SequencePlan:
-        """Measure a session in a memory of this spec, which may have another policy or storage."""
+        """Measure a session in a memory of this spec. The spec may have another policy or storage than the model's."""
         return plan_sequence(
             spec, self.context_tokens, encoder_tokens=self.encoder_tokens, rollback_window=self.window_tokens
         )
@@ -86,7 +89,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Choice:
-    """Holds what a policy or a storage saves; or `why_not`, why it does not suit the model."""
+    """Holds what a policy or a storage saves. If it does not suit the model, `why_not` holds the reason."""
 
     names: tuple[str, ...]
     session_bytes: int = 0
@@ -99,10 +102,12 @@ class Report:
     """Holds the figures of a plan; see `Question` and `SequencePlan`.
 
     Attributes:
-        attention_token_bytes: that a token adds to K/V pages that keep all; None if there are none.
-        checkpoint_bytes: that a checkpoint adds once the session has gone on, without its tail and with it.
-        overtakes_at: tokens from which on these pages hold more than a session's states and tails; None if one of both
-            is missing.
+        attention_token_bytes: the bytes that a token adds to K/V pages that keep all tokens. None: there are no such
+            pages.
+        checkpoint_bytes: the bytes that a checkpoint adds once the session has gone on, first without its tail and then
+            with it.
+        overtakes_at: the number of tokens from which on these pages hold more bytes than a session's states and tails.
+            None: the model lacks one of the two.
     """
 
     question: Question
@@ -116,7 +121,7 @@ class Report:
     peers: tuple[PeerPlan, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON can hold it."""
+        """Return the report as values that JSON can hold."""
         question, session = self.question, self.session
         return {
             "model": question.spec.model, "device": str(question.spec.device),
@@ -132,14 +137,14 @@ class Report:
 
 
 def make_report(question: Question) -> Report:
-    """Compute the figures that answer a question. Raises SpecError: options that cannot work."""
+    """Compute the figures that answer a question. Raises SpecError if options cannot work."""
     session = question.measure(question.spec)
     sizes = (question.budget_bytes, question.context_tokens, question.window_tokens)
     page_bytes, page_tokens = session.block_bytes.get("pages", 0), session.page_tokens
     recurrent_bytes = session.by_kind.get("states", 0) + session.by_kind.get("tails", 0)
     policies = [(kind.__name__, _with_policy(question, kind)) for kind in POLICIES] if page_bytes else []
     storages = [(storage.label, _with_storage(question, storage)) for storage in STORAGES] if page_bytes else []
-    # An encoder's rows are kept for decoders only, which those formulas do not describe.
+    # The formulas do not describe encoders, whose rows are kept for the decoder.
     peers = (
         ()
         if question.spec.of_kind("cross-attention")
@@ -163,7 +168,7 @@ def _with_storage(question: Question, storage: Storage) -> Callable[[], MemorySp
 
 
 def _choices(question: Question, specs: list[tuple[str, Callable[[], MemorySpec]]]) -> tuple[Choice, ...]:
-    """Measure each policy and storage; those that save the same share a row."""
+    """Measure each policy and storage. Those that save the same share a row."""
     names: dict[Choice, list[str]] = {}
     for name, make_spec in specs:
         try:

@@ -12,7 +12,7 @@ from hybridmem.memory.views.text_tables import format_bytes
 
 
 def print_plan(console: Console, report: Report) -> None:
-    """Print what a session holds, how many fit, and what else could be chosen. Strings of the config are escaped."""
+    """Print what a session holds, how many sessions fit, and the alternatives. Strings of the config are escaped."""
     question = report.question
     dtype = str(question.spec.dtype).removeprefix("torch.")
     title = f"{question.spec.model} in {dtype} on {question.spec.device}: {question.context_tokens:,} tokens a session"
@@ -36,7 +36,7 @@ def print_plan(console: Console, report: Report) -> None:
 
 
 def _answer(report: Report) -> Text:
-    """Return how many sessions fit, and what the weights take: of the budget, or beside it."""
+    """Return a text that says how many sessions fit, and how many bytes the weights take in or beside the budget."""
     question = report.question
     whole, weights = format_bytes(question.whole_bytes), format_bytes(question.weight_bytes)
     if not question.model_fits:
@@ -60,7 +60,7 @@ def _session_table(report: Report) -> Table:
 
 
 def _roles(n_states: int, window_tokens: int) -> str:
-    """Return the roles of a sequence's states, in an order that does not depend on how they were allocated."""
+    """Return the roles of a sequence's states. Their order does not depend on the allocation."""
     if n_states == 1:
         return "head" if window_tokens else "body"
     return ", ".join(("body", "head", "next body")[:n_states])
@@ -97,7 +97,10 @@ def _choices_table(heading: str, choices: tuple[Choice, ...], report: Report) ->
 
 
 def _peers_table(report: Report) -> Table:
-    """Return the table of engines, ours first. Each takes the window's tokens back in its own way, or not at all."""
+    """Return the table of engines, ours first.
+
+    Each engine takes the window's tokens back in its own way, or not at all.
+    """
     question, session = report.question, report.session
     table = Table(title="The same sessions elsewhere, as documented there")
     table.add_column("")

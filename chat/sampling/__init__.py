@@ -1,1 +1,4 @@
-"""Chooses tokens: samplers, grammars that mask them, their log probabilities, and guesses of the tokens to come."""
+"""Chooses tokens.
+
+It holds samplers, the grammars that mask tokens, log probabilities, and guesses of the next tokens.
+"""

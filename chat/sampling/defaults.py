@@ -1,4 +1,4 @@
-"""Reads how a checkpoint's authors want tokens to be chosen, where nobody says otherwise."""
+"""Reads the sampling that a checkpoint's authors recommend."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NAMES = {
     "repetition_penalty": "repetition_penalty",
     "exponential_decay_length_penalty": "length_decay",
 }
-"""In generation_config.json -> of `Sampling`."""
+"""The name of an option in generation_config.json -> its name in `Sampling`."""
 
 
 def read_defaults(tokenizer: Any, temperature: float = 1.0) -> Sampling:
-    """Return what generation_config.json says, in the folder that a tokenizer was loaded from.
+    """Return the sampling in generation_config.json, from the folder of a tokenizer.
 
     Args:
-        temperature: where the file, or all of it, is missing.
+        temperature: the temperature if the file does not name one.
     Raises:
-        FormatError: it holds what cannot be.
+        FormatError: the file holds an impossible value.
     """
     path = Path(str(getattr(tokenizer, "name_or_path", ""))) / "generation_config.json"
     if not path.is_file():
@@ -34,7 +34,7 @@ def read_defaults(tokenizer: Any, temperature: float = 1.0) -> Sampling:
     try:
         named = json.loads(path.read_text())
         found = {_NAMES[name]: value for name, value in named.items() if name in _NAMES and value is not None}
-        if found.get("top_k") == 0:  # transformers: all
+        if found.get("top_k") == 0:  # In transformers, 0 means all tokens.
             del found["top_k"]
         return Sampling(**({"temperature": temperature} | found))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, BatchError) as error:

@@ -1,7 +1,7 @@
-"""Constrains replies to a grammar: which tokens may come next is asked of llguidance.
+"""Constrains replies to a grammar. llguidance computes which tokens may come next.
 
-A `Grammar` is read once and gives each reply a `Matcher`, which stands where the reply stands. llguidance is in the
-extra `grammar` and is imported when the first grammar is read.
+A `Grammar` is read once. It gives each reply a `Matcher`, which knows where in the grammar the reply stands. llguidance
+is in the extra `grammar`, and is imported when the first grammar is read.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from hybridmem.chat.sampling.schema_numbers import LEAST, find_in_grammar
 from hybridmem.memory import BatchError, SpecError, StepError
 
 WHITESPACE = r"(\n {0,16}| )?"
-"""Between the signs of JSON: what people and models write, and no more, or nothing else might ever be written."""
+"""The white space between the signs of JSON. It is limited to what people and models write: without a limit, a reply
+could be nothing but white space.
+"""
 _INSIDE = "a0.:@/-"
-"""Signs that formats and patterns want in a string before it may end, such as the @ of an address."""
+"""Signs that a format or a pattern may require in a string before it may end, such as the @ of an address."""
 _MOST_KEPT = 256
-"""Grammars of which the compiled form is kept, the most recently used ones."""
+"""The compiled forms of at most this many grammars are kept: the most recently used ones."""
 
 
 class GrammarError(BatchError):
@@ -37,17 +39,17 @@ class GrammarError(BatchError):
 
 
 class DeadEndError(GrammarError, StepError):
-    """Says why a reply cannot go on by its grammar."""
+    """Says why a reply cannot continue by its grammar."""
 
 
 class Grammars:
-    """Reads grammars for one tokenizer, and keeps the most recent ones compiled. May be used from any thread.
+    """Reads grammars for one tokenizer, and keeps the most recent ones compiled. Any thread may use it.
 
     Args:
         tokenizer: one of transformers' fast tokenizers.
-        n_vocab: tokens of the model's logits.
+        n_vocab: the number of tokens in the model's logits.
         stop_ids: tokens that may end a reply where the grammar allows an end.
-        is_guarded: grammars come from strangers: each is compiled in a process of its own first (`Trial`).
+        is_guarded: whether grammars come from strangers. Each is first compiled in a process of its own then (`Trial`).
     """
 
     def __init__(self, tokenizer: Any, n_vocab: int, stop_ids: Sequence[int], *, is_guarded: bool = False) -> None:
@@ -61,7 +63,7 @@ class Grammars:
     def json_schema(self, schema: Any) -> Grammar:
         """Return the grammar of JSON that is valid by a schema (JSON Schema, draft 2020-12).
 
-        Raises GrammarError: the schema has what cannot be enforced; the error names it.
+        Raises GrammarError if something in the schema cannot be enforced. The error names it.
         """
         if schema is True:
             schema = {}
@@ -74,7 +76,7 @@ class Grammars:
         return self._read(_library().LLMatcher.grammar_from_regex(pattern))
 
     def choice(self, texts: Sequence[str]) -> Grammar:
-        """Return the grammar of a few texts."""
+        """Return the grammar whose only replies are these texts."""
         return self.lark("start: " + " | ".join(map(json.dumps, texts)))
 
     def lark(self, text: str) -> Grammar:
@@ -85,7 +87,7 @@ class Grammars:
         if "::=" in text:
             try:
                 text = str(import_module("llguidance.gbnf_to_lark").gbnf_to_lark(text))
-            except Exception as error:  # its parser raises what comes
+            except Exception as error:  # The parser may raise anything.
                 raise GrammarError(f"this GBNF grammar cannot be read: {error}") from None
         return self._read(_library().LLMatcher.grammar_from_lark(text), lark=text)
 
@@ -99,7 +101,7 @@ class Grammars:
             raise GrammarError(why)
         matcher = _library().LLMatcher(self._vocabulary, source, log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # fails where no reply can begin, as with {"$ref": "#"}
+            matcher.compute_bitmask()  # This fails if no reply can begin, as with {"$ref": "#"}.
         if matcher.is_error():
             raise GrammarError(_short(matcher.get_error()))
         grammar = Grammar(matcher, self._signs, (self._n_vocab + 31) // 32)
@@ -111,7 +113,7 @@ class Grammars:
 
     @cached_property
     def _vocabulary(self) -> Any:
-        """Return the tokens as llguidance knows them. Cost: about a second for 150,000 tokens."""
+        """Return the vocabulary as llguidance needs it. Cost: about a second for 150,000 tokens."""
         if not hasattr(self._tokenizer, "backend_tokenizer"):
             raise SpecError("grammars need a fast tokenizer, with a tokenizer.json; this one has none")
         hf = import_module("llguidance.hf")
@@ -121,26 +123,26 @@ class Grammars:
     def _trial(self) -> Trial | None:
         if not self._is_guarded or not hasattr(self._tokenizer, "backend_tokenizer"):
             return None
-        backend = copy(self._tokenizer.backend_tokenizer)  # as llguidance.hf does it
+        backend = copy(self._tokenizer.backend_tokenizer)  # The module llguidance.hf does the same.
         backend.no_padding()
         backend.no_truncation()
         return Trial(backend.to_str(), self._n_vocab, self._stop_ids)
 
     def close(self) -> None:
-        """End the process in which grammars are tried, if there is one."""
+        """End the process that tries grammars, if there is one."""
         if (trial := self.__dict__.get("_trial")) is not None:
             trial.close()
 
     @cached_property
     def _signs(self) -> dict[str, int]:
-        """Return the ids of single signs that have a token of their own."""
+        """Return the ids of the tokens that are a single sign."""
         ids = {sign: self._vocabulary.tokenize_str(sign) for sign in '"}],' + _INSIDE}
         ends = {f"end {i}": i for i in self._stop_ids}
         return {sign: found[0] for sign, found in ids.items() if len(found) == 1} | ends
 
 
 class Grammar:
-    """Is a grammar that was read; any number of replies may follow it."""
+    """Holds a grammar that was read. Any number of replies may follow it."""
 
     def __init__(self, matcher: Any, signs: dict[str, int], n_words: int) -> None:
         self._matcher = matcher
@@ -148,17 +150,17 @@ class Grammar:
         self._n_words = n_words
 
     def matcher(self) -> Matcher:
-        """Return a matcher for one reply, at its beginning."""
+        """Return a matcher for a new reply."""
         return Matcher(self._matcher.deep_copy(), self._signs, self._n_words)
 
 
 class Matcher:
-    """Stands where one reply stands in its grammar.
+    """Follows one reply through its grammar.
 
     Attributes:
-        library: llguidance's matcher.
-        n_words: of a mask, 32 tokens each.
-        mask: (n_words,) int32, bit by bit the tokens that may come next; None: it was not computed yet.
+        library: the matcher of llguidance.
+        n_words: the number of words in a mask. Each word covers 32 tokens.
+        mask: one bit for each token, set if it may come next, (n_words,) int32. None: it was not computed yet.
     """
 
     def __init__(self, library: Any, signs: dict[str, int], n_words: int) -> None:
@@ -173,32 +175,33 @@ class Matcher:
         return twin
 
     def add(self, token_id: int) -> None:
-        """Go on by a token that was chosen."""
+        """Advance by a token that was chosen."""
         self.library.consume_token(token_id)
         self.mask = None
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """Count the leading tokens that could follow, one after the other; nothing changes."""
+        """Count how many of these tokens could follow, one after the other. Nothing changes."""
         return int(self.library.validate_tokens(list(token_ids)))
 
     @property
     def is_accepting(self) -> bool:
-        """True if the reply may end here."""
+        """Return whether the reply may end here."""
         return bool(self.library.is_accepting())
 
     @property
     def is_stopped(self) -> bool:
-        """True if the reply cannot go on."""
+        """Return whether the reply cannot go on."""
         return bool(self.library.is_stopped())
 
     @property
     def error(self) -> str | None:
-        """Why the grammar cannot be followed any further; None: it can."""
+        """Say why the reply cannot follow the grammar any further. None: it can."""
         return _short(self.library.get_error()) if self.library.is_error() else None
 
     def closing_ids(self) -> list[int]:
-        """Return the tokens that bring the reply nearer to its end: an end token, or the sign that closes a string, an
-        object or a list, or separates what must follow.
+        """Return the tokens that bring the reply nearer to its end.
+
+        These are an end token, and signs that close a string, an object or a list, or that separate required parts.
         """
         if self.is_accepting:
             return [i for sign, i in self._signs.items() if sign.startswith("end ")]
@@ -216,7 +219,7 @@ class Matcher:
         return []
 
     def _before_the_quote(self) -> list[int]:
-        """Return the tokens after which a string of JSON can be closed, at once or else one sign later."""
+        """Return the tokens after which a string of JSON can be closed, at once or one sign later."""
         if (quote := self._signs.get('"')) is None:
             return []
         signs = [self._signs[sign] for sign in _INSIDE if sign in self._signs]
@@ -228,12 +231,12 @@ class Matcher:
 
 
 def fill_masks(matchers: Sequence[Matcher], threads: Any = None) -> None:
-    """Compute which tokens each reply's grammar allows next, as a mask that its matcher keeps.
+    """Compute which tokens each reply's grammar allows next. Each matcher keeps its mask.
 
-    Cost: 10 to 100 us each, for vocabularies of up to 150,000.
+    Cost: 10 to 100 us for each mask, with up to 150,000 tokens in the vocabulary.
 
     Args:
-        threads: an executor of llguidance, which computes them; this thread unless given.
+        threads: an executor of llguidance, which computes the masks. None: this thread does.
     """
     n_rows, n_words = len(matchers), matchers[0].n_words
     bits = np.zeros((n_rows, n_words), np.int32)
@@ -249,7 +252,10 @@ def fill_masks(matchers: Sequence[Matcher], threads: Any = None) -> None:
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """Return JSON by a schema as a part of a rule in Lark. Raises GrammarError for one that is nested too deeply."""
+    """Return a part of a Lark rule that stands for JSON by a schema.
+
+    Raises GrammarError if the schema is nested too deeply.
+    """
     own = schema.get("x-guidance")
     options = {"whitespace_pattern": WHITESPACE} | (own if isinstance(own, dict) else {})
     try:
@@ -275,7 +281,7 @@ def _library() -> Any:
 
 
 def _short(error: str) -> str:
-    """Return what an error of llguidance says, without the place in the grammar that was made, which it quotes."""
+    """Return an error of llguidance without its quotation from the generated grammar."""
     said = re.split(r"\n\s*\d+ \||\s<state>", error)[0]
     said = said.replace("NoExtensionBias", "nothing can follow, not even the end")
     said = re.sub(r"Unimplemented keys: \[(.*?)\]", r"these keys cannot be enforced: \1", said)

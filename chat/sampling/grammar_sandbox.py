@@ -1,7 +1,7 @@
-"""Compiles grammars of strangers in a process of its own first, which a hostile one may keep busy or end.
+"""Compiles grammars of strangers in a separate process first. A hostile grammar may hang or crash only that process.
 
-llguidance limits much, and not all: a small schema can keep it busy for minutes, as 200 patterns in an `allOf` do, or
-overflow its stack. Neither can be stopped in a thread.
+llguidance has many limits, but not for everything. A small schema can keep it busy for minutes, as 200 patterns in an
+`allOf` do, or overflow its stack. A thread could stop neither.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 SECONDS = 5.0
-"""A grammar must be compiled in so many seconds; most take milliseconds, the largest ones a second."""
+"""A grammar must be compiled within this many seconds. Most take milliseconds, and the largest ones a second."""
 _START_SECONDS = 120.0
 _MOST_BYTES = 4 << 30
-"""Address space of the process, with the vocabulary."""
+"""The bytes of address space that the process may use, including the vocabulary."""
 _MOST_KEPT = 256
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 
 
 class Trial:
-    """Tries grammars for one vocabulary, one at a time. May be used from any thread.
+    """Tries grammars for one vocabulary, one at a time. Any thread may use it.
 
-    The process is started by the first grammar and ends with this one. Where none can be started, as in some sandboxes,
-    a warning is logged once and nothing is tried.
+    The first grammar starts the process, which ends with this process. If none can be started, as in some sandboxes, a
+    warning is logged once and no grammar is tried.
 
     Args:
         vocabulary: the tokenizer as JSON.
-        seconds: for one grammar.
+        seconds: the time limit for one grammar.
     """
 
     def __init__(self, vocabulary: str, n_vocab: int, stop_ids: list[int], seconds: float = SECONDS) -> None:
@@ -50,16 +50,18 @@ class Trial:
         self._lock = threading.Lock()
 
     def why_not(self, source: str) -> str | None:
-        """Return why a grammar must not be compiled here; None: it may. Cost: what compiling it costs, up to `seconds`.
+        """Return why a grammar must not be compiled in this process. None: it may be.
+
+        Cost: that of compiling it, up to `seconds`.
 
         Args:
-            source: as llguidance takes it.
+            source: the grammar in the form that llguidance takes.
         """
         with self._lock:
             if source in self._refused:
                 self._refused.move_to_end(source)
                 return self._refused[source]
-            # A worker that was killed proves nothing about the grammar: try again.
+            # A worker that was killed proves nothing about the grammar, so try a second time.
             for _ in range(0 if self._is_closed else 2):
                 began = time.monotonic()
                 if not self._is_possible or not self._start() or self._ask(source, self._seconds) == "compiled":
@@ -74,7 +76,7 @@ class Trial:
             return why
 
     def close(self) -> None:
-        """End the process, and with it what it tries. Grammars that are new are refused from now on."""
+        """End the process, and the grammar that it is trying. New grammars are refused from now on."""
         self._is_closed = True
         if (process := self._process) is not None:
             process.kill()
@@ -99,7 +101,10 @@ class Trial:
         return self._is_possible
 
     def _ask(self, question: object, seconds: float) -> str:
-        """Ask the process, and return its answer, or "" if it ends first; after so many seconds it is killed."""
+        """Ask the process a question, and return its answer, or "" if the process ends first.
+
+        After this many seconds, the process is killed.
+        """
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         timer = threading.Timer(seconds, process.kill)
@@ -108,7 +113,7 @@ class Trial:
             process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
             return process.stdout.readline().strip()
-        except (OSError, ValueError):  # it has ended
+        except (OSError, ValueError):  # The process has ended.
             return ""
         finally:
             timer.cancel()

@@ -1,6 +1,9 @@
-"""Compiles grammars, one a line, and answers each by a line: a program of its own, which may be killed.
+"""Compiles grammars in a program of its own, which may be killed.
 
-It imports nothing of this library, so that it starts in a moment. `trial.py` runs this file, and writes the lines.
+It reads one grammar from each line, and answers with a line.
+
+It imports nothing from this library, so that it starts in a moment. `grammar_sandbox.py` runs this file and writes the
+lines.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ from importlib import import_module
 try:
     import resource
     import signal
-except ImportError:  # Windows has neither
+except ImportError:  # Windows has neither module.
     resource = signal = None  # type: ignore[assignment]
 
 
 def main() -> None:
-    """Read the vocabulary, and then grammars until nobody writes any more."""
+    """Read the vocabulary, and then grammars until the input ends."""
     library = import_module("llguidance")
     first = json.loads(sys.stdin.readline())
     vocabulary = library.LLTokenizer(first["tokenizer"], n_vocab=first["n_vocab"], eos_token=first["stop_ids"] or None)
@@ -29,7 +32,7 @@ def main() -> None:
     _answer("ready")
     for line in sys.stdin:
         if signal is not None:
-            signal.alarm(int(2 * first["seconds"]) + 1)  # it ends by itself where nobody is left to end it
+            signal.alarm(int(2 * first["seconds"]) + 1)  # If no parent is left to kill this process, the alarm ends it.
         matcher = library.LLMatcher(vocabulary, json.loads(line), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()

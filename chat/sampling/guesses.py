@@ -1,6 +1,6 @@
-"""Guesses what a reply says next: what followed the same tokens before in its text, or in a prediction of the reply.
+"""Guesses the next tokens of a reply: those that followed the same tokens earlier in its text, or in a prediction.
 
-Any guess is allowed: the model verifies it, so guesses change how fast a reply comes, never what it says.
+Any guess is allowed, because the model verifies it. Guesses change how fast a reply comes, never what it says.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 N_GRAM = 3
-"""Tokens that must agree; with fewer there are more guesses and worse ones."""
+"""This many tokens must agree. A smaller number gives more and worse guesses."""
 
 
 @dataclass
 class NGrams:
-    """Maps each n-gram of a text that grows at its end to the position behind its latest occurrence.
+    """Maps each n-gram of a growing text to the position behind its latest occurrence.
 
-    Cost: one dictionary entry a token of text, made once.
+    Cost: one dictionary entry for each token of text, made once.
     """
 
     text: Sequence[int]
@@ -24,7 +24,10 @@ class NGrams:
     n_indexed: int = 0
 
     def find(self, n_gram: tuple[int, ...]) -> int | None:
-        """Return the position behind its latest occurrence that does not end the text; None if there is none."""
+        """Return the position behind the latest occurrence of an n-gram, except at the end of the text.
+
+        None: there is none.
+        """
         n, size = len(self.text), len(n_gram)
         for end in range(max(self.n_indexed, size), n):
             self.behind[tuple(self.text[end - size : end])] = end
@@ -36,9 +39,9 @@ class Guesses:
     """Guesses the next tokens of one reply.
 
     Args:
-        text: all tokens to be fed, which grow at their end: a prompt of `n_prompt` tokens, then the reply.
-        prediction: what the reply is expected to say, mostly; empty: nothing is expected.
-        looks_up: guess from the text, too (prompt lookup, Saxena 2023): it pays where replies repeat their prompt or
+        text: a list that grows at its end: a prompt of `n_prompt` tokens, then the reply.
+        prediction: tokens that most of the reply is expected to repeat. Empty: nothing is expected.
+        looks_up: guess from the text, too (prompt lookup, Saxena 2023). This pays if replies repeat their prompt or
             themselves.
     """
 
@@ -49,7 +52,7 @@ class Guesses:
         self._prediction = NGrams(prediction) if prediction else None
 
     def next(self, n_tokens: int) -> list[int]:
-        """Return up to so many tokens that may come next; none without a guess."""
+        """Return up to `n_tokens` tokens that may come next. The list is empty without a guess."""
         last = tuple(self._text[-N_GRAM:])
         found = self._predicted(last, n_tokens) if self._prediction is not None else []
         return found or self._repeated(last, n_tokens)
@@ -57,7 +60,7 @@ class Guesses:
     def _predicted(self, last: tuple[int, ...], n_tokens: int) -> list[int]:
         assert self._prediction is not None
         prediction, n_said = self._prediction.text, len(self._text) - self._n_prompt
-        if n_said < N_GRAM:  # the reply begins as predicted, or nobody knows yet
+        if n_said < N_GRAM:  # So early, assume that the reply begins as predicted.
             begins_so = self._text[self._n_prompt :] == list(prediction[:n_said])
             start: int | None = n_said if begins_so else None
         else:
@@ -70,6 +73,7 @@ class Guesses:
             return []
         n = len(self._text)
         found = self._text[start : start + n_tokens]
-        while len(found) < n_tokens:  # the end of the text is reached: it goes on as it has since `start`
+        # The end of the text is reached. Repeat the tokens since `start`, as if the text went on in a loop.
+        while len(found) < n_tokens:
             found.append(found[start - n])
         return found

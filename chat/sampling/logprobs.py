@@ -1,4 +1,7 @@
-"""Adds log probabilities to chosen tokens: the model's own, before penalties, bias, grammar and temperature."""
+"""Adds log probabilities to chosen tokens.
+
+They are the model's own, before penalties, bias, grammar and temperature.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 MOST_LOGPROBS = 20
-"""Alternatives that can be asked for, as in OpenAI's interface."""
+"""A request may ask for this many alternatives, as in OpenAI's interface."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Holds a token that was chosen.
+    """Holds a chosen token.
 
     Attributes:
-        logprob: its log probability, if it was asked for.
-        top: the likeliest tokens and theirs, as many as were asked for, the likeliest first.
+        logprob: the token's log probability, if it was asked for.
+        top: the likeliest tokens with their log probabilities, as many as were asked for, the likeliest first.
     """
 
     token_id: int
@@ -26,7 +29,7 @@ class Chosen:
 
 
 def with_logprobs(logits_SV: Tensor, token_ids: Sequence[int], n_top: Sequence[int]) -> list[Chosen]:
-    """Return the chosen token of each row with its log probability, and those of the row's likeliest tokens."""
+    """Return the chosen token of each row with its log probability, and with the row's likeliest tokens and theirs."""
     logprobs_SV = logits_SV.detach().float().log_softmax(-1)
     rows = range(len(token_ids))
     own = logprobs_SV[list(rows), list(token_ids)].tolist()

@@ -1,7 +1,8 @@
-"""Computes which tokens may come next by grammars: for all rows of a step at once, in a thread while the model runs.
+"""Computes which tokens grammars allow next, for all rows of a step at once, in a thread while the model runs.
 
-What a grammar allows next is known once the last token was chosen, before the model runs: so llguidance, which does
-without the interpreter's lock, computes it beside the model, and a step only waits for what is not done by then.
+A grammar's mask depends only on the tokens chosen so far, which are known before the model runs. llguidance does not
+hold the interpreter's lock, so it computes the masks beside the model. A step only waits for masks that are not done by
+then.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from torch import Tensor
 from hybridmem.chat.sampling.grammar import Matcher, fill_masks
 
 _LEAST_PARALLEL = 1 << 20
-"""Tokens times rows: to wake threads takes longer than smaller masks."""
+"""Masks are computed in parallel from this many tokens times rows on. Waking threads takes longer than smaller masks.
+"""
 
 
 class MasksAhead:
-    """Computes which tokens grammars allow next in a thread of its own, while the model runs; one step at a time.
+    """Computes the masks of one step at a time, in a thread of its own, while the model runs.
 
-    The thread and those of llguidance are made at the first grammar.
+    The first grammar starts this thread and those of llguidance.
     """
 
     @contextmanager
     def of(self, matchers: Sequence[Matcher]) -> Iterator[Callable[[], None]]:
-        """Begin with the masks of these matchers; gives a function that waits for them, and raises their error.
+        """Begin to compute the masks of these matchers. Yields a function that waits for them, and raises their error.
 
-        The matchers may be touched when that has returned, or behind the block.
+        Nobody may touch the matchers until that function has returned, or the block has ended.
         """
         if not matchers:
             yield _nothing
@@ -58,7 +60,7 @@ class MasksAhead:
 
     @cached_property
     def _many(self) -> Any:
-        """Return as many threads of llguidance as it takes for large masks."""
+        """Return the threads of llguidance that compute large masks."""
         return import_module("llguidance").LLExecutor()
 
 
@@ -66,9 +68,9 @@ def _nothing() -> None: ...
 
 
 def mask_rows_(scores_SV: Tensor, matchers: Sequence[tuple[int, Matcher]]) -> None:
-    """Set the scores of tokens that a row's grammar does not allow to -inf, in place.
+    """Set to -inf, in place, the scores of tokens that a row's grammar does not allow.
 
-    Masks that were not computed ahead are computed first.
+    Masks that are still missing are computed first.
     """
     if missing := [matcher for _, matcher in matchers if matcher.mask is None]:
         fill_masks(missing)

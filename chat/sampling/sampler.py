@@ -25,24 +25,24 @@ from hybridmem.chat.sampling.token_counts import TokenCounts
 from hybridmem.memory import StepError
 
 _DRAWN_AT_ONCE = 64
-"""Numbers that are computed together, because setting up a stream takes as long as hundreds of its numbers."""
+"""This many random numbers are computed together, because setting up a stream takes as long as hundreds of numbers."""
 _NUMBERS_A_COUNT = 4
-"""Numbers that Philox makes of each value of its counter."""
+"""Philox makes this many numbers from each value of its counter."""
 NOT_FINITE = "the model's logits are not finite; give it a wider dtype, such as float32 or bfloat16"
 
 
 class Sampler:
     """Chooses the tokens of one sequence, one after the other.
 
-    A draw is a function of the seed, the logits and the number of tokens so far: choosing again after a step that
-    failed gives the same token, whatever the other sequences of the batch are.
+    A draw depends only on the seed, the logits and the number of tokens so far. So choosing again after a failed step
+    gives the same token, whatever the other sequences of the batch are.
 
     Args:
-        prompt_ids: all tokens that the sequence holds, for the repetition penalty.
-        stop_ids: tokens that end the reply, for `min_tokens` and `length_decay`.
-        matcher: stands where the reply stands in its grammar; tokens that do not fit are never chosen.
+        prompt_ids: all tokens that the sequence holds. The repetition penalty needs them.
+        stop_ids: tokens that end the reply. `min_tokens` and `length_decay` need them.
+        matcher: follows the reply through its grammar. Tokens that do not fit are never chosen.
     Attributes:
-        n_chosen: tokens so far.
+        n_chosen: how many tokens were chosen so far.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Sampler:
         self._uniforms: tuple[int, list[float]] = -1, []
 
     def __copy__(self) -> Sampler:
-        """Return a sampler that draws as this one does, and counts for itself."""
+        """Return a sampler that draws as this one does, and counts its own tokens."""
         twin = object.__new__(Sampler)
         twin.__dict__.update(self.__dict__)
         twin.counts = self.counts and self.counts.copy()
@@ -73,11 +73,14 @@ class Sampler:
 
     @property
     def is_plain(self) -> bool:
-        """True if the next choice is the argmax of the logits as they are."""
+        """Return whether the next choice is the argmax of the logits as they are."""
         return self.matcher is None and self.sampling.is_plain_at(self.n_chosen)
 
     def uniform(self) -> float:
-        """Return the number in [0, 1) that decides the next draw: number `n_chosen` of the seed's stream (Philox)."""
+        """Return the number in [0, 1) that decides the next draw.
+
+        It is number `n_chosen` of the seed's stream (Philox).
+        """
         block, place = divmod(self.n_chosen, _DRAWN_AT_ONCE)
         if self._uniforms[0] != block:
             stream = np.random.Philox(key=self._key, counter=block * _DRAWN_AT_ONCE // _NUMBERS_A_COUNT)
@@ -86,35 +89,39 @@ class Sampler:
 
     def choose(self, logits_V: Tensor) -> int:
         """Choose the next token and count it.
-        Raises StepError, with nothing changed, if no logit is finite or one is NaN.
+
+        Raises StepError if no logit is finite or one is NaN. Nothing has changed then.
         """
         token_id = self.draw(logits_V)
         self.add(token_id)
         return token_id
 
     def draw(self, logits_V: Tensor) -> int:
-        """Return what `choose` would return; nothing changes. Cost: O(V), and a sort of V numbers with top_p."""
+        """Return what `choose` would return, and change nothing. Cost: O(V), and with top_p a sort of V numbers."""
         (chosen,) = choose_rows(logits_V[None], [self])
         if isinstance(chosen, StepError):
             raise chosen
         return chosen
 
     def possible(self, draft: Sequence[int]) -> int:
-        """Return how many leading tokens of a draft the grammar allows: the rest need not be fed."""
+        """Return how many leading tokens of a draft the grammar allows. The rest need not be fed."""
         return len(draft) if self.matcher is None else self.matcher.count_allowed(draft)
 
     @property
     def is_stopped(self) -> bool:
-        """True if the grammar allows no more tokens."""
+        """Return whether the grammar allows no more tokens."""
         return self.matcher is not None and self.matcher.is_stopped
 
     @property
     def may_end(self) -> bool:
-        """True if the grammar, if there is one, is satisfied by what was chosen."""
+        """Return whether the grammar, if there is one, is satisfied by what was chosen."""
         return self.matcher is None or self.matcher.is_accepting
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """Return (V,) float32: the probability of each token to be chosen next. Greedy: 1 for one token."""
+        """Return the probability of each token to be chosen next, (V,) float32.
+
+        Greedy sampling gives 1 to one token.
+        """
         scores_1V = score_rows(logits_V[None], [self])
         if self.sampling.is_greedy:
             return torch.nn.functional.one_hot(scores_1V[0].argmax(), scores_1V.shape[1]).float()
@@ -130,9 +137,9 @@ class Sampler:
 
 
 def choose_rows(logits_SV: Tensor, samplers: Sequence[Sampler]) -> list[int | StepError]:
-    """Return the next token of each sampler, from its row of the logits; nothing changes.
+    """Return the next token of each sampler, from its row of the logits. No sampler changes.
 
-    A row without finite logits, or with NaN, gets an error, and no other row does.
+    A row without finite logits, or with NaN, gets an error. The other rows do not.
     """
     scores_SV = score_rows(logits_SV, samplers)
     highest_S, best_S = scores_SV.max(-1)
@@ -152,7 +159,7 @@ def choose_rows(logits_SV: Tensor, samplers: Sequence[Sampler]) -> list[int | St
 
 
 def score_rows(logits_SV: Tensor, samplers: Sequence[Sampler]) -> Tensor:
-    """Return (S, V) float32 scores of the samplers after all processors; the logits stay as they are."""
+    """Return the scores of the samplers after all processors, (S, V) float32. The logits stay as they are."""
     scores_SV = logits_SV.detach().to(torch.float32, copy=True)
     _penalise_(scores_SV, samplers)
     _bias_(scores_SV, samplers)
@@ -183,7 +190,7 @@ def _penalise_(scores_SV: Tensor, samplers: Sequence[Sampler]) -> None:
 
 
 def _bias_(scores_SV: Tensor, samplers: Sequence[Sampler]) -> None:
-    """Add biases, and rule end tokens out that would come too early."""
+    """Add biases, and rule out end tokens that would come too early."""
     added = [(i, *pair) for i, sampler in enumerate(samplers) for pair in sampler.sampling.logit_bias]
     added += [
         (i, stop_id, -torch.inf)
@@ -197,11 +204,14 @@ def _bias_(scores_SV: Tensor, samplers: Sequence[Sampler]) -> None:
 
 
 def _decay_(scores_SV: Tensor, samplers: Sequence[Sampler]) -> None:
-    """Make what ends a reply more likely, the longer it is: end tokens, and signs that close what a grammar opened."""
+    """Raise the scores of tokens that end a reply, more and more as it grows.
+
+    These are end tokens, and signs that close parts of a grammar.
+    """
     raised = []
     for i, sampler in enumerate(samplers):
         decay = sampler.sampling.length_decay
-        may_end = sampler.n_chosen >= sampler.sampling.min_tokens  # else its end tokens are ruled out
+        may_end = sampler.n_chosen >= sampler.sampling.min_tokens  # Before that, its end tokens are ruled out.
         if decay is not None and may_end and sampler.n_chosen > decay[0]:
             power = decay[1] ** min(sampler.n_chosen - decay[0], 512)
             ends = sampler.stop_ids if sampler.matcher is None else sampler.matcher.closing_ids()
@@ -216,11 +226,11 @@ def _at(scores_SV: Tensor, rows: Sequence[int], ids: Sequence[int]) -> tuple[Ten
 
 
 def _warp_(scores_SV: Tensor, samplers: Sequence[Sampler]) -> None:
-    """Divide by temperatures and leave the likeliest tokens, in rows that are drawn."""
+    """Divide by temperatures and keep only the likeliest tokens, in rows that are drawn."""
     drawn = [i for i, sampler in enumerate(samplers) if not sampler.sampling.is_greedy]
     if not drawn:
         return
-    # A shift does not change probabilities; without one, a temperature close to 0 would make large logits infinite.
+    # A shift does not change probabilities. Without it, a temperature close to 0 would make large logits infinite.
     shifts_S1 = scores_SV.amax(-1, keepdim=True)
     samplings = [sampler.sampling for sampler in samplers]
     if len(drawn) < len(samplers):
@@ -233,7 +243,7 @@ def _warp_(scores_SV: Tensor, samplers: Sequence[Sampler]) -> None:
 
 
 def _keep_in_rows_(keep: Callable[[Tensor, list[Any]], None], scores_SV: Tensor, options: dict[int, Any]) -> None:
-    """Leave the likeliest tokens in some rows, each by its own option."""
+    """Keep only the likeliest tokens in some rows, each by its own option."""
     if len(options) == len(scores_SV):
         keep(scores_SV, list(options.values()))
     elif options:

@@ -1,4 +1,4 @@
-"""Says how the next token is chosen: greedily, or drawn from what is left of the probabilities."""
+"""Defines the options by which the next token is chosen, greedily or by a draw."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class Sampling:
     """Says how tokens are chosen. The defaults are greedy.
 
     Scores are changed in this order: repetition penalty, presence and frequency penalties, logit bias, length decay,
-    what is not allowed, temperature, top_k, top_p, min_p. Penalties, bias and decay change greedy choices too.
+    tokens that are not allowed, temperature, top_k, top_p, min_p. Penalties, bias and decay change greedy choices too.
 
     Attributes:
         temperature: 0 takes the most likely token, whatever top_k, top_p and min_p say.
         top_k: draw among the k most likely tokens only.
         top_p: draw among the most likely tokens whose probabilities sum to p.
-        repetition_penalty: above 1, tokens that occurred already, in the prompt or since, become less likely.
-        seed: draws depend on it, on the logits and on how many tokens were drawn before, on nothing else. None: another
-            one each time.
+        repetition_penalty: values above 1 make tokens less likely that occurred in the prompt or the reply.
+        seed: draws depend on the seed, the logits and the number of tokens drawn before, and on nothing else. None: a
+            new seed each time.
         min_p: draw only among tokens at least this share as likely as the most likely one.
-        presence_penalty: is taken from the logit of each token that was chosen before.
-        frequency_penalty: is taken from it as often as the token was chosen.
-        logit_bias: token id -> what is added to its logit; kept as pairs.
+        presence_penalty: is subtracted once from the logit of each token that was chosen before.
+        frequency_penalty: is subtracted from that logit as often as the token was chosen.
+        logit_bias: token id -> the number that is added to its logit. It is kept as pairs.
         min_tokens: no end token is chosen, and no stop string looked for, before this many tokens.
         length_decay: (start, factor): from the token `start` on, end tokens become more likely, as transformers'
             `exponential_decay_length_penalty` makes them.
     Raises:
-        BatchError: naming the option and its value.
+        BatchError: a wrong value. The message names the option and the value.
     """
 
     temperature: float = 0.0
@@ -52,14 +52,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
-        if isinstance(self.length_decay, list):  # from a file
+        if isinstance(self.length_decay, list):  # A file gives a list.
             object.__setattr__(self, "length_decay", tuple(self.length_decay))
         for option, is_fine, wanted in self._rules():
             if not is_fine:
                 raise BatchError(f"{option}={getattr(self, option)!r}; give {wanted}")
 
     def _rules(self) -> Iterable[tuple[str, bool, str]]:
-        """Yield option, whether its value is possible, and what would be."""
+        """Yield each option, whether its value is possible, and which values are."""
         k, p, seed, decay = self.top_k, self.top_p, self.seed, self.length_decay
         yield "temperature", _is_number(self.temperature) and self.temperature >= 0, "0 for greedy, or more"
         yield "top_k", k is None or is_integer(k, 1), "an integer >= 1, or None for all"
@@ -76,27 +76,27 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """True if nothing is drawn. Penalties and bias may still change which token is the most likely one."""
+        """Return whether nothing is drawn. Penalties and bias may still change which token is the most likely one."""
         return self.temperature == 0
 
     @property
     def is_plain(self) -> bool:
-        """True if the choice is the argmax of the logits as they are."""
+        """Return whether the choice is the argmax of the logits as they are."""
         return self.is_greedy and not (self.changes_logits or self.min_tokens or self.length_decay)
 
     def is_plain_at(self, n_chosen: int) -> bool:
-        """True if it is so for the next choice, so many tokens having been chosen."""
+        """Return whether the choice after `n_chosen` tokens is the argmax of the logits as they are."""
         has_begun = self.length_decay is not None and n_chosen > self.length_decay[0]
         return self.is_greedy and not (self.changes_logits or n_chosen < self.min_tokens or has_begun)
 
     @property
     def counts_tokens(self) -> bool:
-        """True if the choice depends on which tokens were there before."""
+        """Return whether the choice depends on which tokens were there before."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def changes_logits(self) -> bool:
-        """True if logits are changed wherever a reply stands."""
+        """Return whether logits are changed wherever a reply stands."""
         return self.counts_tokens or bool(self.logit_bias)
 
 
@@ -112,7 +112,7 @@ def check_sampling(sampling: object) -> None:
 
 
 def _read_bias(bias: object) -> tuple[tuple[int, float], ...]:
-    """Return a bias as pairs of token id and number, ascending. Raises BatchError."""
+    """Return a bias as ascending pairs of token id and number. Raises BatchError."""
     try:
         pairs = tuple(sorted((i, x) for i, x in (bias.items() if isinstance(bias, Mapping) else bias)))  # type: ignore[attr-defined]
         if all(is_integer(i, 0) and _is_number(x) for i, x in pairs):

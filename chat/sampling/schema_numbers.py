@@ -1,4 +1,4 @@
-"""Finds numbers in schemas at which llguidance overflows its stack, which would end the process."""
+"""Finds numbers in schemas that make llguidance overflow its stack, which would end the process."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any
 from hybridmem.chat.sampling.dates import DATA
 
 LEAST = -(2**62)
-"""Integers that must be, or be below, one near -2**63 are the cause; nobody needs this half of the range."""
+"""The cause are integers that must be near -2**63, or below a number there. The limit excludes half of the range, which
+nobody needs.
+"""
 _LOWER = {"minimum", "exclusiveMinimum", "default", "examples"}
-"""Keywords whose numbers do no harm: a range may begin as low as it likes."""
+"""The keywords whose numbers do no harm. A range may begin as low as it likes."""
 _JSON = "%json"
 _SUSPECT = re.compile(r"-\s*[0-9.]{19,}|-\s*[0-9.]+[eE]\+?[0-9]{2,}")
 
 
 def find_too_small(schema: Any, *, is_data: bool = False) -> int | float | None:
-    """Return a number of a schema that is below `LEAST` and cannot be enforced; None if there is none.
+    """Return a number in a schema that is below `LEAST` and cannot be enforced, or None.
 
     Args:
-        is_data: it is a value that a reply may have, not a schema.
+        is_data: whether `schema` is a value that a reply may have, and not a schema.
     """
     if isinstance(schema, dict):
         parts = [
@@ -37,9 +39,10 @@ def find_too_small(schema: Any, *, is_data: bool = False) -> int | float | None:
 
 
 def find_in_grammar(grammar: str) -> int | float | str | None:
-    """Return such a number of a schema that a grammar in Lark holds, behind %json; None if there is none.
+    """Return such a number from a schema behind %json in a Lark grammar, or None.
 
-    Where no schema can be read behind %json, as in a text that only names it, any number that may be one counts.
+    If no schema can be read behind %json, as in a text that only mentions the word, everything that looks like such a
+    number counts.
     """
     at = grammar.find(_JSON)
     while at >= 0:

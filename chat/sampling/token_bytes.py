@@ -1,4 +1,4 @@
-"""Finds the bytes that single tokens stand for: a token may be a part of a character."""
+"""Finds the bytes for which single tokens stand. A token may be a part of a character."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TokenBytes:
-    """Looks tokens up in a tokenizer's vocabulary. Cost: a look-up, without decoding.
+    """Looks tokens up in a tokenizer's vocabulary. Cost: one look-up, without decoding.
 
     Args:
-        tokenizer: one of transformers: byte-level ones and those of SentencePiece.
+        tokenizer: a tokenizer of transformers, either byte-level or from SentencePiece.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -39,11 +39,15 @@ class TokenBytes:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        return "\u0120" in self._tokenizer.get_vocab()  # a space, moved to where it can be seen
+        # This is the visible sign that byte-level tokenizers write for a space.
+        return "\u0120" in self._tokenizer.get_vocab()
 
     @cached_property
     def _bytes(self) -> dict[str, bytes]:
-        """Return the sign that byte-level tokenizers write for each byte: itself, or one behind the first 256."""
+        """Return the sign that byte-level tokenizers write for each byte.
+
+        It is the byte itself, or a sign behind the first 256.
+        """
         shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         hidden = [byte for byte in range(256) if byte not in shown]
         signs = {chr(byte): bytes([byte]) for byte in shown}

@@ -1,4 +1,4 @@
-"""Counts the tokens of one sequence: which occurred, and how often each was chosen."""
+"""Counts the tokens of one sequence: which ones occurred, and how often each was chosen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridmem.memory.blocks.arrays import Int64s
 
 
 class TokenCounts:
-    """Holds distinct token ids in arrays that grow, so that a step reads them without a loop in Python.
+    """Holds distinct token ids in growing arrays, which a step reads without a loop in Python.
 
     Args:
         prompt_ids: tokens that occurred without being chosen.
@@ -24,12 +24,12 @@ class TokenCounts:
 
     @property
     def ids(self) -> Int64s:
-        """The distinct token ids (n,)."""
+        """Return the distinct token ids, (n,)."""
         return self._ids[: len(self._index)]
 
     @property
     def counts(self) -> Int64s:
-        """How often each of `ids` was chosen (n,)."""
+        """Return how often each of `ids` was chosen, (n,)."""
         return self._counts[: len(self._index)]
 
     def add(self, token_id: int) -> None:

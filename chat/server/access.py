@@ -1,4 +1,4 @@
-"""Decides by a request's head, before its body is read, whether the request is accepted."""
+"""Decides whether a request is accepted, from its head, before its body is read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _OPEN_TO_ALL = "/health"
 class Access:
     """Holds the rules for hosts, origins and keys.
 
-    A web page can make its visitor's browser send requests to this machine: under a name of its own that it has pointed
-    here (DNS rebinding), or as requests whose answers it may not read. A key keeps both out; without one, hosts and
+    A web page can make its visitor's browser send requests to this machine. It may use a name of its own that points
+    here (DNS rebinding), or send requests whose answers it cannot read. A key keeps both out. Without a key, hosts and
     origins are checked.
     """
 
@@ -30,7 +30,7 @@ class Access:
         self._checks_origins = not self._keys or bool(self._origins)
 
     def check(self, method: str, path: str, headers: Headers) -> Use | None:
-        """Let a request in, and return the use of its key. Raises ApiError 401 or 403."""
+        """Accept a request, and return the use of its key. Raises ApiError 401 or 403."""
         if path == _OPEN_TO_ALL:
             return None
         host, origin = headers.get(b"host"), headers.get(b"origin")
@@ -46,7 +46,7 @@ class Access:
         return "*" in self._origins or _text(origin).lower() in self._origins
 
     def headers_for(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the headers that let an allowed page, and no other, read the response."""
+        """Return the headers by which only an allowed page may read the response."""
         origin = headers.get(b"origin")
         if origin is not None and self.allows_origin(origin):
             shown = (b"access-control-expose-headers", b"x-request-id, retry-after")
@@ -54,12 +54,15 @@ class Access:
         return [(b"vary", b"Origin")] if self._origins else []
 
     def is_preflight(self, method: str, headers: Headers) -> bool:
-        """True if a browser asks on behalf of an allowed page what the page may send; it never shows a key."""
+        """Return whether this is a preflight: a browser asks, for an allowed page, what the page may send.
+
+        It never has a key.
+        """
         asks = method == "OPTIONS" and b"access-control-request-method" in headers
         return asks and self.allows_origin(headers.get(b"origin", b""))
 
     def _check_host(self, host: bytes | None) -> None:
-        if host is None or not self._checks_hosts:  # HTTP/1.0 may leave it out; no browser does
+        if host is None or not self._checks_hosts:  # HTTP/1.0 may leave the host out. No browser does.
             return
         name = _name_of(_text(host))
         if name not in self._hosts and not _is_loopback(name):
@@ -81,7 +84,7 @@ class Access:
 
 
 def preflight_headers(headers: Headers) -> dict[str, str]:
-    """Return the headers of the response to a preflight: the page may send every header that it asks for."""
+    """Return the headers of the response to a preflight. The page may send every header that it asks for."""
     return {
         "Access-Control-Allow-Methods": "GET, POST, DELETE",
         "Access-Control-Allow-Headers": _text(headers.get(b"access-control-request-headers", b"")),
@@ -90,7 +93,7 @@ def preflight_headers(headers: Headers) -> dict[str, str]:
 
 
 def _name_of(host: str) -> str:
-    """Return the name in a Host header: without port, brackets and a dot at the end."""
+    """Return the name in a Host header, without port, brackets and a final dot."""
     name, _, port = host.rpartition(":")
     if not name or not port.isdigit():
         name = host.removesuffix(":")
@@ -98,7 +101,7 @@ def _name_of(host: str) -> str:
 
 
 def _is_own(origin: bytes, host: bytes | None) -> bool:
-    """True for the server's own page: its origin is the name, checked before, and the port that the request is for."""
+    """Return whether an origin is the server's own page: it has the checked host and the port of the request."""
     scheme, _, rest = origin.partition(b"://")
     return scheme in (b"http", b"https") and host is not None and rest.lower() == host.lower()
 

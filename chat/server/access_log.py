@@ -1,4 +1,4 @@
-"""Writes a line on the standard error for each request that is over: text, or JSON for those who collect it."""
+"""Writes one line to standard error for each finished request, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ log = logging.getLogger("hybrid_memory.access")
 
 
 def read_request_id(headers: object) -> str:
-    """Return the id that a client, or a proxy, has given a request; a new one if there is none that can be written."""
+    """Return the id that a client or a proxy gave a request.
+
+    If there is none, or it cannot be logged, return a new one.
+    """
     given = headers.get(REQUEST_ID, b"") if isinstance(headers, dict) else b""
     return given.decode() if _POSSIBLE.fullmatch(given) else f"req_{uuid4().hex}"
 
 
 def start_log(form: Form) -> None:
-    """Write the log to the standard error from now on, unless the program has given it a place already."""
+    """Write the log to standard error from now on, unless the program has configured it already."""
     if form != "off" and not log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -37,9 +40,9 @@ def start_log(form: Form) -> None:
 
 
 def write_line(form: Form, about: dict[str, object]) -> None:
-    """Write what is known of a request: client, method, path, status, seconds, request_id, and what else there is.
+    """Write a line with the client, method, path, status, seconds and request_id of a request, and further fields.
 
-    What clients have sent is quoted, so that no path can look like another line.
+    Texts from clients are quoted, so that no path can look like another line.
     """
     if form == "off":
         return

@@ -1,4 +1,4 @@
-"""Builds the app, and maps paths to the service."""
+"""Builds the ASGI app, and maps paths to the service."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from hybridmem.chat.stored import SessionStore
 from hybridmem.chat.stored.database import model_signature
 
 _ASKED_BY_MONITORS = ("/health", "/metrics", "/v1/models", "/")
-"""Paths at which HEAD is answered, too: load balancers ask so whether a server is there."""
+"""At these paths the server also answers HEAD. Load balancers use it to see whether a server is there."""
 
 
 def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: ServerOptions | None = None) -> FastAPI:
     """Return an ASGI app that steps the engine from the app's start to its end.
 
     Args:
-        tokenizer: the engine's.
+        tokenizer: the engine's tokenizer.
         model_id: the name by which clients call the model.
     Returns:
-        The app; `app.state.service` is the `Service` behind it, `app.state.sessions` the repository of stored sessions.
+        The app. `app.state.service` is the `Service` behind it, and `app.state.sessions` the repository of stored
+        sessions.
     Raises:
         FormatError, MismatchError: as `chat.stored.database.open_database`, for the folder of sessions.
     """
@@ -53,7 +54,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     app = FastAPI(
         title="hybrid-memory",
         lifespan=lifespan,
-        openapi_url=None,  # bodies are parsed here, for OpenAI's errors, so the schema would be empty
+        openapi_url=None,  # Endpoints parse bodies themselves, for OpenAI's errors. So FastAPI's schema would be empty.
         redirect_slashes=False,
         exception_handlers={ApiError: answer_api_error, HTTPException: answer_http_error},
     )

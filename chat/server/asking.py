@@ -1,4 +1,4 @@
-"""Makes what is asked of the engine from the fields of a request."""
+"""Turns the fields of a request into arguments for the engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Asking:
     """Makes `Ask`s for one model.
 
     Attributes:
-        end_ids: tokens that end a reply of the model.
-        n_vocab: tokens that it knows.
-        defaults: of what requests leave out.
+        end_ids: the tokens that end a reply of the model.
+        n_vocab: how many tokens the model knows.
+        defaults: the values of options that requests leave out.
     """
 
     end_ids: tuple[int, ...]
@@ -29,7 +29,10 @@ class Asking:
         self, asked: SamplingFields, token_ids: list[int], max_tokens: int, owner: bytes, *, n: int = 1,
         output: Output = PLAIN, reports_prefill: bool = False,
     ) -> Ask:  # fmt: skip
-        """Return what one prompt asks of the engine. Raises ApiError 400 for tokens that the model does not know."""
+        """Return the arguments of the engine for one prompt.
+
+        Raises ApiError 400 for tokens that the model does not know.
+        """
         for param, ids in (("stop_token_ids", asked.stop_token_ids), ("logit_bias", asked.logit_bias)):
             if wrong := [i for i in ids if i >= self.n_vocab]:
                 message = f"Invalid '{param}': it has token {wrong[0]}, and token ids are 0 ... {self.n_vocab - 1}."
@@ -42,6 +45,6 @@ class Asking:
             owner=owner,
             output=replace(output, stop_ids=asked.stop_ids(self.end_ids)),
             reports_prefill=reports_prefill,
-            priority=-asked.priority,  # a lower number goes first here, as in vLLM
+            priority=-asked.priority,  # In requests, a lower number goes first, as in vLLM.
             deadline_s=asked.deadline_seconds,
         )

@@ -1,4 +1,4 @@
-"""Counts brackets and commas of a JSON body before it is parsed, in numpy: other threads can run meanwhile."""
+"""Counts brackets and commas of a JSON body before it is parsed. numpy does it, so other threads can run meanwhile."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 UInt8s: TypeAlias = NDArray[np.uint8]
 
 _IS_VALUE = np.isin(np.arange(256), list(b"{[:"))
-"""True for each byte that begins an object, an array or the value of a key."""
+"""True for each byte value that begins an object, an array or the value of a key."""
 
 
 def has_more_values(body: bytes, most: int) -> bool:
-    """True if a body has more objects, arrays and keys than `most`. Brackets inside of its strings do not count."""
+    """Return whether a body has more objects, arrays and keys than `most`. Brackets inside of strings do not count."""
     if _count(np.frombuffer(body, np.uint8), b"{[:") <= most:
         return False
     signs = _read_signs(body)
@@ -23,10 +23,9 @@ def has_more_values(body: bytes, most: int) -> bool:
 
 
 def count_longest_list(body: bytes, least: int) -> int:
-    """Count the numbers that the longest array begins with; 0 if they are fewer than `least`.
+    """Count the numbers at the beginning of the array with the most of them. Return 0 if they are fewer than `least`.
 
-    They are as many as the commas behind its bracket, and one more; no string and no other bracket stands between
-    those.
+    They are one more than the commas behind the array's bracket, up to the next string or bracket.
     """
     if _count(np.frombuffer(body, np.uint8), b",") < least - 1:
         return 0
@@ -39,7 +38,7 @@ def count_longest_list(body: bytes, least: int) -> int:
 
 
 def _read_signs(body: bytes) -> UInt8s:
-    """Return the body's bytes without escaped ones, so that each quotation mark begins or ends a string."""
+    """Return the body's bytes without escaped ones. Each remaining quotation mark begins or ends a string."""
     return np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body, np.uint8)
 
 

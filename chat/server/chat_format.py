@@ -1,4 +1,4 @@
-"""Writes chat completions as OpenAI's clients read them: text, thoughts and calls of tools, whole or in pieces."""
+"""Writes chat completions for OpenAI's clients, whole or in pieces. They contain text, thoughts and calls of tools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridmem.chat.tools.reading import Part, ReplyReader
 
 @dataclass
 class Said:
-    """Holds what a reply holds: its content, its thoughts, and its calls as OpenAI's clients know them."""
+    """Holds the content of a reply, its thoughts, and its calls in OpenAI's form."""
 
     content: str = ""
     reasoning: str = ""
@@ -44,7 +44,7 @@ def new_call_id() -> str:
 
 
 def read_whole(reader: ReplyReader, text: str) -> Said:
-    """Return what the text of a whole reply holds."""
+    """Read the text of a whole reply."""
     said = Said()
     for part in (*reader.feed(text), *reader.close()):
         said.add(part)
@@ -56,9 +56,9 @@ class ChatFormat:
     """Writes the chat completions of one request.
 
     Attributes:
-        tokens: the model's, for log probabilities.
-        new_reader: returns the reader of a new reply.
-        has_reasoning: thoughts are sent, beside the content.
+        tokens: the model's tokens, for log probabilities.
+        new_reader: makes the reader of a new reply.
+        has_reasoning: whether thoughts are sent, beside the content.
     """
 
     model: str
@@ -68,7 +68,7 @@ class ChatFormat:
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     _readers: dict[int, ReplyReader] = field(default_factory=dict)
-    _untold: dict[int, list[Chosen]] = field(default_factory=dict)  # their text has not been sent yet
+    _untold: dict[int, list[Chosen]] = field(default_factory=dict)  # The text of these tokens has not been sent yet.
 
     def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]:
         choices = [self._choice(i, generation) for i, generation in enumerate(generations)]
@@ -94,7 +94,7 @@ class ChatFormat:
         return self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
 
     def pieces(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the chunks of what a step brought for one choice; none while it may be the beginning of a mark."""
+        """Return the chunks for what a step brought for one choice. There are none while the text may begin a mark."""
         reader = self._readers.setdefault(piece.index, self.new_reader())
         parts = reader.feed(piece.text)
         if piece.is_last:

@@ -1,4 +1,4 @@
-"""Reads JSON bodies into checked objects, and explains in OpenAI's form what is wrong with one."""
+"""Reads JSON bodies into checked objects, and explains errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hybridmem.chat.server.errors import ApiError, clip
 from hybridmem.chat.tools.calls import check_json
 
 MOST_VALUES = 32_768
-"""Objects, arrays and keys of one body: Python makes something of each while everybody waits."""
+"""A body may have this many objects, arrays and keys. Python makes an object of each, while all other requests wait."""
 
 _MAY_BE_INFINITE = re.compile(rb"[0-9][eE]\+?[0-9]{2}|[0-9]{300}")
-"""Finds what may be a number that is read as infinite, such as 1e999."""
+"""Matches what may be a number that Python reads as infinite, such as 1e999."""
 
 Neutral = dict[str, tuple[object, ...]]
 ModelT = TypeVar("ModelT", bound="Checked")
 ANY: tuple[object, ...] = ("any value",)
-"""Values of a parameter that changes nothing whatever it is."""
+"""Marks a parameter that has no effect, whatever its value."""
 
 
 def read_request(model: type[ModelT], body: bytes) -> ModelT:
-    """Read a request's body. Raises ApiError 400, naming the parameter."""
+    """Read a request's body. Raises ApiError 400; the error names the parameter."""
     if has_more_values(body, model.most_values):
         message = (
             f"The body has more than {model.most_values:,} objects, arrays and keys; send fewer messages, or join "
@@ -70,12 +70,13 @@ class Checked(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     neutral: ClassVar[Neutral] = {}
-    """Parameters that are not supported -> values of theirs that change nothing, beside null; `ANY`: all do. Those of
-    the classes that a class is made from count as well."""
+    """Parameters that are not supported -> their values without effect, beside null. `ANY`: no value has an effect. The
+    entries of base classes count as well.
+    """
     most_values: ClassVar[int] = MOST_VALUES
-    """Objects, arrays and keys of one body."""
+    """A body may have this many objects, arrays and keys."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other names of parameters, as other servers call them."""
+    """The names that other servers use for parameters."""
 
     @classmethod
     @cache
@@ -90,11 +91,12 @@ class Checked(BaseModel):
         value = cls._rename(value)
         neutral = cls.all_neutral()
         unknown = next((name for name in value if name not in cls.model_fields and name not in neutral), None)
-        if unknown is not None:  # the first of perhaps very many, each of which would cost an error of its own
+        # Report only the first. There may be very many, and each would cost an error of its own.
+        if unknown is not None:
             raise PydanticCustomError("unknown", "is unknown", {"name": unknown})
         for name, harmless in neutral.items():
             given = value.get(name)
-            if isinstance(given, dict):  # some clients write out what they leave open
+            if isinstance(given, dict):  # Some clients write out what they leave open.
                 given = {key: inner for key, inner in given.items() if inner is not None}
             if (
                 given is not None
@@ -107,7 +109,10 @@ class Checked(BaseModel):
 
     @classmethod
     def _rename(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Give parameters their own names. One that is given by two names with two values is refused."""
+        """Replace other names of parameters by their own.
+
+        Two names of one parameter with different values are refused.
+        """
         if cls.aliases.keys().isdisjoint(value):
             return value
         renamed = {name: given for name, given in value.items() if name not in cls.aliases}

@@ -1,7 +1,7 @@
-"""Limits connections: their number, the time of their clients, and bytes that are refused before there is a request.
+"""Limits connections: how many there are, how long clients may take, and what they may send before there is a request.
 
-uvicorn's h11 protocol waits for a head without end and answers what is malformed in plain text; this one does neither.
-Heads are collected here and handed to h11 when they are whole and `check_head` has nothing against them.
+uvicorn's h11 protocol waits forever for a head, and answers malformed requests in plain text. This one does neither. It
+collects heads, and hands each to h11 once it is whole and `check_head` accepts it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hybridmem.chat.server.metrics import Metrics
 from hybridmem.chat.server.options import ServerOptions
 
 MOST_CHUNKS = 4096
-"""Chunks of one body: each costs the event loop as much as a small request."""
+"""A body may come in this many chunks. Each costs the event loop as much as a small request."""
 MOST_READ_BYTES = 16 << 10
-"""Bytes that are read from one connection before the event loop serves the others."""
+"""The server reads at most this many bytes from one connection before it serves the others."""
 _WITH_BODY = b"POST "
-"""The start of requests that bring work; all others are answered from what is there."""
+"""The first bytes of requests that cause work. All other requests are answered at once."""
 _LOG_SECONDS = 60.0
 
 
 class Seldom(logging.Filter):
-    """Logs each message once in a while, with the number of repetitions that it held back.
+    """Logs each message at most once in an interval, with the number of repetitions that it held back.
 
     Args:
-        seconds: between two of the same message.
+        seconds: the interval between two equal messages.
     """
 
     def __init__(self, seconds: float = _LOG_SECONDS) -> None:
@@ -56,10 +56,10 @@ class Seldom(logging.Filter):
 
 
 class Turns:
-    """Lets requests that bring work begin one after the other; the event loop serves other connections in between.
+    """Lets requests that cause work begin one after the other. The event loop serves other connections in between.
 
-    What begins goes through several callbacks, each as expensive as that of a token. Where a hundred clients send at
-    once, whoever asks for no more than `/metrics` would wait for all of them, at each of its own callbacks.
+    A new request goes through several callbacks, each as expensive as that of a token. If a hundred clients sent at
+    once, a mere request for `/metrics` would wait for all of them, at each of its own callbacks.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Turns:
         self._waiting: deque[Connection] = deque()
 
     def take(self, connection: Connection) -> bool:
-        """True if its request may begin; else its `begin` is called later."""
+        """Return whether a connection's request may begin now. Otherwise its `begin` is called later."""
         if self._is_taken:
             self._waiting.append(connection)
             return False
@@ -75,7 +75,7 @@ class Turns:
         return True
 
     def leave(self, connection: Connection) -> None:
-        """Forget a connection that waits: it was lost, or begins by itself."""
+        """Forget a waiting connection, because it was lost or begins by itself."""
         with suppress(ValueError):
             self._waiting.remove(connection)
 
@@ -98,8 +98,8 @@ log.addFilter(Seldom())
 class Connections:
     """Holds the open connections, bounded in number and per peer address.
 
-    Where there are too many, the one that waits longest for its client is closed: half-sent requests cannot keep others
-    out.
+    If there are too many, the one that has waited longest for its client is closed. So half-sent requests cannot keep
+    others out.
     """
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
@@ -113,7 +113,7 @@ class Connections:
         return len(self._open)
 
     def add(self, connection: Connection) -> None:
-        """Take a new connection in; it is refused if no other can give way."""
+        """Add a new connection. It is refused if no other connection can be closed for it."""
         peers = self._by_peer.get(connection.peer, {})
         if len(peers) >= self.options.max_peer_connections:
             self._make_way(connection, peers)
@@ -158,37 +158,41 @@ class Connection(H11Protocol):
     """Holds one client's connection.
 
     Args:
-        connections: those it counts among.
+        connections: the set of open connections to which it belongs.
     Attributes:
         peer: the client's address, without its port.
-        waits_since: when it began to wait for a request, in the event loop's seconds.
-        is_refused: it was answered without the app, and closes.
+        waits_since: when it began to wait for a request, in seconds of the event loop.
+        is_refused: whether it was answered without the app, and is closing.
     """
 
     def __init__(self, connections: Connections, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self.conn = _Parser(h11.SERVER, MOST_HEAD_BYTES)
-        self.logger = log  # uvicorn's messages about clients are limited like those of this module
+        self.logger = log  # The messages of uvicorn about clients are limited as those of this module.
         self.peer = ""
         self.waits_since = 0.0
         self.is_refused = False
         self._connections = connections
         self._head = bytearray()
-        self._waiting: bytes | None = None  # a request that waits for its turn
+        self._waiting: bytes | None = None  # This is a request that waits for its turn.
         self._head_timer: asyncio.TimerHandle | None = None
 
     @property
     def awaits_client(self) -> bool:
-        """True if there is no complete request to answer: it waits for the client's bytes, or to be closed."""
+        """Return whether there is no complete request to answer.
+
+        It then waits for the client's bytes, or to be closed.
+        """
         if self._waiting is not None:
             return False
         return self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
-    # What asyncio calls
+    # Methods that asyncio calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if hasattr(transport, "max_size"):  # asyncio's own; a long read delays all other connections
+        # Only asyncio's transports have this. A long read delays all other connections.
+        if hasattr(transport, "max_size"):
             transport.max_size = MOST_READ_BYTES
         self.peer = self.client[0] if self.client is not None else ""
         self.waits_since = self.loop.time()
@@ -204,7 +208,7 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._waiting is not None:  # what came before reading was paused
+        if self._waiting is not None:  # These bytes came before reading was paused.
             self._waiting += data
         elif self.conn.their_state is h11.IDLE:
             self._receive_head(data)
@@ -219,10 +223,10 @@ class Connection(H11Protocol):
         if not self.transport.is_closing() and self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
             self._end_after_answer()
 
-    # Heads
+    # Methods for heads.
 
     def _receive_head(self, data: bytes) -> None:
-        if self._head_timer is None:  # the first bytes behind an earlier request
+        if self._head_timer is None:  # These are the first bytes behind an earlier request.
             self._unset_keepalive_if_required()
             self._start_head_timer()
         n_searched = len(self._head)
@@ -246,14 +250,14 @@ class Connection(H11Protocol):
             self._take_in(received)
 
     def begin(self) -> None:
-        """Hand the request that has waited for its turn to h11; do nothing if there is none."""
+        """Hand the request that waited for its turn to h11. Do nothing if there is none."""
         received = self._leave_turn()
         if received is not None and not self.transport.is_closing():
             self.flow.resume_reading()
             self._take_in(received)
 
     def _leave_turn(self) -> bytes | None:
-        """Stop waiting for a turn, and return the request that waited; None if there was none."""
+        """Stop waiting for a turn. Return the request that waited, or None."""
         received, self._waiting = self._waiting, None
         if received is not None:
             self._connections.turns.leave(self)
@@ -273,17 +277,20 @@ class Connection(H11Protocol):
         self.refuse(ApiError(408, message, code="request_timeout"))
 
     def _end_after_answer(self) -> None:
-        """Close after the response in progress: bytes that follow a request unasked are never read as another one."""
-        self.cycle.keep_alive = False
-        self.flow.resume_reading()  # else a disconnect would not be noticed
+        """Close after the response in progress.
 
-    # What uvicorn calls
+        Bytes that follow a request unasked are never read as another request.
+        """
+        self.cycle.keep_alive = False
+        self.flow.resume_reading()  # Without this, a disconnect would not be noticed.
+
+    # Methods that uvicorn calls.
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(ApiError(400, "This is not valid HTTP.", code="malformed_http"))
 
     def _should_upgrade(self) -> bool:
-        return False  # an offer of another protocol may be ignored, and need not be logged
+        return False  # A server may ignore the offer of another protocol, and need not log it.
 
     def on_response_complete(self) -> None:
         self.waits_since = self.loop.time()
@@ -297,7 +304,7 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def refuse(self, error: ApiError) -> None:
-        """Respond without the app, unless a response has begun, and close. A connection that is closing is cut."""
+        """Respond without the app, unless a response has begun, and close. A closing connection is cut."""
         self._stop_timers()
         self._leave_turn()
         if self.transport.is_closing():

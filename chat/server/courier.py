@@ -1,4 +1,4 @@
-"""Carries what a step of the engine brings to the event loop: with one call, however many replies it is for."""
+"""Carries the results of a step from the engine's thread to the event loop, with one call for all replies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _LOT = 8
 class Courier(Generic[T]):
     """Puts things that another thread sends into queues of an event loop.
 
-    To wake the loop is a system call, which costs more than the rest of what a token takes on its way. What has come is
-    delivered in lots, between which the loop looks after its other connections.
+    Waking the loop is a system call, which costs more than all else that a token takes on its way. The loop delivers
+    what has come in batches, and serves its other connections in between.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -23,14 +23,17 @@ class Courier(Generic[T]):
         self._is_coming = False
 
     def send(self, queue: asyncio.Queue[T], thing: T) -> None:
-        """Send something to a queue; from the thread that steps. Raises RuntimeError: the loop is closed."""
+        """Send something to a queue.
+
+        Only the thread that steps may call this. Raises RuntimeError if the loop is closed.
+        """
         self._sent.append((queue, thing))
         if not self._is_coming:
             self._is_coming = True
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_coming = False  # first: what is sent from now on is delivered here or by the next call
+        self._is_coming = False  # This comes first. What is sent from now on is delivered here or by the next call.
         for _ in range(min(_LOT, len(self._sent))):
             queue, thing = self._sent.popleft()
             queue.put_nowait(thing)

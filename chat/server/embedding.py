@@ -1,4 +1,7 @@
-"""Embeds texts: POST /v1/embeddings, the last hidden state of each input, or the mean of all of its tokens'."""
+"""Answers POST /v1/embeddings.
+
+The embedding of an input is its last hidden state, or the mean over all of its tokens.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,16 @@ from hybridmem.models.layers.decoder import HIDDEN_STATES
 
 Pooling = Literal["last", "mean"]
 MOST_INPUTS = 2048
-"""Inputs of one request: OpenAI's limit."""
+"""A request may have this many inputs. This is OpenAI's limit."""
 
 
 def _read_inputs(value: object) -> list[Prompt]:
-    """Read one input or several. Each is computed by itself, so they may be as many as clients send at once."""
+    """Read one input or several. Each is computed by itself, so a request may have many."""
     return read_prompts(value, most=MOST_INPUTS)
 
 
 class EmbeddingsRequest(Checked):
-    """Holds texts that are to be embedded. `pooling` is not OpenAI's."""
+    """Holds the texts to embed. The field `pooling` is not OpenAI's."""
 
     model: str
     input: Annotated[list[Prompt], BeforeValidator(_read_inputs)]
@@ -47,7 +50,7 @@ class EmbeddingsRequest(Checked):
 
 
 def find_pooling(folder: Path | None) -> Pooling | None:
-    """Return how a checkpoint says that it embeds, in sentence-transformers' file; None if it says nothing of it."""
+    """Return the pooling that a checkpoint names in the file of sentence-transformers. None: it names none."""
     try:
         told = json.loads((folder / "1_Pooling" / "config.json").read_text()) if folder is not None else {}
     except (OSError, ValueError):
@@ -71,10 +74,10 @@ class Served(Protocol):
 
 
 class Embedding:
-    """Computes embeddings between the engine's steps, a chunk of an input at a time, so that replies go on.
+    """Computes embeddings between the engine's steps, one chunk of an input at a time, so that replies go on.
 
     Args:
-        pooling: what the model says; None: requests must say it.
+        pooling: the model's pooling. None: requests must name it.
     """
 
     def __init__(self, service: Served, pooling: Pooling | None) -> None:
@@ -90,9 +93,10 @@ class Embedding:
         exchange.take_place()
         vectors = []
         for token_ids in inputs:
-            if not service.is_open:  # there may be many
+            if not service.is_open:  # There may be many inputs, so the server may stop in between.
                 raise stopping()
-            async with self._turn:  # one after the other: each has the memory's rest for itself
+            # Inputs are computed one after the other. Each may use all of the memory's free room.
+            async with self._turn:
                 vectors.append(await asyncio.to_thread(self._compute, token_ids, pooling))
         n_tokens = sum(map(len, inputs))
         exchange.notes["prompt_tokens"] = n_tokens
@@ -112,7 +116,7 @@ class Embedding:
         return asked, inputs
 
     def _check(self, asked: EmbeddingsRequest) -> Pooling:
-        """Return how to pool. Raises ApiError for what the model does not say or cannot do."""
+        """Return how to pool. Raises ApiError if nobody names a pooling, or if the model cannot do it."""
         model, name = self._service.engine.model, self._service.model_id
         if not getattr(model, "gives_hidden_states", False):
             message = f"{name!r} gives no hidden states, so it cannot embed; choose a decoder."
@@ -133,7 +137,7 @@ class Embedding:
         return pooling
 
     def _compute(self, token_ids: list[int], pooling: Pooling) -> np.ndarray[Any, Any]:
-        """Return the embedding, of length 1, as OpenAI's. It waits for the engine between chunks, not longer."""
+        """Return the embedding, normalised to length 1 as OpenAI's are. Between two chunks, it waits for the engine."""
         engine = self._service.engine
         size, total = engine.step_tokens, torch.zeros(())
         with engine.lock:

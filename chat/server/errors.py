@@ -1,4 +1,4 @@
-"""Writes errors in the form of OpenAI's clients: {"error": {"message", "type", "param", "code"}}."""
+"""Writes errors in the form that OpenAI's clients read: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MOST_VALUE = 100
 
 
 def clip(text: str, most: int = _MOST_VALUE) -> str:
-    """Shorten what a client sent before it is shown again: so many characters at most, with an ellipsis at the end."""
+    """Shorten a client's text before it is shown again, to at most `most` characters with an ellipsis at the end."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 class ApiError(Exception):
     """Ends a request with an error. `param` names the field of the request that is wrong.
 
-    Message and param are clipped, whatever of the request they quote.
+    Message and param are clipped, because they may quote long parts of the request.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ def stopping() -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return an engine's error as a client may see it. Errors of the server itself go to the log instead."""
+    """Return an engine's error in the form that a client may see. Errors of the server itself go to the log instead."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, StoppingError):
@@ -88,7 +88,7 @@ async def answer_api_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
-    """Respond to what the router refuses: unknown paths, and methods that a path does not have."""
+    """Respond to requests that the router refuses: unknown paths, and methods that a path does not have."""
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, dict(error.headers or {})
     what = f"{clip(request.method)} {clip(request.url.path)}"

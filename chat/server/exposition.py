@@ -1,7 +1,9 @@
-"""Writes metrics as the text that Prometheus reads, as prometheus_client's `generate_latest` does, in half its time.
+"""Writes metrics as the text that Prometheus reads.
 
-That escapes and checks each name and label again at each reading, which keeps the event loop for 5 ms. Here what comes
-before a number is made once for each sample.
+It does what prometheus_client's `generate_latest` does, in half the time.
+
+`generate_latest` escapes and checks each name and label at each reading, which blocks the event loop for 5 ms. Here the
+text before a number is made once for each sample.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 _MOST_KNOWN = 4096
-"""Samples and families whose texts are kept: several times what a server has."""
+"""The texts of this many samples and families are kept, which is several times what a server has."""
 _TYPES = {"counter", "gauge", "histogram"}
-_number = lru_cache(_MOST_KNOWN)(floatToGoString)  # most are zeros, or as they were at the last reading
+_number = lru_cache(_MOST_KNOWN)(floatToGoString)  # Most numbers are zeros, or as they were at the last reading.
 
 
 def exposition(registry: CollectorRegistry) -> bytes:

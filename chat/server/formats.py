@@ -1,4 +1,4 @@
-"""Writes replies as OpenAI's clients read them: whole, or in pieces as server-sent events."""
+"""Writes replies for OpenAI's clients, whole or in pieces as server-sent events."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CompletionFormat:
     """Writes completions of plain text.
 
     Attributes:
-        tokens: the model's, for log probabilities.
-        echoes: what stands before the reply of each choice.
+        tokens: the model's tokens, for log probabilities.
+        echoes: the text before the reply of each choice.
     """
 
     model: str
@@ -80,7 +80,7 @@ class CompletionFormat:
 
 
 def finish_reason_of(generation: Generation) -> str | None:
-    """Return why a reply ended, in OpenAI's words: a deadline cuts it as `max_tokens` does."""
+    """Return why a reply ended, in OpenAI's words. A deadline cuts a reply as `max_tokens` does."""
     return "length" if generation.finish_reason == "deadline" else generation.finish_reason
 
 

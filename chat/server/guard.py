@@ -1,4 +1,7 @@
-"""Guards every request on its way in and out: access, limits, counters, and its end when the client disconnects."""
+"""Guards every request on its way in and out.
+
+It checks access and limits, counts, and ends a request whose client disconnects.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,15 @@ from hybridmem.chat.server.options import ServerOptions
 PATHS_WITH_BODIES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
 _PATHS = ("/", "/health", "/metrics", "/v1/memory", "/v1/memory/events", "/v1/models", *PATHS_WITH_BODIES)
 _FAMILIES = ("/v1/models", "/v1/responses", "/v1/conversations", "/v1/sessions")
-"""Paths that others continue, with ids in them; what is counted is counted under these."""
+"""Longer paths with ids begin with these. Their requests are counted under the path here."""
 _FAMILIES_WITH_BODIES = tuple(f"{family}/" for family in _FAMILIES[1:])
 _AT_ONCE = ("/health", "/metrics")
-"""Paths whose answers wait for nothing: no task of their own, which would wait for its turn among all replies."""
+"""The answers at these paths wait for nothing. They get no task of their own, which would wait for its turn among all
+replies.
+"""
 _DRAIN_SECONDS = 2.0
 CLIENT_GONE = 499
-"""The status that is counted for a client that disconnected before its response; it is never sent."""
+"""The metrics count this status for a client that disconnected before its response. It is never sent."""
 
 
 def takes_body(path: str) -> bool:
@@ -38,14 +43,14 @@ def takes_body(path: str) -> bool:
 
 
 class Counting(Protocol):
-    """Declares what the guard counts: requests by path and status."""
+    """Declares what the guard counts, which is requests by path and status."""
 
     @property
     def requests(self) -> Counter: ...
 
 
 class Guarded(Protocol):
-    """Declares what the guard calls of the service behind it."""
+    """Declares the methods of the service that the guard calls."""
 
     options: ServerOptions
     is_open: bool
@@ -56,7 +61,7 @@ class Guarded(Protocol):
 
 @dataclass
 class Places:
-    """Counts the requests that are answered at once, and limits them."""
+    """Counts the requests that are being answered, and limits their number."""
 
     limit: int
     n_taken: int = 0
@@ -70,20 +75,20 @@ class Places:
 
 @dataclass
 class Exchange:
-    """Holds a request on its way.
+    """Holds a request on its way through the server.
 
     Attributes:
-        places: those that it takes one of.
-        started: when it came in, in seconds of time.perf_counter.
-        at_end: called when it is over, in any way.
-        status: of the response; 0 until it begins.
-        is_complete: the whole response was handed to the server.
-        has_place: it counts among those that are answered at once.
-        is_counted: it is over: its place is free again, and the metrics contain it.
-        request_id: the client's, or a new one; the response has it too.
-        use: of the client's key; None: it needs none.
-        notes: what the access log says beside the rest.
-        more_usage: what usage says in "hybrid_memory" beside the rest, such as how a fleet has routed the request.
+        places: the places of which it takes one.
+        started: when it came in, in seconds of `time.perf_counter`.
+        at_end: functions that are called when the request is over, however it ends.
+        status: the status of the response. 0 until the response begins.
+        is_complete: whether the whole response was handed to the server.
+        has_place: whether it has a place among the requests that are being answered.
+        is_counted: whether it is over. Its place is free again then, and the metrics contain it.
+        request_id: the client's id, or a new one. The response has it too.
+        use: the use of the client's key. None: the request needs no key.
+        notes: additional fields of the access log.
+        more_usage: additional fields of `usage` in "hybrid_memory", such as how a fleet has routed the request.
     """
 
     path: str
@@ -100,7 +105,7 @@ class Exchange:
     more_usage: dict[str, object] = field(default_factory=dict)
 
     def take_place(self) -> None:
-        """Take a place among the requests that are answered, until the end. Raises ApiError 429."""
+        """Take a place among the requests that are being answered, until the end. Raises ApiError 429."""
         self.places.check()
         if self.use is not None:
             self.use.check()
@@ -116,11 +121,11 @@ def exchange_of(scope: Mapping[str, object]) -> Exchange:
 
 
 class Guard:
-    """Runs the app behind it as a task: ASGI middleware.
+    """Runs the app for each request as a task. It is an ASGI middleware.
 
-    The task is cancelled when the client disconnects, and the functions that it left in `at_end` are called. A request
-    takes a place only when it is known that it can be answered: a client that sends slowly, too much or nonsense keeps
-    no other client out.
+    If the client disconnects, the task is cancelled, and the functions in `at_end` are called. A request takes a place
+    only once it is clear that it can be answered. So a client that sends slowly, too much or nonsense keeps no other
+    client out.
     """
 
     def __init__(self, app: ASGIApp, service: Guarded) -> None:
@@ -150,7 +155,8 @@ class Guard:
         finally:
             for end in exchange.at_end:
                 end()
-            exchange.at_end.clear()  # they hold the exchange in turn, which is garbage otherwise
+            # These functions hold the exchange. Clearing the list breaks the cycle, which would be garbage.
+            exchange.at_end.clear()
             self._count(exchange)
             self._log(exchange, scope)
 
@@ -164,7 +170,10 @@ class Guard:
         write_line(self._service.options.access_log, about)
 
     def _count(self, exchange: Exchange) -> None:
-        """Count a request that is over, once, and before its client can know: the next request must find a place."""
+        """Count a finished request, once.
+
+        This happens before its client can know, so that the client's next request finds a place.
+        """
         if exchange.is_counted:
             return
         exchange.is_counted = True
@@ -182,7 +191,7 @@ class Guard:
                 exchange.use = self._access.check(scope["method"], scope["path"], headers)
                 body = await self._take_body(headers, scope, incoming)
             except ApiError as error:
-                if error.status != 408:  # 408: the body was awaited for too long already
+                if error.status != 408:  # With 408, the server has already waited too long for the body.
                     await self._drain(headers, incoming)
                 raise
             if self._access.is_preflight(scope["method"], headers):
@@ -196,10 +205,10 @@ class Guard:
             if exchange.status == 0:
                 await answer.response()(scope, incoming.receive, send)
 
-    # Bodies
+    # Methods for bodies.
 
     async def _take_body(self, headers: Headers, scope: Scope, incoming: Incoming) -> bytes:
-        """Read the body; at paths that take none, skip it.
+        """Read the body, or skip it at paths that take none.
 
         Raises:
             ApiError: 408, 413, 415, 429 or 503. ClientGoneError.
@@ -211,9 +220,9 @@ class Guard:
         return await self._read_body(incoming)
 
     def _check_body(self, headers: Headers) -> None:
-        """Refuse a body by what its head says of it. Raises ApiError 413, 415, 429 or 503."""
+        """Refuse a body by the headers of its request. Raises ApiError 413, 415, 429 or 503."""
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":  # forms of web pages cannot send this
+        if kind != b"application/json":  # A form of a foreign web page cannot send this type.
             message = f"The body must come as 'Content-Type: application/json', not {clip(kind.decode('latin-1'))!r}."
             raise ApiError(415, message, code="unsupported_media_type")
         if not self._service.is_open:
@@ -223,7 +232,7 @@ class Guard:
         self._places.check()
 
     async def _read_body(self, incoming: Incoming) -> bytes:
-        """Read a body that is neither too large nor too slow. Raises ApiError 408 or 413."""
+        """Read a body. Raises ApiError 408 if it is too slow, or 413 if it is too large."""
         options = self._service.options
         try:
             body = await incoming.read(options)
@@ -241,9 +250,9 @@ class Guard:
         return ApiError(413, message, code="request_too_large")
 
     async def _drain(self, headers: Headers, incoming: Incoming) -> None:
-        """Read a little of a body that is refused: a client that is still sending would not see the response."""
+        """Read a little of a refused body. A client that is still sending would otherwise not see the response."""
         if b"transfer-encoding" not in headers and declared_bytes(headers) == 0:
-            incoming.has_ended = True  # nothing is awaited, so that short requests are answered at once
+            incoming.has_ended = True  # Nothing is awaited here, so that short requests are answered at once.
             return
         most = 16 * self._service.options.max_body_bytes
         if declared_bytes(headers) > most or b"100-continue" in headers.get(b"expect", b"").lower():
@@ -260,7 +269,7 @@ class Guard:
             if not given:
                 given = True
                 return {"type": "http.request", "body": body, "more_body": False}
-            await asyncio.Event().wait()  # never ends: a disconnect is noticed below
+            await asyncio.Event().wait()  # This never ends. A disconnect is noticed below.
             raise AssertionError("this event is never set")
 
         if exchange.path in _AT_ONCE:
@@ -270,19 +279,19 @@ class Guard:
         gone = asyncio.ensure_future(_until_gone(receive))
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and exchange.is_complete:  # servers report a disconnect after a complete response, too
+            if not task.done() and exchange.is_complete:  # Servers report a disconnect after a complete response, too.
                 await asyncio.wait({task})
         finally:
             was_done = task.done()
             task.cancel()
             gone.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
-        if not was_done or task.cancelled():  # cancelled: by the timer of a send
+        if not was_done or task.cancelled():  # If the task was cancelled, the timer of a send did it.
             raise ClientGoneError
         task.result()
 
     def _watch(self, exchange: Exchange, headers: Headers, incoming: Incoming, send: Send) -> Send:
-        """Return a `send` that notes what is sent; a client that takes nothing for too long counts as disconnected."""
+        """Return a `send` that notes what is sent. A client that takes nothing for too long counts as disconnected."""
         loop, seconds = asyncio.get_running_loop(), self._service.options.stall_seconds
         extra = [*self._access.headers_for(headers), (REQUEST_ID, exchange.request_id.encode())]
 
@@ -292,7 +301,7 @@ class Guard:
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                # What is left of a body must not be read as the next request.
+                # The rest of a body must not be read as the next request.
                 close = [] if incoming.has_ended else [(b"connection", b"close")]
                 message = {**message, "headers": [*message.get("headers", []), *extra, *close]}
             elif is_last:

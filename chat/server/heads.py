@@ -1,4 +1,6 @@
-"""Checks the head of a request as bytes: what makes its end ambiguous is refused before a parser sees it.
+"""Checks the head of a request as bytes.
+
+It refuses heads that leave the request's end ambiguous, before a parser sees them.
 
 A proxy in front and this server must agree on where each request ends, or the rest of one client's request is answered
 as a request of another client. RFC 9112 leaves a server free to repair several forms; none of them is repaired here.
@@ -20,17 +22,17 @@ _LENGTH = re.compile(rb"[0-9]{1,18}\Z")
 
 
 def find_head_end(received: bytearray, n_searched: int) -> int | None:
-    """Return the number of bytes of the head that `received` begins with; None while its empty line is missing.
+    """Return the number of bytes in the head at the beginning of `received`. None: the empty line behind it is missing.
 
     Args:
-        n_searched: bytes that held no end before.
+        n_searched: this many bytes were searched before, and contain no end.
     """
     found = _END.search(received, max(0, n_searched - 2))
     return None if found is None else found.end()
 
 
 def check_head(head: bytes) -> None:
-    """Refuse a head whose request has no certain end; h11 checks the rest of the syntax.
+    """Refuse a head whose request has no certain end. h11 checks the rest of the syntax.
 
     Raises:
         ApiError: 400, 431 or 505.

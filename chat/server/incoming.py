@@ -1,4 +1,4 @@
-"""Reads bodies as they come in: neither too large, too slow, nor too many at once."""
+"""Reads the bodies of requests. It limits their size, their slowness, and how many come at once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from hybridmem.chat.server.options import ServerOptions
 from hybridmem.chat.server.texts import LONG_BYTES
 
 _PATIENCE_SECONDS = 5.0
-"""Time that a body may take before its rate is checked."""
+"""A body may take this many seconds before its rate is checked."""
 _LARGE_BYTES_PER_SECOND = 8_000_000
-"""Most bytes of all large bodies together while a reply is in progress: its steps wait for the loop that reads them."""
+"""While a reply is in progress, all large bodies together are read at this rate at most. The engine's steps wait for
+the loop that reads them.
+"""
 
 
 class ClientGoneError(Exception):
@@ -22,21 +24,21 @@ class ClientGoneError(Exception):
 
 
 class Answering(Protocol):
-    """Declares how many requests are being answered."""
+    """Declares the number of requests that are being answered."""
 
     @property
     def n_taken(self) -> int: ...
 
 
 class Turnstile:
-    """Lets one piece of a large body pass at a time, and no faster than other clients can be answered meanwhile."""
+    """Lets pieces of large bodies pass one at a time, so slowly that other clients can be answered meanwhile."""
 
     def __init__(self, places: Answering) -> None:
         self._places = places
         self._lock = asyncio.Lock()
 
     async def wait(self, n_bytes: int) -> None:
-        """Wait for the turn of a body whose newest piece had so many bytes."""
+        """Wait for the turn of a body whose newest piece had `n_bytes` bytes."""
         async with self._lock:
             await asyncio.sleep(n_bytes / _LARGE_BYTES_PER_SECOND if self._places.n_taken else 0)
 
@@ -45,9 +47,9 @@ class Incoming:
     """Reads a body as it comes in.
 
     Args:
-        turnstile: of all large bodies.
+        turnstile: the turnstile that all large bodies share.
     Attributes:
-        has_ended: nothing of it is on its way any more.
+        has_ended: whether the whole body has come.
     """
 
     def __init__(self, receive: Receive, turnstile: Turnstile) -> None:
@@ -58,10 +60,10 @@ class Incoming:
         self.has_ended = False
 
     async def read(self, options: ServerOptions) -> bytes | None:
-        """Read all of the body; None as soon as it has too many bytes.
+        """Read the whole body. Return None as soon as it has too many bytes.
 
         Raises:
-            asyncio.TimeoutError: it is late as a whole, or for what has come so far. ClientGoneError.
+            asyncio.TimeoutError: the body takes too long as a whole, or comes too slowly. ClientGoneError.
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -79,13 +81,13 @@ class Incoming:
             reading.cancel()
 
     async def _collect(self, body: bytearray, most: int) -> bool:
-        """True if the whole body is there; False if it has more bytes than `most`."""
+        """Collect the body. Return True once it is whole, or False if it has more bytes than `most`."""
         while not self.has_ended and len(body) <= most:
             body += await self._next()
         return len(body) <= most
 
     async def skip(self, most: int) -> None:
-        """Discard what comes, until it ends or `most` bytes have passed. Raises ClientGoneError."""
+        """Discard the body, until it ends or `most` bytes have passed. Raises ClientGoneError."""
         n_skipped = 0
         while not self.has_ended and n_skipped <= most:
             n_skipped += len(await self._next())

@@ -1,4 +1,4 @@
-"""Keys of clients and their limits: requests at once, and tokens a minute."""
+"""Holds the keys of clients and their limits, which are requests at once and tokens a minute."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Key:
-    """Holds a key that clients may send, and what they may do with it.
+    """Holds a key that clients may send, and its limits.
 
     Attributes:
-        name: what the access log calls it.
-        key: as clients send it; or `key_sha256`, its SHA-256 in hexadecimal, so that the file holds no key.
-        max_requests: answered at once; None: as many as the server answers.
-        tokens_per_minute: of prompts and replies together; None: any number.
+        name: the name of the key in the access log.
+        key: the key as clients send it. `key_sha256` may replace it: the key's SHA-256 in hexadecimal, so that the file
+            holds no key.
+        max_requests: how many requests are answered at once. None: as many as the server allows.
+        tokens_per_minute: tokens of prompts and replies together. None: any number.
     Raises:
-        SpecError: naming the field and its value, never the key.
+        SpecError: a wrong value. The message names the field and the value, never the key.
     """
 
     name: str
@@ -81,10 +82,10 @@ def hash_key(key: bytes) -> bytes:
 
 @dataclass
 class Use:
-    """Counts what is done with a key now, and limits it.
+    """Counts the requests and tokens of a key, and limits them.
 
-    Tokens are taken from an account that is refilled at `tokens_per_minute`, up to one minute's tokens. A request is
-    refused while the account is empty; what it takes is known only at its end, and may leave a debt.
+    Tokens are taken from an account, which is refilled at `tokens_per_minute`, up to one minute's tokens. A request is
+    refused while the account is empty. The tokens of a request are known only at its end, so it may leave a debt.
     """
 
     key: Key
@@ -108,7 +109,7 @@ class Use:
             raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(seconds)})
 
     def charge(self, n_tokens: int) -> None:
-        """Take tokens of a prompt or a reply."""
+        """Charge tokens of a prompt or a reply."""
         if self.key.tokens_per_minute is not None:
             self._level = self._refilled() - n_tokens
 
@@ -122,7 +123,7 @@ class Use:
 class Keys:
     """Finds the key that a client has sent.
 
-    Raises SpecError: two keys that are the same, or have one name.
+    Raises SpecError if two keys or their names are equal.
     """
 
     def __init__(self, keys: tuple[Key, ...]) -> None:
@@ -135,10 +136,13 @@ class Keys:
         return bool(self._uses)
 
     def find(self, key: bytes) -> Use | None:
-        """Return the use of a key, or None if there is no such key. All are compared, whichever it is."""
+        """Return the use of a key, or None if there is no such key.
+
+        All keys are compared each time, so that the time shows nothing.
+        """
         given, found = hash_key(key), None
         for known, use in self._uses:
-            # Hashes are compared, so that the time does not show even the key's length.
+            # Comparing hashes keeps the time from showing even the key's length.
             if hmac.compare_digest(given, known):
                 found = use
         return found

@@ -12,7 +12,7 @@ _DRY_STEPS = 64
 
 
 def find_context_tokens(engine: Engine, wanted: int | None) -> int:
-    """Return the longest sequence: the least of what is wanted, what the config names and what the budget holds.
+    """Return the tokens of the longest sequence: the least of `wanted`, the config's limit and the budget's limit.
 
     Cost: a dry run of about 64 steps.
     """
@@ -38,12 +38,12 @@ def find_context_tokens(engine: Engine, wanted: int | None) -> int:
 def check_length(
     n_prompt: int, wanted: int | None, default: int, limit: int, *, param: str, is_cut: bool = True
 ) -> int:
-    """Return the tokens that a reply may have. Raises ApiError 400 if a prompt of this length does not fit.
+    """Return how many tokens a reply may have. Raises ApiError 400 if a prompt of this length does not fit.
 
     Args:
-        wanted: by the request; None: `default`.
-        is_cut: more than fit beside the prompt become as many as fit, as in OpenAI's chats and responses; its plain
-            completions refuse them.
+        wanted: the number in the request. None: `default`.
+        is_cut: whether a number that does not fit beside the prompt is lowered, as in OpenAI's chats and responses. Its
+            plain completions refuse such a number.
     """
     left = limit - n_prompt
     most = default if wanted is None else wanted
@@ -60,8 +60,8 @@ def check_length(
 def check_lists(body: bytes, limit: int, *, param: str) -> None:
     """Refuse a list of too many token ids before it is parsed. Raises ApiError 400.
 
-    No other list of numbers can be as long, so whatever is refused here would be refused later; unless a key is given
-    twice, and its first value is such a list.
+    No other list of numbers may be as long, so what is refused here would be refused later as well. The only exception
+    is a key that is given twice, whose first value is such a list.
     """
     n_listed = count_longest_list(body, limit + 1)
     if n_listed:

@@ -17,12 +17,12 @@ from hybridmem.chat.server.service import Service
 from hybridmem.memory import SpecError
 
 _EXTRA_GRACE_SECONDS = 5
-"""For responses in progress when the grace period ends; then connections are cut."""
+"""When the grace period ends, responses in progress get this many further seconds. Then connections are cut."""
 _BACKLOG = 256
 _GARBAGE = 700, 3, 3000
-"""Thresholds of Python's garbage collector, because nobody is answered while it searches: among a few thousand young
-objects for one to eight milliseconds, and among all objects, for 50, after six million new ones and no sooner. Requests
-leave no garbage that it would have to find.
+"""The thresholds of Python's garbage collector. Nobody is answered while it searches. A search among a few thousand
+young objects takes one to eight milliseconds. A search among all objects takes 50, and comes only after six million new
+ones. Requests leave no garbage that it would have to find.
 """
 
 
@@ -31,9 +31,9 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
 
     Args:
         port: 0 takes a free one.
-        has_key: whether clients must show a key; without one, only this machine may connect.
+        has_key: whether clients must show a key. Without a key, only this machine may connect.
     Raises:
-        SpecError: a host that others can reach, without a key; or one that this machine does not have, or a port that
+        SpecError: a host that others can reach, without a key; a host that this machine does not have; or a port that
             is not free.
     """
     try:
@@ -44,8 +44,8 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
                 "(or --api-key), or listen on 127.0.0.1"
             )
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-        # Connections inherit it, and asyncio does not set it for them. Without it an event waits until the client has
-        # acknowledged the one before, which takes a client that has nothing to say 40 ms.
+        # Connections inherit this option, and asyncio does not set it for them. Without it, an event waits until the
+        # client has acknowledged the one before. A client that has nothing to say takes 40 ms for that.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except (OSError, OverflowError) as error:
@@ -53,7 +53,7 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Runs uvicorn, and tells the service when it is to stop: replies in progress may end in the grace period."""
+    """Runs uvicorn, and tells the service when to stop. Replies in progress may end in the grace period."""
 
     def __init__(self, app: FastAPI) -> None:
         service = app.state.service
@@ -66,7 +66,7 @@ class Server(uvicorn.Server):
                 http=partial(Connection, self.connections),  # type: ignore[arg-type]  # it is only called
                 ssl_certfile=service.options.ssl_certfile,
                 ssl_keyfile=service.options.ssl_keyfile,
-                proxy_headers=False,  # nothing here uses the client address that a proxy names
+                proxy_headers=False,  # Nothing here uses the client address that a proxy names.
                 log_level="warning",
                 access_log=False,
                 server_header=False,
@@ -85,10 +85,10 @@ def run(app: FastAPI, listener: socket.socket, on_listening: Callable[[str], Non
     """Serve until a signal says to stop.
 
     Args:
-        on_listening: told the URL.
+        on_listening: is called with the URL.
     """
     gc.collect()
-    gc.freeze()  # garbage collection of the libraries' objects would delay all requests by half a second
+    gc.freeze()  # Searching the libraries' objects for garbage would delay all requests by half a second.
     gc.set_threshold(*_GARBAGE)
     options = app.state.service.options
     start_log(options.access_log)

@@ -1,4 +1,4 @@
-"""Writes log probabilities as OpenAI's clients read them."""
+"""Writes log probabilities in the form that OpenAI's clients read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.token_bytes import TokenBytes
 
 _LEAST = -9999.0
-"""Instead of minus infinity, which JSON lacks."""
+"""Replaces minus infinity, which JSON lacks."""
 
 
 def chat_logprobs(tokens: TokenBytes, chosen: Sequence[Chosen]) -> dict[str, Any] | None:
-    """Return `logprobs` of a choice of a chat completion; None if none were asked for."""
+    """Return the `logprobs` of a choice in a chat completion. None: the client did not ask for any."""
     content = [
         _entry(tokens, c.token_id, c.logprob) | {"top_logprobs": [_entry(tokens, *pair) for pair in c.top]}
         for c in chosen
@@ -23,7 +23,7 @@ def chat_logprobs(tokens: TokenBytes, chosen: Sequence[Chosen]) -> dict[str, Any
 
 
 def completion_logprobs(tokens: TokenBytes, chosen: Sequence[Chosen], start: int) -> dict[str, Any] | None:
-    """Return `logprobs` of a choice of a completion; `start`: characters of the text before these tokens."""
+    """Return the `logprobs` of a choice in a completion. `start` counts the characters of text before these tokens."""
     if not chosen:
         return None
     texts = [_text(tokens.of(c.token_id)) for c in chosen]

@@ -1,7 +1,7 @@
 """Gives metrics the names that vLLM's dashboards read, beside our own.
 
-Nothing is counted or read twice: each family is read once when Prometheus asks, and written under each of its names,
-theirs with the label `model_name`.
+Nothing is counted or read twice. Each family is read once when Prometheus asks, and written under each of its names.
+vLLM's names get the label `model_name`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SAME: dict[str, tuple[str, ...]] = {
     "generations_ended": ("request_success",),
     "budget_use_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
 }
-"""Our family -> theirs that mean the same."""
+"""Our family of metrics -> the families of vLLM that mean the same."""
 _BY_STATE = {"running": "num_requests_running", "waiting": "num_requests_waiting", "swapped": "num_requests_swapped"}
 _LABELS = {"reason": "finished_reason"}
 
@@ -41,8 +41,8 @@ class BothNames(Collector):
     """Shows families under our names and under vLLM's.
 
     Args:
-        ours: whose families are shown.
-        model: value of the label `model_name`.
+        ours: the registry whose families are shown.
+        model: the value of the label `model_name`.
     """
 
     def __init__(self, ours: Iterable[Collector], model: str) -> None:
@@ -50,7 +50,7 @@ class BothNames(Collector):
         self._model = model
 
     def describe(self) -> list[Metric]:
-        return []  # nothing is collected when this is registered
+        return []  # Nothing is collected when this is registered.
 
     def collect(self) -> Iterator[Metric]:
         for collector in self._ours:

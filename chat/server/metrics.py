@@ -1,4 +1,4 @@
-"""Counts for Prometheus: requests, their latency, and bytes of the memory.
+"""Counts requests, their latency, and the bytes of the memory, for Prometheus.
 
 Every app has a registry of its own, so that one process can hold several.
 """
@@ -22,14 +22,15 @@ _TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 class Metrics:
-    """Holds what a server counts itself, beside the counters of the engine and its memory.
+    """Holds the server's own counters. The engine and its memory have others.
 
     Args:
-        model: its name, for the label that vLLM's dashboards read.
+        model: the model's name, for the label that vLLM's dashboards read.
     """
 
     def __init__(self, engine: Engine, model: str = "") -> None:
-        self.last_generation: Generation | None = None  # that has ended, for who watches
+        # This is the latest generation that has ended. The page's view reads it.
+        self.last_generation: Generation | None = None
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests answered; 499: the client went away.", "path", "code")
         self.refused_connections = self._counter(
@@ -55,7 +56,8 @@ class Metrics:
         )
         ours = [metric for metric in vars(self).values() if isinstance(metric, Counter | Histogram)]
         self.registry.register(BothNames([*ours, _EngineCollector(engine)], model))
-        self.process = ProcessMetrics(self.registry)  # resident memory among others: what the budget does not count
+        # Among others, this shows the resident memory, which the budget does not count.
+        self.process = ProcessMetrics(self.registry)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"{PREFIX}_{name}", what, labels, registry=None)
@@ -64,7 +66,7 @@ class Metrics:
         return Histogram(f"{PREFIX}_{name}", what, buckets=buckets, registry=None)
 
     def observe_end(self, generation: Generation, seconds: float) -> None:
-        """Count a choice that has ended, `seconds` after its request came."""
+        """Count a choice that has ended `seconds` after its request came."""
         self.last_generation = generation
         self.request_seconds.observe(seconds)
         self.request_prompt_tokens.observe(generation.n_base + generation.n_prompt)
@@ -86,8 +88,8 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the counters of engine and memory whenever Prometheus asks.
 
-    It takes no lock, so that it waits for no step: each count is read as it is at that moment, and two of them may be a
-    step apart.
+    It takes no lock, so it waits for no step. Each count is read as it is at that moment, and two of them may be a step
+    apart.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -15,7 +15,7 @@ from hybridmem.memory import SpecError
 from hybridmem.memory.blocks.arguments import read_count
 
 MOST_CHOICES = 16
-"""Replies that one request may ask for: its prompts times `n`."""
+"""A request may ask for this many replies, which is its prompts times `n`."""
 
 _HOST = re.compile(r"[^\s/:@,]+|\[[0-9a-fA-F:.]+\]")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/,]+|null")
@@ -26,37 +26,41 @@ class ServerOptions:
     """Holds the limits of a server.
 
     Attributes:
-        api_key: what clients must send as `Authorization: Bearer KEY`; None: nothing.
-        keys: of several clients, with limits of their own, as `Key` or as tables of the configuration file.
-        access_log: a line for each request on the standard error: "off", "text" or "json".
-        ssl_certfile, ssl_keyfile: PEM files of the certificate, with those that sign it behind it, and of its key.
-        allowed_hosts: names that a request's Host may have beside those of loopback, without port. None given: any with
-            a key.
-        allowed_origins: of web pages that may send requests and read the responses, such as "https://example.com"; "*":
-            all. None given: any may send requests with a key, and none may read the responses.
-        parse_special: special tokens may be written in messages, so that clients can write turns. In prompts of
-            /v1/completions they always may.
-        max_body_bytes: of a request's body.
-        max_tokens: of a prompt and its reply together; None: what the model's config and the memory's budget allow.
-        default_tokens: of a chat's reply, where the request names no number.
-        max_requests: that are answered at once; the next is told to come back later.
-        max_connections: open at once. When one more comes, the one that waits longest for its client's bytes is closed.
-        max_peer_connections: of those, from one address.
-        head_seconds: in which a request's head must have arrived.
-        body_seconds: in which a body must have arrived.
-        body_bytes_per_second: that a body must bring on average, not counting its first 5 seconds.
-        stall_seconds: after which a client that takes no more bytes counts as gone.
-        grace_seconds: that replies may still take when the server is to stop.
-        pooling: how texts are embedded, "last" or "mean"; None: requests must say it.
-        sampling: what a request leaves out; None: what the checkpoint's generation_config.json names, and else a
-            temperature of 1.
-        save: saves what is worth keeping; called when the engine has stopped.
-        save_seconds: after which `save` is called again and again while the server runs; None: only then.
-        sessions: the folder that keeps stored sessions across restarts; None: they end with the server.
-        session_bytes: of the texts and token ids of all sessions; beyond, those used longest ago are deleted.
-        session_days: after which a session that nobody has used is deleted. Sessions with a pinned node stay.
+        api_key: the key that clients must send as `Authorization: Bearer KEY`. None: they need no key.
+        keys: the keys of several clients, each with its own limits, as `Key` or as tables of the configuration file.
+        access_log: the form of the log, which has a line for each request on standard error: "off", "text" or "json".
+        ssl_certfile, ssl_keyfile: PEM files with the certificate, followed by those that sign it, and with its key.
+        allowed_hosts: names that a request's Host may have beside those of loopback, without port. If none are given, a
+            request with a key may name any host.
+        allowed_origins: the origins of web pages that may send requests and read the responses, such as
+            "https://example.com". "*" stands for all. If none are given, any page may send requests with a key, and
+            none may read the responses.
+        parse_special: whether messages may contain special tokens, so that clients can write turns. Prompts of
+            /v1/completions always may.
+        max_body_bytes: the most bytes of a request's body.
+        max_tokens: the most tokens of a prompt and its reply together. None: as many as the model's config and the
+            memory's budget allow.
+        default_tokens: the most tokens of a chat's reply if the request names no number.
+        max_requests: how many requests are answered at once. Others are told to come back later.
+        max_connections: how many connections may be open. When one more comes, the one that has waited longest for its
+            client's bytes is closed.
+        max_peer_connections: how many of these may come from one address.
+        head_seconds: a request's head must arrive within this time.
+        body_seconds: a body must arrive within this time.
+        body_bytes_per_second: the least average rate of a body, not counting its first 5 seconds.
+        stall_seconds: a client that takes no bytes for this long counts as gone.
+        grace_seconds: how long replies may go on when the server is told to stop.
+        pooling: how texts are embedded, "last" or "mean". None: requests must name it.
+        sampling: the values of options that a request leaves out. None: those in the checkpoint's
+            generation_config.json, or else a temperature of 1.
+        save: a function that saves the prefix cache. It is called when the engine has stopped.
+        save_seconds: the interval at which `save` is also called while the server runs. None: it is not.
+        sessions: the folder that keeps stored sessions across restarts. None: they end with the server.
+        session_bytes: the most bytes of the texts and token ids of all sessions. Beyond that, the sessions used longest
+            ago are deleted.
+        session_days: a session that nobody has used for so many days is deleted. Sessions with a pinned node stay.
     Raises:
-        SpecError: naming the option and its value.
+        SpecError: a wrong value. The message names the option and the value.
     """
 
     api_key: str | None = None
@@ -125,13 +129,13 @@ class ServerOptions:
 
     @property
     def all_keys(self) -> tuple[Key, ...]:
-        """Return all keys that clients may send; none: they need none."""
+        """Return all keys that clients may send. If there are none, clients need no key."""
         own = () if self.api_key is None else (Key("api-key", self.api_key),)
         return (*own, *self.keys)
 
 
 def check_certificate(certfile: str | None, keyfile: str | None) -> None:
-    """Raise SpecError for files of a certificate that TLS cannot use."""
+    """Raise SpecError if TLS cannot use the files of a certificate."""
     if certfile is None and keyfile is None:
         return
     if certfile is None or keyfile is None:

@@ -1,4 +1,7 @@
-"""Serves the page: a few files that are read once, under a policy by which nothing else can be loaded or run."""
+"""Serves the web page.
+
+Its few files are read once. Its content policy keeps browsers from loading or running anything else.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +34,22 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # it may be kept, but is asked for: a new version of the server has new files
+    # Browsers may keep the file, but must ask whether it has changed. A new version of the server has new files.
+    "Cache-Control": "no-cache",
 }
 
 
 def is_page(path: str) -> bool:
-    """True for the paths of the page: they hold no secret, so that it can open and ask for the key."""
+    """Return whether a path belongs to the page.
+
+    The page needs no key, since it holds no secret: it opens and asks for the key.
+    """
     return path == "/" or path.startswith(PREFIX)
 
 
 @cache
 def read_files() -> dict[str, tuple[bytes, str]]:
-    """Return name -> (content, ETag) of every file of the page."""
+    """Return the content and the ETag of every file of the page, by name."""
     files = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in _TYPES}
     return {name: (content, f'"{hashlib.sha256(content).hexdigest()[:16]}"') for name, content in files.items()}
 

@@ -1,4 +1,4 @@
-"""Reads what the operating system says of this process, beside the event loop."""
+"""Reads the operating system's numbers about this process, beside the event loop."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SECONDS = 1.0
 
 
 class ProcessMetrics(Collector):
-    """Holds the newest reading: memory and processor time of this process, and its open files.
+    """Holds the newest reading of the memory, the processor time and the open files of this process.
 
-    To count open files is a system call for each of them, after which the thread has to get the interpreter's lock
-    back. While the engine steps, that takes 20 ms where there are 128 connections; so it is not done in the event loop.
+    Counting open files needs a system call for each of them. After each call the thread has to get the interpreter's
+    lock back. While the engine steps, that takes 20 ms with 128 connections, so the event loop does not do it.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -28,7 +28,7 @@ class ProcessMetrics(Collector):
         return self._newest
 
     async def keep_reading(self) -> None:
-        """Read each second, in a thread, until this is cancelled."""
+        """Read the numbers each second, in a thread, until this is cancelled."""
         while True:
             self._newest = await asyncio.to_thread(lambda: list(self._process.collect()))
             await asyncio.sleep(_SECONDS)

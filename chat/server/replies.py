@@ -1,4 +1,4 @@
-"""Joins the generations of one HTTP request to one stream of pieces for the event loop."""
+"""Joins the generations of one HTTP request into one stream of pieces for the event loop."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Ask:
     """Holds one prompt, the sampling of each of its choices, and the owner of its prefixes.
 
     Attributes:
-        output, priority, deadline_s: as `Engine.submit` takes them.
-        reports_prefill: pieces come while the prompt is computed, too.
-        prediction: token ids that the reply is expected to be, mostly.
-        count_thoughts: counts those of the token ids of a reply that are thoughts; None: the model has none.
+        output, priority, deadline_s: the arguments of `Engine.submit`.
+        reports_prefill: whether pieces also come while the prompt is computed.
+        prediction: token ids that most of the reply is expected to repeat.
+        count_thoughts: counts how many token ids of a reply are thoughts. None: the model has no thoughts.
     """
 
     token_ids: list[int]
@@ -47,12 +47,13 @@ class Piece:
     """Holds what one step of the engine brought for one choice.
 
     Attributes:
-        index: of the choice: those of the first prompt, then those of the second ...
-        start: characters of the reply before this text.
-        is_last: nothing follows; `generation` says the rest.
-        heard_at: seconds of time.perf_counter.
-        progress: of the prompt, while there is no token yet; see `accounts.progress_of`.
-        logprobs: of the tokens that are new, if they were asked for.
+        index: the number of the choice. The choices of the first prompt come first, then those of the second, and so
+            on.
+        start: the number of characters of the reply before this text.
+        is_last: whether nothing follows. `generation` says the rest then.
+        heard_at: when the piece came, in seconds of `time.perf_counter`.
+        progress: the progress of the prompt, while there is no token yet; see `usage.progress_of`.
+        logprobs: the log probabilities of the new tokens, if they were asked for.
     """
 
     index: int
@@ -66,16 +67,16 @@ class Piece:
 
 
 class Replies:
-    """Submits all choices of all prompts. Whoever makes it calls `cancel` in the end, whatever happens.
+    """Submits all choices of all prompts. Whoever makes this object must call `cancel` in the end, whatever happens.
 
-    The choices of a prompt are one request to the engine, which computes the prompt once.
+    The choices of one prompt are one request to the engine, which computes the prompt once.
 
     Args:
-        courier: brings pieces from the thread that steps.
-        started: when the request came in, in seconds of time.perf_counter.
-        more_usage: what `usage` says in "hybrid_memory" beside the rest.
+        courier: carries pieces from the thread that steps.
+        started: when the request came in, in seconds of `time.perf_counter`.
+        more_usage: additional fields of `usage` in "hybrid_memory".
     Raises:
-        BatchError: tokens that make no request. Nothing has been submitted then.
+        BatchError: wrong tokens. Nothing has been submitted then.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Replies:
         first, ask = self._first(prompt), self.asks[prompt]
         n_told, n_characters = [0] * len(ask.samplings), [0] * len(ask.samplings)
 
-        def on_token(generation: Generation, text: str) -> None:  # in the thread that steps
+        def on_token(generation: Generation, text: str) -> None:  # The thread that steps calls this.
             now, is_last, i = time.perf_counter(), generation.is_finished, generation.choice
             is_prefilling = not (generation.token_ids or is_last)
             progress = progress_of(generation, now) if is_prefilling else None
@@ -145,10 +146,10 @@ class Replies:
         self.generations |= {first + generation.choice: generation for generation in generations}
 
     async def next(self) -> Piece | None:
-        """Wait for the next piece of any choice; None when all have ended.
+        """Wait for the next piece of any choice. Return None when all have ended.
 
         Raises:
-            Whatever ended a generation with an error. ApiError 503: it was ended because the server stops.
+            The error that ended a generation. ApiError 503: the server stops.
         """
         if self._n_ended == self._n_choices:
             return None
@@ -174,14 +175,16 @@ class Replies:
         self._heard_at[piece.index] = piece.heard_at
 
     def cancel(self) -> None:
-        """End the generations that have not ended, and free their bytes."""
+        """End all generations that still run, and free their bytes."""
         for generation in self.generations.values():
             self._engine.cancel(generation)
 
     def usage(self) -> dict[str, Any]:
-        """Count the tokens of prompts, each once however many choices it has, and of replies, and say why.
+        """Count the tokens of prompts and replies, and say why they were computed.
 
-        Thoughts are counted when all replies have ended.
+        A prompt counts once, however many choices it has.
+
+        Thoughts are only counted when all replies have ended.
         """
         firsts = [self.generations[self._first(i)] for i in range(len(self.asks))]
         usage = usage_of(firsts, self.generations.values())

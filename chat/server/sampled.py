@@ -1,4 +1,4 @@
-"""Reads how the tokens of a reply are chosen and when it ends: OpenAI's parameters, and those of vLLM and llama.cpp."""
+"""Reads the parameters of OpenAI, vLLM and llama.cpp that say how tokens are chosen and when a reply ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_STOPS = 4
 MOST_STOP_CHARACTERS = 256
 _MOST_IDS = 1024
 _COLDEST = 1e-4
-"""Temperatures below are 0: divided by them, logits would leave the range of float32."""
+"""Lower temperatures count as 0. Logits divided by them would leave the range of float32."""
 
 DEFAULTS = Sampling(temperature=1.0)
 
@@ -30,7 +30,7 @@ OF_VLLM: Neutral = {
 }
 OF_LLAMA_CPP: Neutral = {
     "cache_prompt": (True,),
-    "dry_allowed_length": ANY,  # as all of `dry_`, without its multiplier
+    "dry_allowed_length": ANY,  # This and all other `dry_` parameters have no effect without their multiplier.
     "dry_base": ANY,
     "dry_multiplier": (0, 0.0),
     "dry_penalty_last_n": ANY,
@@ -72,7 +72,7 @@ def _read_ids(value: object) -> object:
 
 
 def _read_bias(value: object) -> object:
-    """Read token id -> bias; ids are the keys of a JSON object, so they are strings."""
+    """Read a bias for each token id. The ids are keys of a JSON object, so they are strings."""
     if not isinstance(value, dict) or len(value) > _MOST_IDS:
         raise ValueError(f"it must be an object of up to {_MOST_IDS:,} token ids, each with its bias")
     for key, bias in value.items():
@@ -88,10 +88,10 @@ def _read_top_k(value: object) -> object:
 
 
 class SamplingFields(Checked):
-    """Holds how tokens are chosen and when a reply ends.
+    """Holds the parameters that say how tokens are chosen and when a reply ends.
 
-    Not OpenAI's: `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `min_tokens` and `priority`
-    mean what they mean in vLLM; `deadline_seconds` ends a reply as `max_tokens` does.
+    Some parameters are not OpenAI's. `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`,
+    `min_tokens` and `priority` mean what they mean in vLLM. `deadline_seconds` ends a reply as `max_tokens` does.
     """
 
     neutral: ClassVar[Neutral] = OF_VLLM | OF_LLAMA_CPP
@@ -114,10 +114,12 @@ class SamplingFields(Checked):
     deadline_seconds: float | None = Field(None, gt=0)
 
     def sampling(self, choice: int, defaults: Sampling = DEFAULTS) -> Sampling:
-        """Return the sampling of choice n: each has a seed of its own, and all are known if the request's seed is.
+        """Return the sampling of one choice.
+
+        Each choice has its own seed, which follows from the request's seed if there is one.
 
         Args:
-            defaults: of what the request leaves out.
+            defaults: the values of options that the request leaves out.
         """
         temperature = defaults.temperature if self.temperature is None else self.temperature
         return Sampling(
@@ -135,5 +137,5 @@ class SamplingFields(Checked):
         )
 
     def stop_ids(self, end_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tokens that end the reply, given those of the model."""
+        """Return the tokens that end the reply. `end_ids` are the model's."""
         return (*(() if self.ignore_eos else end_ids), *self.stop_token_ids)

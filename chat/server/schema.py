@@ -1,7 +1,7 @@
-"""Reads requests in OpenAI's words, and refuses what they cannot mean.
+"""Reads requests in OpenAI's form, and refuses those that cannot be fulfilled.
 
-No parameter is ignored in silence: one that is not supported is refused by name, unless its value changes nothing.
-`user` and `safety_identifier` name the end user: they are read, change nothing and are not stored. `prompt_cache_key`
+No parameter is ignored in silence. One that is not supported is refused by name, unless its value has no effect. `user`
+and `safety_identifier` name the end user: they are read, change nothing and are not stored. `prompt_cache_key`
 separates cached prefixes.
 """
 
@@ -40,7 +40,7 @@ Prompt = str | list[int]
 
 
 def _read_content(value: object) -> str:
-    """Read a message's text, given whole or in parts, which are joined as they are."""
+    """Read a message's text, given whole or in parts. Parts are joined as they are."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -57,7 +57,7 @@ def _read_part(part: object) -> str:
 
 
 def read_prompts(value: object, *, most: int = MOST_CHOICES) -> list[Prompt]:
-    """Read one prompt or several, each a text or token ids. Raises ValueError for more than `most`."""
+    """Read one prompt or several. Each is a text or token ids. Raises ValueError for more than `most` prompts."""
     if isinstance(value, str) or _are_ids(value):
         return [value]  # type: ignore[list-item]
     if isinstance(value, list) and len(value) > most and not isinstance(value[0], int):
@@ -72,7 +72,7 @@ def _are_ids(value: object) -> bool:
 
 
 class StreamOptions(Checked):
-    # Obfuscation hides the lengths of pieces from observers of an encrypted connection. There is none here.
+    # Obfuscation would hide the lengths of pieces from observers of an encrypted connection. This server has none.
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False, True)}
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -83,7 +83,7 @@ class Message(Checked):
         "annotations": ([],),
         "audio": (),
         "function_call": (),
-        "provider_specific_fields": ANY,  # of litellm, which sends back what it was sent
+        "provider_specific_fields": ANY,  # The client litellm sends this field back as it got it.
         "refusal": (),
     }
     aliases: ClassVar[dict[str, str]] = {"reasoning": "reasoning_content"}
@@ -105,14 +105,14 @@ class Message(Checked):
         return self
 
     def as_template_knows(self) -> dict[str, Any]:
-        """Return the message as templates know it: "developer" is what "system" used to be called."""
+        """Return the message in the form that templates know. "developer" is the new name of "system"."""
         told: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
         optional = ("name", "reasoning_content", "tool_calls", "tool_call_id")
         return told | {name: value for name in optional if (value := getattr(self, name))}
 
 
 class CommonRequest(SamplingFields, StructuredFields):
-    """Holds what requests for replies have in common."""
+    """Holds the fields that all requests for replies have in common."""
 
     model: str
     stream: bool = False
@@ -137,12 +137,15 @@ class CommonRequest(SamplingFields, StructuredFields):
         return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def owner(self, authorization: str | None) -> bytes:
-        """Return the owner of this request's prefixes: those with the same key and `prompt_cache_key`."""
+        """Return the owner of this request's prefixes.
+
+        Requests with the same key and `prompt_cache_key` share an owner.
+        """
         return hashlib.sha256(repr((authorization, self.prompt_cache_key)).encode()).digest()
 
 
 class Prediction(Checked):
-    """Holds what a reply is expected to say, mostly: it comes sooner then."""
+    """Holds the expected text of most of a reply. The reply comes sooner if the text is right."""
 
     type: Literal["content"]
     content: Annotated[str, BeforeValidator(_read_content)]
@@ -194,7 +197,7 @@ class ChatRequest(CommonRequest, TemplateFields):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Return the most tokens of the reply: the smaller of the two parameters for it."""
+        """Return the most tokens of the reply, which is the smaller of the two parameters for it."""
         given = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return min(given, default=None)
 

@@ -1,4 +1,4 @@
-"""Answers requests by the engine, and keeps the engine stepping."""
+"""Answers requests with the engine's replies, and keeps the engine stepping."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ class Service:
     """Serves one model at all paths.
 
     Args:
-        tokenizer: the engine's.
+        tokenizer: the engine's tokenizer.
         model_id: the name by which clients call the model.
     Attributes:
-        is_open: it answers; not before `lifespan` has begun and not after `close`.
-        context_tokens: a prompt and its reply may have together; context_bytes: of the budget, that so many take.
+        is_open: whether it answers requests, which it does from the beginning of `lifespan` until `close`.
+        context_tokens: the tokens that a prompt and its reply may have together. context_bytes: the bytes of the budget
+            that so many tokens take.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, model_id: str, options: ServerOptions) -> None:
@@ -65,7 +66,7 @@ class Service:
         self._live: set[Replies] = set()
         self.texts = Texts(tokenizer, self.context_tokens, max_long=max(1, options.max_requests // 2))
 
-    # From the beginning to the end
+    # Methods that run from the server's start to its end.
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
@@ -87,7 +88,7 @@ class Service:
             await self._save()
 
     async def _keep_serving(self) -> None:
-        """Step the engine. A step that fails ends its requests; the server only if the memory is damaged."""
+        """Step the engine. A step that fails ends its requests. The server ends only if the memory is damaged."""
         while True:
             try:
                 await self.engine.serve()
@@ -104,7 +105,7 @@ class Service:
             await self._save()
 
     async def _save(self) -> None:
-        """Save what the options say, in another thread. What fails is logged: the server goes on."""
+        """Call `options.save` in another thread. A failure is logged, and the server goes on."""
         try:
             if self.options.save is not None:
                 await asyncio.to_thread(self.options.save)
@@ -118,17 +119,20 @@ class Service:
         loop.call_later(self.options.grace_seconds, self._cancel_all)
 
     def _cancel_all(self) -> None:
-        """Cancel all generations without a lock: a thread that steps without a pause could keep it for long."""
+        """Cancel all generations, without taking the lock.
+
+        A thread that steps without a pause could hold it for long.
+        """
         for replies in self._live:
             replies.cancel()
 
-    # Endpoints
+    # Methods for endpoints.
 
     async def health(self) -> Response:
         return JSONResponse({"status": "ok"}) if self.is_open else stopping().response()
 
     async def render_metrics(self) -> Response:
-        text = self.metrics.render()  # it waits for nothing, and another thread would have to be waited for
+        text = self.metrics.render()  # This waits for nothing. Another thread would only add a wait.
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def list_models(self) -> Response:
@@ -167,7 +171,7 @@ class Service:
         style = CompletionFormat(self.model_id, self.tokens, [echo for echo in echoes for _ in range(asked.n)])
         return await self._reply(exchange_of(request.scope), asked, asks, style)
 
-    # What they are made of
+    # Methods that endpoints use.
 
     def _model(self) -> dict[str, Any]:
         about = {"id": self.model_id, "object": "model", "created": self._created, "owned_by": "hybrid-memory"}
@@ -185,7 +189,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _read_chat(self, texts: Tokenizer, body: bytes) -> tuple[ChatRequest, list[int], Output, NewReader]:
-        """Read a request and its tokens, and the form of its reply. Raises ApiError."""
+        """Read a request, its tokens, and the form of its reply. Raises ApiError."""
         check_lists(body, self.context_tokens, param="messages")
         asked = read_request(ChatRequest, body)
         self.check_model(asked.model)
@@ -205,7 +209,7 @@ class Service:
         asked = read_request(CompletionRequest, body)
         self.check_model(asked.model)
         for prompt in asked.prompt:
-            if not isinstance(prompt, str):  # too many tokens are refused before any text is encoded
+            if not isinstance(prompt, str):  # Too many token ids are refused before any text is encoded.
                 self._reply_tokens(len(prompt), asked.max_tokens, param="prompt")
         encoded = [self.encode(texts.for_another_prompt(), prompt, "prompt") for prompt in asked.prompt]
         return asked, encoded, self.shaping.plain(asked.shape, asked.n_logprobs)
@@ -215,7 +219,10 @@ class Service:
         return self.engine.memory.spec.vocab_size
 
     def encode(self, texts: Tokenizer, prompt: Prompt, param: str) -> list[int]:
-        """Return the tokens of a text, or tokens as they are. Raises ApiError for none, and for unknown ones."""
+        """Return the tokens of a text; given tokens stay as they are.
+
+        Raises ApiError if there are none, or unknown ones.
+        """
         token_ids = list(texts.encode(prompt)) if isinstance(prompt, str) else prompt
         if not token_ids:
             message = f"Invalid '{param}': it has no tokens; give some text."
@@ -239,7 +246,7 @@ class Service:
         )  # fmt: skip
 
     def with_thoughts(self, ask: Ask, new_reader: NewReader) -> Ask:
-        """Return what is asked, with what counts the thoughts in its replies."""
+        """Return `ask` with a function that counts the thoughts in its replies."""
         if not self.shaping.habits.thinks:
             return ask
         return replace(ask, count_thoughts=partial(new_reader().count_thoughts, self.tokens.of))
@@ -249,13 +256,13 @@ class Service:
         return check_length(n_prompt, wanted, self.options.default_tokens, limit, param=param, is_cut=is_cut)
 
     def begin(self, exchange: Exchange, asks: list[Ask]) -> Replies:
-        """Begin to generate, until the exchange ends. Raises ApiError."""
+        """Submit the requests, which run until the exchange ends at the latest. Raises ApiError."""
         if not self.is_open:
             raise stopping()
         exchange.take_place()
         try:
             replies = Replies(self.engine, asks, self.metrics, self._courier, exchange.started, exchange.more_usage)
-        except CapacityError as error:  # permanent: to try again would not help
+        except CapacityError as error:  # This is permanent, so trying again would not help.
             raise ApiError(400, f"{error}.", code="context_length_exceeded") from None
         self._live.add(replies)
         exchange.at_end += [replies.cancel, lambda: self._live.discard(replies), lambda: account_for(exchange, replies)]
@@ -268,7 +275,7 @@ class Service:
         asks: list[Ask],
         style: ChatFormat | CompletionFormat,
     ) -> Response:
-        """Generate. The status is not known before the first token is there, or the error instead of it."""
+        """Generate a reply. The status is only known when the first token is there, or an error instead."""
         replies = self.begin(exchange, asks)
         try:
             piece = await replies.next()
@@ -288,7 +295,10 @@ class Service:
         style: ChatFormat | CompletionFormat,
         asked: ChatRequest | CompletionRequest,
     ) -> AsyncGenerator[str, None]:
-        """Give what each step brought, at once: with each send this thread gives the interpreter's lock away."""
+        """Yield everything that a step brought at once.
+
+        With each send, this thread gives away the interpreter's lock.
+        """
         null_usage: dict[str, Any] = {"usage": None} if asked.includes_usage else {}
         seen: set[int] = set()
         try:
@@ -309,5 +319,5 @@ class Service:
                     yield events
                 piece = await replies.next()
             yield (as_event(style.usage(replies.usage())) if asked.includes_usage else "") + DONE
-        except Exception as error:  # the status has been sent already
+        except Exception as error:  # The status has been sent already.
             yield as_event(as_api_error(error).body)

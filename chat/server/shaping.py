@@ -1,4 +1,4 @@
-"""Decides the form of a reply, and how it is read: its grammar, its thoughts and its calls of tools."""
+"""Decides the form of a reply and how it is read, with its grammar, its thoughts and its calls of tools."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _TAIL_TOKENS = 8
 
 
 class Shaping:
-    """Makes grammars and readers for the replies of one model. May be used from any thread."""
+    """Makes grammars and readers for the replies of one model. Any thread may use it."""
 
     def __init__(self, tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> None:
         self.habits = find_habits(tokenizer)
         self._grammars = Grammars(tokenizer, n_vocab, end_ids, is_guarded=True)
 
     def close(self) -> None:
-        """End what tries the grammars of clients."""
+        """End the process that tries the grammars of clients."""
         self._grammars.close()
 
     def shape(
         self, texts: Tokenizer, token_ids: Sequence[int], shape: Shape | None, asked: ToolFields,
         logprobs: int | None = None,
     ) -> tuple[Output, NewReader]:  # fmt: skip
-        """Return what is asked of the engine, and what makes a reader for each choice.
+        """Return the options for the engine, and a function that makes a reader for each choice.
 
         Args:
             texts: a tokenizer for this thread.
-            token_ids: the prompt, which may end with the mark that begins thoughts.
+            token_ids: the tokens of the prompt. They may end with the mark that begins thoughts.
         Raises:
-            ApiError: 400, naming what cannot be enforced, before anything is generated.
+            ApiError: 400 if something cannot be enforced, before anything is generated. The message names it.
         """
         habits, tools = self.habits, asked.callable_tools()
         calls: CallFormat | None = habits.calls if tools else None
@@ -67,7 +67,7 @@ class Shaping:
         return output, partial(ReplyReader, habits, asked.offered_tools, calls, is_thinking=is_thinking)
 
     def plain(self, shape: Shape | None, logprobs: int | None) -> Output:
-        """Return what is asked of the engine for text that continues a prompt. Raises ApiError as `shape`."""
+        """Return the options for the engine, for text that continues a prompt. Raises ApiError as `shape`."""
         if shape is None:
             return Output(logprobs=logprobs)
         output, _ = self.shape(_NoText(), (), shape, ToolFields(), logprobs)
@@ -77,11 +77,11 @@ class Shaping:
 def check_plain(
     texts: Tokenizer, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, param: str = "messages"
 ) -> None:
-    """Refuse names of special tokens outside of contents, where they could not be told from the template's own.
+    """Refuse names of special tokens outside of contents. There they could not be told from the template's own.
 
     Args:
-        tools: as templates know them.
-        param: what gave the messages.
+        tools: the tools in the form that templates know.
+        param: the parameter that gave the messages.
     Raises:
         ApiError: 400.
     """

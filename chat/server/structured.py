@@ -1,4 +1,4 @@
-"""Reads what form a reply must have: `response_format`, and the names that vLLM and llama.cpp have for the same."""
+"""Reads the form that a reply must have, from `response_format` or from the fields of vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS = "text, json_object, json_schema, regex, grammar"
 
 
 def read_format(value: object) -> object:
-    """Read OpenAI's `response_format`, and the kinds "regex" and "grammar" beside its own."""
+    """Read OpenAI's `response_format`. The kinds "regex" and "grammar" are additions."""
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise ValueError("it must be an object with a 'type', such as {'type': 'json_object'}")
     kind, rest = value["type"], {name: v for name, v in value.items() if name != "type" and v is not None}
@@ -24,7 +24,7 @@ def read_format(value: object) -> object:
     if kind == "json_object":
         return Shape("json", _read_schema(rest.get("schema", {"type": "object"})))
     if kind == "json_schema":
-        named = rest.get("json_schema", rest)  # Responses have its fields beside the type
+        named = rest.get("json_schema", rest)  # In Responses, these fields stand beside the type.
         if not isinstance(named, dict) or "schema" not in named:
             raise ValueError("a 'json_schema' has a name and a schema, such as {'name': 'answer', 'schema': {...}}")
         if unknown := sorted(named.keys() - {"name", "schema", "strict", "description"}):
@@ -62,7 +62,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class StructuredOutputs(Checked):
-    """Is vLLM's object for the same; exactly one of its fields is given."""
+    """Holds vLLM's object for the same. Exactly one of its fields is given."""
 
     neutral: ClassVar[Neutral] = {"disable_fallback": (False,), "disable_any_whitespace": (False,)}
     aliases: ClassVar[dict[str, str]] = {"json": "json_"}
@@ -74,7 +74,7 @@ class StructuredOutputs(Checked):
 
 
 class StructuredFields(Checked):
-    """Holds the form of a reply, by whatever name it was asked for."""
+    """Holds the fields that ask for the form of a reply."""
 
     response_format: Annotated[Shape | None, BeforeValidator(read_format)] = None
     structured_outputs: StructuredOutputs | None = None

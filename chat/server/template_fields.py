@@ -1,4 +1,4 @@
-"""Reads what a request tells the chat template: its tools, and options such as `enable_thinking`."""
+"""Reads what a request passes to the chat template: its tools, and options such as `enable_thinking`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hybridmem.chat.server.errors import ApiError, clip
 from hybridmem.chat.server.tool_fields import ToolFields
 
 _NO_OPTIONS = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "conversation"}
-"""What templates and `apply_chat_template` know that are no options."""
+"""Names that a template or `apply_chat_template` uses, but that a request may not set as options."""
 
 
 class TemplateFields(ToolFields):
     """Holds the tools and the template options of a request."""
 
     effort_param: ClassVar[str] = "reasoning_effort"
-    """What names the effort in a request."""
+    """The name of the field for the effort in a request."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
 
@@ -27,11 +27,11 @@ class TemplateFields(ToolFields):
 
     @property
     def told_tools(self) -> list[dict[str, Any]]:
-        """Return the tools that the model is told of, as templates know them."""
+        """Return the tools that are shown to the model, in the form that templates know."""
         return [tool.definition for tool in self.offered_tools]
 
     def told_options(self, template: str) -> dict[str, Any]:
-        """Return the options of the template. Raises ApiError 400 for one that it does not know."""
+        """Return the options of the template. Raises ApiError 400 if it does not know one."""
         options = dict(self.chat_template_kwargs)
         if self.effort is not None:
             options["reasoning_effort"] = self.effort
@@ -45,7 +45,7 @@ class TemplateFields(ToolFields):
     def with_template(self, texts: Any, template: str) -> Any:
         """Return a tokenizer that renders its chat template with the tools and options of this request.
 
-        Raises ApiError 400 for an option that the template does not know.
+        Raises ApiError 400 if the template does not know an option.
         """
         options, tools = self.told_options(template), self.told_tools
         return texts.with_options(options | {"tools": tools} if tools else options)

@@ -1,8 +1,9 @@
-"""Turns texts into tokens off the event loop; short texts do not wait for long ones.
+"""Turns texts into tokens in threads beside the event loop. Short texts do not wait for long ones.
 
-The tokenizers of transformers let other threads run while they work, so two threads are enough: one for short texts,
-and one in which long ones wait for each other. Each has a tokenizer of its own, since a tokenizer is not made for two
-threads. In each, the earliest text goes first, but a long one counts as later: by a second for so many bytes.
+The tokenizers of transformers let other threads run while they work. So two threads are enough: one for short texts,
+and one in which long texts wait for each other. Each thread has a tokenizer of its own, since two threads cannot share
+one. In each thread, the earliest text goes first, but a long one counts as later, by a second for a certain number of
+bytes.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from hybridmem.chat.server.errors import RETRY, ApiError
 T = TypeVar("T")
 
 LONG_BYTES = 32 << 10
-"""Bodies with more bytes are processed one at a time."""
+"""Bodies with more bytes than this are processed one at a time."""
 _BYTES_PER_SECOND = 100_000
 
 
 class Texts:
-    """Runs the tokenizer, and refuses texts that cannot fit a context before they are tokenised.
+    """Runs the tokenizer, and refuses texts that cannot fit into a context before they are tokenised.
 
     Args:
-        context_tokens: that a prompt and its reply may have together.
-        max_long: requests with long bodies that may wait for their turn.
+        context_tokens: the tokens that a prompt and its reply may have together.
+        max_long: how many requests with long bodies may wait for their turn.
     Attributes:
-        most_bytes: of a text: as many tokens as there may be, all of them the longest one.
+        most_bytes: the most bytes of a text, which are those of `context_tokens` times the longest token.
     """
 
     def __init__(self, tokenizer: Tokenizer, context_tokens: int, max_long: int) -> None:
-        # A tokenizer may change itself at its first call, which is made here, while no other thread uses it.
+        # A tokenizer may change itself at its first call. So that call is made here, while no other thread uses it.
         tokenizer.encode("a", add_special_tokens=False)
         self.context_tokens = context_tokens
         self.longest_token_bytes = find_longest_token(tokenizer)
@@ -50,11 +51,11 @@ class Texts:
         """Do the work of a request in a thread.
 
         Args:
-            n_bytes: of the request's body.
-            work: gets a tokenizer whose `encode` refuses what is too long.
+            n_bytes: the bytes of the request's body.
+            work: a function that gets a tokenizer. The tokenizer's `encode` refuses texts that are too long.
             param: the field that holds the texts.
         Raises:
-            ApiError: 400 for texts that are too long, 429 where too many long ones wait. Whatever the work raises.
+            ApiError: 400 for texts that are too long, 429 if too many long ones wait. Whatever the work raises.
         """
         is_long = n_bytes > LONG_BYTES
         if is_long and self._n_long >= self._max_long:
@@ -101,7 +102,8 @@ class _Lane:
             try:
                 await turn
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # cancelled although its turn has come: the next one gets it
+                # This request was cancelled when its turn had come. The next one gets the turn.
+                if turn.done() and not turn.cancelled():
                     self._hand_over()
                 raise
         self._is_busy = True
@@ -119,10 +121,12 @@ class _Lane:
 
 
 class _Bounded:
-    """Is a tokenizer that refuses a text first if a prompt has more bytes with it than its tokens can have.
+    """Wraps a tokenizer.
+
+    It refuses a text, before tokenising, if the prompt would have more bytes than its tokens can have.
 
     Attributes:
-        unbounded: that tokenizer.
+        unbounded: the wrapped tokenizer.
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class _Bounded:
         self._options = options or {}
 
     def with_options(self, options: dict[str, Any]) -> _Bounded:
-        """Return one for another prompt, with options of the chat template, such as its tools."""
+        """Return a new wrapper for another prompt, with options of the chat template such as its tools."""
         return _Bounded(self.unbounded, self._texts, self._param, options)
 
     def for_another_prompt(self) -> _Bounded:
@@ -156,9 +160,9 @@ class _Bounded:
 
 
 def find_longest_token(tokenizer: Tokenizer) -> int:
-    """Return the most bytes of text that one token stands for: its name has no fewer, however it is written.
+    """Return the most bytes of text for which one token stands. A token's name has at least as many bytes.
 
-    What a tokenizer leaves out of a text (spaces that it joins, runs of characters that it does not know) is not
-    considered.
+    This does not consider what a tokenizer leaves out of a text, such as spaces that it joins, or runs of unknown
+    characters.
     """
     return max(len(name.encode(errors="surrogatepass")) for name in tokenizer.get_vocab())

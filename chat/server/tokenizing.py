@@ -1,4 +1,4 @@
-"""Turns texts into tokens and back: POST /tokenize and /detokenize, as vLLM's and llama.cpp's servers do."""
+"""Answers POST /tokenize and /detokenize, as the servers of vLLM and llama.cpp do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Ids = Annotated[list[int], Field(max_length=1 << 20)]
 
 
 class TokenizeRequest(TemplateFields):
-    """Holds what is to be tokenised: vLLM's `prompt` or `messages`, or llama.cpp's `content`, which has its options."""
+    """Holds the text to tokenise: vLLM's `prompt` or `messages`, or llama.cpp's `content` with its options."""
 
     neutral: ClassVar[Neutral] = {"continue_final_message": (False,), "chat_template": ()}
     model: str | None = None
@@ -45,14 +45,14 @@ class TokenizeRequest(TemplateFields):
 
 
 class DetokenizeRequest(Checked):
-    """Holds tokens that are to become text."""
+    """Holds the tokens to turn into text."""
 
     model: str | None = None
     tokens: Ids
 
 
 class Served(Protocol):
-    """Declares what the endpoints read of the service."""
+    """Declares the attributes of the service that the endpoints read."""
 
     texts: Texts
     shaping: Shaping
@@ -65,7 +65,7 @@ class Served(Protocol):
 
 
 class Tokenizing:
-    """Answers both requests in the threads of the tokenizer; no token is computed for them."""
+    """Answers both requests in the threads of the tokenizer. The model is not used."""
 
     def __init__(self, service: Served) -> None:
         self._service = service
@@ -112,7 +112,7 @@ class Tokenizing:
             message = f"Invalid 'tokens': token ids must be 0 ... {self._service.n_vocab - 1}."
             raise ApiError(400, message, param="tokens", code="invalid_value")
         text = self._text(texts, asked.tokens)
-        return JSONResponse({"prompt": text, "content": text})  # vLLM's name, and llama.cpp's
+        return JSONResponse({"prompt": text, "content": text})  # The first name is vLLM's, and the second llama.cpp's.
 
     def _text(self, texts: Tokenizer, ids: list[int]) -> str:
         return str(texts.decode(ids, skip_special_tokens=False))

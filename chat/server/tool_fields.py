@@ -1,4 +1,4 @@
-"""Reads the tools of a request, which of them must be called, and the calls of earlier replies."""
+"""Reads the tools of a request, the choice of tools to call, and the calls of earlier replies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def read_tools(value: object) -> tuple[Tool, ...]:
-    """Read tools as OpenAI's clients send them: in chats beside 'function', in Responses flat. Raises ValueError."""
+    """Read the tools of a request. Raises ValueError.
+
+    In chats, the fields of a tool stand under "function". In Responses they stand beside its type.
+    """
     if not isinstance(value, list) or len(value) > MOST_TOOLS:
         raise ValueError(f"it must be a list of up to {MOST_TOOLS} tools")
     tools = tuple(map(_read_tool, value))
@@ -45,7 +48,7 @@ def _read_tool(value: object) -> Tool:
 
 
 def read_tool_choice(value: object) -> object:
-    """Return "auto", "none", "required", or the names of the tools that may be called, of which one must be."""
+    """Return "auto", "none" or "required", or the names of the tools of which one must be called."""
     if value in ("auto", "none", "required"):
         return value
     if isinstance(value, dict) and value.get("type") == "function":
@@ -68,7 +71,7 @@ class ToolFields(Checked):
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
-        """The tools that the model is told of."""
+        """Return the tools that are shown to the model."""
         return () if self.tool_choice == "none" else self.tools
 
     @property
@@ -76,7 +79,10 @@ class ToolFields(Checked):
         return self.tool_choice not in (None, "auto", "none")
 
     def callable_tools(self) -> tuple[Tool, ...]:
-        """Return the tools that the reply may call. Raises ApiError 400 for a choice of none that there is."""
+        """Return the tools that the reply may call.
+
+        Raises ApiError 400 if the request chooses a tool that it does not offer.
+        """
         if self.must_call and not self.tools:
             raise ApiError(400, "'tool_choice' needs 'tools'.", param="tool_choice", code="invalid_value")
         if not isinstance(self.tool_choice, tuple):
@@ -89,7 +95,10 @@ class ToolFields(Checked):
 
 
 def read_calls(value: object) -> list[dict[str, Any]]:
-    """Read the calls of an earlier reply, as templates know them: arguments are an object. Raises ValueError."""
+    """Read the calls of an earlier reply in the form that templates know: arguments are an object.
+
+    Raises ValueError.
+    """
     if not isinstance(value, list):
         raise ValueError("it must be a list of calls")
     return [_read_call(call) for call in value]
@@ -102,7 +111,7 @@ def _read_call(value: object) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     try:
         arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:  # of a reply that was cut, or nothing that a template could write
+    except ValueError:  # The reply was cut, or the arguments are not valid JSON, so no template could write them.
         arguments = {"arguments": arguments}
     if not isinstance(arguments, dict):
         raise ValueError("a call's 'arguments' are an object, written as JSON")

@@ -1,4 +1,4 @@
-"""Says why each token of a request was computed: `usage` of a reply, and progress of its prompt."""
+"""Writes the `usage` of a reply, which says why each token was computed, and the progress of its prompt."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def usage_of(prompts: list[Generation], generations: Iterable[Generation]) -> di
     """Return the `usage` of a reply, with the extension field "hybrid_memory".
 
     Args:
-        prompts: one generation of each prompt, so that its tokens count once however many choices it has: the first.
-        generations: of all choices.
+        prompts: the first generation of each prompt. So a prompt's tokens count once, however many choices it has.
+        generations: the generations of all choices.
     """
     replies = list(generations)
     n_prompt = sum(g.n_base + g.n_prompt for g in prompts)
@@ -36,9 +36,9 @@ def usage_of(prompts: list[Generation], generations: Iterable[Generation]) -> di
 
 
 def explain(prompts: list[Generation], replies: list[Generation]) -> dict[str, Any]:
-    """Return what was reused and what was computed for prompts, from where and why, and the times of a request.
+    """Return which tokens were reused and from where, which were computed and why, and the times of a request.
 
-    The reason is that of the first prompt; times are the longest of all choices.
+    The reason is that of the first prompt. Times are the longest among all choices.
     """
     n_reused = sum(map(reused_tokens, prompts))
     return {
@@ -54,7 +54,7 @@ def explain(prompts: list[Generation], replies: list[Generation]) -> dict[str, A
 
 
 class Charged(Protocol):
-    """Declares what of a request's exchange is written at its end."""
+    """Declares the attributes of an exchange that are written at its end."""
 
     notes: dict[str, object]
 
@@ -63,7 +63,7 @@ class Charged(Protocol):
 
 
 class Replied(Protocol):
-    """Declares what of the replies is read at the end."""
+    """Declares the attributes of replies that are read at the end."""
 
     generations: dict[int, Generation]
 
@@ -71,7 +71,7 @@ class Replied(Protocol):
 
 
 def account_for(exchange: Charged, replies: Replied) -> None:
-    """Charge the tokens of a request that is over to its key, and note them for the access log."""
+    """Charge the tokens of a finished request to its key, and note them for the access log."""
     usage = replies.usage()
     if exchange.use is not None:
         exchange.use.charge(usage["total_tokens"])
@@ -88,7 +88,7 @@ def reused_tokens(generation: Generation) -> int:
 
 
 def progress_of(generation: Generation, now: float) -> dict[str, int]:
-    """Return how far a prompt is, as llama.cpp's server says it: `processed` counts cached tokens as well."""
+    """Return the progress of a prompt, in the form of llama.cpp's server. `processed` counts cached tokens as well."""
     n_base = generation.n_base
     started = generation.submitted_at if generation.admitted_at is None else generation.admitted_at
     return {
@@ -112,5 +112,5 @@ def _why(generation: Generation) -> str:
 
 
 def _longest(spans: Iterable[tuple[float | None, float | None]]) -> float:
-    """Return seconds of the longest span that has begun and ended, to the microsecond."""
+    """Return the seconds of the longest span that has begun and ended, rounded to microseconds."""
     return round(max((end - begin for begin, end in spans if begin is not None and end is not None), default=0.0), 6)

@@ -1,4 +1,4 @@
-"""Holds chat sessions: turns, edits, branches, saved sessions, templates."""
+"""Holds chat sessions, with their turns, edits, branches and saved files, and templates with holes to fill."""
 
 from hybridmem.chat.session.session import ChatSession
 

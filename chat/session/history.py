@@ -1,9 +1,9 @@
-"""Encodes a history by the chat template, with the model's own replies in the tokens that it chose.
+"""Encodes a history by the chat template, and keeps the tokens that the model chose for its replies.
 
 A template renders a whole history as text, and the text is tokenised. But a model may have chosen its words in other
-tokens than a tokenizer would: "Okay" as "O" and "kay". The memory holds the tokens that were chosen, so they are to be
-found again: wherever the rendered text shows a reply word for word, the tokens chosen for it stand for it. Text, and so
-meaning, is the template's in any case.
+tokens than a tokenizer would: "Okay" as "O" and "kay". The memory holds the chosen tokens, and the prompt must match
+them to reuse it. So wherever the rendered text shows a reply word for word, the prompt gets the tokens that were chosen
+for it. The text, and so the meaning, is always the template's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ _WANTED = "give a list of messages such as {'role': 'user', 'content': 'Hello'},
 Encode = Callable[[str], list[int]]
 
 _LEAST_CHECKPOINT_TOKENS = 16
-"""A checkpoint nearer than this to the one before saves less than it costs: a step of the model ends at each."""
+"""Checkpoints lie at least this many tokens apart. A step of the model ends at each, so a nearer one costs more than it
+saves.
+"""
 _MOST_CHECKPOINTS = 8
-"""Checkpoints that one call makes at most, where the latest user messages begin: an edit returns there."""
+"""One call makes at most this many checkpoints, where the latest user messages begin. An edit returns to one of them.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,12 @@ class Utterance:
     """Holds a message.
 
     Attributes:
-        role: "system", "user" or "assistant", as far as the chat template has them.
-        content: its text.
-        token_ids: of a reply: what the model chose, without the token that ended it. Empty: it was given as text.
+        role: "system", "user" or "assistant", if the chat template has that role.
+        content: the text of the message.
+        token_ids: the tokens that the model chose for a reply, without the one that ended it. Empty: the message was
+            given as text.
     Raises:
-        BatchError: a role or a content that is no string.
+        BatchError: a role or a content that is not a string.
     """
 
     role: str
@@ -52,7 +56,7 @@ class Utterance:
 
 
 def read_messages(messages: Any) -> tuple[Utterance, ...]:
-    """Read a history of `Utterance`s or OpenAI's messages: {"role": "user", "content": "Hello"}.
+    """Read a history of `Utterance`s, or of OpenAI's messages such as {"role": "user", "content": "Hello"}.
 
     Raises BatchError.
     """
@@ -71,17 +75,19 @@ def _read_message(message: Any) -> Utterance:
 
 
 def _is_text(part: Any) -> bool:
-    """True if a part of a content is {"type": "text", "text": ...}."""
+    """Return whether a part of a content is {"type": "text", "text": ...}."""
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """Holds characters from `start` on that were tokenised by themselves, or a reply's own tokens.
+    """Holds a part of the rendered text, from `start` on.
+
+    It has characters that were tokenised by themselves, or a reply's own tokens.
 
     `first` is the number of the first token.
 
-    `encode` has found them; None of a reply's.
+    `encode` is the function that tokenised the characters; None for a reply's tokens.
     """
 
     start: int
@@ -96,9 +102,9 @@ class Rendering:
     """Holds a history as the template renders it.
 
     Attributes:
-        token_ids: of all of it.
-        spans: where each message's content stands in the text; None where the template left it out, or changed it so
-            that its place is not certain.
+        token_ids: the tokens of the whole history.
+        spans: where each message's content stands in the text. None if the template left the content out, or changed it
+            so that its place is not certain.
     """
 
     token_ids: list[int]
@@ -106,7 +112,7 @@ class Rendering:
     segments: tuple[_Segment, ...]
 
     def position(self, character: int) -> int:
-        """Count the tokens before this character that do not depend on what follows it."""
+        """Count the tokens before this character that do not depend on the text behind it."""
         for segment in self.segments:
             n = character - segment.start
             if n == len(segment.text):
@@ -121,13 +127,15 @@ class Rendering:
 def encode_history(
     tokenizer: Tokenizer, messages: Seq[Utterance], *, awaits_reply: bool = True, parse_special: bool = False
 ) -> Rendering:  # fmt: skip
-    """Return the token ids of a whole history, with the opening of a reply behind it unless told otherwise.
+    """Encode a whole history. The opening of a reply follows it unless `awaits_reply` is false.
 
     Args:
-        parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people
-            say.
-    Raises FormatError: no template, or it refuses the messages, or it so changes one that holds a special token that
-    its own special tokens cannot be told from that one.
+        parse_special: whether messages may contain special tokens. Otherwise these are plain text, as everything that
+            people say.
+
+    Raises FormatError if there is no template, or if it refuses the messages. Also raises it if the template changes a
+    message with a special token so much that the message's token cannot be told from the template's own.
+
     Cost: the template twice, the tokenizer once.
     """
     dicts = [_as_dict(m) for m in messages]
@@ -162,7 +170,7 @@ def encode_history(
 
 
 def decode(tokenizer: Tokenizer, token_ids: Seq[int]) -> str:
-    """Return the text of a reply: special tokens have none."""
+    """Return the text of a reply. Special tokens have no text."""
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
@@ -176,9 +184,9 @@ def _as_dict(message: Utterance) -> Message:
 
 
 def choose_marks(prompt: Rendering, messages: Iterable[Utterance], n_kept: int) -> list[int]:
-    """Return positions from `n_kept` on at which the latest user messages begin.
+    """Return the positions, from `n_kept` on, at which the latest user messages begin.
 
-    Where replies begin, the engine leaves a checkpoint anyway.
+    The engine itself leaves a checkpoint where each reply begins.
     """
     positions: list[int] = []
     users = [
@@ -195,6 +203,6 @@ def choose_marks(prompt: Rendering, messages: Iterable[Utterance], n_kept: int) 
 
 
 def count_old(prompt: Rendering, n_heard: int) -> int:
-    """Count the tokens of the prompt that stand for messages that were there before."""
+    """Count the tokens of the prompt that belong to the first `n_heard` messages."""
     span = prompt.spans[n_heard - 1] if n_heard else None
     return 0 if span is None else prompt.position(span[1])

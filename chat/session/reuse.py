@@ -1,4 +1,4 @@
-"""Finds the longest prefix of a token list that need not be computed: in a live sequence, or in the prefix cache."""
+"""Finds the longest prefix of a token list that a live sequence or the prefix cache holds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hybridmem.memory import FormatError, Sequence
 
 @dataclass(frozen=True)
 class Start:
-    """Says where to continue from.
+    """Says from which sequence a prompt continues.
 
     Attributes:
-        sequence: holds the first `n_kept` tokens of the list; feed it the others, one at least.
-        n_known: leading tokens that were seen before, by the sequence or by the prefix cache. Those that are not kept
-            must be computed again: the nearest state that was kept lies before them.
+        sequence: holds the first `n_kept` tokens of the list. The others, at least one, are to be fed.
+        n_known: how many leading tokens the sequence or the prefix cache has seen before. If `n_kept` is smaller, the
+            tokens between must be computed again, because the nearest kept state lies before them.
     """
 
     sequence: Sequence
@@ -28,17 +28,19 @@ class Start:
 
 
 def resume(engine: Engine, sequence: Sequence | None, token_ids: Seq[int], owner: Hashable = None) -> Start:
-    """Continue from what keeps more of `token_ids`: the live sequence, rolled back, or a fork from the prefix cache.
+    """Continue from the live sequence or from the prefix cache, whichever keeps more of `token_ids`.
+
+    The live sequence is rolled back. From the prefix cache comes a fork.
 
     Args:
-        sequence: live, and the caller's no longer: it is rolled back, or closed where the cache has more. None: only
-            the cache is asked. One that was swapped out comes back; if its file was damaged, it is given up, and what
-            the cache does not have is computed.
-        token_ids: at least one.
-        owner: of the prefixes that it may go on from.
+        sequence: a live sequence, which the caller gives away. It is rolled back, or closed if the cache has more. One
+            that was swapped out is swapped in; if its file is damaged, it is given up, and what the cache lacks is
+            computed. None: only the cache is asked.
+        token_ids: the whole prompt, at least one token.
+        owner: the owner of the prefixes that may be reused.
     Raises:
-        CapacityError: no room to bring it back; it is as it was. SequenceError: a bad handle.
-    Cost: no layer runs and no tensor is copied, but to swap in.
+        CapacityError: no room to swap the sequence in. It is unchanged then. SequenceError: a bad handle.
+    Cost: no layer runs. Tensors are copied only to swap in.
     """
     memory, wanted = engine.memory, np.asarray(token_ids, np.int64)
     with engine.lock:

@@ -1,10 +1,10 @@
-"""Saves a session and its branches as a folder: messages as JSON, and their sequences as one file of the memory.
+"""Saves a session and its branches to a folder: the messages as JSON, and the sequences as one file of the memory.
 
     session.json                 messages, options, the name of the other file, and a checksum over all of this
     memory-<number>.safetensors  what `HybridMemory.save` writes, what branches share once; none if nothing was computed
 
-The JSON is written last and replaced in one go: a reader finds either the old session or the new one, never half of
-each. Only their owner can read the files.
+The JSON is written last and replaced in one go, so a reader finds either the old session or the new one, never half of
+each. Only the user who owns the files can read them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MEMORY_FILE = re.compile(r"memory-[0-9a-f]{32}\.safetensors")
 
 @dataclass(frozen=True)
 class SavedSession:
-    """Holds what is saved of a session beside its memory; see `ChatSession`.
+    """Holds what is saved of a session, except its memory; see `ChatSession`.
 
     Attributes:
-        parent: number of the session that it branched from, among those saved with it.
+        parent: the number of the session from which it branched, among those saved together.
     """
 
     messages: tuple[Utterance, ...]
@@ -48,12 +48,12 @@ class SavedSession:
 
 @dataclass(frozen=True)
 class Remembered:
-    """Holds what the memory has of saved sessions.
+    """Holds the sequences and checkpoints of saved sessions.
 
     Attributes:
-        lives: the live sequence of each session, in the order of the sessions; None: nothing was computed, or it is
-            damaged.
-        checkpoints: those along their messages.
+        lives: the live sequence of each session, in the order of the sessions. None: nothing was computed, or the file
+            is damaged.
+        checkpoints: the checkpoints along the sessions' messages.
     """
 
     lives: list[Sequence | None]
@@ -61,7 +61,7 @@ class Remembered:
 
 
 def write_sessions(folder: Path, sessions: list[SavedSession], memory: HybridMemory, own: Remembered) -> None:
-    """Write a session and its branches, whole or not at all. Raises OSError; SpecError: a dry run."""
+    """Write a session and its branches, whole or not at all. Raises OSError, or SpecError in a dry run."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     first = next((i for i, live in enumerate(own.lives) if live is not None), None)
     name = None if first is None else f"memory-{uuid4().hex}.safetensors"
@@ -87,15 +87,15 @@ def _save_memory(memory: HybridMemory, path: Path, first: int, own: Remembered) 
     assert live is not None, "the first one that is"
     try:
         memory.save(live, path, checkpoints=own.checkpoints, forks=forks)
-    except FormatError:  # the file of a checkpoint that is swapped out is damaged
+    except FormatError:  # A checkpoint is swapped out, and its file is damaged.
         memory.save(live, path, checkpoints=[mark for mark in own.checkpoints if not mark.is_swapped], forks=forks)
 
 
 def _remove_others(folder: Path) -> None:
-    """Remove the files of sessions that were saved there before, and those of a process killed while saving.
+    """Remove the files of earlier saved sessions, and those of processes that were killed while saving.
 
-    Files are listed before other writers are looked for, and the session is read last: what another process has just
-    written stays.
+    Another process may write there at the same time, and its files must stay. So this lists the files first, then looks
+    for other writers, and reads the session last.
     """
     found = [path for path in folder.iterdir() if _MEMORY_FILE.fullmatch(path.name)]
     if not remove_abandoned(folder, f"{re.escape(SESSION_FILE)}|{_MEMORY_FILE.pattern}"):
@@ -106,10 +106,10 @@ def _remove_others(folder: Path) -> None:
 
 
 def read_sessions(folder: Path, memory: HybridMemory) -> tuple[list[SavedSession], Callable[[], Remembered]]:
-    """Read what was saved, the session first and then its branches, with a function that loads their memory.
+    """Read the saved session and its branches, in this order. Also return a function that loads their memory.
 
-    Raises FormatError; loading raises it as well, and CapacityError. Without room for all, the memory of the first
-    session that has any is loaded alone.
+    Raises FormatError. Loading raises FormatError and CapacityError. If there is no room for all, only the memory of
+    the first session that has any is loaded.
     """
     path = folder / SESSION_FILE
     about = read_about(path)
@@ -158,7 +158,7 @@ def _load_memory(memory: HybridMemory, path: Path | None, first: int, n_sessions
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """Read the JSON of a saved session. Raises FormatError, also if its checksum is wrong."""
+    """Read the JSON of a saved session. Raises FormatError, also for a wrong checksum."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -176,7 +176,10 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def _named_in(folder: Path) -> set[str] | None:
-    """Return the memory files that the session saved there needs; None if it cannot be read, so that all may be."""
+    """Return the memory files that the saved session needs.
+
+    None: the session cannot be read, so it may need any file.
+    """
     try:
         if not (folder / SESSION_FILE).exists():
             return set()
@@ -190,7 +193,7 @@ def _digest(about: dict[str, Any]) -> str:
 
 
 def read_folder(folder: Any, error: type[SpecError | FormatError]) -> Path:
-    """Return the folder of a saved session. Raises `error` if it cannot be one."""
+    """Return the path of a saved session's folder. Raises `error` if it cannot be a folder."""
     path = Path(read_path("folder", folder, "the folder of a saved session", error))
     if path.is_file():
         raise error(f"{path} is a file; give the folder of a saved session")

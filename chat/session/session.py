@@ -1,9 +1,9 @@
-"""Keeps a chat with one model, in which everything said can be taken back: say, regenerate, edit, undo, branch, save.
+"""Keeps a chat with one model, in which the user can say, regenerate, edit, undo, branch and save.
 
-Every call works the same way. The history is rendered by the chat template as a whole, tokenised, and compared, token
-by token, with what the memory holds. What both have in common is kept, by rollback or from a checkpoint; the rest is
-fed. So it does not matter why a history differs: because the user edited it, or because the template strips the
-thoughts of earlier replies.
+Every call works the same way. The chat template renders the whole history. The text is tokenised, and compared token by
+token with what the memory holds. The common beginning is kept, by rollback or from a checkpoint; the rest is fed. So it
+does not matter why a history differs: because the user edited it, or because the template strips the thoughts of
+earlier replies.
 """
 
 from __future__ import annotations
@@ -39,27 +39,28 @@ OnText = Callable[[str], None]
 
 
 class ChatSession:
-    """Holds one conversation. Its messages are what counts; the live sequence only saves computing them again.
+    """Holds one conversation. The messages define it; the live sequence only saves computing them again.
 
-    A call that fails leaves the messages as they were. Edits and regenerations return to
-    checkpoints of the prefix cache, if the engine has one; without, as far as the rollback window reaches, or to the
+    A call that fails leaves the messages as they were. Edits and regenerations return to checkpoints of the prefix
+    cache, if the engine has one. Without a cache they return as far as the rollback window reaches, or else to the
     beginning.
 
     Calls wait for their reply and step the engine meanwhile, so other requests go on too. A session is used by one
     thread at a time; several sessions of one engine may be used by several threads.
 
     Args:
-        engine: with a tokenizer.
+        engine: an engine with a tokenizer.
         system: the first message, if the template has such a role.
         messages: a history to begin with, oldest first: each an `Utterance`, or {"role": "user", "content": "Hello"} as
             OpenAI's clients write it.
-        max_tokens, sampling, stop: of replies, as `Engine.submit` takes them, unless a call says otherwise.
-        parse_special: special tokens may be written in messages. Otherwise they are text there, and no message can
-            forge a turn.
-        owner: of what the prefix cache keeps of it: sessions of other owners find nothing of that. See `PrefixCache`.
+        max_tokens, sampling, stop: the options of replies, as in `Engine.submit`. Each call may override them.
+        parse_special: whether messages may contain special tokens. Otherwise these are plain text there, and no message
+            can forge a turn.
+        owner: the owner of what the prefix cache keeps of this session. Sessions of other owners do not find it; see
+            `PrefixCache`.
     Raises:
-        SpecError: no engine. BatchError: arguments that make no chat. FormatError: no tokenizer, no chat template, or
-        one that refuses the messages.
+        SpecError: no engine. BatchError: wrong arguments. FormatError: no tokenizer, no chat template, or a template
+        that refuses the messages.
     """
 
     def __init__(
@@ -88,17 +89,18 @@ class ChatSession:
         self._tokenizer = engine.tokenizer
         first = [] if system is None else [Utterance("system", system)]
         self._messages: tuple[Utterance, ...] = (*first, *read_messages(messages))
-        self._n_heard = 0  # messages that the memory has held once
+        self._n_heard = 0  # The memory has once held this many messages.
         self._live: Sequence | None = None
         self._tree: Tree = Tree()
         self._tree.add(self, None)
         self._is_closed = False
         self._answering = Lease()
-        self._generation: Generation | None = None  # of the latest reply
-        self._on_text: OnText | None = None  # of the reply in progress
-        self._encode([*self._messages, Utterance("user", "?")])  # refuses now a template that could never be used
+        self._generation: Generation | None = None  # The generation of the latest reply.
+        self._on_text: OnText | None = None  # The callback of the reply in progress.
+        # This raises now if the template cannot be used at all.
+        self._encode([*self._messages, Utterance("user", "?")])
 
-    # Talking
+    # Methods that talk to the model.
 
     @property
     def messages(self) -> tuple[Utterance, ...]:
@@ -106,9 +108,9 @@ class ChatSession:
 
     @property
     def sequence(self) -> Sequence | None:
-        """Return the live sequence, to be looked at: its tokens are what the memory holds of this session, or None.
+        """Return the live sequence, only to look at it; None if the memory holds nothing of this session.
 
-        Closing it costs nothing but time: the next call computes the history again.
+        If you close it, the next call computes the history again.
         """
         return None if self._live is None or self._live.closed else self._live
 
@@ -119,10 +121,10 @@ class ChatSession:
         """Say something and get the reply.
 
         Args:
-            on_text: called with each piece of the reply. What it raises ends the call.
+            on_text: is called with each piece of the reply. If it raises, the call ends with that error.
         Raises:
-            BatchError: arguments that make no request. CapacityError: no room. SequenceError: the session is closed.
-            Whatever the model or `on_text` raises. The messages are as they were then.
+            BatchError: wrong arguments. CapacityError: no room. SequenceError: the session is closed. Whatever the
+            model or `on_text` raises. After an error the messages are as they were.
         """
         new = [Utterance("user", _checked(text))]
         messages, turn = self._reply_to(NEW, len(self._messages), new, max_tokens, sampling, on_text)
@@ -135,9 +137,9 @@ class ChatSession:
         self, index: int, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None,
         on_text: OnText | None = None
     ) -> Turn:  # fmt: skip
-        """Say `messages[index]` otherwise, forget what followed, and get the reply.
+        """Replace the text of `messages[index]`, forget what followed, and get the reply.
 
-        Raises as `say`, and BatchError: it is none of the user's.
+        Raises as `say`. Raises BatchError if the message is not the user's.
         """
         users = [i for i, message in enumerate(self._messages) if message.role == "user"]
         if not is_integer(index) or index not in users:
@@ -154,7 +156,10 @@ class ChatSession:
     def regenerate(
         self, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
     ) -> Turn:  # fmt: skip
-        """Replace the last reply. Greedy sampling, or the same seed, gives the same again. Raises as `say`."""
+        """Replace the last reply by another one. Raises as `say`.
+
+        Greedy sampling, or the same seed, gives the same reply again.
+        """
         self._check_exchange("regenerate")
         messages, turn = self._reply_to(NEW, len(self._messages) - 1, [], max_tokens, sampling, on_text)
         with uninterrupted_call(holds_all=True) as until_return:
@@ -163,9 +168,9 @@ class ChatSession:
         return turn
 
     def undo(self) -> tuple[Utterance, ...]:
-        """Take back the user's last message and the reply, and return them. Computes nothing, now or later.
+        """Take back the user's last message and the reply, and return them. Nothing is computed, now or later.
 
-        Raises BatchError: there is none.
+        Raises BatchError if there is no such message.
         """
         self._check_exchange("undo")
         n_kept = max(i for i, message in enumerate(self._messages) if message.role == "user")
@@ -175,7 +180,10 @@ class ChatSession:
         return undone
 
     def _give_back(self) -> None:
-        """Roll back tokens behind the messages if that computes nothing; else the next call decides what to reuse."""
+        """Roll back the tokens behind the messages, if that computes nothing.
+
+        Otherwise the next call decides what to reuse.
+        """
         live, memory = self._live, self.engine.memory
         if live is None or live.is_swapped or not self._messages:
             return
@@ -185,18 +193,21 @@ class ChatSession:
                 memory.rollback(live, to=n_said)
 
     def _n_said(self, live: Sequence) -> int:
-        """Count the leading tokens of the live sequence that are the messages: all, if the template cannot tell."""
+        """Count the leading tokens of the live sequence that belong to the messages.
+
+        If the template cannot tell, all of them do.
+        """
         try:
             said = self._encode(self._messages, awaits_reply=False).token_ids if self._messages else []
-        except FormatError:  # some templates need a message of the user
+        except FormatError:  # Some templates refuse a history without a message of the user.
             return live.length
         return common_tokens(live.tokens.tolist(), said)
 
     def branch(self) -> ChatSession:
-        """Return another session with the same messages. It shares all memory until either goes on.
+        """Return another session with the same messages. Both share all memory until one of them goes on.
 
-        Raises CapacityError: this one sleeps, and there is no room to wake it. Cost: no layer runs; no tensor is
-        copied.
+        Raises CapacityError if this session sleeps and there is no room to wake it. Cost: no layer runs, and no tensor
+        is copied.
         """
         self._check_free()
         options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop}
@@ -215,15 +226,16 @@ class ChatSession:
 
     @property
     def branches(self) -> tuple[ChatSession, ...]:
-        """Return the other open sessions that grew from the same conversation, in the order in which they began."""
+        """Return the other open sessions that grew from the same conversation, the oldest first."""
         return self._tree.others(self)
 
-    # Swap, files, end
+    # Methods that swap, save and close.
 
     def sleep(self) -> None:
-        """Swap the session's memory out, to host memory or files; the next call swaps it in.
+        """Swap the session's memory out, to host memory or files. The next call swaps it in.
 
-        Raises CapacityError: no room there. Prefixes and branches that share them keep theirs.
+        Raises CapacityError if there is no room there. Prefixes and branches that share blocks with it keep those
+        blocks.
         """
         self._check_free()
         with self.engine.lock:
@@ -231,20 +243,23 @@ class ChatSession:
                 self.engine.memory.swap_out(self._live)
 
     def wake(self) -> None:
-        """Undo `sleep`. Raises CapacityError, or FormatError if the file was damaged; then the session sleeps on."""
+        """Undo `sleep`.
+
+        Raises CapacityError, or FormatError if the file is damaged. The session sleeps on then.
+        """
         self._check_free()
         with self.engine.lock:
             if self._live is not None and self._live.is_swapped:
                 self.engine.memory.swap_in(self._live)
 
     def save(self, folder: str | Path) -> None:
-        """Write the messages and their memory to a folder of their own, which `resume` reads in any process.
+        """Write the messages and their memory to a folder, which `resume` reads in any process.
 
-        All `branches` are saved with it, and the checkpoints of the prefix cache along their messages; what they share
-        is written once. A session that was saved there before is replaced when the new one is complete, and not before.
-        What was taken back stays behind: of tokens that no message has, nothing is written.
+        All `branches` are saved with it, and so are the checkpoints of the prefix cache along their messages. What they
+        share is written once. A session that was saved there before is replaced only when the new one is complete.
+        Tokens that were taken back, and are in no message, are not written.
 
-        Raises OSError: from the file system. SpecError: a dry run, or what can be no folder.
+        Raises OSError from the file system. Raises SpecError in a dry run, or if `folder` cannot be a folder.
         """
         self._check_free()
         with self.engine.lock:
@@ -254,13 +269,16 @@ class ChatSession:
     def resume(
         engine: Engine, folder: str | Path, *, owner: Hashable = None, parse_special: bool = False
     ) -> ChatSession:
-        """Load the session that was saved there, which goes on bit for bit; its `branches` are those saved with it.
+        """Load the session that was saved in a folder.
 
-        The engine's model, weights, tokenizer and memory must be like those that wrote it. The owner, and whether
-        special tokens may be written, are not saved. A branch whose memory is damaged is computed again when it goes
-        on, as all are for whose memory there is no room.
+        It continues bit for bit; its `branches` are those saved with it.
 
-        Raises FormatError: no session there, or a damaged or unsuitable one; nothing has changed. CapacityError.
+        The engine's model, weights, tokenizer and memory must be like those that wrote it. `owner` and `parse_special`
+        are not saved. If the memory of a branch is damaged, or there is no room for it, the branch is computed again
+        when it goes on.
+
+        Raises FormatError if there is no session, or a damaged or unsuitable one; nothing has changed then. Raises
+        CapacityError.
         """
         require_engine(engine, "ChatSession.resume(engine, folder)")
         with engine.lock:
@@ -276,7 +294,7 @@ class ChatSession:
             return resume_together(engine, read_folder(folder, FormatError), make)
 
     def close(self) -> None:
-        """Free all memory. The messages can still be read; closing again does nothing."""
+        """Free all memory. The messages can still be read. Closing again does nothing."""
         if self._is_closed:
             return
         self._check_free()
@@ -297,16 +315,16 @@ class ChatSession:
         state = "closed" if self._is_closed else "nothing computed yet" if live is None else repr(live)
         return f"<ChatSession of {len(self._messages)} messages: {state}>"
 
-    # Replies
+    # Methods that make a reply.
 
     def _reply_to(
         self, why: str, n_kept: int, new: list[Utterance], max_tokens: int | None, sampling: Sampling | None,
         on_text: OnText | None
     ) -> tuple[tuple[Utterance, ...], Turn]:  # fmt: skip
-        """Reply to the first `n_kept` messages and to `new` ones; returns all messages, and the turn.
+        """Reply to the first `n_kept` messages and the `new` ones. Return all messages, and the turn.
 
-        Nothing is said until the caller keeps the messages. It does so in the call that the user waits for: an
-        interrupt that is held back there is raised where the user has the turn.
+        The session changes only when the caller keeps the returned messages. The caller does so in the call for which
+        the user waits. An interrupt that is held back there is raised after the user has the turn.
         """
         self._check_free()
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
@@ -357,7 +375,7 @@ class ChatSession:
         """End the reply in progress, if there is one."""
         self._on_text = None
         if self._generation is not None and not self._generation.is_finished:
-            with self.engine.lock:  # so that it has ended when this returns
+            with self.engine.lock:  # The lock makes sure that the reply has ended when this returns.
                 self.engine.cancel(self._generation)
         self._generation = None
 
@@ -368,7 +386,8 @@ class ChatSession:
     def _read_reply(self, generation: Generation) -> Utterance:
         """Return the reply as a message.
 
-        If a stop string cut it inside a token, the token ids are not those of the text, which is tokenised again.
+        If a stop string cut the reply inside a token, its token ids do not match the text. The text is tokenised again
+        then.
         """
         if generation.stopped_by is not None:
             return Utterance("assistant", generation.text, tuple(generation.token_ids))
@@ -382,9 +401,9 @@ class ChatSession:
             raise SequenceError("this session is closed; resume a saved one or begin another")
         if self._answering.is_taken:
             raise StepError("this session is in the middle of a reply; wait until it is complete")
-        self._stop()  # a Ctrl-C may have kept an earlier call from it
+        self._stop()  # A Ctrl-C may have kept an earlier call from stopping its reply.
         if self._live is not None and self._live.closed:
-            self._live = None  # closed from outside: its tokens are computed again
+            self._live = None  # Somebody has closed the sequence. Its tokens are computed again.
 
     def _check_exchange(self, what: str) -> None:
         self._check_free()

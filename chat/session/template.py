@@ -1,4 +1,4 @@
-"""Fills templates with several holes: given text is fed, holes are generated, and many are filled in one batch.
+"""Fills templates with holes: given text is fed, the model generates the holes, and one batch fills many templates.
 
     article = Template(
         "Q: {question}\\nA: {answer:max_tokens=20,stop='\\n'}\\nConfidence: {score:choices=['low','high']}"
@@ -6,9 +6,9 @@
     filled = fill(engine, article, [{"question": question} for question in questions])
     filled[0].values["answer"]
 
-Each text and each value is tokenised by itself, so a token never reaches across a seam, and what a hole is given makes
-no difference to the tokens around it. Special tokens may be written in texts and choices; in given values they are
-text, unless they are asked for. Those that the tokenizer puts in front of any text stand there once.
+Each text and each value is tokenised by itself. So a token never reaches across a seam, and the value of a hole does
+not change the tokens around it. Texts and choices may contain special tokens. In given values they are plain text,
+unless the caller asks for them. Tokens that the tokenizer puts in front of any text stand there once.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ GIVEN, CHOSEN = "given", "choice"
 
 @dataclass(frozen=True)
 class Filled:
-    """Holds a template without holes.
+    """Holds a filled template.
 
     Attributes:
-        text: all of it.
-        values: hole -> words, given ones included.
-        reasons: hole -> "given", "choice", or why the engine ended it: "stop" or "length".
+        text: the whole text.
+        values: hole -> its words, including given ones.
+        reasons: hole -> "given", "choice", or the engine's reason for its end: "stop" or "length".
         scores: hole with choices -> choice -> log probability.
-        token_ids: as the model read them, up to the last hole that was not given; what stands behind it is not even
+        token_ids: the tokens that the model read, up to the last hole that was not given. The text behind it is not
             tokenised.
-        n_generated: tokens that were chosen one by one. Choices are compared, not generated.
+        n_generated: how many tokens were chosen one by one. Choices are compared, not generated.
     """
 
     text: str
@@ -68,23 +68,23 @@ def fill(
 ) -> list[Filled]:
     """Fill templates, all at once.
 
-    A common beginning is computed once, wherever they diverge; what the prefix cache has is not computed at all.
-    From there on each token of a text or a given value is fed once, however many holes follow. Only the last token
-    before a hole may be fed again, for its output: where no text stands between two holes, and where two templates are
-    the same up to a hole.
+    A common beginning of templates is computed once. What the prefix cache has is not computed at all. Behind the
+    common beginning, each token of a text or a given value is fed once, however many holes follow. Only the last token
+    before a hole may be fed again for its output: if no text stands between two holes, or if two templates are the same
+    up to a hole.
 
     Args:
-        templates: one for all values, or as many as there are.
-        values: hole -> words that are given, for each filled template. None: nothing is given.
-        sampling: of holes that have none of their own. With a seed, all of them draw from the same.
-        parse_special: special tokens may be written in values, as in the template's texts. Otherwise they are text
-            there.
-        owner: of the prefixes that they go on from and leave behind; see `PrefixCache`.
+        templates: one template for all values, or one for each.
+        values: hole -> given words, for each filled template. None: nothing is given.
+        sampling: the sampling of holes that have none of their own. If it has a seed, all of them use that seed.
+        parse_special: whether values may contain special tokens, as the template's texts may. Otherwise they are plain
+            text there.
+        owner: the owner of the prefixes that are reused and left behind; see `PrefixCache`.
     Returns:
-        In the order of `values`.
+        The filled templates, in the order of `values`.
     Raises:
-        BatchError: values that are no text or fill no hole, or a hole that nothing stands before. FormatError: an
-        engine without a tokenizer. CapacityError: no room. Whatever the model raises. Nothing is left behind then.
+        BatchError: values that are not texts or belong to no hole, or a hole at the very beginning. FormatError: an
+        engine without a tokenizer. CapacityError: no room. Whatever the model raises. No sequence stays open then.
     """
     require_engine(engine, "fill(engine, templates, values)")
     check_sampling(sampling)
@@ -128,7 +128,7 @@ def _pair(templates: Template | Iterable[Template], values: Any) -> list[tuple[T
 
 
 class _Job:
-    """Holds a template that is being filled: up to which part, and its text so far."""
+    """Holds a template that is being filled: the next part, and the text so far."""
 
     def __init__(self, template: Template, given: dict[str, str], engine: Engine, *, parse_special: bool) -> None:
         if engine.tokenizer is None:
@@ -150,8 +150,8 @@ class _Job:
         self._template = template
         self._at = 0
         self.advance()
-        lead = self.tokenizer.encode("")  # tokens that begin any text
-        if self.tokens[: len(lead)] != lead:  # else the template begins with it already
+        lead = self.tokenizer.encode("")  # The tokenizer puts these tokens in front of any text.
+        if self.tokens[: len(lead)] != lead:  # Otherwise the template itself begins with them.
             self.tokens = [*lead, *self.tokens]
         if self.hole is not None and not self.tokens:
             raise BatchError(
@@ -160,12 +160,12 @@ class _Job:
 
     @property
     def hole(self) -> Hole | None:
-        """Return the hole that is to be filled next; None if there is none left."""
+        """Return the hole to fill next. None: no hole is left."""
         part = self._template.parts[self._at] if self._at < len(self._template.parts) else None
         return part if isinstance(part, Hole) else None
 
     def advance(self) -> None:
-        """Go on to the next hole whose text is not given; behind the last one nothing needs to be fed."""
+        """Advance to the next hole whose text is not given. Behind the last hole, nothing needs to be fed."""
         rest = self._template.parts[self._at :]
         n_known = next(
             (i for i, part in enumerate(rest) if isinstance(part, Hole) and part.name not in self.words), None
@@ -198,7 +198,7 @@ class _Job:
 
 @dataclass
 class _Filler:
-    """Fills all jobs of a batch. `open` are the sequences that are its own, to be closed however it ends."""
+    """Fills all jobs of a batch. `open` holds its own sequences, which are closed however it ends."""
 
     engine: Engine
     jobs: list[_Job]
@@ -215,10 +215,13 @@ class _Filler:
                 if not sequence.closed:
                     self.engine.memory.close(sequence)
 
-    # Common prefixes
+    # Methods for common prefixes.
 
     def share(self) -> None:
-        """Feed common prefixes once, and give each job a fork, level by level of the tree of their tokens."""
+        """Feed common prefixes once, and give each job a fork.
+
+        This walks the tree of all jobs' tokens level by level.
+        """
         groups: list[tuple[list[_Job], Sequence | None, int]] = [
             ([job for job in self.jobs if job.hole is not None], None, 0)
         ]
@@ -238,9 +241,9 @@ class _Filler:
             ]
 
     def _feed(self, tokens: list[int], sequence: Sequence | None, n_held: int) -> Sequence | None:
-        """Let a sequence that holds `n_held` of these tokens have all of them.
+        """Feed a sequence, which holds `n_held` of these tokens, the rest of them.
 
-        None: a new one, or none at all if there are no tokens.
+        If `sequence` is None, a new one is opened, or none at all if there are no tokens.
         """
         if len(tokens) == n_held:
             return sequence
@@ -257,7 +260,10 @@ class _Filler:
     def _split(
         self, group: list[_Job], trunk: Sequence | None, n: int
     ) -> list[tuple[list[_Job], Sequence | None, int]]:
-        """Divide jobs by the token behind n; each part gets a fork of the trunk, the last one the trunk."""
+        """Divide jobs by the token at index n.
+
+        Each part gets a fork of the trunk; the last part gets the trunk itself.
+        """
         alike: dict[object, list[_Job]] = {}
         for job in group:
             alike.setdefault(job if len(job.tokens) == n + 1 else job.tokens[n], []).append(job)
@@ -268,7 +274,7 @@ class _Filler:
         return [(part, sequence, n) for part, sequence in zip(parts, [*forks, trunk], strict=True)]
 
     def _wait(self) -> None:
-        """Step until all generations in progress have ended. Raises what ended one of them."""
+        """Step until all generations in progress have ended. Raises the error that ended one of them."""
         while not all(generation.is_finished for generation in self.running):
             self.engine.step()
         for generation in self.running:
@@ -276,10 +282,10 @@ class _Filler:
                 raise generation.error
         self.running.clear()
 
-    # Hole by hole
+    # Methods that fill hole by hole.
 
     def run(self) -> None:
-        """Fill hole after hole. No job waits for the slowest: one that has filled a hole goes on to the next."""
+        """Fill hole after hole. A job that has filled a hole goes on to the next, without waiting for other jobs."""
         todo = [job for job in self.jobs if job.hole is not None]
         while todo:
             if choosing := [job for job in todo if job.hole is not None and job.hole.choices]:
@@ -326,10 +332,10 @@ class _Filler:
             ids = ids[:-1]
         job.put(generation.text, _tokens_of(job, generation.text, ids), str(generation.finish_reason))
 
-    # Choices
+    # Methods for choices.
 
     def _choose(self, jobs: list[_Job]) -> None:
-        """Fill the holes of these jobs with the most likely of their choices."""
+        """Fill the holes of these jobs, each with the most likely of its choices."""
         engine, memory = self.engine, self.engine.memory
         with engine.lock:
             rest = dict(self._resume(job) for job in jobs)
@@ -358,7 +364,7 @@ class _Filler:
                 self._settle(job, choices[i], scores[i], {j: fork for (k, j), fork in forks.items() if k == i})
 
     def _settle(self, job: _Job, choices: list[list[int]], scores: list[float], forks: dict[int, Sequence]) -> None:
-        """Go on with the best choice, and close the others' forks."""
+        """Continue with the best choice, and close the forks of the others."""
         assert job.hole is not None and job.sequence is not None
         best = max(range(len(scores)), key=scores.__getitem__)
         forks[-1] = job.sequence
@@ -370,7 +376,7 @@ class _Filler:
         job.put(job.hole.choices[best], choices[best], CHOSEN)
 
     def _run(self, requests: dict[Sequence, list[int]], outputs: Any) -> Tensor:
-        """Return the rows' logits, in float64. They count among the tokens that the engine fed."""
+        """Feed the requests, and return the rows' logits in float64. The tokens count as fed by the engine."""
         logits = self.engine.memory.run(
             self.engine.model, requests, max_tokens=self.engine.step_tokens, outputs=outputs
         )
@@ -380,13 +386,13 @@ class _Filler:
 
 
 def _n_shared(jobs: list[_Job]) -> int:
-    """Count the leading tokens that all have in common, except the last one of the shortest."""
+    """Count the leading tokens that all jobs have in common, without the last token of the shortest."""
     first = jobs[0].tokens
     return min(min(common_tokens(first, job.tokens) for job in jobs[1:]), *(len(job.tokens) - 1 for job in jobs))
 
 
 def _tokens_of(job: _Job, text: str, ids: Seq[int]) -> list[int]:
-    """Return the chosen tokens of the text; where a stop string cut one in two, the rest of the text is tokenised."""
+    """Return the chosen tokens of the text. If a stop string cut a token in two, the rest of the text is tokenised."""
     for n in range(len(ids), -1, -1):
         words = decode(job.tokenizer, ids[:n])
         if text.startswith(words):

@@ -1,4 +1,4 @@
-"""Parses templates: text, and holes that a model fills.
+"""Parses templates, which consist of text and of holes that a model fills.
 
 Q: {question}\\nA: {answer:max_tokens=20,stop='\\n'}\\nConfidence: {score:choices=['low','high']}
 
@@ -23,7 +23,7 @@ _OPTIONS = ("max_tokens", "stop", "choices")
 
 @dataclass(frozen=True)
 class Text:
-    """Holds text that is given."""
+    """Holds given text."""
 
     text: str
 
@@ -38,14 +38,14 @@ class Hole:
 
     Attributes:
         name: an identifier. A second hole of the same name gets the words of the first.
-        max_tokens: to choose at most.
+        max_tokens: the most tokens to choose.
         stop: strings before which the words end. An end token of the model ends them too.
-        choices: if any, the words are the one of these that the model finds most likely: the sum of the log
-            probabilities of its tokens is the highest, the first wins a tie. A choice that another one begins with is
-            never less likely than that one.
-        sampling: None: what `fill` was told. Choices are not drawn.
+        choices: if there are any, the hole gets the one that the model finds most likely: the sum of the log
+            probabilities of its tokens is the highest. The first wins a tie. A choice is never less likely than a
+            longer one that begins with it.
+        sampling: how tokens are chosen. None: as `fill` was told. Choices are not drawn.
     Raises:
-        BatchError: options that make no hole.
+        BatchError: wrong options.
     """
 
     name: str
@@ -81,8 +81,8 @@ class Template:
     """Holds texts and holes, from a list of them or a string; see above for how a string is written.
 
     Raises:
-        BatchError: a string that cannot be read, something that is no part, or two holes of one name that want
-            different things.
+        BatchError: a string that cannot be read, something that is neither text nor hole, or two holes of one name with
+        different options.
     """
 
     parts: tuple[Part, ...]
@@ -111,7 +111,7 @@ class Template:
 
 
 def parse(template: str) -> Iterator[Part]:
-    """Parse a template that was written as a string. Raises BatchError, naming the place."""
+    """Parse a template that was written as a string. Raises BatchError; the message names the place."""
     text, at = "", 0
     while at < len(template):
         if template[at : at + 2] in ("{{", "}}"):
@@ -133,7 +133,7 @@ def parse(template: str) -> Iterator[Part]:
 
 
 def _parse_hole(template: str, start: int) -> tuple[Hole, int]:
-    """Return the hole whose brace opens at `start`, and where it ends: strings in it may hold braces too."""
+    """Return the hole whose brace opens at `start`, and its end. Strings inside of it may contain braces, too."""
     reason, end = "it is not closed", template.find("}", start)
     while end >= 0:
         name, has_options, options = template[start + 1 : end].partition(":")
@@ -151,9 +151,9 @@ def _parse_hole(template: str, start: int) -> tuple[Hole, int]:
 def _read_options(options: str) -> dict[str, Any]:
     """Read keyword arguments as Python writes them, literals only.
 
-    Raises SyntaxError where they are not complete, BatchError where they are wrong.
+    Raises SyntaxError if they are not complete, and BatchError if they are wrong.
     """
-    # A line break in a string, as "{a:stop='\n'}" has it once Python has read it, is meant as one.
+    # In "{a:stop='\n'}", Python has already replaced \n by a line break. Turn it back, so that the literal can be read.
     call = ast.parse(f"f({options})".replace("\n", "\\n"), mode="eval").body
     if not isinstance(call, ast.Call) or call.args or isinstance(call.func, ast.Call):
         raise BatchError(f"options {options!r} of a hole; give {', '.join(f'{name}=...' for name in _OPTIONS)}")

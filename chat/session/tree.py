@@ -17,7 +17,7 @@ from hybridmem.memory.sequences.interrupts import Lease
 
 
 class TreeSession(Protocol):
-    """Declares what is saved of a session: a part of `chat.session.session.ChatSession`."""
+    """Declares the part of `chat.session.session.ChatSession` that is saved."""
 
     engine: Engine
     max_tokens: int
@@ -41,7 +41,7 @@ SessionT = TypeVar("SessionT", bound=TreeSession)
 
 
 class Tree:
-    """Holds the open sessions of one conversation: the first, and those that branched from it or from each other."""
+    """Holds the open sessions of one conversation: the first one, and those that branched from others."""
 
     def __init__(self) -> None:
         self._parents: dict[Any, Any] = {}
@@ -51,24 +51,24 @@ class Tree:
         self._parents[session] = parent
 
     def remove(self, session: TreeSession) -> None:
-        """Remove a session; those that branched from it belong to its own parent from now on."""
+        """Remove a session. Its branches become branches of its parent."""
         above = self._parents.pop(session, None)
         for other, parent in self._parents.items():
             if parent is session:
                 self._parents[other] = above
 
     def others(self, session: SessionT) -> tuple[SessionT, ...]:
-        """Return all open sessions but this one, in the order in which they began."""
+        """Return all open sessions except this one, the oldest first."""
         return tuple(other for other in self._parents if other is not session)
 
     def parent_of(self, session: SessionT) -> SessionT | None:
-        """Return the open session that this one branched from."""
+        """Return the open session from which this one branched."""
         parent: SessionT | None = self._parents.get(session)
         return parent
 
 
 def save_together(sessions: list[SessionT], tree: Tree, folder: Path) -> None:
-    """Write sessions of one tree to a folder, the first of them as the one that `resume_together` returns."""
+    """Write sessions of one tree to a folder. `resume_together` will return the first of them."""
     with ExitStack() as stack:
         lives = [_said(session, stack) for session in sessions]
         parents = [tree.parent_of(session) for session in sessions]
@@ -84,9 +84,9 @@ def save_together(sessions: list[SessionT], tree: Tree, folder: Path) -> None:
 
 
 def _said(session: TreeSession, stack: ExitStack) -> Sequence | None:
-    """Return a sequence that holds what the live one does of the messages, and nothing else; None if there is none.
+    """Return a sequence that holds the messages as the live one does, and nothing else; None if there is no live one.
 
-    If it is a new one, it is closed with the stack.
+    If it is a new sequence, the stack closes it.
     """
     memory, live = session.engine.memory, session.sequence
     if live is None or session._answering.is_taken:
@@ -102,7 +102,7 @@ def _said(session: TreeSession, stack: ExitStack) -> Sequence | None:
 
 
 def _checkpoints(session: TreeSession, lives: list[Sequence | None]) -> list[Sequence]:
-    """Return the checkpoints of the prefix cache on the way of these sequences."""
+    """Return the checkpoints of the prefix cache that hold prefixes of these sequences."""
     prefixes = session.engine.prefixes
     if prefixes is None:
         return []
@@ -114,7 +114,7 @@ def resume_together(engine: Engine, folder: Path, make: Callable[[SavedSession],
     """Return the session that was saved in a folder, with its branches. Raises as `read_sessions`.
 
     Args:
-        make: makes a session that remembers nothing yet.
+        make: makes a session without memory from what was saved.
     """
     saved, load = read_sessions(folder, engine.memory)
     sessions = list[SessionT]()

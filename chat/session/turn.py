@@ -1,4 +1,4 @@
-"""Describes a turn of a session: the reply, and why each token of the prompt was computed."""
+"""Describes a turn of a session: the reply, and the reason why each token of the prompt was computed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LAST = "last token, for its output"
 
 @dataclass(frozen=True)
 class Turn:
-    """Holds a reply, and its cost. Counts are tokens.
+    """Holds a reply and its cost. All counts are tokens.
 
     Attributes:
         text: the reply.
-        token_ids: as they were chosen, the one that ended the reply included.
-        finish_reason: "stop" or "length"; "cancelled" if it was ended from outside.
-        n_prompt: of the whole history, with the opening of the reply.
-        n_reused: leading ones of these that the memory held already.
-        computed: why -> those that the model had to compute; `n_prompt - n_reused` in all.
+        token_ids: the chosen tokens, including the one that ended the reply.
+        finish_reason: "stop", "length", or "cancelled" if somebody else ended the reply.
+        n_prompt: tokens of the whole history, with the opening of the reply.
+        n_reused: how many leading tokens of the prompt the memory held already.
+        computed: reason -> tokens of the prompt that the model had to compute for it, `n_prompt - n_reused` in all.
     """
 
     text: str
@@ -40,7 +40,7 @@ class Turn:
 
 
 def explain(why: str, prompt: Rendering, start: Start, n_old: int, *, was_held: bool) -> dict[str, int]:
-    """Say why each token was computed, in the order in which they stand in the prompt."""
+    """Count the computed tokens by reason, in the order in which they stand in the prompt."""
     n = len(prompt.token_ids)
     n_known = min(start.n_known, n - 1)
     at, found = start.n_kept, dict[str, int]()

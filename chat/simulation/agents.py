@@ -1,4 +1,4 @@
-"""Makes the traces of coding agents: long prompts of tools, many short calls, long results, and forks of subagents.
+"""Makes the traces of coding agents, with long prompts that list tools, many short calls, long results, and subagents.
 
 An agent's prompt grows with every turn, by the call that the model made and by the tool's result, and the next request
 begins with all of it. A subagent begins where its parent stands, works on its own, and what it found comes back as a
@@ -22,15 +22,16 @@ class AgentHabits:
     """Holds the rates and lengths of simulated agents. Lengths and turns are medians of log-normal distributions.
 
     Attributes:
-        n_agents: without their subagents.
-        rate: agents that begin in a second, on average (Poisson).
-        turns: of each agent; of a subagent a fifth of it.
-        system_tokens: system prompt and tools, shared by all agents of a kind; there are `n_kinds`.
-        result_tokens, reply_tokens: of a tool's result, and of what the model says to call it.
+        n_agents: the number of agents, not counting subagents.
+        rate: how many agents begin in a second, on average (Poisson).
+        turns: the turns of each agent. A subagent has a fifth of them.
+        system_tokens: the tokens of the system prompt and the tools. All agents of a kind share them; there are
+            `n_kinds` kinds.
+        result_tokens, reply_tokens: the tokens of a tool's result, and of the reply that calls the tool.
         tool_s: mean seconds that a tool takes.
         subagents, retries: how likely a turn begins a subagent, or asks for the last reply again.
     Raises:
-        SpecError: naming the habit and its value.
+        SpecError: a wrong value. The message names the habit and the value.
     """
 
     n_agents: int = 60
@@ -59,7 +60,7 @@ class AgentHabits:
 
 @dataclass(frozen=True)
 class AgentWorkload:
-    """Makes agents with these habits: a `Workload`, and a function of the seed alone."""
+    """Makes agents with these habits. It is a `Workload` that depends on the seed alone."""
 
     habits: AgentHabits
     seed: int = 0
@@ -86,7 +87,7 @@ class _Writer:
         return sorted(self._events, key=lambda event: event.at)
 
     def _work(self, name: str, at: float, n_turns: int, *, may_delegate: bool) -> float:
-        """Write the turns of an agent from `at` on; return when it is done."""
+        """Write the turns of an agent from the time `at` on. Return the time at which it is done."""
         habits, rng = self._habits, self._rng
         for turn in range(n_turns):
             roll = rng.random()

@@ -1,4 +1,4 @@
-"""Serves the same users one at a time, to find what serving them together must not change."""
+"""Serves the same users one at a time, to find answers that sharing the memory has changed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hybridmem.chat.simulation.workload import Family, Workload
 
 
 def serve_alone(setup: Setup, family: Family, user: str) -> dict[int, str]:
-    """Return the replies to a user who is served alone: a fresh memory, no cache, no swap, the same messages.
+    """Return the replies to a user who is served alone, with the same messages, a fresh memory, no cache and no swap.
 
-    A branch is served from the beginning of the conversation that it grew from.
+    A branch is served from the beginning of the conversation from which it grew.
 
     Returns:
         The replies to questions, by the index in `family` of the event that was answered.
@@ -25,10 +25,10 @@ def serve_alone(setup: Setup, family: Family, user: str) -> dict[int, str]:
 
 
 def compare_alone(setup: Setup, workload: Workload, report: Report, *, which: str = "wrong") -> None:
-    """Note in a report's answers what the model replies to the same questions when it serves one user alone.
+    """Add to a report's answers what the model replies to the same question when it serves that user alone.
 
     Args:
-        which: "wrong": in conversations with a wrong answer, "all" or "none".
+        which: "wrong" compares the conversations with a wrong answer. "all" compares all of them, and "none" none.
     """
     answers = report.tally.answers
     wanted = {(a.family, a.user) for a in answers if which == "all" or (which == "wrong" and not a.is_right)}
@@ -43,7 +43,7 @@ def compare_alone(setup: Setup, workload: Workload, report: Report, *, which: st
 
 
 def _path_to(family: Family, user: str) -> list[int]:
-    """Return indices of the events that lead to a user's conversation and make it up."""
+    """Return the indices of all events in a user's conversation, including those before it branched."""
     own = [i for i, event in enumerate(family) if event.user == user]
     born = next((i for i, event in enumerate(family) if event.into == user), None)
     return own if born is None else [i for i in _path_to(family, family[born].user) if i < born] + own

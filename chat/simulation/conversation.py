@@ -1,4 +1,4 @@
-"""Plays conversations over one memory: each user's turns one after the other, all users in the same steps."""
+"""Plays conversations over one memory. A user's turns follow one another, and all users share the same steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_REPLY_TOKENS = 32
 
 @dataclass
 class Conversation:
-    """Holds a user, the sequence that remembers them, and their messages.
+    """Holds a user, the sequence that remembers the conversation, and the messages.
 
     Attributes:
-        told: topic -> value, as the user stated them last: what a right answer is judged by, never shown to the model.
+        told: topic -> the value that the user stated last. Answers are judged by it. The model never sees it.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Conversation:
     told: dict[str, str] = field(default_factory=dict)
 
     def copy(self, name: str, sequence: Sequence) -> Conversation:
-        """Return the same messages under another name and on another sequence, which is a fork."""
+        """Return a copy with another name and another sequence, which is a fork."""
         return Conversation(name, sequence, list(self.messages), dict(self.told))
 
 
@@ -48,15 +48,17 @@ class Answer:
 
 Script = tuple[Conversation, list[Turn]]
 OnWord = Callable[[Conversation, str, str, bool], None]
-"""Called after each new token with the conversation, the user's text, the reply so far, and whether it is complete."""
+"""The player calls this after each new token, with the conversation, the user's text, the reply so far, and whether it
+is complete.
+"""
 
 
 class Player:
     """Lets any number of conversations talk to the model at once.
 
     Args:
-        engine: with the tokenizer.
-        on_word: watches the replies grow.
+        engine: an engine with a tokenizer.
+        on_word: is called after each new token of a reply.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, on_word: OnWord) -> None:
@@ -83,7 +85,7 @@ class Player:
         return [answer for line in lines for answer in line.answers]
 
     def _start(self, line: _Line) -> Generation:
-        """Feed the next turn's user text, and the end of the reply to it, as the chat template would render them."""
+        """Feed the user's text of the next turn and the end of the last reply, as the chat template renders them."""
         conversation, turn = line.conversation, line.turns[0]
         return self.engine.submit(
             encode_turn(self._tokenizer, conversation.messages, turn.user),

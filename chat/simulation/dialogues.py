@@ -1,4 +1,4 @@
-"""Makes dialogues with a checkable memory: users state facts, chat, change facts, and ask later.
+"""Makes dialogues that test a memory: users state facts, chat, change facts, and ask for them later.
 
 The embedded checkpoint is trained on these and the demo plays them, so an answer is right or wrong by construction: a
 leak between users, a wrong rollback or a dropped state turns into a wrong word.
@@ -32,7 +32,10 @@ _NUMBERS = [str(n) for n in range(11, 100, 3)]
 
 @dataclass(frozen=True)
 class Topic:
-    """Holds the texts by which a user states, changes and asks for a fact, and the reply; `{}` is the value."""
+    """Holds the texts with which a user states, changes and asks for a fact, and the reply.
+
+    `{}` stands for the value.
+    """
 
     values: tuple[str, ...]
     say: tuple[str, ...]
@@ -101,7 +104,7 @@ class Turn:
 
 
 def is_held_out(topic: str, value: str) -> bool:
-    """True if training never shows this pair: about one in eight."""
+    """Return whether training never shows this pair. About one pair in eight is held out."""
     return zlib.crc32(f"{topic}/{value}".encode()) % 8 == 0
 
 
@@ -117,7 +120,10 @@ def statement(rng: random.Random, topic: str, value: str, *, is_change: bool = F
 
 
 def question(rng: random.Random, topic: str, value: str | None) -> Turn:
-    """Make the turn in which the user asks; `value` is what they stated last, None if they never did."""
+    """Make the turn in which the user asks for a fact.
+
+    `value` is the value stated last. None: the user never stated one.
+    """
     reply = UNKNOWN if value is None else TOPICS[topic].answer.format(value)
     return Turn(rng.choice(TOPICS[topic].ask), reply, topic, value, is_question=True)
 
@@ -131,7 +137,7 @@ def choose_value(rng: random.Random, topic: str, *, held_out: bool | None, but_n
 
 
 def invent_name(rng: random.Random) -> str:
-    """Invent a name of two or three syllables, several tokens. It cannot be known, only remembered."""
+    """Invent a name of two or three syllables, which has several tokens. A model cannot know it, only remember it."""
     syllables = (rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.choice((2, 2, 3))))
     return ("".join(syllables) + rng.choice(("", "", "n", "l", "x"))).capitalize()
 
@@ -144,7 +150,7 @@ def make_dialogue(
     Args:
         held_out: which (topic, value) pairs it may use; see `choose_value`.
         talk: the share of small talk, which sets how far questions lie from their facts.
-        invented: the share of names that are made up.
+        invented: the share of invented names.
     """
     known: dict[str, str] = {}
     turns: list[Turn] = []

@@ -1,4 +1,4 @@
-"""Replaces the model in a dry run: a model that computes nothing, scripted replies, and token ids for texts."""
+"""Replaces the model in a dry run, by a model that computes nothing, scripted replies, and token ids for texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridmem.chat.simulation.workload import Event
 from hybridmem.memory import FormatError, MemorySpec, Step
 
 _MEAN_REPLY_TOKENS = 40
-"""Mean length of made-up replies in a dry run."""
+"""The mean length in tokens of made-up replies in a dry run."""
 _POOL_TOKENS = 1 << 16
 
 
@@ -28,7 +28,7 @@ class Script:
     """Holds scripted replies, from which an engine chooses its tokens in a dry run.
 
     Args:
-        stop_id: ends each reply.
+        stop_id: the token that ends each reply.
     """
 
     def __init__(self, stop_id: int) -> None:
@@ -43,7 +43,7 @@ class Script:
         self._replies.pop(generation, None)
 
     def choose(self, logits: Tensor, plan: Plan) -> list[Choice]:
-        """Choose the next scripted tokens: for `Engine(choose=...)`."""
+        """Choose the next scripted tokens. Pass this to `Engine(choose=...)`."""
         return [Chosen(self._next(job.generation)) if job.wants_choice(n_tokens) else None for job, n_tokens in plan]
 
     def _next(self, generation: Generation) -> int:
@@ -52,7 +52,7 @@ class Script:
 
 
 class NoModel:
-    """Takes the place of a model of this spec, and computes nothing."""
+    """Replaces a model of this spec, and computes nothing."""
 
     def __init__(self, memory_spec: MemorySpec) -> None:
         self.memory_spec = memory_spec
@@ -62,15 +62,15 @@ class NoModel:
 
 
 class Words:
-    """Makes the token ids of what users say and, in a dry run, of the replies.
+    """Makes the token ids of users' messages and, in a dry run, of replies.
 
-    In a dry run a message's ids are looked up by its text once it was encoded in some conversation: how many tokens
-    there are is what counts then.
+    In a dry run, only the number of tokens matters. So a message is encoded once, and later conversations look its ids
+    up by its text.
 
     Args:
-        tokenizer: None: only made-up tokens can be said.
-        stop_ids: never among made-up tokens.
-        is_dry: remember encodings, as above.
+        tokenizer: encodes texts. None: users can only say made-up tokens.
+        stop_ids: ids that made-up tokens never have.
+        is_dry: whether to remember encodings, as above.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Words:
         self._pool: list[int] = np.where(np.isin(ids, stop_ids), fine, ids).tolist()
 
     def opening(self, arrival: Event) -> list[int]:
-        """Return the tokens that every conversation with this opening begins with."""
+        """Return the tokens with which every conversation with this opening begins."""
         if not arrival.opening:
             return []
         if arrival.n_tokens is not None:
@@ -119,7 +119,7 @@ class Words:
         )
 
     def reply(self, event: Event) -> list[int]:
-        """Return a dry run's reply, without its end: the right one if it is known, else one made up."""
+        """Return a dry run's reply, without its end. It is the right one if that is known, and made up otherwise."""
         if event.n_reply is None and event.reply is not None and self._tokenizer is not None:
             tokenizer, text = self._tokenizer, event.reply
             return self._remembered(("reply", text), lambda: list(tokenizer.encode(text, add_special_tokens=False)))
@@ -145,7 +145,7 @@ class Words:
         return self._make_up(f"{event.user} at {event.at}", event.n_tokens or 1)
 
     def _make_up(self, what: str, n_tokens: int) -> list[int]:
-        """Return token ids that are the same wherever they stand for the same thing."""
+        """Make up token ids. The same `what` always gets the same ids."""
         start = zlib.crc32(f"{self._seed} {what}".encode()) % _POOL_TOKENS
         n_rounds = (start + n_tokens) // _POOL_TOKENS + 1
         return (

@@ -1,6 +1,6 @@
 """Counts while a simulation runs, and makes its report.
 
-Everything outside of "timings" is a function of the workload, the seed and the numbers of the engine and the memory.
+Everything except "timings" depends only on the workload, the seed and the numbers of the engine and the memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybridmem.chat.engine.requests import Generation
 from hybridmem.chat.engine.stats import EngineStats
 
 STEP_SECONDS = 0.02
-"""Time that a step of the engine takes on the virtual clock."""
+"""A step of the engine takes this many seconds on the virtual clock."""
 _MOST_SAMPLES = 256
 _PERCENTILES = (50, 95, 99)
 
@@ -28,9 +28,9 @@ class Answer:
     """Holds a question, the model's answer and the right one.
 
     Attributes:
-        family, index: whose event asked it, and which one.
-        foreign: values in the answer that only other conversations had told by then.
-        alone: what the model said when it served this user alone; None if that was not tried.
+        family, index: the family and the number of the event that asked the question.
+        foreign: values in the answer that only other conversations had mentioned by then.
+        alone: the model's answer when it served this user alone. None: that was not tried.
     """
 
     user: str
@@ -48,12 +48,18 @@ class Answer:
 
     @property
     def is_lost(self) -> bool:
-        """True if the answer is wrong here and right when served alone: serving users together has changed it."""
+        """Return whether the answer is wrong here but right when served alone.
+
+        Sharing the memory has changed it then.
+        """
         return not self.is_right and self.alone == self.expected
 
     @property
     def is_leak(self) -> bool:
-        """True if it names what only others told, and the model did not say so to this user alone: it was no guess."""
+        """Return whether the answer names what only others told.
+
+        It is no leak if the model guesses the same for this user alone.
+        """
         return bool(self.foreign) and self.answer != self.alone
 
 
@@ -61,7 +67,8 @@ class Answer:
 class Sample:
     """Holds the counts after a step.
 
-    `seconds` are of the clock that the simulation runs by; `swapped` are sequences, whoever has them.
+    `seconds` is the time on the simulation's clock. `swapped` counts swapped-out sequences, whether users or the engine
+    hold them.
     """
 
     step: int
@@ -80,7 +87,7 @@ class Sample:
 
 
 class Samples:
-    """Keeps samples at equal distances in steps; if there are too many, it drops every second one."""
+    """Keeps samples at equal distances in steps. If there are too many, it drops every second one."""
 
     def __init__(self) -> None:
         self.rows: list[Sample] = []
@@ -99,7 +106,7 @@ class Samples:
 
 
 class Watch:
-    """Notes when the tokens of one reply come."""
+    """Records when the tokens of one reply come."""
 
     __slots__ = ("_n_tokens", "_seconds", "_step", "_tally")
 
@@ -125,11 +132,13 @@ class Tally:
     """Counts while a simulation runs.
 
     Attributes:
-        reused, recomputed: (action, way or reason) -> tokens that the memory had, and that were computed again.
-        swaps: why a user was swapped out -> times; "given up" where there was no room for that.
-        failed: the text of an error -> replies that ended with it.
-        regenerated: whether the words were the same again -> replies.
-        first_steps, gap_steps, first_seconds, gap_seconds: until the first token of a reply, and between two, for each.
+        reused: (action, way) -> tokens that the memory had. recomputed: (action, reason) -> tokens that were computed
+            again.
+        swaps: why users were swapped out -> how often. "given up": there was no room for the swap.
+        failed: the text of an error -> how many replies ended with it.
+        regenerated: whether a regenerated reply had the same words -> how many replies.
+        first_steps, first_seconds: the steps and seconds until the first token of each reply. gap_steps, gap_seconds:
+            those between two tokens.
     """
 
     engine: EngineStats
@@ -149,7 +158,7 @@ class Tally:
     _told: set[str] = field(default_factory=set)
 
     def clock_of(self, step: int) -> Watch:
-        """Return the clock of a reply that is asked for after this step."""
+        """Return the time on the virtual clock of a request that comes after this step."""
         return Watch(self, step)
 
     def tell(self, value: str) -> None:
@@ -157,7 +166,7 @@ class Tally:
         self._told.add(value)
 
     def foreign_values(self, answer: str, told: set[str]) -> tuple[str, ...]:
-        """Return values in an answer that some user told, but not in the conversation that was `told` these."""
+        """Return the values in an answer that only other conversations have told, not the answer's own."""
         return tuple(word for word in re.findall(r"\w+", answer) if word in self._told and word not in told)
 
 
@@ -167,12 +176,12 @@ class Report:
 
     Attributes:
         tally: the raw counts.
-        clock: "virtual" or "wall": what `Sample.seconds` and the arrivals are by.
-        start_bytes, end_bytes: in use before the first user and after the last, with nothing cached.
-        swapped: "host", "disk" and "back" -> sequences.
-        n_given_up: users whose conversation ended with a failed reply.
-        seconds: of the wall clock, in all.
-        n_checked_alone: answers that were compared with what the model says alone.
+        clock: the clock of `Sample.seconds` and of the arrivals, "virtual" or "wall".
+        start_bytes, end_bytes: the bytes in use before the first user and after the last, with an empty cache.
+        swapped: "host", "disk" or "back" -> how many sequences were swapped there.
+        n_given_up: how many users' conversations ended with a failed reply.
+        seconds: the whole time on the wall clock.
+        n_checked_alone: how many answers were compared with those of a model that serves one user alone.
     """
 
     tally: Tally
@@ -204,12 +213,12 @@ class Report:
 
     @property
     def n_differing(self) -> int:
-        """Count the answers that are not word for word what the model says alone."""
+        """Count the answers that differ, word for word, from those of a model that serves one user alone."""
         return sum(answer.alone is not None and answer.alone != answer.answer for answer in self.tally.answers)
 
     @property
     def is_ok(self) -> bool:
-        """True if nothing was lost, leaked or left behind, and no reply failed."""
+        """Return whether no answer was lost or leaked, no bytes were left in use, and no reply failed."""
         return not self.lost and not self.leaks and self.end_bytes == self.start_bytes and not self.tally.failed
 
     def to_json(self) -> dict[str, Any]:
@@ -280,7 +289,7 @@ class Report:
 
 
 def percentiles(values: Any) -> dict[str, float]:
-    """Return n, mean, p50, p95, p99 and max; only n if there is no value."""
+    """Return n, mean, p50, p95, p99 and max. Without values, return only n."""
     numbers = np.asarray(values, np.float64)
     if not len(numbers):
         return {"n": 0}

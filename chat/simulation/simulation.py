@@ -1,4 +1,4 @@
-"""Simulates chats: many users, one engine, one memory; every answer that can be checked is checked.
+"""Simulates chats of many users with one engine and one memory, and checks every answer that can be checked.
 
 Users come and go as a workload says (`chat.simulation.workload`). Their actions wait for their time, and for the reply
 before them. Time is
@@ -30,7 +30,7 @@ from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.models import LanguageModel
 
 _MOST_SLEEP_SECONDS = 0.05
-"""So that the live view goes on while nobody does anything."""
+"""The simulation sleeps at most this long, so that the live view goes on while nobody does anything."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class Setup:
     """Holds the engine and the parts that simulated users talk to.
 
     Attributes:
-        spec: the model's.
-        model: None for a dry run: all bookkeeping on device="meta", and replies that are made up.
-        tokenizer: None: users can only say made-up tokens.
-        stop_ids: those of a dry run without tokenizer; else found as `find_stop_ids` does.
-        budget, host_budget, swap_dir, rollback_window, poison: of the memory. With a swap_dir and no host_budget, all
-            go to files.
-        grid_tokens: of the prefix cache; None for no cache.
-        max_tokens: of replies of which the workload does not say it.
-        speed: of the wall clock; None for the virtual one.
-        is_checked: judge the answers, word for word: for the embedded model, or any other that was trained on
+        spec: the model's spec.
+        model: the model. None is a dry run, with all bookkeeping on device="meta" and made-up replies.
+        tokenizer: encodes messages. None: users can only say made-up tokens.
+        stop_ids: the stop ids of a dry run without tokenizer. Otherwise `find_stop_ids` finds them.
+        budget, host_budget, swap_dir, rollback_window, poison: the options of the memory. With a swap_dir and no
+            host_budget, everything is swapped out to files.
+        grid_tokens: the grid of the prefix cache, in tokens. None: there is no cache.
+        max_tokens: the most tokens of a reply, if the workload does not say.
+        speed: how many times faster than the wall clock users act. None: time is virtual.
+        is_checked: whether to judge the answers word for word. This suits the embedded model, and others trained on
             `chat.simulation.dialogues`.
-        resends: whether each prompt brings the user's whole history, as that of a client of a chat API does: then only
-            the prefix cache remembers it. Else their sequence waits for them.
-        seed: of made-up tokens.
+        resends: whether each prompt contains the user's whole history, as prompts of a chat API do. Only the prefix
+            cache remembers it then. Otherwise the user's sequence stays open.
+        seed: the seed of made-up tokens.
     """
 
     spec: MemorySpec
@@ -82,7 +82,8 @@ class Simulation:
 
     Attributes:
         latest: the newest replies, as (user, what they said, reply).
-        n_users: whose conversations go on; n_generating, n_paused: of these.
+        n_users: how many users have an open conversation. n_generating, n_paused: how many of these wait for a reply,
+            and how many pause.
     """
 
     def __init__(self, setup: Setup, workload: Workload) -> None:
@@ -96,13 +97,14 @@ class Simulation:
         words = Words(setup.tokenizer, setup.spec.vocab_size, self.engine.stop_ids, setup.seed, is_dry=setup.is_dry)
         self.latest: deque[tuple[str, str, str]] = deque(maxlen=8)
         self.n_users = self.n_paused = 0
-        self.seconds = 0.0  # on the clock of the simulated users
+        self.seconds = 0.0  # This is the time on the clock of the simulated users.
         self.n_families = 0
         self._words = words
         self._room = Room(self.engine, self.memory, words, self.tally, max_tokens=setup.max_tokens, script=self._script)
         self._families: Iterator[Family] = iter(workload)
         self._next_family = next(self._families, None)
-        self._unborn: dict[tuple[int, str], deque[tuple[int, Event]]] = {}  # family and branch -> events
+        # This maps a family and a branch's name to the events of a branch that has not begun.
+        self._unborn: dict[tuple[int, str], deque[tuple[int, Event]]] = {}
         self._due: list[tuple[float, int, SimulatedUser]] = []
         self._n_scheduled = 0
         self._speaking: dict[Generation, SimulatedUser] = {}
@@ -114,13 +116,13 @@ class Simulation:
     def n_generating(self) -> int:
         return len(self._speaking)
 
-    # Time
+    # Methods that let time pass.
 
     def run(self, on_step: Callable[[Simulation], None] = lambda simulation: None) -> Report:
         """Play all events, check the memory, and close everything.
 
         Args:
-            on_step: called after each step, and now and then while no user does anything.
+            on_step: is called after each step, and now and then while no user does anything.
         Raises:
             Whatever the memory raises, IntegrityError included; FormatError for texts that the tokenizer cannot render.
         """
@@ -155,7 +157,7 @@ class Simulation:
             self.seconds = (time.perf_counter() - started) * self.setup.speed
 
     def _wait_for_next(self) -> bool:
-        """Let time pass until the next event; False if there is none."""
+        """Let time pass until the next event. Return False if there is none."""
         times = [self._due[0][0]] if self._due else []
         times += [self._next_family[0].at] if self._next_family else []
         if not times:
@@ -181,14 +183,14 @@ class Simulation:
                 self._act(heapq.heappop(self._due)[2])
 
     def _schedule(self, user: SimulatedUser) -> None:
-        """Schedule a user's next event, now that the one before is over. A user without one leaves."""
+        """Schedule a user's next event, because the one before is over. A user without a further event leaves."""
         if not user.events:
             self._leave(user)
             return
         self._n_scheduled += 1
         heapq.heappush(self._due, (user.events[0][1].at, self._n_scheduled, user))
 
-    # Events
+    # Methods for events.
 
     def _arrive(self) -> None:
         family = self._next_family
@@ -279,7 +281,7 @@ class Simulation:
         self.tally.answers.append(answer)
 
     def _count_lookup(self, user: SimulatedUser, generation: Generation) -> None:
-        """Count what the prefix cache has saved of the known part of a prompt, and what it could not."""
+        """Count which tokens of the known part of a prompt the prefix cache saved, and which it did not."""
         if not user.n_known and generation.lookup is None:
             return
         found = generation.lookup
@@ -287,7 +289,7 @@ class Simulation:
         tally, doing = self.tally, user.doing
         tally.reused[doing, "prefix cache"] += reused
         tally.recomputed[doing, "seen before, but no state kept there"] += max(0, matched - reused)
-        if doing != "say" or user.said[-1].start:  # else it is an opening, which its first user has to compute
+        if doing != "say" or user.said[-1].start:  # Otherwise it is an opening, which its first user has to compute.
             tally.recomputed[doing, "not in the prefix cache"] += max(0, user.n_known - max(matched, reused))
         user.n_known = 0
 
@@ -297,7 +299,7 @@ class Simulation:
         self.n_users -= 1
         self._room.leave(user)
 
-    # Samples
+    # Methods for samples.
 
     def _sample(self) -> None:
         counters, stats, load = self.memory.counters, self.engine.stats, self.engine.load
@@ -325,7 +327,7 @@ class Simulation:
 def simulate(
     setup: Setup, workload: Workload, on_step: Callable[[Simulation], None] = lambda simulation: None
 ) -> Report:
-    """Play a workload. Arguments and errors as `Simulation`."""
+    """Play a workload. The arguments and errors are those of `Simulation`."""
     return Simulation(setup, workload).run(on_step)
 
 

@@ -44,7 +44,8 @@ def read_trace(path: Path) -> list[Family]:
     """Read the families of a trace, in the order in which they arrive.
 
     Raises:
-        FormatError: naming the line and the field of the first thing that is no event, or that its user cannot do then.
+        FormatError: something is not an event, or its user cannot do it at that time. The message names the line and
+            the field.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -73,7 +74,7 @@ class _FieldError(Exception):
         super().__init__(f"field {field!r} is {value!r}; {remedy}")
 
 
-# Lines
+# Functions for lines.
 
 
 def _is_text(value: object) -> bool:
@@ -164,12 +165,12 @@ def _check_needed(action: str, fields: dict[str, Any]) -> None:
         raise _FieldError("n_tokens", fields["n_tokens"], "give the opening that it makes up as well")
 
 
-# Users
+# Functions for users.
 
 
 @dataclass
 class _User:
-    """Holds what a trace has said of a user so far. `family`: the user whose conversation theirs grew from."""
+    """Holds what a trace has said about a user so far. `family` is the user from whose conversation this one grew."""
 
     family: str
     at: float
@@ -178,7 +179,7 @@ class _User:
 
 
 def _follow(users: dict[str, _User], event: Event) -> None:
-    """Apply an event. Raises _FieldError if its user cannot do that then."""
+    """Apply an event. Raises _FieldError if its user cannot do that at this time."""
     user = users.get(event.user)
     if event.action == "arrive":
         if user is not None:

@@ -1,4 +1,7 @@
-"""Simulates one user: the messages, the sequence that remembers them, and where each action continues from."""
+"""Simulates one user.
+
+It keeps the messages and the sequence that remembers them, and finds where each action continues.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from hybridmem.memory import CapacityError, HybridMemory, Sequence
 
 @dataclass
 class Said:
-    """Holds a message of a user and its place in tokens: [start, end) of the sequence. The reply follows at `end`."""
+    """Holds a message of a user, and its tokens [start, end) in the sequence. The reply follows at `end`."""
 
     event: Event
     index: int
@@ -29,15 +32,16 @@ class SimulatedUser:
     """Holds a conversation.
 
     Attributes:
-        family: number of the user whose conversation this is or grew from, in the order of arrival.
-        arrival: with the opening.
-        n_opening: tokens of the opening.
-        events: that are still to come, each with its index in the family's events.
-        sequence: what remembers the conversation; None before the first message, and where it had to be given up.
-        tokens: what it held then: the first part of the next prompt.
-        told: every value told in this conversation or before it branched, whether it was taken back since or not.
-        doing: the action that is going on.
-        n_known: tokens of the running prompt that were computed before, where the prefix cache is to have them.
+        family: the number, in the order of arrival, of the user with whom this conversation began.
+        arrival: the event of the user's arrival, with the opening.
+        n_opening: the number of tokens in the opening.
+        events: the events still to come, each with its index in the family's events.
+        sequence: the sequence that remembers the conversation. None before the first message, and if it had to be given
+            up.
+        tokens: the tokens that a sequence held when it was given up. The next prompt begins with them.
+        told: every value that was told in this conversation, or before it branched, even if it was taken back since.
+        doing: the current action.
+        n_known: how many tokens of the running prompt were computed before, if the prefix cache should have them.
         former: the reply that a regeneration replaces.
     """
 
@@ -58,7 +62,7 @@ class SimulatedUser:
     is_paused: bool = False
 
     def branch(self, name: str, events: deque[tuple[int, Event]]) -> SimulatedUser:
-        """Return the same messages under another name; the caller forks the sequence."""
+        """Return a user with another name and the same messages. The caller forks the sequence."""
         return SimulatedUser(
             name, self.family, self.arrival, self.n_opening, events,
             said=list(self.said), messages=list(self.messages), told=set(self.told),
@@ -73,7 +77,8 @@ class Room:
     """Holds the engine and memory of all users. Silent users are swapped out when others need the bytes.
 
     Attributes:
-        here: users whose live sequence is in the budget and in no step, those first that have been silent for longest.
+        here: users whose live sequence is in the budget and in no step. Those that have been silent for longest come
+            first.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class Room:
         self._script = script
         memory.add_reclaimer(self.make_room)
 
-    # What users do
+    # Methods for what users do.
 
     def say(self, user: SimulatedUser, event: Event, index: int) -> Generation:
         start = user.length if user.said else 0
@@ -105,7 +110,7 @@ class Room:
         return self._go_on(user, start, ids, event)
 
     def edit(self, user: SimulatedUser, event: Event, index: int) -> Generation:
-        """Take back a message and everything behind it, and say something else there."""
+        """Take back a message and everything behind it, and say something else instead."""
         assert event.turn is not None, "an edit says which message"
         start = user.said[event.turn].start
         n_messages = len(user.messages) - 2 * (len(user.said) - event.turn)
@@ -116,7 +121,7 @@ class Room:
         return self._go_on(user, start, ids, event)
 
     def regenerate(self, user: SimulatedUser, index: int) -> Generation:
-        """Take back the last reply, and the last token before it, which is fed again to get its logits."""
+        """Take back the last reply and the token before it. That token is fed again to get its logits."""
         last = user.said[-1]
         last.index = index
         user.former = user.messages.pop()["content"]
@@ -141,7 +146,7 @@ class Room:
             self.tally.swaps["paused"] += 1
 
     def forget(self, user: SimulatedUser) -> None:
-        """Close a user's sequence: the next prompt brings all of its tokens again."""
+        """Close a user's sequence. The next prompt contains all of its tokens again."""
         self._give_up(user, user.length)
 
     def leave(self, user: SimulatedUser) -> None:
@@ -150,13 +155,13 @@ class Room:
             self.memory.close(user.sequence)
         user.sequence = None
 
-    # On the way
+    # Methods that continue a sequence.
 
     def _ids_of(self, user: SimulatedUser, event: Event) -> list[int]:
         return self.words.later(user.messages, event) if user.said else self.words.first(user.arrival, event)
 
     def _go_on(self, user: SimulatedUser, start: int, ids: list[int], event: Event) -> Generation:
-        """Feed `ids` at position `start` of what the user's sequence holds, and ask for a reply."""
+        """Feed `ids` at position `start` of the user's sequence, and ask for a reply."""
         self.here.pop(user, None)
         user.is_paused = False
         way = self._take_back(user, start)
@@ -164,7 +169,7 @@ class Room:
             user.n_known = 0
             self.tally.reused[user.doing, way] += start
             marks = []
-        else:  # how much of it the prefix cache had is counted when the reply is complete
+        else:  # The share that the prefix cache had is counted when the reply is complete.
             user.n_known = start or user.n_opening
             ids, marks = [*user.tokens, *ids], [user.n_known] if user.n_known else []
         generation = self.engine.submit(
@@ -176,7 +181,10 @@ class Room:
         return generation
 
     def _take_back(self, user: SimulatedUser, start: int) -> str:
-        """Roll the user's sequence back to `start`, or close it and keep its tokens; return how, in words."""
+        """Roll the user's sequence back to `start`, or close it and keep its tokens.
+
+        Return in words which of the two.
+        """
         sequence = user.sequence
         if sequence is None:
             del user.tokens[start:]
@@ -191,7 +199,7 @@ class Room:
         return "prefix cache"
 
     def _bring_back(self, user: SimulatedUser) -> bool:
-        """Swap the user's sequence in if it was swapped out; False if it has to be computed again."""
+        """Swap the user's sequence in if it was swapped out. Return False if it has to be computed again."""
         assert user.sequence is not None
         if user.sequence.is_swapped:
             try:
@@ -202,7 +210,7 @@ class Room:
         return True
 
     def _give_up(self, user: SimulatedUser, n_kept: int) -> None:
-        """Close a user's sequence; its tokens will be computed again unless the prefix cache has them."""
+        """Close a user's sequence. Its tokens will be computed again unless the prefix cache has them."""
         assert user.sequence is not None
         user.tokens = self._tokens_of(user)[:n_kept]
         self.leave(user)
@@ -210,10 +218,10 @@ class Room:
     def _tokens_of(self, user: SimulatedUser) -> list[int]:
         return user.tokens if user.sequence is None else user.sequence.tokens.tolist()
 
-    # Room
+    # Methods that make room.
 
     def _swap_out(self, user: SimulatedUser) -> bool:
-        """Swap a silent user out; if there is no room for that either, close the sequence."""
+        """Swap a silent user out. If there is no room for that either, close the sequence."""
         self.here.pop(user, None)
         if user.sequence is None or user.sequence.is_swapped:
             return False
@@ -226,7 +234,7 @@ class Room:
         return True
 
     def make_room(self, missing_bytes: int) -> bool:
-        """Swap silent users out, then those who wait for their turn. For `add_reclaimer`."""
+        """Swap out silent users, and then those who wait for their turn. `add_reclaimer` gets this function."""
         wanted = self.memory.free_bytes + missing_bytes
         has_moved = False
         while self.here and self.memory.free_bytes < wanted:

@@ -26,7 +26,7 @@ OnStep = Callable[[Simulation], None]
 class _Dashboard:
     """Shows counts, a bar of bytes and the last replies.
 
-    It is redrawn between steps, from what was noted after the last one.
+    It is redrawn between steps, from the counts noted after the last step.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,11 @@ class _Dashboard:
 
 
 def _bars(simulation: Simulation) -> list[Text]:
-    """Return two lines: the budget by kind of memory, and the colours with what is outside of the budget."""
+    """Return two lines.
+
+    The first shows the budget by kind of memory; the second explains the colours, and shows what lies outside of the
+    budget.
+    """
     by_kind = simulation.memory.counters.bytes_by_pool()
     budget_bytes = simulation.memory.budget_bytes
     bar, legend, n_drawn = Text(), Text(), 0
@@ -93,10 +97,10 @@ def _replies(simulation: Simulation) -> Table:
 
 @contextmanager
 def live_dashboard(console: Console, *, is_shown: bool) -> Iterator[OnStep]:
-    """Show a simulation while it runs; nothing if the console is no terminal.
+    """Show a simulation while it runs. Show nothing if the console is not a terminal.
 
     Yields:
-        To be called after every step.
+        A function to call after each step.
     """
     if not (is_shown and console.is_terminal):
         yield lambda simulation: None
@@ -107,7 +111,7 @@ def live_dashboard(console: Console, *, is_shown: bool) -> Iterator[OnStep]:
 
 
 def print_summary(console: Console, report: Report) -> None:
-    """Print what happened, latency, reuse, swaps, errors, and the verdict."""
+    """Print the events, latency, reuse, swaps, errors, and the verdict."""
     console.print(_actions_line(report))
     console.print(_latency_table(report))
     console.print(_tokens_table(report))
@@ -193,7 +197,7 @@ def _wrong_table(report: Report) -> Table:
 
 
 def _verdict(report: Report) -> list[tuple[str, str]]:
-    """Return lines with their styles; red ones fail the simulation."""
+    """Return lines with their styles. A red line means that the simulation failed."""
     n_answers, bad, lines = len(report.tally.answers), "bold red", list[tuple[str, str]]()
     if report.is_checked and not report.tally.is_dry:
         n_right = n_answers - len(report.wrong)

@@ -1,8 +1,10 @@
-"""Makes the actions and times of simulated users from a seed. `chat.simulation.traces` writes and reads them as files.
+"""Makes the actions and times of simulated users from a seed.
 
-A workload is an iterable of families, in the order in which they arrive: all events of a user and of the branches that
-grew from their conversation, in the order of their times. It can be walked any number of times, and one made from a
-seed is never held as a whole.
+`chat.simulation.traces` writes them to files and reads them.
+
+A workload is an iterable of families, in the order in which they arrive. A family is all events of a user and of the
+branches that grew from the user's conversation, in the order of their times. A workload can be iterated any number of
+times. One that is made from a seed is never held as a whole.
 """
 
 from __future__ import annotations
@@ -21,29 +23,29 @@ ACTIONS: tuple[Action, ...] = ("arrive", "say", "edit", "regenerate", "branch", 
 
 _TOPICS = sorted(TOPICS)
 _CARDS = 4
-"""Values that a user takes from each deck before the next user's begin: so the names of users who arrive together
-differ.
+"""A user takes this many values from each deck, and the next user's values come behind them. So the names of users who
+arrive together differ.
 """
 _SPREAD = 0.6
-"""Sigma of the log of made-up lengths."""
+"""The standard deviation of the logarithm of made-up lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Holds an action of a user and its earliest time `at`: it waits until the reply before it is complete.
+    """Holds an action of a user and its earliest time `at`. The action also waits until the last reply is complete.
 
     Attributes:
         at: seconds from the start.
-        user: whose conversation it is; a branch is a user of its own.
-        text, n_tokens: of "say" and "edit", one of the two: what is said, or how many made-up tokens. With "arrive",
-            `n_tokens` makes up an opening that is the same wherever `opening` is.
-        n_reply: of "say" and "edit", tokens that the reply has at most; in a dry run exactly.
-        reply: the reply that is right, if that is known.
-        asks: whether the reply shows what the model remembers, so that it is worth judging.
-        value: what the message tells, or what the right answer names.
-        turn: of "edit", which of the user's messages, from 0; it and all behind it are taken back.
-        into: of "branch", the user that goes on beside this one from here.
-        opening: of "arrive", (role, content) of messages that stand before the user's first one.
+        user: the user whose conversation it is. A branch counts as another user.
+        text, n_tokens: the text that is said, or a number of made-up tokens. "say" and "edit" have one of the two. With
+            "arrive", `n_tokens` makes up an opening; equal `opening`s get equal tokens.
+        n_reply: with "say" and "edit", the most tokens of the reply. In a dry run it has exactly as many.
+        reply: the right reply, if it is known.
+        asks: whether the reply shows what the model remembers, and is therefore judged.
+        value: the value that the message tells, or that the right answer names.
+        turn: with "edit", the number of the user's message, from 0. The message and all behind it are taken back.
+        into: with "branch", the name of the user that continues from here beside this one.
+        opening: with "arrive", the (role, content) of messages before the user's first one.
     """
 
     at: float
@@ -69,11 +71,11 @@ class Habits:
     """Holds the rates at which simulated users act.
 
     Attributes:
-        turns: of each user, edits and regenerations among them; a last question comes on top.
-        rate: users that arrive in a second, on average; the gaps are exponential (Poisson arrivals).
-        think_s, pause_s: mean seconds between a user's actions, and of a pause.
-        edits, regenerations, branches, pauses: how likely each is at a turn. A user branches once at most.
-        n_openings: different beginnings (system prompts) that users share; 0 for none.
+        turns: the turns of each user, including edits and regenerations. A last question is added.
+        rate: how many users arrive in a second, on average. The gaps are exponential (Poisson arrivals).
+        think_s, pause_s: the mean seconds between a user's actions, and the mean seconds of a pause.
+        edits, regenerations, branches, pauses: the probability of each at a turn. A user branches at most once.
+        n_openings: how many different openings (system prompts) users share. 0: there are no openings.
         system: one system prompt for all users instead, for models whose chat template knows that role.
         message_tokens, reply_tokens: mean lengths of made-up messages and replies, instead of dialogues that can be
             checked.
@@ -123,7 +125,7 @@ class Habits:
 
 @dataclass(frozen=True)
 class MadeWorkload:
-    """Makes users with these habits; a function of the seed alone."""
+    """Makes users with these habits. It depends on the seed alone."""
 
     habits: Habits
     seed: int
@@ -141,7 +143,10 @@ def make_workload(habits: Habits, seed: int = 0) -> MadeWorkload:
 
 
 def _make_openings(habits: Habits, rng: random.Random) -> list[tuple[tuple[str, str], ...]]:
-    """Make short dialogues of small talk: the embedded model was trained on those, and has no system role."""
+    """Make openings, which are short dialogues of small talk.
+
+    The embedded model was trained on those, and has no system role.
+    """
     if habits.system is not None:
         return [(("system", habits.system),)]
     openings = []
@@ -154,7 +159,7 @@ def _make_openings(habits: Habits, rng: random.Random) -> list[tuple[tuple[str, 
 
 @dataclass
 class _Talker:
-    """Holds a conversation while its events are made: its time, and the turns that count."""
+    """Holds a conversation while its events are made: the time, and the turns that were not taken back."""
 
     name: str
     at: float
@@ -233,7 +238,7 @@ class _Writer:
         self._say(talker, question(self._rng, topic, talker.known[topic]))
 
     def _branch(self, talker: _Talker, n_turns: int) -> None:
-        """Branch the conversation. Only the new one is told something at first; both are asked for it."""
+        """Branch the conversation. The user tells something only in the new one, and then asks for it in both."""
         talker.may_branch = False
         name = f"{talker.name}, branch"
         self._add(talker, "branch", into=name)
@@ -248,7 +253,7 @@ class _Writer:
     def _deal(self, topic: str) -> str:
         """Return a value that this family has not told before.
 
-        Those of families that arrive together differ as far as the values suffice.
+        Families that arrive together get different values, as long as there are enough.
         """
         values = TOPICS[topic].values
         first = _CARDS * self._number

@@ -1,4 +1,4 @@
-"""Keeps conversations as trees of messages, with the token ids that the model was fed, in one SQLite database."""
+"""Keeps conversations in one SQLite database, as trees of messages with the token ids that were fed to the model."""
 
 from hybridmem.chat.stored.nodes import Node, StoredSession
 from hybridmem.chat.stored.store import SessionStore

@@ -1,14 +1,14 @@
-"""Knows which nodes of a tree are above which, without a list of them for each node."""
+"""Finds out whether a node of a tree is above another one, without a list of all ancestors for each node."""
 
 from __future__ import annotations
 
 
 class Ancestors:
-    """Answers whether a node is above another one, while a tree grows.
+    """Says whether a node is above another one, while the tree grows.
 
-    Each node has its parent and a jump to a node further above, so that any node above is found in O(log nodes) steps
-    (Myers, An applicative random-access stack, 1983). Of a chain of n nodes, sets of all nodes above each would take
-    n squared entries.
+    Each node has a link to its parent, and a jump to a node further above. So any node above is found in O(log nodes)
+    steps (Myers, An applicative random-access stack, 1983). In a chain of n nodes, a set of ancestors for each node
+    would take n squared entries in all.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Ancestors:
         return node in self._depths
 
     def add(self, node: str, parent: str | None) -> None:
-        """Add a node below one that is there; None: it is a root."""
+        """Add a node below `parent`, which was added before. None: the node is a root."""
         if parent is None:
             self._depths[node], self._parents[node], self._jumps[node] = 0, node, node
             return
@@ -34,7 +34,7 @@ class Ancestors:
         )
 
     def has(self, node: str, *, over: str | None) -> bool:
-        """True if `node` is `over` itself, or above it. Cost: O(log nodes)."""
+        """Return whether `node` is `over` itself, or above it. Cost: O(log nodes)."""
         if over is None or over not in self._depths or node not in self._depths:
             return False
         depth = self._depths[node]

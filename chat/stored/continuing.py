@@ -1,9 +1,9 @@
-"""Makes the prompt behind a stored reply from the token ids of that reply, so that nothing before it changes.
+"""Makes the prompt behind a stored reply from the reply's token ids, so that nothing before it changes.
 
-A template renders a whole history, and may render it otherwise than the model has seen it: without thoughts, say. And a
-text that the model has written may be cut into other tokens when it is encoded again. So the history is not encoded
-again: the prompt is what was stored, and what the template writes behind the last reply. That text is found by
-rendering placeholders instead of the replies whose token ids are known.
+A template renders a whole history. The result may differ from what the model has seen: for example, it may lack
+thoughts. And if the model's own text is encoded again, it may become other tokens. So the history is not encoded again.
+The prompt consists of the stored tokens, and of what the template writes behind the last reply. To find that text, the
+template renders placeholders instead of the replies whose token ids are known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridmem.memory.blocks.arrays import Int64s
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages, bool], str]
-"""Renders messages; with True, with the opening of a reply behind them."""
+"""Renders messages. If the flag is True, the opening of a reply follows them."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Prompt:
     """Holds the token ids of a prompt, and where they come from.
 
     Attributes:
-        base: the reply whose stored token ids it begins with; None: all of it was encoded now.
-        n_kept: how many of them it begins with.
-        history: in words, whether it continues from stored token ids, and why not.
+        base: the reply with whose stored token ids it begins. None: the whole prompt was encoded now.
+        n_kept: how many token ids of `base` it begins with.
+        history: a text that says whether it continues from stored token ids, or why not.
     """
 
     token_ids: list[int]
@@ -39,13 +39,13 @@ class Prompt:
 
 
 def rest_behind(render: Render, before: Messages, after: Messages) -> tuple[str, Messages, int]:
-    """Return the rendered text of a chat with a placeholder for its last stored reply, and where that reply ends.
+    """Render a chat with a placeholder for its last stored reply. Return the text, and where that reply ends.
 
     Args:
-        before: the messages before the reply, those of stored replies as placeholders.
-        after: the messages behind it.
+        before: the messages before the reply. Stored replies among them are placeholders.
+        after: the messages behind the reply.
     Raises:
-        FormatError: the template does not render what was before the reply as it did then; the message says so.
+        FormatError: the template now renders the messages before the reply differently. The message says so.
     """
     placeholder = uuid4().hex
     messages = [*before, {"role": "assistant", "content": placeholder}, *after]
@@ -59,10 +59,10 @@ def rest_behind(render: Render, before: Messages, after: Messages) -> tuple[str,
 
 
 def behind_reply(stored: Int64s, new: list[int], stop_ids: tuple[int, ...]) -> tuple[list[int], int]:
-    """Join the token ids of a reply and those behind it, so that its end is there once; return also how many it keeps.
+    """Join the token ids of a reply and those behind it, so that its end is there once. Also return how many are kept.
 
-    A reply ends with one of `stop_ids`, unless it was cut. The template writes an end as well, perhaps another one; it
-    is the one that stays.
+    A reply ends with one of `stop_ids`, unless it was cut. The template writes an end as well, perhaps another one. The
+    template's end stays.
     """
     kept = stored.tolist()
     if kept and new and kept[-1] in stop_ids and new[0] in stop_ids:
@@ -74,9 +74,9 @@ def behind_reply(stored: Int64s, new: list[int], stop_ids: tuple[int, ...]) -> t
 
 
 def tokens_of_text(token_ids: list[int], text: str, decode: Callable[[list[int]], str]) -> list[int] | None:
-    """Return the first of these token ids that spell a text; None if a stop string has cut it inside of one.
+    """Return the leading token ids that spell a text. None: a stop string has cut the text inside of a token.
 
-    Cost: a decoding for each token of the stop string.
+    Cost: one decoding for each token of the stop string.
     """
     for end in range(len(token_ids), -1, -1):
         spelt = decode(token_ids[:end])
@@ -86,7 +86,7 @@ def tokens_of_text(token_ids: list[int], text: str, decode: Callable[[list[int]]
 
 
 def with_placeholders(messages_of: Callable[[Node], Messages], path: list[Node]) -> Messages:
-    """Return the messages of a path, with placeholders as the texts of replies whose token ids are known."""
+    """Return the messages of a path. Replies whose token ids are known have placeholders as texts."""
     messages = Messages()
     for node in path:
         if node.own_tokens is not None and node.role == "assistant":

@@ -1,4 +1,4 @@
-"""Copies the path to a node, with its token ids, for a session of its own."""
+"""Copies the path to a node, with its token ids, into a new session."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hybridmem.chat.stored.nodes import Node, new_id
 
 
 def copy_path(session_id: str, path: list[Node]) -> list[Node]:
-    """Return copies of these nodes, each behind its parent, with ids of their own. Nothing of them is pinned."""
+    """Return copies of these nodes with new ids, each after its parent. No copy is pinned."""
     ids = {node.id: new_id(node.id.partition("_")[0]) for node in path}
     return [
         replace(
@@ -20,6 +20,6 @@ def copy_path(session_id: str, path: list[Node]) -> list[Node]:
 
 
 def _renamed(about: dict[str, object], ids: dict[str, str]) -> dict[str, object]:
-    """Return what a response says of itself, with the new id of the one that it continues."""
+    """Return the fields of a response, with the new id of the response that it continues."""
     before = about.get("previous_response_id")
     return about | {"previous_response_id": ids.get(before)} if isinstance(before, str) else about

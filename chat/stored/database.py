@@ -1,4 +1,4 @@
-"""Opens the database of stored sessions: its tables, their version, and what a crash may cost."""
+"""Opens the database of stored sessions, makes its tables, and checks their version."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hybridmem.memory import FormatError, MemorySpec, MismatchError
 
 FILE = "sessions.sqlite"
 PREFIXES = "prefixes"
-"""The folder beside the database with the checkpoints of a server's last save."""
+"""The folder beside the database that holds the checkpoints of a server's last save."""
 _UNKNOWN = str(None)
-"""Weights in a signature, of a model that says nothing of them."""
+"""Stands for the weights in a signature, if the model does not identify them."""
 VERSION = 1
-"""Of the tables; a database with a higher one was written by a later release."""
+"""The version of the tables. A later release writes a higher one."""
 
 _TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -43,24 +43,27 @@ CREATE INDEX nodes_pinned ON nodes (pinned_until) WHERE pinned_until IS NOT NULL
 
 
 def open_database(folder: str | None, model: str) -> sqlite3.Connection:
-    """Open the database in a folder, or one in host memory; make it if there is none.
+    """Open the database in a folder, or in host memory. Make it if there is none.
 
-    A transaction that was committed survives the end of the process and of the machine; one that was not leaves
-    nothing. What is deleted is overwritten with zeros.
+    A committed transaction survives a crash of the process or the machine. One that was not committed leaves nothing.
+    Deleted data is overwritten with zeros.
 
     Args:
-        model: tells the model and its tokenizer from others: token ids mean nothing to another one.
+        model: a signature that tells the model and its tokenizer from others. Another model could not use the token
+            ids.
     Raises:
-        FormatError: no database, a damaged one, one of a later release, or a folder that cannot be written.
-        MismatchError: one of another model.
+        FormatError: the file is not a database, is damaged, or comes from a later release; or the folder cannot be
+            written.
+        MismatchError: the database belongs to another model.
     """
     place = ":memory:" if folder is None else str(Path(folder) / FILE)
     with ExitStack() as opened:
         try:
             if folder is not None:
                 Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-                Path(place).touch(mode=0o600)  # texts of others; the log beside it gets the same mode
-            # One thread at a time uses it, but not always the same one.
+                # Only the owner of the file may read the users' texts. The log beside it gets the same mode.
+                Path(place).touch(mode=0o600)
+            # One thread at a time uses the database, but not always the same one.
             connection = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=10)
             opened.callback(connection.close)
             connection.row_factory = sqlite3.Row
@@ -75,7 +78,8 @@ def open_database(folder: str | None, model: str) -> sqlite3.Connection:
 
 
 def _prepare(connection: sqlite3.Connection, place: str, model: str) -> None:
-    # One transaction: a process that is killed in it leaves no tables, and one that starts beside it waits for them.
+    # All tables are made in one transaction. A process that is killed in it leaves no tables, and a process that starts
+    # at the same time waits for them.
     connection.execute("BEGIN IMMEDIATE")
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     if version > VERSION:
@@ -95,12 +99,15 @@ def _prepare(connection: sqlite3.Connection, place: str, model: str) -> None:
 
 
 def is_same_model(signature: str, other: str) -> bool:
-    """True if two signatures are of one model and tokenizer. Where the weights are known, a model may be renamed."""
+    """Return whether two signatures belong to one model and tokenizer.
+
+    If the weights are known, the model may be renamed.
+    """
     known = signature.rsplit(" ", 2)[1:]
     return signature == other or (len(known) == 2 and known[0] != _UNKNOWN and known == other.rsplit(" ", 2)[1:])
 
 
 def model_signature(spec: MemorySpec, tokenizer: Tokenizer) -> str:
-    """Return what tells a model and its tokenizer from others: its name, its weights and its vocabulary."""
+    """Return a text that identifies a model and its tokenizer, by its name, its weights and its vocabulary."""
     vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode(errors="surrogatepass"))
     return f"{spec.model} {str(spec.weights)[:16]} {vocabulary.hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""Turns items of OpenAI's Responses into nodes, and into messages as chat templates know them."""
+"""Turns items of OpenAI's Responses into nodes, and into messages in the form that chat templates know."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_TITLE = 60
 
 
 def role_of(item: Item) -> Role:
-    """Return whose item it is: "developer" is what "system" used to be called, and calls are the assistant's."""
+    """Return the role of an item. "developer" is the new name of "system", and calls are the assistant's."""
     if item["type"] == "message":
         roles: dict[str, Role] = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
         return roles[item["role"]]
@@ -36,7 +36,7 @@ def _text_of(item: Item) -> str:
 
 
 def make_nodes(session: str, parent: str | None, items: list[Item]) -> list[Node]:
-    """Return a node for each run of items of one role, each behind the one before."""
+    """Return a node for each run of items with one role. Each node is the parent of the next."""
     nodes = list[Node]()
     for role, run in groupby(items, role_of):
         parent_id = nodes[-1].id if nodes else parent
@@ -45,7 +45,7 @@ def make_nodes(session: str, parent: str | None, items: list[Item]) -> list[Node
 
 
 def make_title(items: Iterable[Item]) -> str:
-    """Return what a session is called until somebody says otherwise: how its user began."""
+    """Return the first title of a session, which is the beginning of its user's first message."""
     said = " ".join(text_of(item for item in items if role_of(item) == "user").split())
     return said if len(said) <= _MOST_TITLE else said[: _MOST_TITLE - 1] + "…"
 
@@ -59,7 +59,7 @@ def text_item(role: str, text: str, *, kind: str = "msg") -> Item:
 
 
 def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return the messages of items, as templates know them; calls join the message that they follow."""
+    """Turn items into messages in the form that templates know. Calls join the message that they follow."""
     messages = list[dict[str, Any]]()
     for item in items:
         if item["type"] == "message":
@@ -79,6 +79,6 @@ def _arguments_of(item: Item) -> dict[str, Any]:
     """Return the arguments of a call as an object, which templates write as JSON."""
     try:
         arguments = parse_json(item["arguments"])
-    except ValueError:  # of a reply that was cut, or nothing that a template could write
+    except ValueError:  # The reply was cut, or the arguments are not valid JSON, so no template could write them.
         arguments = None
     return arguments if isinstance(arguments, dict) else {"arguments": item["arguments"]}

@@ -1,4 +1,4 @@
-"""Describes what is stored: sessions, and the nodes of their trees, each of them one message."""
+"""Describes what is stored: sessions, and the nodes of their trees. Each node is one message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridmem.memory.blocks.arrays import EMPTY, Int64s
 
 Role = Literal["system", "user", "assistant", "tool"]
 Item = dict[str, Any]
-"""An item in the words of OpenAI's Responses: a message, a call of a function, or what the function has returned."""
+"""An item of OpenAI's Responses: a message, a call of a function, or the function's result."""
 
 
 def new_id(kind: str) -> str:
@@ -26,10 +26,10 @@ def new_id(kind: str) -> str:
 
 
 class Ids:
-    """Draws the ids of a reply: new ones, or those of a seed, which are the same whenever the reply is made again.
+    """Draws the ids of a reply. With a seed, they are the same whenever the reply is made again.
 
     Args:
-        seed: that nobody can guess.
+        seed: a seed that nobody can guess. None: draw new ids.
     """
 
     def __init__(self, seed: str | None = None) -> None:
@@ -47,15 +47,15 @@ class Ids:
 
 @dataclass(frozen=True)
 class StoredSession:
-    """Describes a session: a tree of messages, one path of which is current.
+    """Describes a session, which is a tree of messages. One path of it is current.
 
     Attributes:
-        owner: who may read and change it; nobody else learns that it exists.
-        instructions: the first message of its prompts, for requests that give none.
-        metadata: of a conversation.
-        head: the last node of the path that is current; None where there is no node.
-        is_implicit: a response began it, so it ends with its last node.
-        created_at, used_at: unix seconds.
+        owner: who may read and change it. Nobody else learns that it exists.
+        instructions: the first message of its prompts, if a request gives none.
+        metadata: the metadata of a conversation.
+        head: the last node of the current path. None: there is no node.
+        is_implicit: whether a response began it. It is deleted with its last node then.
+        created_at, used_at: when it was made and last used, in unix seconds.
     """
 
     id: str
@@ -73,18 +73,20 @@ class StoredSession:
 class Node:
     """Describes one message: the items of a user's turn, or those of one reply.
 
-    The token ids of a reply are those of its whole prompt and its own. Only what differs from an earlier reply on its
+    The token ids of a reply are those of its whole prompt and its own. Only the difference from an earlier reply on its
     path is stored: the first `n_kept` ids are those of `base`, and `own_tokens` follow.
 
     Attributes:
-        parent: the node before; None for the first message of a session.
-        status: "completed", "incomplete", or "deleted": it is no response any more, and stays as history of others.
-        about: of a reply: what its response says beside its output.
-        base: the reply whose first token ids this one begins with; None for none.
-        n_prompt: of a reply: the token ids of its prompt.
-        n_tokens: token ids that this message added to its path. Estimated for messages that no prompt has had yet.
-        own_tokens: see above; None where no token ids are known, as for text that somebody has edited.
-        n_bytes: of all this in the database.
+        parent: the node before this one. None for the first message of a session.
+        status: "completed", "incomplete" or "deleted". A deleted reply is no longer a response, but stays in the
+            history of others.
+        about: the fields of a reply's response beside its output.
+        base: the reply with whose first token ids this one begins. None: there is none.
+        n_prompt: the number of token ids in a reply's prompt.
+        n_tokens: how many token ids this message added to its path. It is an estimate until a prompt has contained the
+            message.
+        own_tokens: see above. None: no token ids are known, as for text that somebody has edited.
+        n_bytes: the bytes of all this in the database.
     """
 
     id: str
@@ -105,14 +107,14 @@ class Node:
 
     @property
     def is_reply(self) -> bool:
-        """True if the model has written it: then it is a response, and its id begins with "resp_"."""
+        """Return whether the model has written it. It is a response then, and its id begins with "resp_"."""
         return self.id.startswith("resp_")
 
 
 def join_tokens(replies: list[Node]) -> Int64s:
-    """Return the token ids of the last of these replies, each of which is the base of the next one.
+    """Return the token ids of the last of these replies. Each of them is the base of the next one.
 
-    Raises FormatError if one of them has none, or the first one goes on from another.
+    Raises FormatError if one of them has no token ids, or if the first one has a base.
     """
     tokens = EMPTY
     for number, reply in enumerate(replies):
@@ -123,10 +125,10 @@ def join_tokens(replies: list[Node]) -> Int64s:
 
 
 def each_tokens(nodes: Iterable[Node]) -> Iterator[tuple[Node, Int64s]]:
-    """Generate the replies of a tree whose token ids are known, each with all of them.
+    """Yield the replies of a tree with known token ids, each with all of its ids.
 
     Args:
-        nodes: each behind its parent. No more token ids are held than later ones begin with.
+        nodes: the nodes, each after its parent. Token ids are held only while later replies need them.
     Raises FormatError if a reply begins with the token ids of one that has none.
     """
     nodes = list(nodes)

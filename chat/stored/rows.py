@@ -14,7 +14,7 @@ from hybridmem.memory import FormatError
 from hybridmem.memory.blocks.arrays import Int64s
 
 _ROW_BYTES = 200
-"""What a row takes beside its texts and tokens, with its places in the indices."""
+"""The bytes that a row takes beside its texts and tokens, with its entries in the indices."""
 _SESSION = ("id", "owner", "title", "instructions", "metadata", "head", "is_implicit", "created_at", "used_at")
 _NODE = (
     "id", "session", "parent", "role", "items", "status", "about", "base", "n_kept", "n_prompt", "n_tokens",
@@ -26,7 +26,7 @@ _MADE = ("items", "status", "about", "base", "n_kept", "n_prompt", "n_tokens", "
 COMPLETE_NODE = (
     f"UPDATE nodes SET {', '.join(f'{name} = :{name}' for name in _MADE)} WHERE id = :id AND n_tokens < :n_tokens"
 )
-"""Puts a reply in the place of its beginning, which was stored when its client went away."""
+"""Replaces the beginning of a reply, stored when its client went away, by the whole reply."""
 
 
 def session_as_row(session: StoredSession) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def damaged(what: str) -> FormatError:
 
 
 _DAMAGE = (ValueError, TypeError, KeyError, IndexError, RecursionError)
-"""What reading a damaged row raises."""
+"""The errors that reading a damaged row may raise."""
 
 
 def without_tokens(node: Node) -> Node:

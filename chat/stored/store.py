@@ -1,10 +1,10 @@
-"""Stores sessions and their nodes: everything that the server asks of the database.
+"""Stores sessions and their nodes. It makes all calls of the database for the server.
 
-A call changes all that it says or nothing, and what it has changed is on the disk when it returns. One thread at a time
-may call. A store in another place, for servers that share one, needs these methods and no others.
+A call makes all of its changes or none, and they are on the disk when it returns. One thread at a time may call. A
+store elsewhere, which servers share, needs these methods and no others.
 
-Damage that a call meets raises FormatError; what the disk refuses is SQLite's OperationalError. Links lead from later
-rows to earlier ones, so that a damaged one leads nowhere, and never round in a circle.
+A call that finds damage raises FormatError. If the disk refuses, it raises SQLite's OperationalError. Links lead from
+later rows to earlier ones. So a damaged link leads nowhere, but never in a circle.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ GROUP BY sessions.id ORDER BY sessions.used_at DESC, sessions.id DESC
 
 @dataclass(frozen=True)
 class Counted:
-    """Says how much a session has stored. `n_bytes` is of its texts and token ids, not of checkpoints."""
+    """Says how much a session has stored. `n_bytes` counts its texts and token ids, but not checkpoints."""
 
     session: StoredSession
     n_nodes: int
@@ -78,7 +78,7 @@ class SessionStore:
     """Holds the sessions of all owners.
 
     Args:
-        folder: where the database is; None: in host memory, so it ends with the process.
+        folder: the folder of the database. None: it is in host memory and ends with the process.
         model: tells the model and its tokenizer from others.
         now: returns the time in unix seconds.
     Raises:
@@ -93,19 +93,20 @@ class SessionStore:
         self._database.create_function("visible", 1, _visible, deterministic=True)
 
     def close(self) -> None:
-        """Close the database; what was stored in a folder stays there."""
+        """Close the database. What was stored in a folder stays there."""
         self._database.close()
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        """Commit what the block changes, or, if it raises, nothing."""
+        """Commit the changes of the block, or none of them if it raises."""
         with _finding_damage():
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield self._database
                 self._database.execute("COMMIT")
             except BaseException:
-                if self._database.in_transaction:  # of some errors, such as a full disk, SQLite has rolled back itself
+                # After some errors, such as a full disk, SQLite has rolled back by itself.
+                if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 raise
 
@@ -113,15 +114,18 @@ class SessionStore:
         with _finding_damage():
             return self._database.execute(query, values).fetchall()
 
-    # Sessions
+    # Methods for sessions.
 
     def session(self, owner: bytes, session_id: str) -> StoredSession | None:
-        """Return a session of this owner; None if there is none."""
+        """Return a session of this owner, or None."""
         rows = self._rows("SELECT * FROM sessions WHERE id = ? AND owner = ?", session_id, owner)
         return read_session(rows[0]) if rows else None
 
     def sessions(self, owner: bytes, search: str = "", *, limit: int, after: str | None = None) -> list[Counted]:
-        """Return an owner's sessions with what they have stored, those used last first, behind the one named."""
+        """Return an owner's sessions and how much they have stored.
+
+        The most recently used come first. A list may begin after a named session.
+        """
         pattern = "%" + search.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
         where, values = "sessions.owner = ?", list[Any]([owner])
         if search:
@@ -135,12 +139,12 @@ class SessionStore:
         return [_counted(row) for row in self._rows(_COUNTS.format(where=where) + "LIMIT ?", *values, limit)]
 
     def count(self, session_id: str) -> Counted:
-        """Return a session that is there, with what it has stored."""
+        """Return a session, which must exist, and how much it has stored."""
         (row,) = self._rows(_COUNTS.format(where="sessions.id = ?"), session_id)
         return _counted(row)
 
     def add_session(self, session: StoredSession, nodes: list[Node]) -> None:
-        """Add a session with its first nodes, each behind its parent.
+        """Add a session with its first nodes, each after its parent.
 
         If another server that answered the same request has stored its reply, the last node, only that is completed.
         """
@@ -163,16 +167,16 @@ class SessionStore:
         with self._changing() as database:
             database.execute("DELETE FROM sessions WHERE id = ?", [session_id])
 
-    # Nodes
+    # Methods for nodes.
 
     def node(self, owner: bytes, node_id: str) -> Node | None:
-        """Return a node of this owner; None if there is none."""
+        """Return a node of this owner, or None."""
         query = "SELECT nodes.* FROM nodes JOIN sessions ON sessions.id = session WHERE nodes.id = ? AND owner = ?"
         rows = self._rows(query, node_id, owner)
         return read_node(rows[0]) if rows else None
 
     def item(self, owner: bytes, item_id: str) -> Item | None:
-        """Return an item of this owner; None if there is none. Cost: a look at the texts of all of them."""
+        """Return an item of this owner, or None. Cost: it looks at the texts of all of the owner's items."""
         query = "SELECT items FROM nodes JOIN sessions ON sessions.id = session WHERE owner = ? AND instr(items, ?)"
         for row in self._rows(query, owner, json.dumps(item_id)):
             for item in read_items(row["items"]):
@@ -181,7 +185,7 @@ class SessionStore:
         return None
 
     def tree(self, session_id: str) -> list[Node]:
-        """Return all nodes of a session, each behind its parent."""
+        """Return all nodes of a session, each after its parent."""
         return [
             read_node(row) for row in self._rows("SELECT * FROM nodes WHERE session = ? ORDER BY number", session_id)
         ]
@@ -191,11 +195,11 @@ class SessionStore:
         return [read_node(row) for row in self._rows(_UP.format(link="parent"), node_id)]
 
     def tokens(self, reply_id: str) -> Int64s:
-        """Return the token ids of a reply, its prompt first; it has some."""
+        """Return the token ids of a reply, beginning with its prompt. The reply must have token ids."""
         return join_tokens([read_node(row) for row in self._rows(_UP.format(link="base"), reply_id)])
 
     def add_nodes(self, session_id: str, nodes: list[Node], head: str) -> bool:
-        """Add nodes behind those of a session, each behind its parent; False if session or parent is gone by now.
+        """Add nodes to a session, each after its parent. Return False if the session or the parent is gone by now.
 
         If another server that answered the same request has stored its reply, the last node, only that is completed.
         """
@@ -211,14 +215,14 @@ class SessionStore:
         return True
 
     def _complete(self, reply: Node) -> bool:
-        """Store a reply in the place of its beginning; False if there is none of it."""
+        """Replace the beginning of a reply by the whole reply. Return False if no beginning was stored."""
         is_there = bool(self._rows("SELECT 1 FROM nodes WHERE id = ? AND session = ?", reply.id, reply.session))
         if is_there:
             self._database.execute(COMPLETE_NODE, node_as_row(reply))
         return is_there
 
     def pin(self, node_id: str, until: float | None) -> None:
-        """Note until when a node is pinned, in unix seconds; None: it is not."""
+        """Note until when a node is pinned, in unix seconds. None: it is not pinned."""
         with self._changing() as database:
             database.execute("UPDATE nodes SET pinned_until = ? WHERE id = ?", [until, node_id])
 
@@ -228,7 +232,10 @@ class SessionStore:
         return [(row["owner"], read_node(row)) for row in self._rows(query)]
 
     def replace_items(self, node_id: str, items: list[Item]) -> None:
-        """Change a message in its place. The token ids of all replies that follow it are forgotten with what it was."""
+        """Change a message in place.
+
+        The token ids of all replies behind it are forgotten, since they contain the old text.
+        """
         with self._changing() as database:
             change = (
                 "UPDATE nodes SET n_bytes = n_bytes - LENGTH(CAST(items AS BLOB)) + LENGTH(CAST(? AS BLOB)), items = ? "
@@ -241,10 +248,13 @@ class SessionStore:
             )
             database.execute(_DOWN + forget, [node_id])
 
-    # Deleting
+    # Methods that delete.
 
     def delete_branch(self, node: Node) -> list[Node]:
-        """Delete a node and all that follow it, and return them. A session that a response began ends with its last."""
+        """Delete a node and all nodes behind it, and return them.
+
+        A session that a response began ends with its last node.
+        """
         with self._changing() as database:
             gone = [
                 read_node(row) for row in self._rows(_DOWN + "SELECT nodes.* FROM nodes JOIN down USING (id)", node.id)
@@ -254,7 +264,7 @@ class SessionStore:
         return gone
 
     def delete_response(self, reply: Node) -> list[Node]:
-        """Delete a reply and the input that only it had; one that others follow stays as their history, and no more."""
+        """Delete a reply, and the input that only it had. If others follow it, it stays only as their history."""
         if self._rows("SELECT 1 FROM nodes WHERE parent = ?", reply.id):
             with self._changing() as database:
                 database.execute("UPDATE nodes SET status = 'deleted', about = '{}' WHERE id = ?", [reply.id])
@@ -269,14 +279,19 @@ class SessionStore:
         return self.delete_branch(first)
 
     def _prune(self, database: sqlite3.Connection, session_id: str, parent: str | None) -> None:
-        """Give a session whose head is gone another one, and end one that a response began and that has no node."""
+        """Give a session another head if its head is gone.
+
+        Delete a session that a response began and that has no nodes left.
+        """
         query = "UPDATE sessions SET head = ? WHERE id = ? AND head NOT IN (SELECT id FROM nodes WHERE session = ?)"
         database.execute(query, [parent, session_id, session_id])
         query = "DELETE FROM sessions WHERE id = ? AND is_implicit AND id NOT IN (SELECT session FROM nodes)"
         database.execute(query, [session_id])
 
     def overdue(self, used_before: float, most_bytes: int | None) -> list[StoredSession]:
-        """Return the sessions to delete: not used since then, and those used longest ago until the others fit.
+        """Return the sessions to delete.
+
+        These are those not used since `used_before`, and the least recently used until the others fit.
 
         Sessions with a pinned node stay.
         """
@@ -292,17 +307,18 @@ class SessionStore:
         return found
 
     def n_bytes(self) -> int:
-        """Return the bytes of all texts and token ids. Cost: a look at an index of all nodes."""
+        """Return the bytes of all texts and token ids. Cost: it reads an index of all nodes."""
         return int(self._rows("SELECT COALESCE(SUM(n_bytes), 0) FROM nodes")[0][0])
 
 
 @contextmanager
 def _finding_damage() -> Iterator[None]:
-    """Turn SQLite's errors about a damaged file into FormatError; errors of the disk are raised as they are."""
+    """Turn SQLite's errors about a damaged file into FormatError. Errors of the disk are raised as they are."""
     try:
         yield
     except sqlite3.OperationalError as error:
-        if "decode" in str(error) or "user-defined" in str(error):  # a text that is none, read or given to `visible`
+        # A text is not valid, either read or given to `visible`.
+        if "decode" in str(error) or "user-defined" in str(error):
             raise damaged(str(error)) from None
         raise
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
@@ -310,7 +326,7 @@ def _finding_damage() -> Iterator[None]:
 
 
 def _visible(items: str) -> str:
-    """Return what a search looks through: of a damaged message nothing."""
+    """Return the text of a message that a search looks through. A damaged message has none."""
     try:
         return text_of(read_items(items))
     except (FormatError, KeyError, TypeError, AttributeError):

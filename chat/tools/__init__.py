@@ -1,1 +1,1 @@
-"""Contains what replies hold beside text: calls of tools, thoughts, and the grammars of structured output."""
+"""Reads calls of tools and thoughts in replies, and makes the grammars of structured output."""

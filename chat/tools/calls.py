@@ -1,4 +1,4 @@
-"""Holds the tools of a request, and the calls of them that a reply makes."""
+"""Holds the tools of a request, and the calls that a reply makes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _MOST_DEPTH = 200
-"""Objects and arrays inside of each other: as many as bodies of requests may have."""
+"""Objects and arrays may be nested this deep, as in the bodies of requests."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON that a client or a model has written. Raises ValueError, also for what `check_json` refuses."""
+    """Parse JSON from a client or a model. Raises ValueError, also for what `check_json` refuses."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -27,9 +27,9 @@ def parse_json(text: str) -> Any:
 
 
 def check_json(value: object) -> None:
-    """Raise ValueError for what was read as JSON and cannot be written again.
+    """Raise ValueError if a value was read from JSON but cannot be written again.
 
-    That is a number out of range (1e999), half of a surrogate pair, and what is nested too deeply.
+    Such values are numbers out of range (1e999), halves of surrogate pairs, and values that are nested too deeply.
     """
     level = [value]
     for _ in range(_MOST_DEPTH):
@@ -55,11 +55,11 @@ def _is_unicode(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Tool:
-    """Is a function that a model may call.
+    """Describes a function that a model may call.
 
     Attributes:
-        parameters: JSON Schema of its arguments.
-        definition: as chat templates know it, {"type": "function", "function": {...}}.
+        parameters: the JSON Schema of its arguments.
+        definition: the form that chat templates know, {"type": "function", "function": {...}}.
     """
 
     name: str
@@ -69,12 +69,12 @@ class Tool:
 
 @dataclass(frozen=True)
 class CallPart:
-    """Is a part of a call, as it becomes known.
+    """Holds the next part of a call, as it becomes known.
 
     Attributes:
-        index: of the call among those of the reply.
-        name: in its first part.
-        arguments: what follows of its arguments, a piece of JSON.
+        index: the number of the call in the reply.
+        name: the function's name. Only the first part has it.
+        arguments: the next piece of its arguments, in JSON.
     """
 
     index: int
@@ -83,21 +83,21 @@ class CallPart:
 
 
 class Block(Protocol):
-    """Reads the text between two marks, in which a reply writes calls."""
+    """Reads the text between two marks, where a reply writes calls."""
 
     def feed(self, text: str) -> list[CallPart]:
-        """Return the parts of calls that this text completes; their `index` counts from 0 in the block."""
+        """Return the parts of calls that this text completes. Their `index` counts from 0 in the block."""
         ...
 
     def close(self) -> list[CallPart] | None:
-        """Return what is left at the end mark; None if the block holds no calls, and is text after all."""
+        """Return what is left at the end mark. None: the block holds no calls, and is text after all."""
         ...
 
 
 class CallFormat(Protocol):
     """Says how a family of models writes calls.
 
-    The marks around a block are `begin` and `end`; both are empty if the whole reply is one.
+    The marks around a block are `begin` and `end`. Both are empty if the whole reply is one block.
     """
 
     @property
@@ -110,18 +110,18 @@ class CallFormat(Protocol):
         ...
 
     def rules(self, tools: Sequence[Tool], mark: Marks, *, is_parallel: bool) -> str:
-        """Return Lark rules of which `calls` writes one call of one of the tools, or several."""
+        """Return Lark rules. Their rule `calls` matches one call of one of the tools, or several."""
         ...
 
 
 class Marks(Protocol):
     def __call__(self, text: str) -> str:
-        """Return a mark as a term in Lark: a special token, or the text itself."""
+        """Return a mark as a term in Lark, which is a special token or the text itself."""
         ...
 
 
 def call_of(value: object) -> tuple[str, str] | None:
-    """Return the name and the arguments, as JSON, of a call that was read; None if this is no call."""
+    """Return the name and the arguments, as JSON, of a call that was read. None: this is not a call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -129,7 +129,7 @@ def call_of(value: object) -> tuple[str, str] | None:
 
 
 def repeated(rule: str, separator: str, *, is_parallel: bool) -> str:
-    """Return an expression of one use of a rule, or of several with a text between them."""
+    """Return an expression that matches a rule once, or several times with a separator between."""
     return f"{rule} ({json.dumps(separator)} {rule})*" if is_parallel else rule
 
 

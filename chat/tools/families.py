@@ -1,4 +1,4 @@
-"""Finds how a model writes calls and thoughts: by what its chat template and its tokenizer name."""
+"""Finds out how a model writes calls and thoughts, by the names in its chat template and tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ NEMOTRON = JsonCalls("<TOOLCALL>", "</TOOLCALL>", is_list=True)
 QWEN = XmlCalls()
 LFM = PythonCalls()
 BARE = JsonCalls("", "", is_list=True)
-"""Of models that were not trained to call tools: a list of calls is the whole reply, and only where one is required."""
+"""The format for models that were not trained to call tools. A list of calls is the whole reply, and only if a call is
+required.
+"""
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 _SIGNS: tuple[tuple[str, CallFormat], ...] = (
@@ -28,19 +30,19 @@ _SIGNS: tuple[tuple[str, CallFormat], ...] = (
     ("<function=", QWEN),
     ("<tool_call>", HERMES),
 )
-"""What a template or a vocabulary holds -> the format; the first that is found counts."""
+"""A text in a template or a vocabulary -> the format. The first text that is found counts."""
 
 
 @dataclass(frozen=True)
 class Habits:
-    """Says how a model writes.
+    """Says how a model writes calls and thoughts.
 
     Attributes:
-        calls: its format of calls; None: it was not trained to call tools.
-        thinks: it may write thoughts between <think> and </think>.
-        shows_special: marks are special tokens, so these must be shown in the text that is read.
-        special: names of the special tokens; those that are no marks are left out of what is shown.
-        template: the text of the chat template.
+        calls: its format of calls. None: it was not trained to call tools.
+        thinks: whether it may write thoughts between <think> and </think>.
+        shows_special: whether marks are special tokens. Special tokens must be shown in the text of replies then.
+        special: the names of the special tokens. Those that are not marks are removed from what clients see.
+        template: the source text of the chat template.
     """
 
     calls: CallFormat | None

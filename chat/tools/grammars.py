@@ -1,4 +1,4 @@
-"""Makes the grammar of a reply: what its format asks for, or calls of tools, perhaps behind thoughts."""
+"""Makes the grammar of a reply, from its format or from the tools that it may call. Thoughts may come first."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hybridmem.chat.tools.calls import CallFormat, Tool
 from hybridmem.chat.tools.families import THINK_END, Habits
 
 MOST_GRAMMAR = 64 << 10
-"""Characters of a schema, pattern or grammar."""
+"""A schema, pattern or grammar may have this many characters."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Is the form that the content of a reply must have.
+    """Describes the form that the content of a reply must have.
 
     Attributes:
-        kind: "json": `value` is a schema; "choice": texts; "regex" and "lark": a pattern and a grammar.
-        name: of the parameter that asked for it, for errors.
+        kind: what `value` is. "json": a schema. "choice": texts. "regex": a pattern. "lark": a grammar.
+        name: the parameter that asked for it, for errors.
     """
 
     kind: Literal["json", "choice", "regex", "lark"]
@@ -34,8 +34,8 @@ class Required:
     """Says that a reply must be calls of these tools.
 
     Attributes:
-        format: how they are written.
-        is_parallel: there may be several.
+        format: how the calls are written.
+        is_parallel: whether there may be several calls.
     """
 
     tools: Sequence[Tool]
@@ -47,14 +47,14 @@ def make_grammar(
     grammars: Grammars, habits: Habits, shape: Shape | None, calls: Required | None, *, must_call: bool,
     is_thinking: bool,
 ) -> Grammar | None:  # fmt: skip
-    """Return the grammar of a reply; None if any text will do.
+    """Return the grammar of a reply, or None if any text will do.
 
     Args:
-        shape: of its content; None: any.
-        calls: that it may make instead; with `must_call` it makes them.
-        is_thinking: the prompt ended with the mark that begins thoughts: these come first, and are any text.
+        shape: the form of the reply's content. None: any.
+        calls: the calls that the reply may make instead. With `must_call` it must make them.
+        is_thinking: whether the prompt ended with the mark that begins thoughts. Thoughts come first then, as any text.
     Raises:
-        GrammarError: naming what cannot be enforced.
+        GrammarError: something cannot be enforced. The message names it.
     """
     if shape is None and not must_call:
         return None

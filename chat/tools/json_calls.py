@@ -19,11 +19,11 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:argument
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """Is the format with an object, or a list of them, in each block.
+    """Defines the format in which each block holds an object, or a list of objects.
 
     Attributes:
-        is_list: a block holds a list.
-        padding: what models write inside of the marks.
+        is_list: whether a block holds a list.
+        padding: the white space that models write inside of the marks.
     """
 
     begin: str
@@ -58,12 +58,12 @@ def _before(tool: Tool) -> str:
 
 
 class JsonBlock:
-    """Reads objects one after the other, and passes on the arguments of each while it is written."""
+    """Reads objects one after the other, and returns the arguments of each while they are written."""
 
     def __init__(self) -> None:
-        self._text = ""  # not read yet
+        self._text = ""  # This text has not been read yet.
         self._index = 0
-        self._nesting: _Nesting | None = None  # of the arguments that are being read
+        self._nesting: _Nesting | None = None  # This finds the end of the arguments that are being read.
         self._has_calls = False
 
     def feed(self, text: str) -> list[CallPart]:
@@ -90,7 +90,7 @@ class JsonBlock:
             self._index += 1
 
     def close(self) -> list[CallPart] | None:
-        """Read what is not in the usual order, such as arguments before the name."""
+        """Read calls whose fields are not in the usual order, such as arguments before the name."""
         if self._has_calls:
             return []
         try:
@@ -104,7 +104,7 @@ class JsonBlock:
 
 
 def _name_in(quoted: str) -> str:
-    """Return the name in a JSON string; if a model has escaped what cannot be, as it stands there."""
+    """Return the name in a JSON string. If a model wrote an impossible escape, return the text as it stands."""
     try:
         return str(parse_json(quoted))
     except ValueError:
@@ -112,7 +112,7 @@ def _name_in(quoted: str) -> str:
 
 
 class _Nesting:
-    """Finds the end of a JSON object that comes in pieces."""
+    """Finds the end of a JSON object whose text comes in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0

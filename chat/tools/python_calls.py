@@ -1,4 +1,4 @@
-"""Reads and constrains calls as LFM2 writes them, a list of calls in Python: [weather(city="Paris", days=3)]."""
+"""Reads and constrains calls in the format of LFM2: a list of Python calls, such as [weather(city="Paris", days=3)]."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AS_IN_JSON = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True)
 class PythonCalls:
-    """Is the format with a list of calls in Python's syntax."""
+    """Defines the format in which a block holds a list of calls in Python's syntax."""
 
     begin: str = "<|tool_call_start|>"
     end: str = "<|tool_call_end|>"
@@ -32,9 +32,9 @@ class PythonCalls:
 
 
 def _rules_of(i: int, tool: Tool) -> list[str]:
-    """Return the rules of one function: required arguments in the order of the schema, then the others.
+    """Return the rules of one function. Required arguments come first, in the order of the schema.
 
-    Values are written as JSON: strings, numbers and lists are the same in Python, and the reader knows true and null.
+    Values are written as JSON. Strings, numbers and lists are the same in Python, and the reader knows true and null.
     """
     properties = tool.parameters.get("properties") or {}
     required = [name for name in properties if name in (tool.parameters.get("required") or ())]
@@ -51,7 +51,7 @@ def _rules_of(i: int, tool: Tool) -> list[str]:
 
 
 class PythonBlock:
-    """Reads a list of calls when it is whole."""
+    """Reads a list of calls once it is complete."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -70,7 +70,10 @@ class PythonBlock:
 
 
 def _calls_of(text: str) -> list[tuple[str, str]]:
-    """Return names and arguments, as JSON. LFM2 may also be told to write calls as JSON. Raises ValueError."""
+    """Return the names and arguments of calls, as JSON. Raises ValueError.
+
+    A prompt may also tell LFM2 to write calls as JSON.
+    """
     if text.startswith(("{", "[{")):
         value = parse_json(text)
         found = [call_of(item) for item in (value if isinstance(value, list) else [value])]

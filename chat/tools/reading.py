@@ -1,4 +1,4 @@
-"""Splits the text of a reply, as it comes, into thoughts, content and calls of tools."""
+"""Splits the text of a reply into thoughts, content and calls of tools, while it comes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridmem.chat.tools.families import THINK_BEGIN, THINK_END, Habits
 
 @dataclass(frozen=True)
 class Part:
-    """Is what a piece of text turned out to be: one of the three."""
+    """Holds a piece of a reply, as one of thoughts, content or a call."""
 
     content: str = ""
     reasoning: str = ""
@@ -20,11 +20,11 @@ class Part:
 
 
 class ReplyReader:
-    """Reads one reply. Text that may be the beginning of a mark is held back until it is known.
+    """Reads one reply. Text that may be the beginning of a mark is held back until that is clear.
 
     Args:
-        calls: how calls are written; None: there are none.
-        is_thinking: the prompt ended with the mark that begins thoughts.
+        calls: how calls are written. None: there are no calls.
+        is_thinking: whether the prompt ended with the mark that begins thoughts.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class ReplyReader:
         self._tools = tools
         self._calls = calls
         self._is_thinking = is_thinking
-        self._may_think = habits.thinks and not is_thinking  # thoughts stand at the beginning only
+        self._may_think = habits.thinks and not is_thinking  # Thoughts stand only at the beginning.
         self._block: Block | None = calls.open(tools) if calls is not None and not calls.begin else None
-        self._raw = ""  # of the block
-        self._n_calls = self._n_before = 0  # in all, and before the block
+        self._raw = ""  # The text of the current block so far.
+        self._n_calls = self._n_before = 0  # These count calls in the whole reply, and before the block.
         self._held = ""
         self._is_after_mark = is_thinking
         names = sorted(habits.special - self._marks(), key=len, reverse=True) if habits.shows_special else []
@@ -52,22 +52,22 @@ class ReplyReader:
         return marks | ({self._calls.begin, self._calls.end} if self._calls is not None else set())
 
     def feed(self, text: str) -> list[Part]:
-        """Return what the new text is."""
+        """Return the parts that the new text completes."""
         self._held += text
         return self._read(is_end=False)
 
     def close(self) -> list[Part]:
-        """Return what was held back; no text follows."""
+        """Return what was held back. No text follows."""
         parts = self._read(is_end=True)
         if self._block is not None:
             parts += self._close_block()
         return parts
 
     def count_thoughts(self, bytes_of: Callable[[int], bytes], token_ids: Sequence[int]) -> int:
-        """Count the tokens of a reply up to the end of its thoughts, marks included. Nothing of it was fed yet.
+        """Count the tokens of a reply up to the end of its thoughts, including marks. The reader must be new.
 
         Args:
-            bytes_of: returns the bytes that a token stands for.
+            bytes_of: returns the bytes for which a token stands.
         """
         begin, end, text = THINK_BEGIN.encode(), THINK_END.encode(), b""
         is_thinking, may_think = self._is_thinking, self._may_think
@@ -98,7 +98,7 @@ class ReplyReader:
             parts += self._pass_mark()
 
     def _begin_thoughts(self, *, is_end: bool) -> bool:
-        """Look for the mark at the beginning; False if more text is needed to know."""
+        """Look for the mark at the beginning. Return False if more text is needed to decide."""
         text = self._held.lstrip()
         if text.startswith(THINK_BEGIN):
             self._held, self._is_thinking, self._is_after_mark = text[len(THINK_BEGIN) :], True, True
@@ -128,7 +128,7 @@ class ReplyReader:
     def _take(self, text: str) -> list[Part]:
         if self._is_thinking or self._block is None:
             text = self._others.sub("", text) if self._others is not None else text
-            if self._is_after_mark:  # what models put between marks and text
+            if self._is_after_mark:  # Models put white space between marks and text.
                 text = text.lstrip("\n") if self._is_thinking else text.lstrip()
                 self._is_after_mark = not text
         if not text:
@@ -148,7 +148,7 @@ class ReplyReader:
     def _close_block(self) -> list[Part]:
         assert self._block is not None and self._calls is not None
         rest, raw, self._block, self._raw = self._block.close(), self._raw, None, ""
-        if rest is None:  # the model wrote something else between the marks
+        if rest is None:  # The model wrote something else between the marks.
             return [Part(content=f"{self._calls.begin}{raw}{self._calls.end}")] if raw else []
         return self._told(rest)
 

@@ -1,4 +1,4 @@
-"""Reads and constrains calls as Qwen3.5 and Nemotron 3 write them, each argument between marks of its own:
+"""Reads and constrains calls in the format of Qwen3.5 and Nemotron 3. Each argument stands between marks of its own:
 
 <tool_call>
 <function=name>
@@ -28,7 +28,7 @@ _PARAMETER = re.compile(
 
 @dataclass(frozen=True)
 class XmlCalls:
-    """Is the format with a function and its parameters between marks."""
+    """Defines the format in which a function and its parameters stand between marks."""
 
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
@@ -44,7 +44,10 @@ class XmlCalls:
 
 
 def _rules_of(i: int, tool: Tool) -> list[str]:
-    """Return the rules of one function: its parameters in the order of the schema, those not required left out."""
+    """Return the rules of one function.
+
+    Its parameters come in the order of the schema; optional ones may be left out.
+    """
     properties = tool.parameters.get("properties") or {}
     required = tool.parameters.get("required") or ()
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
@@ -66,12 +69,12 @@ def _rules_of(i: int, tool: Tool) -> list[str]:
 
 
 def _is_text(schema: dict[str, Any]) -> bool:
-    """True if a value is written as it is, without quotation marks: any text. Others are written as JSON."""
+    """Return whether a value is text, which is written without quotation marks. Other values are written as JSON."""
     return schema.get("type") == "string" and not schema.keys() & {"enum", "const", "pattern", "format", "maxLength"}
 
 
 class XmlBlock:
-    """Reads one call when it is whole: a value can be told from JSON only by its end."""
+    """Reads one call once it is complete. Only then is it clear whether a value is JSON or text."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._schemas = {tool.name: tool.parameters.get("properties") or {} for tool in tools}
@@ -92,7 +95,7 @@ class XmlBlock:
 
 
 def _value(text: str, schema: object) -> Any:
-    """Return a value by its schema: a string as it is, all else as JSON, where it can be read so."""
+    """Return a value by its schema. A string stays as it is. Anything else is read as JSON, if possible."""
     kind = schema.get("type") if isinstance(schema, dict) else None
     if kind == "string" and isinstance(schema, dict) and _is_text(schema):
         return text

@@ -1,1 +1,1 @@
-"""Implements what the command line calls."""
+"""Implements the commands for fleets, which the command line calls."""

@@ -1,4 +1,4 @@
-"""Deploys a fleet on a Ray that runs: what `hybrid-memory cluster deploy CONFIG.yaml` calls."""
+"""Deploys a fleet on a running Ray, for `hybrid-memory cluster deploy CONFIG.yaml`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hybridmem.cluster.serving.fleet_options import FleetOptions
 from hybridmem.memory import SpecError
 
 OF_THE_FILE = ("address", "name")
-"""Keys of the file beside the options of `serve`: Ray's address, and the application's name."""
+"""The keys of the file that are not options of `serve`: Ray's address, and the application's name."""
 
 
 def read_config(path: Path) -> tuple[Chosen, dict[str, str]]:
-    """Read a file: options of `serve` by their names, and `address` and `name`. Raises SpecError."""
+    """Read a file with options of `serve` by their names, and `address` and `name`. Raises SpecError."""
     import yaml
 
     try:
@@ -50,9 +50,12 @@ def read_config(path: Path) -> tuple[Chosen, dict[str, str]]:
 
 
 def deploy(path: Path) -> None:
-    """Deploy the fleet of a file, or change the one of that name to it. It goes on when this ends.
+    """Deploy the fleet that a file describes, or change the running fleet of that name.
 
-    Raises SpecError: a wrong file; no Ray at its address; a folder of sessions that its machines do not share.
+    The fleet runs on when this returns.
+
+    Raises SpecError for a wrong file, for no Ray at its address, or for a folder of sessions that the machines do not
+    share.
     """
     chosen, about = read_config(path)
     is_fleet(chosen)
@@ -81,7 +84,7 @@ def deploy(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Drain and remove the fleet of a file. Raises SpecError: no Ray at its address."""
+    """Let the fleet of a file finish its replies, and remove it. Raises SpecError if there is no Ray at its address."""
     _, about = read_config(path)
     import ray
     from ray import serve

@@ -1,4 +1,4 @@
-"""Simulates a fleet by each policy, and prints what it came to: what `hybrid-memory simulate --fleet N` calls."""
+"""Simulates a fleet with each routing policy, and prints the results, for `hybrid-memory simulate --fleet N`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COLUMNS = (
     ("imbalance", "imbalance_mean", "{:.2f}"), ("p99", "imbalance_p99", "{:.2f}"),
     ("first token p50, ms", "first_token_p50_ms", "{:.1f}"), ("p99, ms", "first_token_p99_ms", "{:.1f}"),
 )  # fmt: skip
-"""Title, key and format of each column of shares and times."""
+"""The title, the key and the format of each column of shares and times."""
 
 
 def simulate_policies(
     setup: FleetSetup, habits: FleetHabits, spec: MemorySpec, policies: tuple[str, ...] = ROUTERS, seed: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Play the same sessions by each policy, and return what each came to."""
+    """Play the same sessions with each policy, and return a report for each."""
     sizes = Sizes.of(spec)
     found = {}
     for policy in policies:
@@ -42,7 +42,7 @@ def simulate_policies(
 
 
 def run_simulation(numbers: dict[str, Any], spec: MemorySpec, json_file: Path | None) -> None:
-    """Simulate as the command line says, and print a table. Raises SpecError.
+    """Simulate a fleet by the options of the command line, and print a table. Raises SpecError.
 
     Args:
         numbers: `replicas`, `budget`, `grid_tokens` and `seed`, and fields of `FleetHabits`.

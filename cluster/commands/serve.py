@@ -1,4 +1,4 @@
-"""Runs a fleet on a Ray of this machine: what `hybrid-memory serve --replicas N` calls."""
+"""Runs a fleet on a Ray on this machine, for `hybrid-memory serve --replicas N`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hybridmem.memory import SpecError
 
 log = logging.getLogger("hybrid_memory.cluster")
 OF_ONE_SERVER = ("max_connections", "max_peer_connections", "prefixes", "save_every")
-"""Options that Ray's proxy, or the store, has instead."""
+"""Options that only one server has. In a fleet, Ray's proxy or the store does this work."""
 APPLICATION = "hybrid-memory"
 OBJECT_STORE_BYTES = 200 << 20
 
@@ -36,11 +36,11 @@ def check_options(chosen: Chosen) -> None:
             raise SpecError(f"{row.flag} is of one server; leave it out with --replicas (prefixes are kept by --store)")
     if (chosen["max_replicas"] or chosen["replicas"]) < chosen["replicas"]:
         raise SpecError(f"--max-replicas={chosen['max_replicas']} is less than --replicas={chosen['replicas']}")
-    _ = FleetOptions.of(chosen).quota  # raises SpecError
+    _ = FleetOptions.of(chosen).quota  # This raises SpecError for wrong limits.
 
 
 def _check_store(url: str) -> None:
-    """Raise SpecError for a store that no replica could use. One that does not answer now may do so later."""
+    """Raise SpecError for a store that no replica could use. A store that does not answer now may do so later."""
     try:
         Place(url)
     except OSError as error:
@@ -62,9 +62,9 @@ def run_local(chosen: Chosen) -> None:
 
 @contextmanager
 def shared_sessions(chosen: Chosen) -> Iterator[FleetOptions]:
-    """Give the replicas one folder of sessions: what one of them has stored, the others must find.
+    """Give all replicas one folder of sessions, because each must find what another one has stored.
 
-    Without --sessions it lasts as long as the fleet, as the sessions of one server do, and holds no checkpoints.
+    Without --sessions, the folder is deleted with the fleet, and holds no checkpoints.
     """
     if chosen["sessions"] is not None:
         yield FleetOptions.of(chosen)
@@ -75,9 +75,9 @@ def shared_sessions(chosen: Chosen) -> Iterator[FleetOptions]:
 
 @contextmanager
 def fleet(options: FleetOptions, host: str, port: int) -> Iterator[None]:
-    """Run a Ray of this machine with a fleet on it, while the block runs.
+    """Run a Ray on this machine, with a fleet on it, while the block runs.
 
-    Stored sessions lie in a folder that goes with the fleet, unless the options name one: replicas share it.
+    All replicas share a folder of stored sessions. Unless the options name one, it is deleted with the fleet.
     """
     with local_ray(options), TemporaryDirectory(prefix="hybrid-memory-sessions-") as folder:
         from ray import serve
@@ -94,27 +94,27 @@ def fleet(options: FleetOptions, host: str, port: int) -> Iterator[None]:
 
 
 def _finish_replies(grace_seconds: float) -> None:
-    """Let replies in progress end, as long as `--grace` says. New requests get 404 from Ray's proxy meanwhile."""
+    """Let replies in progress go on for the seconds of `--grace`. New requests get 404 from Ray's proxy meanwhile."""
     from ray import serve
     from ray.exceptions import RayError
 
     until = time.monotonic() + grace_seconds
     while True:
         try:
-            serve.delete(APPLICATION)  # replicas and gateways end when they answer nothing more
+            serve.delete(APPLICATION)  # Replicas and gateways end when they have answered everything.
             return
-        except TimeoutError:  # Ray itself waits a minute
+        except TimeoutError:  # Ray itself waits for a minute.
             if time.monotonic() > until:
                 return
-        except RayError as error:  # its controller has ended before
+        except RayError as error:  # Ray's controller has ended before.
             log.warning("replies were not waited for: %s", error)
             return
 
 
 @contextmanager
 def local_ray(options: FleetOptions) -> Iterator[None]:
-    """Run Ray on this machine, reachable from this machine alone."""
-    # Ray's own switch for its ports to be bound to 127.0.0.1; despite its name it works on Linux too.
+    """Run Ray on this machine. Only this machine can reach it."""
+    # This is Ray's own switch to bind its ports to 127.0.0.1. Despite its name, it works on Linux, too.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray

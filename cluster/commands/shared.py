@@ -1,4 +1,4 @@
-"""Finds out whether all machines of a Ray see the same folder, as a database that they share must."""
+"""Finds out whether all machines of a Ray see the same folder. A database that they share needs that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from uuid import uuid4
 from hybridmem.memory import SpecError
 
 Machine = Callable[[Callable[[str], bool], str], bool]
-"""Calls a function with a path on one machine, and returns what it returns."""
+"""Calls a function with a path on one machine, and returns its result."""
 
 
 def check_shared(folder: str, machines: Sequence[Machine]) -> None:

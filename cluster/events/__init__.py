@@ -1,1 +1,1 @@
-"""Publishes what can be resumed in the format of vLLM's KV events."""
+"""Publishes which prefixes can be resumed, in the format of vLLM's KV events."""

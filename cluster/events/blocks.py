@@ -1,8 +1,9 @@
-"""Cuts what a replica can resume into blocks of equal length, as routers outside count prefixes.
+"""Cuts resumable prefixes into blocks of equal length, because routers of other projects count prefixes in blocks.
 
-Such a router adds up the blocks that a prompt begins with, and takes each of them for a place to go on from. So a block
-is listed only if the memory can go on behind it, and behind every block before it: where a checkpoint is, or one that
-rolls back to there. With blocks of the prefix cache's grid these are the grid's checkpoints.
+Such a router counts the blocks with which a prompt begins, and assumes that a replica can continue behind each of them.
+So a block is listed only if the memory can continue behind it and behind every block before it. That needs a checkpoint
+there, or one that rolls back to there. If blocks have the length of the prefix cache's grid, these are the checkpoints
+of the grid.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from hybridmem.memory.prefix.saved import as_label
 
 @dataclass(frozen=True)
 class Block:
-    """Holds a block of tokens behind which a prompt can go on.
+    """Holds a block of tokens behind which a prompt can continue.
 
     Attributes:
-        parent: digest of the block before it; None for the first.
-        owner: whose prompts can, as text; None: everybody's.
-        tier: where the checkpoint is.
+        parent: the digest of the block before it. None for the first block.
+        owner: the owner whose prompts can continue, as text. None: everybody's prompts can.
+        tier: the tier of the checkpoint.
     """
 
     digest: bytes
@@ -32,7 +33,7 @@ class Block:
 
 
 def resumable_blocks(prefixes: Iterable[Resumable], block_tokens: int) -> dict[bytes, Block]:
-    """Return the blocks by digest, each behind its parent. Cost: a pass over the tokens of each checkpoint."""
+    """Return the blocks by digest, each after its parent. Cost: one pass over the tokens of each checkpoint."""
     found: dict[bytes, Block] = {}
     for prefix in prefixes:
         mark = prefix.checkpoint
@@ -49,7 +50,7 @@ def resumable_blocks(prefixes: Iterable[Resumable], block_tokens: int) -> dict[b
 
 
 def _with_parents(found: dict[bytes, Block]) -> dict[bytes, Block]:
-    """Return the blocks whose parents are all there, parents first."""
+    """Return the blocks whose ancestors are all listed, parents first."""
     children: dict[bytes | None, list[Block]] = {}
     for block in found.values():
         children.setdefault(block.parent, []).append(block)
@@ -63,6 +64,6 @@ def _with_parents(found: dict[bytes, Block]) -> dict[bytes, Block]:
 
 
 def changes(before: dict[bytes, Block], now: dict[bytes, Block]) -> tuple[list[Block], list[Block]]:
-    """Return the blocks that are gone, and those that are new, parents first."""
+    """Return the removed blocks and the new ones, parents first."""
     gone = [block for digest, block in before.items() if digest not in now]
     return gone, [block for digest, block in now.items() if digest not in before]

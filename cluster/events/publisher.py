@@ -1,10 +1,10 @@
-"""Publishes what a replica can resume by ZMQ, as vLLM publishes its KV events.
+"""Publishes by ZMQ which prefixes a replica can resume, in the form of vLLM's KV events.
 
 A message has three frames: the topic, the number of the batch (8 bytes, big-endian), and the batch in msgpack:
 [seconds, [event, ...], rank], where an event is ["BlockStored", hashes, parent's hash, token ids, block's tokens, None,
-medium, None, extra keys] or ["BlockRemoved", hashes, medium] or ["AllBlocksCleared"]. Who has missed batches asks the
-second socket for those from a number on; the answer ends with the number -1.
-Format: https://docs.vllm.ai/en/latest/examples/features/kv_events/ (vLLM 0.11).
+medium, None, extra keys] or ["BlockRemoved", hashes, medium] or ["AllBlocksCleared"]. A subscriber that has missed
+batches asks the second socket for all batches from a number on. The answer ends with the number -1. Format:
+https://docs.vllm.ai/en/latest/examples/features/kv_events/ (vLLM 0.11).
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class EventOptions:
     """Holds where and how events are published.
 
     Attributes:
-        port: for events; requests for missed ones are taken at the next one. Where it is taken, the next two are tried.
+        port: the port for events. The next port takes requests for missed events. If a port is in use, the next two are
+            tried.
         topic: the first frame of each message.
-        medium: of checkpoints in the budget: "GPU" or "CPU".
+        medium: the medium of checkpoints in the budget, "GPU" or "CPU".
     """
 
     host: str
@@ -51,10 +52,10 @@ class EventPublisher:
     """Publishes the changes of a prefix cache, in a thread.
 
     Args:
-        prefixes: returns what can be resumed now; any thread may call it.
+        prefixes: returns the prefixes that can be resumed now. Any thread may call it.
     Attributes:
-        address: of the events; `replay_address`: of the socket for missed ones.
-    Raises SpecError: no port is free.
+        address: the address of the events. replay_address: the address of the socket for missed ones.
+    Raises SpecError if no port is free.
     """
 
     def __init__(self, options: EventOptions, prefixes: Callable[[], list[Resumable]]) -> None:
@@ -71,7 +72,7 @@ class EventPublisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Say that nothing can be resumed any more, and stop."""
+        """Publish that nothing can be resumed any more, and stop."""
         self._stopped.set()
         self._thread.join()
         self._send([["AllBlocksCleared"]])
@@ -132,7 +133,7 @@ class EventPublisher:
     def _replay(self) -> None:
         client, *_, wanted = self._replays.recv_multipart()
         first = int.from_bytes(wanted, "big")
-        with suppress(zmq.ZMQError):  # it has gone
+        with suppress(zmq.ZMQError):  # The subscriber has gone.
             for number, payload in self._kept:
                 if number >= first:
                     self._replays.send_multipart([client, b"", number.to_bytes(8, "big"), payload])

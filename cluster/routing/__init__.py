@@ -1,1 +1,1 @@
-"""Chooses a replica for a prompt; knows nothing of Ray."""
+"""Chooses a replica for each prompt. It does not depend on Ray."""

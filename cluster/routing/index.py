@@ -1,4 +1,4 @@
-"""Indexes which replicas can resume which prefixes: what they have reported, and what they were sent since then."""
+"""Indexes which replicas can resume which prefixes, from their reports and from the prompts sent to them since."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from collections.abc import Iterable
 from hybridmem.cluster.routing.prompts import Prompt
 
 MOST_EXPECTED = 8192
-"""Prefixes of one replica that are expected but not reported; the oldest are forgotten."""
+"""At most this many prefixes of one replica are expected but not reported. The oldest are forgotten."""
 
 
 class PrefixIndex:
     """Maps digests of prefixes to the replicas that can resume them.
 
-    What a replica reports replaces what it reported before. What it was sent is expected to become resumable there, and
-    believed for a while, since a report is always a little old.
+    A replica's report replaces its last one. A prompt that was sent to a replica is expected to become resumable there.
+    The index believes that for a while, since a report is always a little old.
     """
 
     def __init__(self) -> None:
-        self._holders: dict[bytes, dict[str, float]] = {}  # digest -> replica -> until when it is believed
-        self._held: dict[str, dict[bytes, int]] = {}  # replica -> digest -> position
+        # This maps a digest to replicas, and each of these to the time until which it is believed.
+        self._holders: dict[bytes, dict[str, float]] = {}
+        self._held: dict[str, dict[bytes, int]] = {}  # This maps a replica to digests, and each of these to a position.
         self._positions = Counter[int]()
 
     def report(self, replica: str, prefixes: Iterable[tuple[int, bytes]], now: float) -> None:
-        """Note what a replica can resume, as it says itself: (position, digest) each."""
+        """Note the prefixes that a replica has reported, as (position, digest)."""
         reported = {digest: position for position, digest in prefixes}
         for digest in list(self._held.get(replica, ())):
             until = self._holders[digest][replica]
@@ -39,7 +40,7 @@ class PrefixIndex:
         self._add(replica, digest, position, math.inf)
 
     def expect(self, replica: str, prefixes: Iterable[tuple[int, bytes]], until: float) -> None:
-        """Note what a replica will be able to resume when it has done what it was sent."""
+        """Note the prefixes that a replica can resume once it has computed the prompt that was sent to it."""
         for position, digest in prefixes:
             self._add(replica, digest, position, until)
         held = self._held.get(replica, {})
@@ -61,9 +62,9 @@ class PrefixIndex:
         self._held.pop(replica, None)
 
     def depths(self, prompt: Prompt, now: float) -> dict[str, int]:
-        """Return, for each replica that can resume a beginning of the prompt, how many tokens of it.
+        """Return replica -> how many tokens of the prompt it can resume, for each replica that can resume any.
 
-        The last token of a prompt is always fed, so all of a prompt counts as one token less.
+        The last token of a prompt is always fed, so a whole prompt counts as one token less.
         """
         found = dict[str, int]()
         for position, digest in prompt.digests(self._positions):

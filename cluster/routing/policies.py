@@ -1,4 +1,4 @@
-"""Holds the policies that ours is compared with, and makes policies by their names."""
+"""Holds other policies, with which ours is compared, and makes policies by their names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hybridmem.cluster.routing.route import Reason, Route
 from hybridmem.memory import SpecError
 
 _POINTS = 100
-"""Points of a replica on the ring of consistent hashing."""
+"""A replica has this many points on the ring of consistent hashing."""
 
 
 class _Blind:
-    """Is a policy that counts loads, and looks at no prefix."""
+    """Is a policy that counts loads, and ignores prefixes."""
 
     def __init__(self, pick: random.Random | None = None) -> None:
         self.loads = Loads()
@@ -80,10 +80,10 @@ def _hash(text: str) -> int:
 
 
 def make_policy(name: str = "resumable", seed: int | None = None, **bounds: float) -> Policy:
-    """Return a policy by its name, as options have it. Raises SpecError.
+    """Return a policy by its name in the options. Raises SpecError.
 
     Args:
-        bounds: fields of `Bounds`.
+        bounds: the fields of `Bounds`.
     """
     pick = random.Random(seed)
     makers: dict[str, Callable[[], Policy]] = {

@@ -1,8 +1,11 @@
-"""Chooses a replica: the one that holds the session, else the one that can resume most, else the less loaded of two.
+"""Chooses a replica by session, resumable prefix and load.
 
-A router of plain attention scores cached pages; for a hybrid model a page is worth nothing where no state was kept. So
-only prefixes count here that a replica can resume: a checkpoint, or one with a rollback window behind it. Load comes
-before both where replicas are uneven: a move costs a file's bytes, or the tokens again.
+The first choice is the replica that holds the session, then the one that can resume most of the prompt, then the less
+loaded of two.
+
+A router for plain attention counts cached pages. With a hybrid model, a page is worth nothing if no state was kept
+there. So only prefixes count here that a replica can resume, from a checkpoint or by a rollback from one. If loads are
+uneven, load decides before both. A move then costs reading a file, or computing the tokens again.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from hybridmem.cluster.routing.prompts import Prompt
 from hybridmem.cluster.routing.route import Reason, Route
 
 MOST_SESSIONS = 1 << 20
-"""Sessions whose replica a router remembers; the oldest are forgotten, and found again by their prefixes."""
+"""A router remembers the replicas of this many sessions. It forgets the oldest, and finds them again by their prefixes.
+"""
 
 
 class Policy(Protocol):
-    """Declares what a router asks of a policy. Times are seconds on any clock that runs on."""
+    """Declares what a router asks of a policy. Times are seconds on any monotonic clock."""
 
     def choose(self, prompt: Prompt, replicas: Sequence[str], now: float) -> Route: ...
     def sent(self, prompt: Prompt, replica: str, now: float) -> None: ...
@@ -36,11 +40,11 @@ class Bounds:
     """Holds the numbers of the policy.
 
     Attributes:
-        imbalance: a replica is passed over when it has more requests than this times the mean of all ...
-        slack_requests: ... and more than so many above that.
-        least_tokens: a prefix decides only if it is longer.
-        believed_seconds: what a replica was sent is believed to be resumable there for so long, unless it reports it.
-        grid_tokens: of the replicas' prefix caches, which keep a checkpoint at each multiple.
+        imbalance: a replica is passed over if it has more requests than this times the mean of all replicas,
+        slack_requests: and more than this many requests above that.
+        least_tokens: a prefix decides only if it has more tokens than this.
+        believed_seconds: a sent prompt is believed to be resumable for this long, unless the replica reports it.
+        grid_tokens: the grid of the replicas' prefix caches, which keep a checkpoint at each multiple.
     """
 
     imbalance: float = 1.5
@@ -52,12 +56,12 @@ class Bounds:
 
 @dataclass
 class Loads:
-    """Counts the requests of each replica: those that this router sent, and those that others did.
+    """Counts the requests of each replica, both from this router and from others.
 
     Attributes:
-        own: that this router has sent and that have not ended.
-        others: that a replica had, at its last report, beyond those of this router.
-        total: of both, of all replicas.
+        own: open requests that this router has sent.
+        others: requests of other routers, by the replica's last report.
+        total: the sum of both, over all replicas.
     """
 
     own: dict[str, int] = field(default_factory=dict)
@@ -86,7 +90,7 @@ class Loads:
 
 
 class ResumablePolicy:
-    """Chooses by session, resumable prefix and load, as the module says.
+    """Chooses a replica by session, resumable prefix and load, as the module describes.
 
     Args:
         pick: makes the random choices.
@@ -102,7 +106,7 @@ class ResumablePolicy:
         self._members = frozenset[str]()
 
     def choose(self, prompt: Prompt, replicas: Sequence[str], now: float) -> Route:
-        """Return a route to one of `replicas`, of which there is at least one. Cost: that of the prompt's digests."""
+        """Return a route to one of `replicas`, which are not empty. Cost: that of the prompt's digests."""
         members = self._members_of(replicas)
         most = self.bounds.imbalance * self.loads.total / len(replicas) + self.bounds.slack_requests
         depths = {name: depth for name, depth in self.index.depths(prompt, now).items() if name in members}
@@ -125,7 +129,7 @@ class ResumablePolicy:
         return self._members
 
     def sent(self, prompt: Prompt, replica: str, now: float) -> None:
-        """Note that a replica has got a prompt, and will keep checkpoints of it."""
+        """Note that a prompt was sent to a replica, which will keep checkpoints of it."""
         self.loads.add(replica, 1)
         grid = self.bounds.grid_tokens
         positions = [*range(grid, prompt.n_tokens, grid), prompt.n_tokens] if grid else [prompt.n_tokens]
@@ -137,11 +141,11 @@ class ResumablePolicy:
                 self._sessions.popitem(last=False)
 
     def done(self, replica: str) -> None:
-        """Note that a request that was sent to a replica has ended, in any way."""
+        """Note that a request to a replica has ended, in any way."""
         self.loads.add(replica, -1)
 
     def report(self, replica: str, stats: dict[str, Any], now: float) -> None:
-        """Note what a replica says of itself: `requests`, and `prefixes` as (position, digest)."""
+        """Note a replica's report: its `requests`, and its `prefixes` as (position, digest)."""
         self.loads.report(replica, int(stats.get("requests", 0)))
         self.index.report(replica, stats.get("prefixes", ()), now)
 

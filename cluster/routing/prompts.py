@@ -1,4 +1,4 @@
-"""Holds what a router must know of a prompt: its length, its session, and digests of its beginnings."""
+"""Holds what a router must know about a prompt: its length, its session, and the digests of its prefixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Prompt(Protocol):
     """Declares what a router asks of a prompt.
 
     Attributes:
-        session: the conversation that it belongs to; None if its client names none.
+        session: the conversation to which it belongs. None: the client names none.
         n_tokens: its length.
     """
 
@@ -24,18 +24,18 @@ class Prompt(Protocol):
     @property
     def n_tokens(self) -> int: ...
     def digests(self, positions: Collection[int]) -> Iterable[tuple[int, bytes]]:
-        """Return (position, digest) of those of the prompt's beginnings that end at these positions, ascending."""
+        """Return (position, digest) of the prompt's prefixes that end at these positions, ascending."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """Holds a prompt's tokens as they travel from the gateway to a replica.
+    """Holds a prompt's tokens on their way from the gateway to a replica.
 
     Attributes:
-        tokens: int32, little-endian; none for a request that is no prompt, or no good one.
-        owner: of the prefixes that it may continue from.
-        pinned: the replica that is to get it, if it lives; for tests and repairs.
+        tokens: the token ids, int32, little-endian. Empty for a request without a prompt, or with a bad one.
+        owner: the owner of the prefixes from which it may continue.
+        pinned: the replica that must get it, if it lives. This is for tests and repairs.
     """
 
     tokens: bytes = b""

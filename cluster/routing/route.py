@@ -1,4 +1,4 @@
-"""Says where a prompt goes, and why."""
+"""Holds a route, which says where a prompt goes, and why."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Reason = Literal["session", "prefix", "load", "busy", "hash", "turn", "pinned"]
-"""Why a replica was chosen: it holds the session; it can resume most of the prompt; it has the least load of two; the
-replica that could resume more has too much load; by consistent hashing; by round robin; the request names it.
+"""Why a replica was chosen, in the order of the names above: it holds the session; it can resume most of the prompt; it
+has the lesser load of two; the replica that could resume more has too much load; by consistent hashing; by round robin;
+the request names it.
 """
 
 
 @dataclass(frozen=True)
 class Route:
-    """Holds a choice.
+    """Holds the choice of a replica.
 
     Attributes:
         first: the chosen replica.
-        depths: replica -> tokens of the prompt that it is expected to resume; 0 where it is not named.
-        n_tokens: of the prompt.
-        replicas: all that there are.
+        depths: replica -> how many tokens of the prompt it is expected to resume. 0 for a replica that is missing here.
+        n_tokens: the number of tokens in the prompt.
+        replicas: all replicas.
     """
 
     first: str
@@ -31,12 +32,15 @@ class Route:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Return all replicas: the chosen one, then those to be tried when it takes no more requests."""
+        """Return all replicas: the chosen one first, then those to try if it takes no more requests."""
         others = [replica for replica in self.replicas if replica != self.first]
         return (self.first, *sorted(others, key=lambda replica: -self.depths.get(replica, 0)))
 
     def why(self, replica: str) -> dict[str, Any]:
-        """Say in JSON values why a replica got the prompt: the first one, or one behind it that had room."""
+        """Return, as JSON values, why a replica got the prompt.
+
+        It may be the first one, or a later one that had room.
+        """
         reason = self.reason if replica == self.first else "busy"
         return {
             "reason": reason, "replica": replica, "resumable_tokens": self.depths.get(replica, 0),

@@ -1,1 +1,1 @@
-"""Runs replicas and the gateway before them as an application of Ray Serve."""
+"""Runs replicas, and the gateways in front of them, as an application of Ray Serve."""

@@ -25,11 +25,11 @@ STATS_SECONDS = 1.0
 _GATEWAY_CPUS = 0.5
 _HASH_ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 _SPARE_REQUESTS = 64
-"""Requests for health and metrics that a replica takes beside those for replies."""
+"""A replica takes this many requests for health and metrics beside those for replies."""
 
 
 class Replica:
-    """Is the deployment of a replica: what Ray calls."""
+    """Is the deployment of a replica. Ray calls its methods."""
 
     async def __init__(self, values: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         name = serve.get_replica_context().replica_id.unique_id
@@ -40,24 +40,25 @@ class Replica:
     async def answer(
         self, prompt: TokenPrompt, whys: dict[str, Any], request: ForwardedRequest
     ) -> AsyncIterator[list[Message]]:
-        """Yield the messages of a response. `whys` is what the router has said of each replica."""
-        reason = {"reason": "hash", "resumable_tokens": 0, "prompt_tokens": prompt.n_tokens}  # of Ray's own routers
+        """Yield the messages of a response. `whys` holds the router's reason for each replica."""
+        # Ray's own routers give no reason.
+        reason = {"reason": "hash", "resumable_tokens": 0, "prompt_tokens": prompt.n_tokens}
         why = whys.get(self._server.name) or {**reason, "replica": self._server.name}
         alive = whys.keys() if whys else None
         async for messages in self._server.answer(request, prompt, why, alive):
             yield messages
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return what routers want to know; Ray asks for it and sends it to them."""
+        """Return the replica's report for routers. Ray asks for it and sends it to them."""
         self._n_reports += 1
         return {**await self._server.stats(), "number": self._n_reports}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what the number of replicas depends on; Ray asks for it."""
+        """Return the numbers that decide about the number of replicas. Ray asks for them."""
         return self._server.scaling_stats()
 
     async def metrics(self) -> tuple[str, str]:
-        """Return the replica's name and its text for Prometheus."""
+        """Return the replica's name and its metrics as text for Prometheus."""
         return self._server.name, await self._server.metrics()
 
     async def check_health(self) -> None:
@@ -128,7 +129,8 @@ def make_application(options: FleetOptions) -> serve.Application:
         num_replicas=options["gateways"],
         max_ongoing_requests=options.gateway_server.max_requests + _SPARE_REQUESTS,
         ray_actor_options={"num_cpus": _GATEWAY_CPUS},
-        max_surge_percent=100,  # when it is deployed anew, the new ones are there before the old ones end
+        # When the application is deployed again, the new replicas start before the old ones end.
+        max_surge_percent=100,
         graceful_shutdown_timeout_s=options["grace"] + 10,
     )
     return gateway.bind(values, replica)

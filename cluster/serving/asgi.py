@@ -1,4 +1,4 @@
-"""Runs an ASGI app inside of the process, and yields what it sends."""
+"""Runs an ASGI app inside of the process, and yields the messages that it sends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 
 async def messages_of(app: ASGIApp, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
-    """Yield the messages of a response, as many at once as there are. Closing the iterator ends the request.
+    """Yield the messages of a response, in lists of all that are ready. Closing the iterator ends the request.
 
     Raises whatever the app raises.
     """
@@ -22,7 +22,7 @@ async def messages_of(app: ASGIApp, scope: Scope, body: bytes) -> AsyncIterator[
     async def receive() -> Message:
         nonlocal is_given
         if is_given:
-            await asyncio.Event().wait()  # a client that is gone closes the iterator
+            await asyncio.Event().wait()  # This never returns. If the client goes, the iterator is closed.
         is_given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -48,7 +48,7 @@ async def messages_of(app: ASGIApp, scope: Scope, body: bytes) -> AsyncIterator[
 
 @asynccontextmanager
 async def lifespan_of(app: ASGIApp) -> AsyncIterator[None]:
-    """Run an app's start before the block, and its end behind it, as a server does. Raises what fails of it."""
+    """Run an app's start before the block and its end after it, as a server does. Raises the app's errors."""
     events: asyncio.Queue[Message] = asyncio.Queue()
     answers: asyncio.Queue[Message] = asyncio.Queue()
     scope = {"type": "lifespan", "asgi": {"version": "3.0"}}
@@ -75,7 +75,7 @@ async def _as_coroutine(awaitable: Awaitable[None]) -> None:
 
 
 def with_headers(message: Message, headers: dict[str, str]) -> Message:
-    """Return the first message of a response with more headers; any other as it is."""
+    """Add headers to the first message of a response. Return any other message as it is."""
     if message["type"] != "http.response.start":
         return message
     more = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
@@ -83,6 +83,6 @@ def with_headers(message: Message, headers: dict[str, str]) -> Message:
 
 
 def response_messages(response: Response) -> list[Message]:
-    """Return the messages of a response that is complete."""
+    """Return the messages of a complete response."""
     head: Message = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
     return [head, {"type": "http.response.body", "body": bytes(response.body), "more_body": False}]

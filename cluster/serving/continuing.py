@@ -1,8 +1,8 @@
-"""Lets a stream whose replica was lost go on with the same reply of another one; what the client has comes once.
+"""Continues a stream whose replica was lost with the same reply from another replica. The client gets nothing twice.
 
-A greedy or seeded reply is a function of its request: another replica makes it again, from the last stored turn on. The
-gateway notes what it has sent of each part of a reply (text, thoughts, arguments of calls, log probabilities) and takes
-that much away from what the second replica says. Texts are compared on the way.
+A greedy or seeded reply depends only on its request, so another replica can make it again, from the last stored turn
+on. The gateway notes how much of each part of a reply it has sent (text, thoughts, arguments of calls, log
+probabilities). It removes that much from the second replica's reply, and compares the texts.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from hybridmem.cluster.serving.parts import AnotherReplyError, Name, PartSoFar
 
 RESPONSES = "/v1/responses"
 STREAMS = ("/v1/chat/completions", "/v1/completions", RESPONSES)
-"""Paths whose streams can go on."""
+"""The paths whose streams can be continued."""
 END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
 _HEAD = ("id", "created")
-"""Fields that are drawn anew by each replica; the client knows those of the first one."""
+"""Fields that each replica draws for itself. The client knows those of the first replica."""
 _TEXTS = ("content", "reasoning_content", "reasoning", "text")
 _EVENT = re.compile(rb"(event: [a-z._]+\n|)data: (.*)\n\n")
 _END_OF_EVENT = re.compile(rb"(?<=\n\n)")
 
 
 class ResponseSoFar:
-    """Notes what of a response has been sent, and takes it out of another one to the same request.
+    """Notes which part of a response was sent, and removes that part from another response to the same request.
 
-    The head of a response is held back until its body begins: until then any other response may take its place.
+    The head of a response is held back until its body begins. Until then any other response may replace it.
 
     Args:
-        path: of the request.
+        path: the path of the request.
     Attributes:
-        has_begun: something has been sent.
-        is_complete: all of it has been sent, but for the end.
+        has_begun: whether anything has been sent.
+        is_complete: whether everything but the end has been sent.
     """
 
     def __init__(self, path: str) -> None:
@@ -50,17 +50,17 @@ class ResponseSoFar:
 
     @property
     def can_go_on(self) -> bool:
-        """True if another replica can take over now."""
+        """Return whether another replica can take over now."""
         return not self.has_begun or (self._is_stream and self._may_go_on)
 
     def begin_again(self) -> None:
-        """Take the next messages for those of another response."""
+        """Treat the next messages as those of another response."""
         self._held = []
         if self.has_begun:
             self._reply.begin_again()
 
     def news_in(self, messages: list[Message]) -> list[Message]:
-        """Return what is to be sent of these messages. Raises AnotherReplyError."""
+        """Return the part of these messages that the client lacks. Raises AnotherReplyError."""
         found: list[Message] = []
         for message in messages:
             if message["type"] == "http.response.start":
@@ -83,7 +83,7 @@ class ResponseSoFar:
         self._held.append(message)
 
     def _rest_of(self, message: Message) -> Message | None:
-        """Return what of a message has not been sent; a stream's message may hold several events."""
+        """Return the unsent part of a message. A stream's message may hold several events."""
         body = message.get("body", b"")
         if not (self._is_stream and self._may_go_on):
             return message
@@ -107,7 +107,7 @@ class ResponseSoFar:
 
 
 class ReplySoFar:
-    """Notes the events of a stream of chat or text completions, and returns the rest of a second one like it."""
+    """Notes the events of a stream of completions, and returns the unsent rest of a second stream of the same reply."""
 
     def __init__(self) -> None:
         self._is_first = True
@@ -116,13 +116,13 @@ class ReplySoFar:
         self._seen: set[Name] = set()
 
     def begin_again(self) -> None:
-        """Take the next events for those of another stream of the same reply."""
+        """Treat the next events as those of another stream of the same reply."""
         self._is_first = False
         for part in self._parts.values():
             part.at = 0
 
     def is_end(self, event: dict[str, Any]) -> bool:
-        """True for the last event of a stream: never, since another line ends it."""
+        """Return whether an event is the last one of its stream. None is, since another line ends these streams."""
         return False
 
     def rest_of(self, event: dict[str, Any]) -> dict[str, Any] | None:
@@ -138,7 +138,7 @@ class ReplySoFar:
         return event | self._head | {"choices": choices} if choices or not event["choices"] else None
 
     def _keep(self, choice: dict[str, Any]) -> bool:
-        """Take away from a choice what has been sent; True if anything is left of it."""
+        """Remove from a choice what has been sent. Return whether anything is left."""
         index, is_new = choice["index"], False
         for name, holder, key in _parts_of(choice):
             holder[key] = self._parts.setdefault((index, *name), PartSoFar()).rest_of(holder[key])
@@ -158,7 +158,7 @@ class ReplySoFar:
 
 
 def _parts_of(choice: dict[str, Any]) -> Iterator[tuple[Name, dict[str, Any], str]]:
-    """Generate the parts of a reply that a choice of an event brings more of: name, what holds it, under which key."""
+    """Yield each part of a reply that an event continues: its name, the dict that holds it, and the key there."""
     body = choice.get("delta", choice)
     for name in _TEXTS:
         if isinstance(body.get(name), str):

@@ -1,7 +1,7 @@
-"""Lets a stream of /v1/responses go on with that of another replica, as `cluster.serving.continuing` does for others.
+"""Continues a stream of /v1/responses with that of another replica, as `cluster.serving.continuing` does for others.
 
-Both replicas draw equal ids (`chat.server.sessions.responses.REPLY_SEED`), so events say the same of the same items.
-Only where a text is cut into pieces is left to chance, and so are the numbers of events.
+Both replicas draw equal ids (`chat.server.sessions.responses.REPLY_SEED`), so their events name the same items. Only
+the places where a text is cut into pieces may differ, and with them the numbers of events.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ENDS = ("response.completed", "response.incomplete", "response.failed", "error"
 
 
 class ResponsesSoFar:
-    """Notes the events of a stream of /v1/responses, and returns the rest of a second one like it."""
+    """Notes the events of a stream of /v1/responses, and returns the unsent rest of a second such stream."""
 
     def __init__(self) -> None:
         self._is_first = True
@@ -25,13 +25,13 @@ class ResponsesSoFar:
         self._seen: set[Name] = set()
 
     def begin_again(self) -> None:
-        """Take the next events for those of another stream of the same response."""
+        """Treat the next events as those of another stream of the same response."""
         self._is_first = False
         for part in self._parts.values():
             part.at = 0
 
     def is_end(self, event: dict[str, Any]) -> bool:
-        """True for the last event of a stream."""
+        """Return True for the last event of a stream."""
         return event["type"] in _ENDS
 
     def rest_of(self, event: dict[str, Any]) -> dict[str, Any] | None:
@@ -48,7 +48,7 @@ class ResponsesSoFar:
         return event | {"sequence_number": number}
 
     def _is_news(self, event: dict[str, Any]) -> bool:
-        """Take away from an event what has been sent; True if anything is left of it."""
+        """Remove from an event what has been sent. Return whether anything is left."""
         kind, about = event["type"], (event.get("item_id"), event.get("output_index"), event.get("content_index"))
         of_text = kind.rpartition(".")[0]
         if kind.endswith(".delta"):

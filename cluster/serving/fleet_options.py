@@ -1,4 +1,4 @@
-"""Holds the chosen options as they travel to the processes of a fleet."""
+"""Holds the chosen options, in the form that is sent to the processes of a fleet."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class FleetOptions:
 
     @property
     def gateway_server(self) -> ServerOptions:
-        """Return the options of a gateway: it answers as many requests at once as all replicas together.
+        """Return the options of a gateway. It answers as many requests at once as all replicas together.
 
-        Of a key's limits each gateway has its share, since requests come to all of them alike.
+        Requests are spread evenly over the gateways, so each gateway gets its share of a key's limits.
         """
         most, n = self["max_replicas"] or self["replicas"], self["gateways"]
         keys = tuple(
@@ -54,13 +54,13 @@ class FleetOptions:
 
     @property
     def of_replica(self) -> FleetOptions:
-        """Return the options of a replica's own server: the gateway writes the log, and keeps the limits of keys."""
+        """Return the options of a replica's own server. The gateway writes the log, and enforces the limits of keys."""
         keys = [replace(key, max_requests=None, tokens_per_minute=None) for key in self.server.keys]
         return FleetOptions({**self.values, "access_log": "off", "keys": keys})
 
     @property
     def sessions(self) -> str | None:
-        """Return the folder of stored sessions that all replicas share; None if they have none."""
+        """Return the folder of stored sessions that all replicas share, or None."""
         return self["sessions"] or self.values.get("shared_sessions")
 
     @property
@@ -75,7 +75,10 @@ class FleetOptions:
         return Bounds(imbalance=self["imbalance"])
 
     def with_sessions(self, folder: str) -> FleetOptions:
-        """Return the same with a folder of stored sessions that lasts as long as the fleet, unless it has one."""
+        """Return these options with a folder of stored sessions, unless they have one.
+
+        The folder lasts as long as the fleet.
+        """
         return FleetOptions({**self.values, "shared_sessions": folder})
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Takes requests of clients, and forwards each to the replica that the router chooses: an ASGI app.
+"""Implements a gateway: an ASGI app that forwards each client's request to the replica that the router chooses.
 
 The gateway checks hosts, keys and bodies as one server does (`chat.server.guard`), tokenises the prompt, and sends the
-request through a handle, whose router sees the tokens. What the replica's server sends comes back as it is. Where a
-replica is lost, another one answers, and a stream goes on where the client is (`cluster.serving.continuing`).
+request through a handle, whose router sees the tokens. What the replica's server sends comes back as it is. If a
+replica is lost, another one answers, and a stream continues where the client is (`cluster.serving.continuing`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from hybridmem.cluster.serving.request import CHARGE, ForwardedRequest
 from hybridmem.cluster.serving.stored import check_stored
 
 MOST_TRIES = 4
-"""Replicas that one request is sent to, where each dies in the middle of it."""
+"""A request is sent to at most this many replicas, if each dies in the middle of it."""
 _COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-"""Paths of requests that take one of the places of all, and of their key."""
+"""Requests at these paths count against the limits of the gateway and of their key."""
 
 
 class ReplicaLostError(Exception):
@@ -72,9 +72,9 @@ class Gateway:
 
     Args:
         shelf: keeps replies for clients that send a request again.
-        keeps_sessions: all replicas share one folder of stored sessions.
+        keeps_sessions: whether all replicas share one folder of stored sessions.
     Attributes:
-        is_open: it takes requests.
+        is_open: whether it takes requests.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Gateway:
         """Yield a response, by other replicas if the first is lost. Raises ReplicaLostError.
 
         Args:
-            use: of the client's key, which is charged for what was computed.
+            use: the use of the client's key, which is charged for the computed tokens.
         """
         read = await self._reader.read(request)
         request = read.request_of(request, self.options.max_body_bytes)
@@ -153,7 +153,7 @@ class Gateway:
 
 
 def _charged(messages: list[Message], use: Use | None) -> list[Message]:
-    """Return the messages of a response. Those that say how many tokens were computed are taken out."""
+    """Return the messages of a response, without those that say how many tokens to charge. Charge these to the key."""
     for message in messages:
         if message["type"] == CHARGE and use is not None:
             use.charge(message["n_tokens"])
@@ -161,7 +161,7 @@ def _charged(messages: list[Message], use: Use | None) -> list[Message]:
 
 
 def _seed_of(request: ForwardedRequest, key: str | None) -> str:
-    """Return what a response's ids are drawn of: equal for a request that its client sends again by its key."""
+    """Return the seed of a response's ids. It is the same for a request that a client sends again with the same key."""
     if key is None:
         return uuid4().hex
     return hashlib.sha256(name_of(request, key).encode() + request.body).hexdigest()[:32]

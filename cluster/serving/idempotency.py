@@ -1,8 +1,8 @@
-"""Gives a client that sends a request again the reply of the first time: by `Idempotency-Key`.
+"""Gives a client that sends a request again, with the same `Idempotency-Key`, the first reply again.
 
-The reply is recorded while it is made. Whoever sends the key again, on this gateway at once or on any gateway later (by
-the store), gets the recording, also a stream in the middle of which the first connection broke. A request with a key is
-answered to its end even if its client has gone, since it will come back.
+The reply is recorded while it is made. A client that sends the key again gets the recording: at once on this gateway,
+or later on any gateway, by the store. This also works for a stream whose first connection broke in the middle. A
+request with a key is answered to its end even if its client has gone, since the client will come back.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hybridmem.cluster.store.timeouts import Timeouts
 
 KEY_HEADER = "idempotency-key"
 MOST_KEPT = 1024
-"""Replies that a gateway remembers itself."""
+"""A gateway itself remembers this many replies."""
 _OF_THE_MOMENT = (408, 409, 425, 429)
-"""Statuses of refusals that another try may not meet; those of 500 and more are others."""
+"""The statuses of refusals that another try may not get. All statuses from 500 on belong to them as well."""
 
 
 class Shelf(Protocol):
-    """Declares what is needed of the store."""
+    """Declares the methods of the store that are needed."""
 
     def read(self, name: str) -> bytes | None: ...
     def create(self, name: str, content: bytes) -> bool: ...
@@ -43,8 +43,8 @@ class Recording:
     """Holds the messages of a response as they come.
 
     Attributes:
-        body_digest: of the request.
-        error: what ended it early.
+        body_digest: the digest of the request's body.
+        error: the error that ended it early.
     """
 
     body_digest: str
@@ -54,7 +54,10 @@ class Recording:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def play(self) -> AsyncIterator[list[Message]]:
-        """Yield all messages from the first one on, those to come as well. Raises what ended the response early."""
+        """Yield all messages from the first one on, including those to come.
+
+        Raises the error that ended the response early.
+        """
         at = 0
         while True:
             changed = self.changed
@@ -78,7 +81,7 @@ class Idempotency:
     """Holds recordings by key.
 
     Args:
-        shelf: the store; None: replies are remembered by this gateway alone.
+        shelf: the store. None: only this gateway remembers replies.
     """
 
     def __init__(self, shelf: Shelf | None) -> None:
@@ -90,15 +93,17 @@ class Idempotency:
     async def play(
         self, request: ForwardedRequest, key: str, answer: Callable[[], AsyncIterator[list[Message]]]
     ) -> AsyncIterator[list[Message]]:
-        """Yield the response of a key: that of the first time, or `answer`'s. Raises ApiError 422 for another body."""
+        """Yield the recorded response of a key, or else that of `answer`. Raises ApiError 422 if the body differs."""
         name = name_of(request, key)
         digest = hashlib.sha256(request.body).hexdigest()
         if name not in self._recordings and (stored := await self._stored(name)) is not None:
             self._recordings.setdefault(name, stored)
-        recording = self._recordings.get(name)  # after all waiting: the same key may have come meanwhile
+        # Nothing waits behind this line. The same key may have come during the waits before it.
+        recording = self._recordings.get(name)
         if recording is None or recording.error is not None:
             recording = self._recordings[name] = Recording(digest)
-            # In a context of its own: Ray ends all calls that are made in that of a request whose client has gone.
+            # This runs in a context of its own. When a client has gone, Ray ends all calls in the context of its
+            # request.
             task = asyncio.create_task(self._record(name, recording, answer), context=Context())
             self._running.add(task)
             task.add_done_callback(self._running.discard)
@@ -118,7 +123,7 @@ class Idempotency:
             recording.is_done = True
         except Exception as error:
             recording.error = error
-        except BaseException:  # it was cancelled: nobody may wait for the rest
+        except BaseException:  # The task was cancelled. Nobody may wait for the rest.
             recording.error = ApiError(503, "The reply of this key was cancelled; send it again.", code="cancelled")
             raise
         finally:
@@ -126,7 +131,8 @@ class Idempotency:
             self._recordings.pop(name, None)
         if not recording.is_done or _may_be_tried_again(_status_of(recording)):
             return
-        self._recordings[name] = recording  # the last one: of too many the oldest goes
+        # This puts the recording last. If there are too many, the first one, which is the oldest, goes.
+        self._recordings[name] = recording
         while len(self._recordings) > MOST_KEPT:
             self._recordings.popitem(last=False)
         await self._store(name, recording)
@@ -137,7 +143,7 @@ class Idempotency:
         try:
             content = await self._patience.run(self._shelf.read, _path(name))
             return None if content is None else _read(content)
-        except (OSError, *DAMAGE) as error:  # down, or damaged: it is answered anew
+        except (OSError, *DAMAGE) as error:  # The store is down, or the entry is damaged. The request is answered anew.
             log.warning("a stored reply could not be read: %s", error)
             return None
 
@@ -151,7 +157,10 @@ class Idempotency:
 
 
 def name_of(request: ForwardedRequest, key: str) -> str:
-    """Return the name of a client's key, 64 hexadecimal digits, which is of this client and this path alone."""
+    """Return the name under which a client's key is stored, 64 hexadecimal digits.
+
+    Only this client and path have it.
+    """
     return hashlib.sha256(repr((request.header("authorization"), request.path, key)).encode()).hexdigest()
 
 

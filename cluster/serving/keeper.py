@@ -1,4 +1,4 @@
-"""Keeps sessions in the store around each request of a replica: leases them, fetches them before, stores them after."""
+"""Keeps sessions in the store. Before a request it leases and fetches the session, and afterwards it stores it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ log = logging.getLogger("hybrid_memory.cluster")
 T = TypeVar("T")
 
 WAIT_SECONDS = 2.0
-"""For which a request waits for its session's lease. Then it goes on beside the holder, as a branch: its end is stored
-under its own tokens, and the session stands where the holder leaves it. A request brings its whole history, so its
-reply does not depend on who holds the session; to refuse it would help nobody.
+"""A request waits this many seconds for its session's lease. Then it goes on beside the holder, as a branch: its end is
+stored under its own tokens, and the session stands where the holder leaves it. A request contains its whole history, so
+its reply does not depend on the holder. Refusing it would help nobody.
 """
 FETCH_SECONDS = 30.0
-"""For which a request waits for a sequence of the store. Computing it is quicker, if that takes longer."""
+"""A request waits this many seconds for a sequence from the store. After that, computing it is quicker."""
 SHARE_SECONDS = 10.0
 SWEEP_SECONDS = 300.0
 _POLL_SECONDS = 0.05
 _MOST_UNWRITTEN = 64
-"""Sequences that wait to be written; beyond, a turn is not stored, and would be computed again elsewhere."""
+"""At most this many sequences wait to be written. Further turns are not stored, and other replicas would compute them
+again.
+"""
 
 
 @dataclass
@@ -44,12 +46,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Visit:
-    """Holds what `before` has done for a request.
+    """Holds the results of `before` for a request.
 
     Attributes:
-        has_lease: its session is leased by this replica.
-        fetched_tokens: that came from the store.
-        held_by: the replica beside which the request goes on, since that holds the session.
+        has_lease: whether this replica has the lease of the session.
+        fetched_tokens: how many tokens came from the store.
+        held_by: the replica that holds the session, if the request goes on beside it.
     """
 
     prompt: TokenPrompt
@@ -62,7 +64,7 @@ class Keeper:
     """Runs the store's work of one replica in threads.
 
     Args:
-        leases: of this replica.
+        leases: the leases of this replica.
     """
 
     def __init__(self, mover: Mover, leases: Leases, health: StoreHealth) -> None:
@@ -71,12 +73,12 @@ class Keeper:
         self._leases = leases
         self._held: dict[str, Held] = {}
         self._asking = Timeouts(4, health.note)
-        self._moving = Timeouts(2)  # whole sequences, which take as long as they take
+        self._moving = Timeouts(2)  # These threads move whole sequences, which may take any time.
         self._writing: set[asyncio.Task[None]] = set()
         self._periodic: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to renew leases, to share prefixes, and to remove what is old."""
+        """Begin to renew leases, to share prefixes, and to remove old files."""
         periods: list[tuple[float, Callable[[], Any]]] = [
             (self._leases.seconds / 3, self._renew),
             (SHARE_SECONDS, partial(self._move, self._mover.share)),
@@ -85,7 +87,7 @@ class Keeper:
         self._periodic = [asyncio.create_task(self._repeat(*period)) for period in periods]
 
     async def stop(self) -> None:
-        """Write what waits to be written, and release all leases."""
+        """Write all waiting sequences, and release all leases."""
         for task in self._periodic:
             task.cancel()
         await asyncio.gather(*self._periodic, *self._writing, return_exceptions=True)
@@ -95,7 +97,9 @@ class Keeper:
         self._moving.close()
 
     async def before(self, prompt: TokenPrompt, alive: Collection[str] | None) -> Visit:
-        """Lease the session of a prompt, and fetch what it can continue from. Where the store fails, go on without.
+        """Lease the session of a prompt, and fetch a sequence from which it can continue.
+
+        If the store fails, go on without.
 
         Args:
             alive: the replicas of this fleet.
@@ -109,14 +113,14 @@ class Keeper:
                 other = await self._attempt(self._ask, self._leases.look, prompt.session)
                 stand, held_by = (None, None) if other is None else (other.stand, other.holder)
             fetched = await self._attempt(self._mover.fetch, prompt, stand, seconds=FETCH_SECONDS)
-        except BaseException:  # its client has gone, for instance: nobody calls `after`
+        except BaseException:  # The client may have gone, for instance. Nobody calls `after` then.
             if held is not None:
                 self._in_background(self._leave(held))
             raise
         return Visit(prompt, held is not None, fetched or 0, held_by)
 
     def after(self, visit: Visit) -> None:
-        """Store where a request has ended, and release its lease when that is done. It does not wait."""
+        """Store the end of a request, and then release its lease. This does not wait for either."""
         self._in_background(self._store(visit))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -140,7 +144,7 @@ class Keeper:
             await self._leave(held)
 
     async def _leave(self, held: Held) -> None:
-        """Release a lease that nobody else uses; one that is wanted again meanwhile is renewed."""
+        """Release a lease that nobody else uses. If somebody wants it again meanwhile, it is renewed."""
         held.n_users -= 1
         if held.n_users:
             return
@@ -161,7 +165,8 @@ class Keeper:
             except OSError:
                 return None
             if lease is not None:
-                if session in self._held:  # another request of this replica has taken it meanwhile, and lost it by this
+                # Another request of this replica has taken the lease meanwhile, and has lost it by this release.
+                if session in self._held:
                     self._held[session].lease = lease
                     self._held[session].n_users += 1
                 else:
@@ -180,7 +185,7 @@ class Keeper:
                 held.lease = replace(held.lease, until=renewed.until)
 
     def _sweep(self) -> None:
-        """Remove what is old, on one replica at a time: the one that gets the lease of that."""
+        """Remove old files. Only one replica at a time does so: the one that gets a lease for it."""
         with self.health.asking():
             lease = self._leases.take("sweep")
         if lease is not None:
@@ -188,7 +193,7 @@ class Keeper:
             with self.health.asking():
                 self._leases.release(lease)
 
-    # Threads
+    # Methods that work in threads.
 
     async def _move(self, work: Callable[..., T], *arguments: Any) -> T:
         return await self._moving.run(work, *arguments, seconds=None)
@@ -198,7 +203,7 @@ class Keeper:
             return work(*arguments)
 
     async def _attempt(self, work: Callable[..., T], *arguments: Any, seconds: float = ASK_SECONDS) -> T | None:
-        """Do the work in a thread; None if the store fails, or does not answer in time."""
+        """Do the work in a thread. Return None if the store fails, or does not answer in time."""
         try:
             return await self._asking.run(work, *arguments, seconds=seconds)
         except OSError:
@@ -209,5 +214,5 @@ class Keeper:
             await asyncio.sleep(seconds)
             try:
                 await work()
-            except Exception as error:  # whatever it was, the next time may do better
+            except Exception as error:  # Whatever the error was, the next attempt may succeed.
                 log.warning("the store failed: %r", error)

@@ -1,4 +1,4 @@
-"""Joins the metrics of a gateway and its replicas: each sample of a replica says which one it is of."""
+"""Joins the metrics of a gateway and its replicas. Each sample of a replica gets a label with the replica's name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def join_metrics(own: CollectorRegistry, texts: dict[str, str]) -> str:
     """Return one text for Prometheus.
 
     Args:
-        own: the gateway's registry.
+        own: the registry of the gateway.
         texts: replica -> the text of its own /metrics.
     """
     families: dict[str, Metric] = {}
@@ -39,7 +39,7 @@ class _Given(Collector):
 
 
 class StoreCollector(Collector):
-    """Reads how the store does: whether it is up, and what was moved."""
+    """Reports whether the store is up, and how much was moved."""
 
     def __init__(self, health: StoreHealth) -> None:
         self._health = health

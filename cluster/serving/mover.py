@@ -1,7 +1,9 @@
-"""Moves sequences between a replica's memory and the store: what a prompt can continue from in, its end out.
+"""Moves sequences between a replica's memory and the store.
 
-All calls block, and belong in threads: files are read and written while the engine steps, and its lock is held only to
-copy blocks in and out.
+It fetches the beginnings of prompts, and stores the ends of replies.
+
+All calls block, so they belong in threads. Files are read and written while the engine steps. The engine's lock is held
+only to copy blocks in and out.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ from hybridmem.memory.prefix.digests import digests_at
 from hybridmem.memory.storage.files import local_place
 
 LEAST_GAIN_TOKENS = 16
-"""Tokens that a stored sequence must save beside what the replica has: reading it takes as long as a few tokens."""
+"""A stored sequence must save at least this many tokens more than the replica has, since reading it takes as long as
+computing a few tokens.
+"""
 _MOST_PROBES = 3
 _MOST_KNOWN = 1 << 16
 
 
 class Mover:
-    """Stores and fetches sequences of one engine, which has a prefix cache.
+    """Stores and fetches sequences of one engine. The engine must have a prefix cache.
 
     Args:
         least_tokens: shorter sequences are not stored.
@@ -44,20 +48,20 @@ class Mover:
         self._store = store
         self._health = health
         self._least_tokens = least_tokens
-        self._stored: dict[bytes, None] = {}  # digests that are in the store, as far as is known
+        self._stored: dict[bytes, None] = {}  # These digests are in the store, as far as this replica knows.
         self._lock = threading.Lock()
         self._hot: dict[bytes, int] = {}
 
-    # In
+    # Methods that fetch.
 
     def fetch(self, prompt: TokenPrompt, stand: Stand | None) -> int:
-        """Bring the longest stored beginning of a prompt into the memory, if it is longer than what is there.
+        """Bring the longest stored beginning of a prompt into the memory, if it is longer than the one that is there.
 
         Args:
-            stand: where its session stands, if that is known.
+            stand: the last stored prefix of its session, if that is known.
         Returns:
-            The tokens that it has; 0 if nothing was fetched.
-        Raises OSError: the store fails. A damaged file, one of other weights, and one without room are left alone.
+            The number of tokens in the fetched sequence, or 0.
+        Raises OSError if the store fails. Files that are damaged, have other weights or do not fit are ignored.
         """
         tokens = prompt.array()
         with self._engine.lock:
@@ -71,9 +75,9 @@ class Mover:
         return 0
 
     def _candidates(self, prompt: TokenPrompt, stand: Stand | None) -> list[tuple[int, bytes, bool]]:
-        """Return (tokens, digest, whether it is surely stored), the longest first.
+        """Return candidates as (tokens, digest, whether it is surely stored), the longest first.
 
-        Without a stand, the ends of earlier replies are tried: there a turn was stored, if it was.
+        Without a stand, the ends of earlier replies are tried, because a turn is stored there, if at all.
         """
         known = dict(self._hot)
         if stand is not None:
@@ -116,13 +120,15 @@ class Mover:
         self._note(digest)
         return n_tokens
 
-    # Out
+    # Methods that store.
 
     def pack(self, prompt: TokenPrompt) -> tuple[Stand, Callable[[], None]] | None:
-        """Copy the end of a prompt's reply out of the memory; None if nothing is there that is worth it.
+        """Copy the sequence up to the end of a prompt's reply out of the memory.
+
+        Return None if storing it does not pay.
 
         Returns:
-            Where the session stands then, and the function that stores it.
+            The new stand of the session, and a function that stores the copy.
         """
         tokens = prompt.array()
         with self._engine.lock:
@@ -142,7 +148,7 @@ class Mover:
             SequenceError,
             OSError,
             FormatError,
-        ):  # it was closed, or its swapped file is gone
+        ):  # The checkpoint was closed, or its swapped file is gone.
             return None
         return stand, lambda: self._write(digest, n_tokens, write)
 
@@ -159,10 +165,10 @@ class Mover:
             while len(self._stored) > _MOST_KNOWN:
                 del self._stored[next(iter(self._stored))]
 
-    # Prefixes that sessions share
+    # Methods for prefixes that sessions share.
 
     def share(self) -> None:
-        """Store the prefixes behind which prompts part, and learn of those of other replicas. Raises OSError."""
+        """Store the prefixes behind which prompts differ, and load those of other replicas. Raises OSError."""
         with self._health.asking():
             self._hot = self._store.hot()
         with self._engine.lock:
@@ -178,7 +184,7 @@ class Mover:
                     self._store.mark_hot(prefix.digest, prefix.n_tokens)
 
     def sweep(self) -> int:
-        """Remove what is too old or too much. Raises OSError."""
+        """Remove sequences that are too old, or exceed the quota. Raises OSError."""
         with self._health.asking():
             n_bytes = self._store.sweep()
         self._hot = {}
@@ -187,7 +193,7 @@ class Mover:
 
 
 def _size_of(path: str) -> int:
-    """Return the bytes of a file; 0 where only a store could say."""
+    """Return the bytes of a file. Return 0 for a URL, whose size only the store knows."""
     place = local_place(path)
     try:
         return Path(place).stat().st_size if place is not None else 0

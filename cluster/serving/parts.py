@@ -1,4 +1,4 @@
-"""Notes what of each part of a reply a client has, and takes it out of the same part of another replica's reply."""
+"""Notes how much of each part of a reply a client has, and removes it from the same part of another replica's reply."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class AnotherReplyError(Exception):
 
 @dataclass
 class PartSoFar:
-    """Holds what has been sent of a part of a reply: a text, or entries of a list, which are only counted.
+    """Holds what has been sent of a part of a reply. A part is a text, or a list whose entries are only counted.
 
     Attributes:
-        at: how much of it the stream of now has brought: characters or entries.
+        at: how many characters or entries of it the current stream has brought.
     """
 
     pieces: list[str] = field(default_factory=list)
@@ -25,10 +25,10 @@ class PartSoFar:
     at: int = 0
 
     def rest_of(self, piece: Any) -> Any:
-        """Return what of a piece has not been sent, and note it. Raises AnotherReplyError."""
+        """Return the unsent rest of a piece, and note it as sent. Raises AnotherReplyError."""
         n_common = min(len(piece), self.n_told - self.at)
         rest = piece[n_common:]
-        if isinstance(piece, str):  # numbers of lists may differ in their last digits
+        if isinstance(piece, str):  # Only texts are compared. Numbers in lists may differ in their last digits.
             if n_common:
                 self.pieces = ["".join(self.pieces)]
                 if self.pieces[0][self.at : self.at + n_common] != piece[:n_common]:

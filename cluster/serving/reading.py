@@ -1,4 +1,4 @@
-"""Reads of a request what routing needs: the tokens of its prompt, who owns them, and its session."""
+"""Reads what routing needs from a request: the tokens of its prompt, their owner, and the session."""
 
 from __future__ import annotations
 
@@ -23,35 +23,36 @@ SESSION_HEADER = "x-session-id"
 REPLICA_HEADER = "x-hybrid-memory-replica"
 _MOST_TOKENS = 1 << 20
 _OF_SESSIONS = ("conversation", "previous_response_id")
-"""Fields of bodies that name a session where no header does."""
+"""The fields of a body that name a session if no header does."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Holds what was read of a request.
+    """Holds what was read from a request.
 
     Attributes:
-        wants_seed: its reply is a stream of drawn tokens, and it names no seed.
+        wants_seed: whether its reply is a stream of drawn tokens, and it names no seed.
     """
 
     prompt: TokenPrompt
     wants_seed: bool = False
 
     def request_of(self, request: ForwardedRequest, most_bytes: int) -> ForwardedRequest:
-        """Return the request as replicas get it: with a seed, so that a second one makes the same reply.
+        """Return the request for replicas. It has a seed, so that a second replica makes the same reply.
 
         Args:
-            most_bytes: of a body; one that would be too large with a seed stays as it is.
+            most_bytes: the most bytes of a body. A body that would be too large with a seed stays as it is.
         """
         if not self.wants_seed:
             return request
-        seed = f',"seed":{secrets.randbelow(1 << 62)}}}'.encode()  # last: it counts even if there is a "seed": null
+        # The seed comes last, so it counts even if there is a "seed": null.
+        seed = f',"seed":{secrets.randbelow(1 << 62)}}}'.encode()
         body = request.body.rstrip()[:-1] + seed
         return replace(request, body=body) if len(body) <= most_bytes else request
 
 
 class PromptReader:
-    """Turns requests into prompts as a replica's server will, off the event loop.
+    """Turns requests into prompts, beside the event loop, in the same way as a replica's server.
 
     Args:
         parse_special: as in `ServerOptions`.
@@ -66,9 +67,9 @@ class PromptReader:
         self._texts.close()
 
     async def read(self, request: ForwardedRequest) -> Reading:
-        """Return the prompt; one without tokens for a request without a prompt, or with a bad one.
+        """Return the prompt of a request. It has no tokens if the request has no prompt, or a bad one.
 
-        What is wrong with it is said by the replica that gets it.
+        The replica that gets a bad request answers with the error.
         """
         readers: dict[str, Callable[[Tokenizer, ForwardedRequest], Reading]] = {
             "/v1/chat/completions": self._read_chat,
@@ -94,7 +95,7 @@ class PromptReader:
 
     def _read_completion(self, texts: Tokenizer, request: ForwardedRequest) -> Reading:
         asked = read_request(CompletionRequest, request.body)
-        prompt = asked.prompt[0]  # several prompts go to one replica: that of the first one
+        prompt = asked.prompt[0]  # A request with several prompts goes to one replica, which the first prompt chooses.
         return _reading(list(texts.encode(prompt)) if isinstance(prompt, str) else prompt, asked, request)
 
 
@@ -107,10 +108,10 @@ def _reading(token_ids: list[int], asked: ChatRequest | CompletionRequest, reque
 
 
 def session_of(request: ForwardedRequest, name: str | None) -> str | None:
-    """Return the key of a request's session, which no client with another API key can name; None without one.
+    """Return the key of a request's session, or None. No client with another API key can name the same session.
 
     Args:
-        name: of the session, where its header is not sent.
+        name: the name of the session, if its header is not sent.
     """
     name = request.header(SESSION_HEADER) or name
     if name is None:

@@ -1,4 +1,4 @@
-"""Answers requests in one process of the fleet: one engine with its memory, behind the server's own app."""
+"""Answers requests in one process of the fleet, with one engine and its memory behind the server's own app."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("hybrid_memory.cluster")
 ROUTE_HEADER = "x-hybrid-memory-route"
 MOST_REPORTED = 4096
-"""Prefixes in one report: those that were used last come first."""
+"""A report has at most this many prefixes. Those used last come first."""
 
 
 class ReplicaServer:
     """Runs the server's app for requests that a gateway forwards.
 
     Args:
-        name: of this replica in the fleet.
+        name: the name of this replica in the fleet.
     """
 
     def __init__(self, options: FleetOptions, name: str) -> None:
@@ -60,7 +60,8 @@ class ReplicaServer:
         self.keeper = make_keeper(served.engine, options, name)
         self._n_requests = self._n_tokens = 0
         self._has_keys = bool(served.options.all_keys)
-        self._owed: Counter[str | None] = Counter()  # tokens of each key that no gateway has heard of
+        # These tokens of each key have not been reported to any gateway yet.
+        self._owed: Counter[str | None] = Counter()
         self._running = AsyncExitStack()
         if self.keeper is not None:
             self.app.state.service.metrics.registry.register(StoreCollector(self.keeper.health))
@@ -75,19 +76,21 @@ class ReplicaServer:
             self._publish(self._options)
 
     async def stop(self) -> None:
-        """End what runs, and save what is to be kept."""
+        """Stop the engine, and save what is to be kept."""
         await self._running.aclose()
 
     async def answer(
         self, request: ForwardedRequest, prompt: TokenPrompt, why: dict[str, Any], alive: Collection[str] | None
     ) -> AsyncIterator[list[Message]]:
-        """Yield the messages of a response, and last what its key is to be charged. Closing the iterator ends it.
+        """Yield the messages of a response.
 
-        A client that goes early is charged with the next request of its key.
+        The last one says how many tokens to charge. Closing the iterator ends the request.
+
+        If a client goes early, its tokens are charged with the next request of its key.
 
         Args:
-            why: what the router says of its choice.
-            alive: all replicas of this fleet, as the router knows them.
+            why: the router's reason for its choice.
+            alive: all replicas of this fleet that the router knows.
         """
         self._n_requests += 1
         self._n_tokens += prompt.n_tokens
@@ -115,7 +118,8 @@ class ReplicaServer:
 
     def _publish(self, options: FleetOptions) -> None:
         """Begin to publish KV events."""
-        from hybridmem.cluster.events.publisher import EventOptions, EventPublisher  # needs packages of the extra
+        # This import needs packages of the extra.
+        from hybridmem.cluster.events.publisher import EventOptions, EventPublisher
 
         if self.engine.prefixes is None:
             raise SpecError("--kv-events say what prefixes can be resumed; leave out --no-prefix-cache")
@@ -130,7 +134,7 @@ class ReplicaServer:
             return [] if self.engine.prefixes is None else self.engine.prefixes.resumable()
 
     async def _health(self) -> list[Message]:
-        """Return the response of /health: the replica serves on where the store is down, and says so."""
+        """Return the response of /health. If the store is down, the replica goes on serving, and says so here."""
         is_open = self.app.state.service.is_open
         about: dict[str, Any] = {"status": "ok" if is_open else "stopping", "replica": self.name}
         if self.keeper is not None:
@@ -146,12 +150,12 @@ class ReplicaServer:
         return text.decode()
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the server has closed itself, as when the memory's books do not balance."""
+        """Raise RuntimeError if the server has closed itself, for example because the memory's books do not balance."""
         if not self.app.state.service.is_open:
             raise RuntimeError("the server answers no more; see its log")
 
     def scaling_stats(self) -> dict[str, float]:
-        """Return the tokens of prompts in flight, and the bytes of the budget that are free or would be made free."""
+        """Return the tokens of prompts in flight, and the bytes of the budget that are free or can be made free."""
         memory, prefixes = self.engine.memory, self.engine.prefixes
         with self.engine.lock:
             free_bytes = memory.free_bytes + (0 if prefixes is None else prefixes.stats().private_bytes)
@@ -159,7 +163,7 @@ class ReplicaServer:
         return dict(zip(REPORTED, map(float, numbers), strict=True))
 
     async def stats(self) -> dict[str, Any]:
-        """Return what routers and the autoscaler want to know, as plain values."""
+        """Return the report for routers and the autoscaler, as plain values."""
         return await asyncio.to_thread(self._stats)
 
     def _stats(self) -> dict[str, Any]:
@@ -175,7 +179,7 @@ class ReplicaServer:
 
 
 def make_keeper(engine: Engine, options: FleetOptions, name: str) -> Keeper | None:
-    """Return what keeps sessions in the store that the options name; None without one. Raises SpecError."""
+    """Make the keeper of sessions for the store in the options. Return None if there is no store. Raises SpecError."""
     if options["store"] is None:
         return None
     if engine.prefixes is None:

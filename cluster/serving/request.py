@@ -9,7 +9,7 @@ from starlette.types import Scope
 from hybridmem.chat.server.sessions.responses import REPLY_SEED
 
 CHARGE = "hybrid_memory.charge"
-"""The type of a message, beside those of ASGI, by which a replica says the tokens that a key is to be charged for."""
+"""The type of an additional message, beside those of ASGI. It says how many tokens to charge to a key."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,9 @@ class ForwardedRequest:
     """Holds an HTTP request whose body has been read, in values that can be pickled.
 
     Attributes:
-        client: host and port of the client, or what the server before this one said.
-        reply_seed: of a response that may be stored: replicas that answer it draw equal ids of that.
+        client: the host and port of the client, or those named by the server in front of this one.
+        reply_seed: the seed of a response that may be stored. All replicas that answer the request draw equal ids from
+            it.
     """
 
     method: str
@@ -30,7 +31,7 @@ class ForwardedRequest:
     reply_seed: str | None = None
 
     def scope(self) -> Scope:
-        """Return the request as an ASGI app gets it."""
+        """Return the request as the scope of an ASGI app."""
         more = {} if self.reply_seed is None else {REPLY_SEED: self.reply_seed}
         return more | {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",

@@ -1,4 +1,4 @@
-"""Lets Ray Serve route by the policy: a `ray.serve.request_router.RequestRouter` that asks it."""
+"""Lets Ray Serve route by our policy, with a `ray.serve.request_router.RequestRouter` that asks the policy."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ NOTHING = TokenPrompt()
 class PolicyRouter(RequestRouter):  # type: ignore[misc]  # of Ray, which mypy skips
     """Ranks replicas by a policy of `cluster.routing`.
 
-    A call's first argument is the prompt, and its second a dict that gets, for each replica, why it was chosen.
+    A call's first argument is the prompt. Its second argument is a dict, to which the router adds its reason for each
+    replica.
     """
 
     def initialize_state(self, **options: Any) -> None:
         """Make the policy. Ray calls this with the options of `request_router_kwargs`."""
         self._policy = make_policy(**options)
         self._reported: dict[str, int] = {}
-        self._sent: dict[str, str] = {}  # the id of a request -> the replica that it went to
+        self._sent: dict[str, str] = {}  # This maps the id of a request to the replica that got it.
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take what replicas report, and forget those that are gone. Ray calls this whenever anything has changed."""
+        """Read the reports of replicas, and forget replicas that are gone.
+
+        Ray calls this whenever anything has changed.
+        """
         super().update_replicas(replicas)
         now = time.monotonic()
         names = {replica.replica_id.unique_id: replica for replica in replicas}
@@ -44,7 +48,7 @@ class PolicyRouter(RequestRouter):  # type: ignore[misc]  # of Ray, which mypy s
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas in the order of the policy, one a rank."""
+        """Return the replicas in the order of the policy, one in each rank."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if not by_name:
             return []

@@ -1,7 +1,7 @@
-"""Says how many replicas a fleet wants: by the tokens in flight, and by the free bytes of its memories.
+"""Decides how many replicas a fleet needs, by the tokens in flight and the free bytes of its memories.
 
-The bytes of cached prefixes count as free: they give way. Replicas are added at once, and taken away one by one when
-the load has been low for a while, since a replica that goes takes what it has cached with it.
+The bytes of cached prefixes count as free, because prefixes are evicted when room is needed. Replicas are added at
+once. They are removed one by one, after the load has been low for a while, because a replica's cache is lost with it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Collection
 from typing import Any
 
 TARGET_TOKENS = 65_536
-"""Tokens of prompts in flight that a replica should have at most."""
+"""A replica should have at most this many tokens of prompts in flight."""
 LEAST_FREE_SHARE = 0.2
-"""Of the budgets of all replicas together that should be free: a request that finds no room waits."""
+"""This share of the budgets of all replicas together should be free. A request that finds no room has to wait."""
 PATIENCE_SECONDS = 120.0
 REPORTED = ("tokens_in_flight", "free_bytes", "budget_bytes")
-"""What each replica reports."""
+"""The names of the numbers that each replica reports."""
 
 
 def wanted_replicas(
@@ -25,9 +25,9 @@ def wanted_replicas(
     """Return how many replicas the load wants, at least one.
 
     Args:
-        n_replicas: that there are; those that have not reported count as the mean of the others.
-        tokens: of prompts in flight, for each replica that has reported.
-        free_bytes, budget_bytes: of each one's memory.
+        n_replicas: the present number of replicas. Those that have not reported count as the mean of the others.
+        tokens: the tokens of prompts in flight, for each replica that has reported.
+        free_bytes, budget_bytes: the bytes of each replica's memory that are free, and its budget.
     """
     by_tokens = math.ceil(sum(tokens) / TARGET_TOKENS)
     budgets = sum(budget_bytes)
@@ -39,7 +39,7 @@ def decide(n_replicas: int, wanted: int, low_since: float | None, now: float) ->
     """Return how many replicas there should be now, and since when fewer were wanted.
 
     Args:
-        low_since: what the last call returned.
+        low_since: the value that the last call returned.
     """
     if wanted >= n_replicas:
         return wanted, None
@@ -49,7 +49,10 @@ def decide(n_replicas: int, wanted: int, low_since: float | None, now: float) ->
 
 
 def scale(context: Any) -> tuple[int, dict[str, Any]]:
-    """Decide for Ray Serve: an `AutoscalingPolicy` function, which gets an `AutoscalingContext`."""
+    """Decide the number of replicas for Ray Serve.
+
+    This is an `AutoscalingPolicy` function; it gets an `AutoscalingContext`.
+    """
     metrics = context.aggregated_metrics or {}
     tokens, *of_bytes = (list(metrics.get(name, {}).values()) for name in REPORTED)
     n_replicas = context.target_num_replicas

@@ -1,4 +1,4 @@
-"""Refuses requests for stored responses and sessions where replicas do not share a folder of them."""
+"""Refuses requests for stored responses and sessions, if the replicas do not share a folder of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _STORED = ("/v1/responses", "/v1/conversations", "/v1/sessions")
 
 
 def check_stored(request: ForwardedRequest) -> None:
-    """Raise ApiError 501 for a request that stores a session, or reads one: another replica would not find it.
+    """Raise ApiError 501 for a request that stores or reads a session, since another replica would not find it.
 
-    One that names its session in the header goes to the replica that has it, as long as that lives.
+    A request that names its session in the header goes to the replica that has the session, as long as that replica
+    lives.
     """
     is_of_sessions = f"{request.path}/".startswith(tuple(f"{path}/" for path in _STORED))
     if not is_of_sessions or request.header(SESSION_HEADER) is not None or _stores_nothing(request):
@@ -27,13 +28,13 @@ def check_stored(request: ForwardedRequest) -> None:
 
 
 def _stores_nothing(request: ForwardedRequest) -> bool:
-    """True for a response that is not to be stored, and continues none that is."""
+    """Return whether a response is not to be stored, and continues no stored one."""
     if request.path != "/v1/responses" or request.method != "POST":
         return False
     try:
         value = json.loads(request.body)
     except (ValueError, RecursionError):
-        return True  # the replica says what is wrong with it
+        return True  # The replica answers with the error.
     if not isinstance(value, dict):
         return True
     return value.get("store") is False and not (value.get("previous_response_id") or value.get("conversation"))

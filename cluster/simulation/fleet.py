@@ -1,7 +1,7 @@
-"""Simulates a fleet of replicas under many sessions, with the policies that route real requests.
+"""Simulates a fleet of replicas that serves many sessions, with the policies that route real requests.
 
-Time is virtual. A replica computes prompts and replies at a given speed and shares it among its requests; what is not
-computed is what it can resume, or what the store holds of the session. Nothing is a random guess but the users.
+Time is virtual. A replica computes prompts and replies at a given speed, which its requests share. It does not compute
+tokens that it can resume, or that the store holds. Only the users are random.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybridmem.cluster.simulation.replicas import SimulatedCache, Sizes
 from hybridmem.cluster.simulation.sessions import FleetHabits, Turns, make_turns
 
 _LOADS_EVERY = 2_000
-"""Turns between two looks at how loads differ."""
+"""The simulation samples the differences of loads after this many turns."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,12 @@ class FleetSetup:
     """Holds the fleet that is simulated.
 
     Attributes:
-        budget_bytes: of each replica, for checkpoints.
-        prefill_tokens_per_second, decode_tokens_per_second: of a replica: prompts in all, and each reply.
-        store_bytes_per_second: of reading and writing the store; 0: there is no store.
-        grid_tokens: of the prefix caches.
-        imbalance, slack_requests: of the policy.
+        budget_bytes: the bytes of each replica for checkpoints.
+        prefill_tokens_per_second: a replica's speed for all prompts together. decode_tokens_per_second: its speed for
+            each reply.
+        store_bytes_per_second: the speed of reading and writing the store. 0: there is no store.
+        grid_tokens: the grid of the prefix caches, in tokens.
+        imbalance, slack_requests: the bounds of the policy.
     """
 
     n_replicas: int = 200
@@ -49,14 +50,14 @@ class FleetSetup:
 
 @dataclass(frozen=True)
 class SimulatedPrompt:
-    """Is a prompt by the positions at which it could be resumed, without its tokens."""
+    """Describes a prompt by the positions at which it could be resumed, without its tokens."""
 
     session: str
     n_tokens: int
     keys: dict[int, bytes]
 
     def digests(self, positions: Collection[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield those of its positions that are asked for, ascending."""
+        """Yield (position, digest) for those of its positions that are asked for, ascending."""
         for position, key in self.keys.items():
             if position in positions:
                 yield position, key
@@ -67,14 +68,15 @@ class FleetReport:
     """Counts what happened.
 
     Attributes:
-        reused_tokens: of prompts that the replica could resume, without the store.
-        fetched_tokens, fetched_bytes, stored_bytes: through the store.
-        ideal_tokens: that one memory of all replicas' bytes without end would have reused.
-        moves: turns that went to another replica than the one before.
-        reasons: of routes.
-        imbalances: largest number of requests of a replica over the mean, at times.
-        prefill_seconds: a sample of the times to the first token, waiting included.
-        cpu_seconds: of the simulation itself.
+        reused_tokens: tokens of prompts that the replica could resume, without the store.
+        fetched_tokens, fetched_bytes, stored_bytes: the tokens and bytes that were read from the store, and the bytes
+            that were written.
+        ideal_tokens: the tokens that one endless memory, shared by all replicas, would have reused.
+        moves: turns that went to another replica than the session's last turn.
+        reasons: the reasons of routes -> how often.
+        imbalances: samples of the most requests of a replica, divided by the mean.
+        prefill_seconds: a sample of the times to the first token, including waits.
+        cpu_seconds: the processor time of the simulation itself.
     """
 
     n_turns: int = 0
@@ -108,7 +110,7 @@ class FleetReport:
 
 
 def simulate_fleet(setup: FleetSetup, habits: FleetHabits, sizes: Sizes, seed: int = 0) -> FleetReport:
-    """Play all sessions, and return what happened. Cost: some 30 microseconds a turn and policy."""
+    """Play all sessions, and return a report. Cost: about 30 microseconds for each turn and policy."""
     return _Fleet(setup, habits, sizes, seed).play(make_turns(habits, seed))
 
 
@@ -123,8 +125,9 @@ class _Fleet:
         self._seen_openings = set[int]()
         self._caches = {name: SimulatedCache(setup.budget_bytes, self._loser(name)) for name in self._names}
         self._free_at = dict.fromkeys(self._names, 0.0)
-        self._running: list[tuple[float, str]] = []  # a heap: when a request ends, and its replica
-        self._last: dict[int, tuple[str, list[int]]] = {}  # session -> its replica, and where its turns ended
+        self._running: list[tuple[float, str]] = []  # This heap holds when each request ends, and its replica.
+        # This maps a session to its replica, and to the positions where its turns ended.
+        self._last: dict[int, tuple[str, list[int]]] = {}
         self.report = FleetReport()
 
     def _loser(self, name: str) -> Callable[[bytes], None]:
@@ -187,7 +190,7 @@ class _Fleet:
         return SimulatedPrompt(str(session), n_prompt, keys)
 
     def _finish(self, prompt: SimulatedPrompt, name: str, at: float, n_new: int, n_reply: int, moved: bool) -> None:
-        """Let the replica compute: prompts one after the other, replies beside each other."""
+        """Let the replica compute a turn. Prompts are computed one after the other, and replies beside each other."""
         setup = self._setup
         read = self._sizes.own_bytes(prompt.n_tokens, 0) / setup.store_bytes_per_second if moved else 0.0
         first = max(at + read, self._free_at[name]) + n_new / setup.prefill_tokens_per_second
@@ -198,7 +201,10 @@ class _Fleet:
             self.report.prefill_seconds.append(first - at)
 
     def _keep(self, prompt: SimulatedPrompt, name: str, reused: int, n_end: int, session: int) -> None:
-        """Keep the checkpoints that the engine would: of the opening, and the end of the reply, which is stored too."""
+        """Keep the checkpoints that the engine would keep: that of the opening, and that at the end of the reply.
+
+        The latter is also stored.
+        """
         for position, key in prompt.keys.items():
             if position <= self._habits.opening_tokens and key not in self._caches[name]:
                 self._add(name, key, position, 0)
@@ -219,12 +225,12 @@ class _Fleet:
         for _, name in self._running:
             counts[name] += 1
         mean = sum(counts.values()) / len(counts)
-        if mean >= 1:  # at the beginning and at the end there are few requests
+        if mean >= 1:  # At the beginning and at the end there are too few requests for a sample.
             self.report.imbalances.append(max(counts.values()) / mean)
 
 
 def _last_of_sessions(turns: Turns) -> list[bool]:
-    """Return for each turn whether it is its session's last."""
+    """Return for each turn whether it is the last one of its session."""
     last = np.zeros(turns.session.max() + 1, np.int64)
     last[turns.session] = np.arange(len(turns))
     is_last = np.zeros(len(turns), bool)

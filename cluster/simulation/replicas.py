@@ -1,7 +1,8 @@
-"""Simulates the cache of one replica by what it holds: checkpoints, their bytes, and the order of their last uses.
+"""Simulates the cache of one replica: its checkpoints, their bytes, and the order in which they were last used.
 
-The bytes are those of a dry memory of the model (`device="meta"`): a checkpoint holds its states, and the pages that no
-other one shares. The engine's cache weighs tokens saved against bytes; here the one that was used longest ago goes.
+The bytes are those of a dry memory of the model (`device="meta"`). A checkpoint holds its states, and the pages that no
+other one shares. The engine's cache weighs saved tokens against bytes. Here, the least recently used checkpoint is
+closed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Sizes:
     """Holds the bytes of a sequence at each multiple of a few tokens, from a dry memory.
 
     Attributes:
-        whole: (n,) of a sequence alone. shared: (n,) of these, what a longer sequence that begins like it shares.
+        whole: the bytes of a sequence alone, (n,). shared: how many of these a longer sequence with the same beginning
+            shares, (n,).
     """
 
     whole: NDArray[np.int64]
@@ -39,7 +41,7 @@ class Sizes:
         return Sizes(np.array(whole), np.array(shared))
 
     def own_bytes(self, n_tokens: int, n_shared: int) -> int:
-        """Return the bytes of a sequence of so many tokens that another one of `n_shared` tokens does not hold."""
+        """Return the bytes of a sequence of `n_tokens` tokens beyond its first `n_shared` tokens."""
         last = len(self.whole) - 1
         whole = self.whole[min(n_tokens // _STEP_TOKENS, last)]
         return int(whole - self.shared[min(n_shared // _STEP_TOKENS, last)])
@@ -49,7 +51,7 @@ class SimulatedCache:
     """Holds the checkpoints of one replica, by key, within a budget.
 
     Args:
-        lost: told the key of each checkpoint that gives way.
+        lost: is called with the key of each checkpoint that is closed for room.
     """
 
     def __init__(self, budget_bytes: int, lost: Callable[[bytes], None]) -> None:
@@ -65,7 +67,7 @@ class SimulatedCache:
         self._kept.move_to_end(key)
 
     def add(self, key: bytes, n_bytes: int) -> None:
-        """Keep a checkpoint; the ones that were used longest ago make room."""
+        """Keep a checkpoint. The least recently used ones are closed to make room."""
         if key in self._kept:
             self._kept.move_to_end(key)
             return

@@ -1,4 +1,4 @@
-"""Makes up the sessions of a fleet's users: when each turn is sent, and which tokens it begins with."""
+"""Makes up the sessions of a fleet's users: when each turn is sent, and with which tokens it begins."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hybridmem.memory import SpecError
 
 @dataclass(frozen=True)
 class FleetHabits:
-    """Holds how users of a fleet behave.
+    """Holds numbers that say how users of a fleet behave.
 
     Attributes:
-        n_sessions: conversations, each of one user.
-        turns: of a session on average; at least one, geometric.
-        sessions_per_second: that begin, at random times.
-        think_seconds: between a reply and the next turn on average, exponential.
-        message_tokens, reply_tokens: on average, exponential.
-        n_openings: system prompts, of which the k-th is used in proportion to 1/k.
-        opening_tokens: of a system prompt.
-        edits: share of turns that change an earlier message, and go on from before it.
+        n_sessions: the number of conversations, each of one user.
+        turns: the mean number of turns in a session. The distribution is geometric, with at least one turn.
+        sessions_per_second: how many sessions begin in a second, at random times.
+        think_seconds: the mean time between a reply and the next turn (exponential).
+        message_tokens, reply_tokens: the mean lengths of messages and replies (exponential).
+        n_openings: the number of system prompts. The k-th is used in proportion to 1/k.
+        opening_tokens: the length of a system prompt.
+        edits: the share of turns that change an earlier message, and continue from before it.
     """
 
     n_sessions: int = 1_000_000
@@ -49,13 +49,13 @@ class Turns:
     """Holds all turns of all sessions, in the order in which they are sent.
 
     Attributes:
-        session, number: (n,) of each turn: the session, and how many turns of it were before.
-        at: (n,) seconds.
-        opening: (n,) the session's system prompt.
-        n_prompt: (n,) tokens of the prompt, history included.
-        n_reply: (n,) tokens of the reply.
-        n_kept: (n,) tokens of the prompt that the session had at the end of its last turn: its history; fewer where the
-            turn edits an earlier message. 0 at the first.
+        session, number: for each turn its session, and how many earlier turns that has, (n,).
+        at: when each turn is sent, in seconds, (n,).
+        opening: the number of the session's system prompt, (n,).
+        n_prompt: the tokens of the prompt, including the history, (n,).
+        n_reply: the tokens of the reply, (n,).
+        n_kept: the tokens of the prompt that the session had at the end of its last turn, (n,). They are its history,
+            or less if the turn edits an earlier message, and 0 at the first turn.
     """
 
     session: NDArray[np.int64]
@@ -71,7 +71,7 @@ class Turns:
 
 
 def make_turns(habits: FleetHabits, seed: int) -> Turns:
-    """Draw all turns. Cost: some 100 bytes a turn, and a sort of them."""
+    """Draw all turns. Cost: about 100 bytes for each turn, and one sort."""
     rng = np.random.default_rng(seed)
     n_turns = rng.geometric(1 / habits.turns, habits.n_sessions)
     n, last = int(n_turns.sum()), np.cumsum(n_turns)
@@ -89,7 +89,7 @@ def make_turns(habits: FleetHabits, seed: int) -> Turns:
     history = _sums_within(message + reply, first, n_turns) - (message + reply)
     n_kept = np.where(number > 0, habits.opening_tokens + history, 0)
     is_edit = (number > 0) & (rng.random(n) < habits.edits)
-    # An edited turn goes on from somewhere in its history, so that its length stays and its end is new.
+    # An edited turn continues from somewhere in its history. So its length stays the same, and its end is new.
     kept = habits.opening_tokens + (history * rng.random(n)).astype(np.int64)
     n_kept = np.where(is_edit, kept, n_kept)
     n_prompt = habits.opening_tokens + history + message
@@ -99,7 +99,7 @@ def make_turns(habits: FleetHabits, seed: int) -> Turns:
 
 
 def _sums_within(values: NDArray[Any], first: NDArray[np.int64], n: NDArray[np.int64]) -> Any:
-    """Return the sum of a session's values up to each turn, this one included."""
+    """Return the running sums of values within each session, including each turn itself."""
     sums = np.cumsum(values)
     before = np.where(first > 0, sums[first - 1], 0)
     return sums - np.repeat(before, n)

@@ -1,1 +1,1 @@
-"""Keeps sequences of all replicas in one place that fsspec knows, and leases on sessions."""
+"""Keeps the sequences of all replicas, and leases on sessions, in one place that fsspec can reach."""

@@ -1,4 +1,4 @@
-"""Notes whether the store answers, so that requests do not wait for one that is down."""
+"""Notes whether the store answers, so that requests do not wait for a store that is down."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 
 class StoreDownError(OSError):
-    """Says that the store has just failed, and was not asked again."""
+    """Says that the store failed a moment ago, and was therefore not asked again."""
 
 
 @dataclass
 class StoreHealth:
-    """Counts what was moved, and holds the last failure.
+    """Counts events and moved bytes, and holds the last failure.
 
     Attributes:
-        clock: seconds.
-        pause_seconds: for which the store is left alone after a failure.
+        clock: returns seconds.
+        pause_seconds: after a failure, the store is not asked for this long.
         error: the last failure, if nothing has succeeded since.
-        counts: of events and bytes, by name.
+        counts: the counts of events and bytes, by name.
     """
 
     clock: Callable[[], float]
@@ -30,7 +30,10 @@ class StoreHealth:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Run calls of the store. Raises StoreDownError if it failed a moment ago, or OSError if it fails now."""
+        """Let the block call the store.
+
+        Raises StoreDownError if the store failed a moment ago, or OSError if it fails now.
+        """
         if self.error is not None and self.clock() < self._asks_again_at:
             raise StoreDownError(self.error)
         try:

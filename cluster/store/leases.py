@@ -1,8 +1,8 @@
-"""Lets one replica at a time advance a session, by files that are created once.
+"""Lets one replica at a time advance a session, by files that only one replica can create.
 
-A session's lease is the file of the highest number in its folder. To take it, a replica creates the next number, which
-only one of several can do; what the file says is who holds it, until when, and where the session stands. Only the
-holder writes it again. A holder that was slow and has lost its lease writes a file that nobody reads any more.
+A session's lease is the file with the highest number in its folder. To take the lease, a replica creates the file with
+the next number, which only one of several can do. The file says who holds the lease, until when, and where the session
+stands. Only the holder writes it again. A slow holder that has lost its lease writes a file that nobody reads any more.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Shelf(Protocol):
 
 @dataclass(frozen=True)
 class Stand:
-    """Says where a session stands: its last stored prefix.
+    """Describes the last stored prefix of a session.
 
     Attributes:
-        digest: of the owner and the tokens, hexadecimal.
+        digest: the digest of the owner and the tokens, hexadecimal.
     """
 
     digest: str
@@ -37,14 +37,14 @@ class Stand:
 
 @dataclass(frozen=True)
 class Lease:
-    """Holds what the file of a lease says.
+    """Holds the contents of a lease's file.
 
     Attributes:
-        number: of the file; one that is higher supersedes it.
-        holder: of the lease.
-        until: when it ends unless it is renewed, in unix seconds by the holder's clock; 0: it has been released.
-        seconds: for which it was taken.
-        stand: None before the first turn was stored.
+        number: the number of the file. A higher one supersedes it.
+        holder: the holder of the lease.
+        until: when it ends unless it is renewed, in unix seconds by the holder's clock. 0: it has been released.
+        seconds: the time for which it was taken.
+        stand: the last stored prefix of the session. None: no turn was stored yet.
     """
 
     session: str
@@ -56,11 +56,11 @@ class Lease:
 
 
 class Leases:
-    """Takes, renews and releases leases for one holder. All calls may raise OSError: the place has failed.
+    """Takes, renews and releases leases for one holder. All calls raise OSError if the place fails.
 
     Args:
-        holder: FLEET/REPLICA.
-        seconds: for which a lease holds unless it is renewed.
+        holder: the holder's name, FLEET/REPLICA.
+        seconds: how long a lease holds unless it is renewed.
         clock: returns unix seconds. Clocks of machines may differ by less than `seconds`.
     """
 
@@ -71,16 +71,17 @@ class Leases:
         self._clock = clock
 
     def look(self, session: str) -> Lease | None:
-        """Return the lease of a session, whoever has it; None if there never was one."""
+        """Return the lease of a session, whoever holds it. None: there never was one."""
         numbers = self._numbers(session)
         content = self._shelf.read(_name(session, numbers[-1])) if numbers else None
         return None if content is None else _lease_in(content, session, numbers[-1])
 
     def take(self, session: str, alive: Collection[str] | None = None) -> Lease | None:
-        """Take the lease of a session; None if another holds it, or takes it at this moment.
+        """Take the lease of a session. Return None if another replica holds it, or takes it at this moment.
 
         Args:
-            alive: all replicas of this fleet that live: a lease that another one of it holds has ended.
+            alive: all living replicas of this fleet. If a lease's holder is of this fleet and not among them, the lease
+                has ended.
         """
         last, now = self.look(session), self._clock()
         if last is not None and self._is_running(last, now) and not self._has_ended(last.holder, alive):
@@ -91,7 +92,7 @@ class Leases:
         if not self._shelf.create(_name(session, number), _content(lease)):
             return None
         numbers = self._numbers(session)
-        if numbers[-1:] != [number]:  # it was taken and released since the look, and old files were removed
+        if numbers[-1:] != [number]:  # Since the look, the lease was taken and released, and old files were removed.
             self._shelf.remove(_name(session, number))
             return None
         for old in numbers[:-1]:
@@ -99,11 +100,14 @@ class Leases:
         return lease
 
     def renew(self, lease: Lease) -> Lease | None:
-        """Hold a lease for longer; None if it has been lost."""
+        """Renew a lease. Return None if it has been lost."""
         return self._rewrite(replace(lease, until=self._clock() + self.seconds))
 
     def release(self, lease: Lease, stand: Stand | None = None) -> bool:
-        """Release a lease, and note where the session stands, if it has moved; False if it has been lost."""
+        """Release a lease, and note the session's new stand, if there is one.
+
+        Return False if the lease has been lost.
+        """
         return self._rewrite(replace(lease, until=0.0, stand=stand or lease.stand)) is not None
 
     def _rewrite(self, lease: Lease) -> Lease | None:
@@ -113,15 +117,19 @@ class Leases:
         return lease
 
     def _is_running(self, lease: Lease, now: float) -> bool:
-        """True if a lease has not ended by its time.
+        """Return whether the time of a lease has not ended.
 
-        One that seems to have been taken later than now by more than its own time and a reader's is of a clock that is
-        wrong. It would hold until that hour, so it does not count: the worst is that two replicas compute the same.
+        If a lease seems to have been taken in the future, by more than its own time and a reader's, the holder's clock
+        is wrong. Such a lease would hold until that hour, so it does not count. The worst result is that two replicas
+        compute the same.
         """
         return now < lease.until <= now + 2 * lease.seconds + self.seconds
 
     def _has_ended(self, holder: str, alive: Collection[str] | None) -> bool:
-        """True if a holder is this one, from before it began anew, or of this fleet and no longer in it."""
+        """Return whether a holder has ended.
+
+        It has if it is this replica before a restart, or a replica that has left this fleet.
+        """
         fleet, _, name = holder.rpartition("/")
         if holder == self.holder:
             return True
@@ -155,9 +163,9 @@ def _lease_in(content: bytes, session: str, number: int) -> Lease | None:
         return Lease(
             session, number, str(value["holder"]), float(value["until"]), stand, float(value.get("seconds", 0.0))
         )
-    except DAMAGE:  # as if it had been released without a turn
+    except DAMAGE:  # A damaged file counts as a released lease without a turn.
         return Lease(session, number, "", 0.0)
 
 
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading JSON of another shape raises."""
+"""The errors that reading JSON of an unexpected shape may raise."""

@@ -1,4 +1,4 @@
-"""Reads and writes small and large files in one place: a folder, or a URL of anything that fsspec knows."""
+"""Reads and writes files in one place, which is a folder or any URL that fsspec can open."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("hybrid_memory.cluster")
 
 @dataclass(frozen=True)
 class Entry:
-    """Describes a file. `changed_at` is in unix seconds."""
+    """Describes a file. `changed_at` is a time in unix seconds."""
 
     name: str
     n_bytes: int
@@ -27,12 +27,12 @@ class Entry:
 
 
 class Place:
-    """Holds files by names such as "sessions/3f/1.json". All calls block, and raise OSError where the place fails.
+    """Holds files by names such as "sessions/3f/1.json". All calls block, and raise OSError if the place fails.
 
     Args:
-        url: of a folder; it is made where there is none, unless it is of a store that does not answer now.
+        url: the URL of a folder. The folder is made if it is missing, unless the store does not answer now.
     Raises:
-        SpecError: a URL that fsspec cannot open, or a file. OSError: there is no such place, or no right to use it.
+        SpecError: fsspec cannot open the URL, or it is a file. OSError: there is no such place, or no right to use it.
     """
 
     def __init__(self, url: str) -> None:
@@ -46,15 +46,14 @@ class Place:
         except OSError as error:
             if self._is_local or isinstance(error, PermissionError | FileNotFoundError):
                 raise
-            # Start even if the store is down.
-            log.warning("the store does not answer: %s", error)
+            log.warning("the store does not answer: %s", error)  # The replica starts even if the store is down.
 
     def path(self, name: str) -> str:
         """Return the path or URL of a file, for functions that open it themselves."""
         return f"{self.url}/{name}"
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's bytes; None if there is none."""
+        """Return a file's bytes, or None if there is no such file."""
         with as_os_errors(self.path(name)):
             try:
                 return bytes(self._fs.cat_file(self._at(name)))
@@ -72,9 +71,9 @@ class Place:
             self._fs.pipe_file(self._at(name), content)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a file unless there is one; False if there is. Of several that try, one succeeds.
+        """Write a file unless it exists. Return False if it exists. If several try at once, one succeeds.
 
-        An object store must take `If-None-Match: *` for that, as S3 does.
+        An object store must support `If-None-Match: *` for that, as S3 does.
         """
         if self._is_local:
             return self._create_locally(name, content)
@@ -90,7 +89,7 @@ class Place:
         return True
 
     def write_with(self, name: str, write: Callable[[str], None]) -> None:
-        """Let a function write a file that it gets the path of."""
+        """Let a function write a file. The function gets the path."""
         if self._is_local:
             self._make_parent(name)
         with as_os_errors(self.path(name)):
@@ -101,12 +100,12 @@ class Place:
             return bool(self._fs.exists(self._at(name)))
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if there is none."""
+        """Remove a file. Nothing happens if there is no such file."""
         with as_os_errors(self.path(name)), suppress(FileNotFoundError):
             self._fs.rm_file(self._at(name))
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a folder, sorted; none if there is no such folder."""
+        """Return the sorted names in a folder. The list is empty if there is no such folder."""
         with as_os_errors(self.path(folder)):
             try:
                 found = self._fs.ls(self._at(folder), detail=False)
@@ -131,7 +130,10 @@ class Place:
         Path(self._at(name)).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _create_locally(self, name: str, content: bytes) -> bool:
-        """Write beside, then link: a reader never sees half of it, and a link does not replace."""
+        """Write a file beside the place, then link it.
+
+        So a reader never sees half of it, and an existing file stays.
+        """
         self._make_parent(name)
         path = Path(self._at(name))
         beside = path.with_name(f"{path.name}.{uuid4().hex}.part")

@@ -5,8 +5,8 @@
     SIGNATURE/sessions/a0/a0.../7.json                 a lease (`cluster.store.leases`)
     replies/9d/9d...json                               replies to be given again (`cluster.serving.idempotency`)
 
-SIGNATURE names the layout of the memory and the weights of the model, so replicas of another model see nothing of it;
-and each file says both itself, with a checksum. A file is never changed: equal tokens make equal files.
+SIGNATURE stands for the layout of the memory and the weights of the model, so replicas of another model see none of
+these files. Each file also contains both, with a checksum. A file never changes, since equal tokens make equal files.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ _NAME = re.compile(r"([0-9a-f]+)-(\d+)(?:\.safetensors)?")
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits what is stored: bytes of all sequences, and seconds after which one that was not written anew goes."""
+    """Limits what is stored.
+
+    It holds the bytes of all sequences, and the seconds after which a sequence is removed unless it is written again.
+    """
 
     most_bytes: int
     most_seconds: float
 
 
 class SequenceStore:
-    """Writes and finds sequences. All calls block, and raise OSError where the place fails.
+    """Writes and finds sequences. All calls block, and raise OSError if the place fails.
 
     Args:
-        signature: of memory and weights, `memory.archive.signature`.
-        clock: returns unix seconds, as the place's own clock does.
+        signature: the signature of the memory and the weights.
+        clock: returns unix seconds. It should agree with the place's own clock.
     """
 
     def __init__(self, place: Place, signature: str, quota: Quota, clock: Callable[[], float]) -> None:
@@ -43,14 +46,14 @@ class SequenceStore:
         self._clock = clock
 
     def path(self, digest: bytes, n_tokens: int) -> str:
-        """Return the path or URL of a sequence, whether it is there or not."""
+        """Return the path or URL of a sequence, whether it exists or not."""
         return self._place.path(self._name(digest, n_tokens))
 
     def has(self, digest: bytes, n_tokens: int) -> bool:
         return self._place.has(self._name(digest, n_tokens))
 
     def write(self, digest: bytes, n_tokens: int, write: Callable[[str], None]) -> None:
-        """Store a sequence: `write` gets the path. One that is there already is left as it is."""
+        """Store a sequence. `write` gets the path. A sequence that is stored already is left as it is."""
         if not self.has(digest, n_tokens):
             self._place.write_with(self._name(digest, n_tokens), write)
 
@@ -59,12 +62,15 @@ class SequenceStore:
         self._place.create(f"{self._root}/hot/{digest.hex()}-{n_tokens}", b"")
 
     def hot(self) -> dict[bytes, int]:
-        """Return the digests of sequences that sessions share, with their lengths."""
+        """Return the digests and lengths of sequences that sessions share."""
         found = [_NAME.fullmatch(name) for name in self._place.names(f"{self._root}/hot")]
         return {bytes.fromhex(match[1]): int(match[2]) for match in found if match}
 
     def sweep(self) -> int:
-        """Remove what is too old, then the oldest until the rest is within the quota; return the bytes removed."""
+        """Remove sequences that are too old, then the oldest until the rest is within the quota.
+
+        Return the removed bytes.
+        """
         entries = sorted(self._place.entries(f"{self._root}/sequences"), key=lambda entry: entry.changed_at)
         n_bytes, n_removed = sum(entry.n_bytes for entry in entries), 0
         oldest = self._clock() - self._quota.most_seconds
@@ -92,7 +98,7 @@ class SequenceStore:
 
 
 class Subplace:
-    """Is a folder of a place, for leases and replies of one signature."""
+    """Is a folder of a place, for the leases and replies of one signature."""
 
     def __init__(self, place: Place, signature: str) -> None:
         self._place = place

@@ -1,4 +1,4 @@
-"""Runs calls of a store in threads, and stops waiting for those that hang, as on a network file system that is gone."""
+"""Runs calls of a store in threads, and stops waiting for calls that hang, as on a lost network file system."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 from hybridmem.cluster.store.health import StoreDownError
 
 ASK_SECONDS = 5.0
-"""For which a request waits for a small file of the store."""
+"""A request waits this many seconds for a small file of the store."""
 T = TypeVar("T")
 
 
 class Timeouts:
-    """Runs blocking calls, which others do not wait for once one of them has taken too long.
+    """Runs blocking calls. Once a call has taken too long, further ones fail at once instead of waiting for it.
 
     Args:
-        n_threads: calls that run at once; further ones wait.
-        on_hang: is told when a call takes too long, and why that is an error.
+        n_threads: how many calls run at once. Further ones wait.
+        on_hang: is called with an error when a call takes too long.
     """
 
     def __init__(self, n_threads: int, on_hang: Callable[[OSError], None] = lambda error: None) -> None:
@@ -29,12 +29,14 @@ class Timeouts:
         self._hanging: set[asyncio.Future[Any]] = set()
 
     async def run(self, work: Callable[..., T], *arguments: Any, seconds: float | None = ASK_SECONDS) -> T:
-        """Return what a call returns. Raises StoreDownError if it takes longer, or if one before it has and still runs.
+        """Return the result of a call.
 
-        A call that is not waited for goes on, since no thread can be stopped; the next one is made when it has ended.
+        Raises StoreDownError if the call takes longer than `seconds`, or if an earlier one that did still runs.
+
+        A call that takes too long runs on, since no thread can be stopped. Further calls are made when it has ended.
 
         Args:
-            seconds: None: it may take as long as it takes, and runs whether others hang or not.
+            seconds: the time limit. None: the call may take any time, and runs even if others hang.
         """
         if seconds is not None and self._hanging:
             raise StoreDownError("an earlier call of the store has not returned yet")
@@ -56,4 +58,4 @@ class Timeouts:
     def _forget(self, call: asyncio.Future[Any]) -> None:
         self._hanging.discard(call)
         if not call.cancelled():
-            call.exception()  # it has been told of already
+            call.exception()  # The error has been reported already.

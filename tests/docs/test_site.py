@@ -121,7 +121,7 @@ def test_the_reference_has_signatures_and_first_sentences_in_the_repository() ->
     memory_page = (signatures.PAGES / "memory.md").read_text(encoding="utf-8")
     assert "    fork(sequence: Sequence) -> Sequence\n        Open a new sequence that continues" in memory_page
     assert "horizons_after" not in memory_page.partition("```text")[2], "what the site hides is hidden here as well"
-    assert "| `--budget` | `1GiB` | bytes" in (signatures.PAGES / "command-line.md").read_text(encoding="utf-8")
+    assert "| `--budget` | `1GiB` | The memory" in (signatures.PAGES / "command-line.md").read_text(encoding="utf-8")
 
 
 def test_signatures_follow_the_source(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Streams snapshots of the memory to those who listen, and counts nothing while nobody does."""
+"""Streams snapshots of the memory to listeners. It counts nothing while nobody listens."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from hybridmem.chat.server.metrics import Metrics
 from hybridmem.chat.server.usage import usage_of
 
 LEAST_SECONDS = 0.25
-"""Between two snapshots."""
+"""At least this many seconds lie between two snapshots."""
 _MOST_SHARE = 0.01
-"""Of one processor's time that snapshots may take, and of all time in which steps may have to wait for them: a large
-memory is shown less often, so that steps are slowed by 2 % at most."""
+"""Snapshots may take this share of one processor's time, and steps may wait for them for this share of all time. So a
+large memory is shown less often, and steps are slowed by 2 % at most.
+"""
 _QUIET_SECONDS = 10.0
-"""After which a stream says that it lives, where nothing has changed."""
+"""If nothing has changed for this many seconds, a stream sends a sign that it lives."""
 _MOST_LISTENERS = 64
 
 
 class Served(Protocol):
-    """Declares what the view reads of the service around it."""
+    """Declares the attributes of the service that the view reads."""
 
     engine: Engine
     model_id: str
@@ -38,7 +39,7 @@ class Served(Protocol):
 
 
 class Taken(NamedTuple):
-    """Holds a snapshot, the same as an event for any number of listeners, and the engine's counts just before it."""
+    """Holds a snapshot, its event for all listeners, and the engine's counts just before it."""
 
     state: object
     shown: dict[str, Any]
@@ -65,9 +66,12 @@ class MemoryView:
         return JSONResponse((await self._take(_sequence_of(request))).shown)
 
     async def stream(self, request: Request) -> Response:
-        """Return a stream of snapshots: at once, and then when something has changed. Raises ApiError 400, 404 or 429.
+        """Return a stream of snapshots.
 
-        A listener that asks for a sequence is told by an event "closed" when it is there no more, and goes on.
+        The first comes at once, and each other when something has changed. Raises ApiError 400, 404 or 429.
+
+        A listener may ask for a sequence. When that is closed, the listener gets an event "closed", and the stream goes
+        on.
         """
         if self.n_listeners >= _MOST_LISTENERS:
             message = f"{self.n_listeners} pages watch the memory already; close one of them."
@@ -98,12 +102,15 @@ class MemoryView:
             self.n_listeners -= 1
 
     def _state(self) -> object:
-        """Return what differs if anything has changed; it waits for no step."""
+        """Return values that differ if anything has changed. This waits for no step."""
         memory = self._service.engine.memory
         return engine_counts(self._service.engine), memory.free_bytes, len(memory.sequences)
 
     async def _take(self, sequence_id: Chosen) -> Taken:
-        """Take a snapshot, or return the last one if nothing has changed or the engine shall rest from them."""
+        """Take a snapshot.
+
+        Return the last one instead if nothing has changed, or if the next one would come too soon.
+        """
         async with self._lock:
             if self._last is not None and self._last[0] == sequence_id:
                 if self._clock() < self._next_at or self._state() == self._last[1].state:
@@ -117,7 +124,7 @@ class MemoryView:
             return self._last[1]
 
     def _count(self, sequence_id: Chosen) -> tuple[dict[str, Any], str, float]:
-        """Return a snapshot, its event, and the seconds that it takes from steps."""
+        """Return a snapshot, its event, and the seconds for which steps waited."""
         began = time.thread_time()
         shown = snapshot(self._service.engine, self._service.model_id, sequence_id)
         ended = self._service.metrics.last_generation

@@ -1,7 +1,7 @@
-"""Counts what a page shows of a memory: bytes by kind, by sequence and by place, and what the engine is doing.
+"""Counts what the web page shows of a memory: bytes by kind, by sequence and by place, and the engine's work.
 
-The numbers are those of `HybridMemory.usage()` and `memory.pictures`, so a page and a notebook agree. What needs the
-memory to stand still is copied first, under the lock of its books; the counting follows beside the steps.
+The numbers are those of `HybridMemory.usage()` and `memory.pictures`, so a page and a notebook agree. What must not
+change meanwhile is copied first, under the lock of the memory's books. The counting follows, while steps go on.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hybridmem.memory.pictures.layers import LayerRow, layer_rows
 from hybridmem.memory.views.usage import PARTS, BySequence, Inventory, Place, Usage, measure
 
 Chosen = int | Literal["newest"] | None
-"""The sequence whose layers are described: one by its id, the newest one, or none."""
+"""The sequence whose layers are described: a sequence by its id, the newest one, or none."""
 MOST_SEQUENCES = 100
-"""The largest sequences, which are listed one by one; the others are summed up."""
+"""This many of the largest sequences are listed one by one. The others are summed up."""
 _MOST_CHECKPOINTS = 500
 
 
 @dataclass(frozen=True)
 class Still:
-    """Holds copies of all that a snapshot counts, of one moment.
+    """Holds copies of all that a snapshot counts, from one moment.
 
     Attributes:
-        n_swapped_out: sequences outside of the budget.
-        chosen: what is said of one sequence beside its bytes; None if none was asked for.
-        seconds: for which steps could neither begin nor end.
+        n_swapped_out: the number of sequences outside of the budget.
+        chosen: the description of the chosen sequence. None: no sequence was asked for.
+        seconds: the time for which steps could neither begin nor end.
     """
 
     inventory: Inventory
@@ -46,10 +46,10 @@ class Still:
 
 
 def take_still(engine: Engine, sequence_id: Chosen) -> Still:
-    """Copy what a snapshot counts. Raises ApiError 404: no sequence of this id.
+    """Copy what a snapshot counts. Raises ApiError 404 if no sequence has this id.
 
-    It waits for no step: one that runs goes on, and has set blocks aside that are shown as such. Only what reads or
-    writes the books of the memory waits, as the beginning and the end of steps do. Cost: O(blocks in use).
+    This waits for no step. A running step goes on; the snapshot shows the blocks that it has set aside. Only what reads
+    or writes the books of the memory waits, such as the beginning and the end of a step. Cost: O(blocks in use).
     """
     memory = engine.memory
     counters = memory.counters
@@ -74,8 +74,8 @@ def snapshot(engine: Engine, model_id: str, sequence_id: Chosen = None) -> dict[
     Args:
         sequence_id: the sequence or checkpoint whose layers are described as well.
     Raises:
-        ApiError: 404, there is no such sequence.
-    Cost: O(blocks in use); some 20 ms for 10,000 sequences, and steps can neither begin nor end for half of them.
+        ApiError: 404 if there is no such sequence.
+    Cost: O(blocks in use). 10,000 sequences take about 20 ms. For half of that time, steps can neither begin nor end.
     """
     still = take_still(engine, sequence_id)
     started = time.perf_counter()
@@ -103,7 +103,7 @@ def snapshot(engine: Engine, model_id: str, sequence_id: Chosen = None) -> dict[
 
 
 def engine_counts(engine: Engine) -> dict[str, Any]:
-    """Return the load and the counts of an engine; a client that has two of them knows the rates between."""
+    """Return the load and the counts of an engine. From two of them, a client can compute rates."""
     stats, load, swaps = engine.stats, engine.load, engine.memory.counters.swaps
     return {
         "running": load.running,
@@ -131,7 +131,7 @@ def _bytes(usage: Usage) -> dict[str, Any]:
 
 
 def _kinds(usage: Usage) -> list[dict[str, Any]]:
-    """Return the bytes of each pool of each layer memory, by part: the rows of `usage.tables`."""
+    """Return the bytes of each pool of each layer memory, by part, as in the rows of `usage.tables`."""
     rows = []
     for group, kind in dict.fromkeys((place.group, place.kind) for place in usage.held):
         parts = {part: usage.held[Place(group, kind, part)] for part in PARTS}
@@ -142,7 +142,7 @@ def _kinds(usage: Usage) -> list[dict[str, Any]]:
 
 
 def _sequences(by_sequence: BySequence) -> dict[str, Any]:
-    """Return rows of the largest sequences and checkpoints, and the sums of the others."""
+    """Return a row for each of the largest sequences and checkpoints, and the sums of the others."""
     ids = np.fromiter(by_sequence.index, np.int64, len(by_sequence))
     total = by_sequence.held_SP.sum(1) + by_sequence.swapped
     order = np.argsort(-total, kind="stable")
@@ -168,7 +168,7 @@ def _sequences(by_sequence: BySequence) -> dict[str, Any]:
 
 
 def _describe(memory: HybridMemory, sequence_id: Chosen) -> dict[str, Any] | None:
-    """Return how far a sequence reaches back, and what each layer holds of it. Raises ApiError 404."""
+    """Return how far a sequence can be rolled back, and what each layer holds of it. Raises ApiError 404."""
     found = _find(memory, sequence_id)
     if found is None:
         if sequence_id in (None, "newest"):
@@ -189,7 +189,10 @@ def _describe(memory: HybridMemory, sequence_id: Chosen) -> dict[str, Any] | Non
 
 
 def _find(memory: HybridMemory, sequence_id: Chosen) -> Sequence | None:
-    """Return a sequence; the newest is the last that was opened, checkpoints only if there is nothing else."""
+    """Return the chosen sequence.
+
+    The newest is the one opened last; a checkpoint is chosen only if there is nothing else.
+    """
     if sequence_id is None:
         return None
     sequences = memory.sequences

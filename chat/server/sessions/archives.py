@@ -1,4 +1,4 @@
-"""Writes a session as one JSON document, and reads one that this or another server has written."""
+"""Writes a session as one JSON document, and reads documents that this or another server has written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _About(BaseModel):
-    """Holds what is read again of what an archived reply says of itself; the rest is only shown."""
+    """Holds those fields of an archived reply's response that the server uses again.
+
+    The other fields are only shown.
+    """
 
     model_config = ConfigDict(strict=True)
     instructions: str | None = None
@@ -43,7 +46,7 @@ class _About(BaseModel):
 
 
 def _check_about(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what a request for such a reply could not have said: a reply beside it takes it over."""
+    """Refuse values that no request could have had, because another reply beside this one takes them over."""
     try:
         _About.model_validate(value)
     except ValidationError as error:
@@ -53,7 +56,7 @@ def _check_about(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class ArchivedNode(Checked):
-    """Holds a node of a document; the fields are those of `Node`."""
+    """Holds a node of a document. The fields are those of `Node`."""
 
     id: Annotated[str, Field(max_length=64)]
     parent: str | None = None
@@ -70,10 +73,10 @@ class ArchivedNode(Checked):
 
 
 class Archive(OwnedRequest):
-    """Holds a document: a session, and its nodes, each behind its parent."""
+    """Holds a document, which is a session and its nodes. Each node comes after its parent."""
 
     neutral: ClassVar[Neutral] = {}
-    most_values: ClassVar[int] = 8 * MOST_VALUES  # a response says of itself in forty keys how it was sampled
+    most_values: ClassVar[int] = 8 * MOST_VALUES  # Each response has about forty keys about its sampling.
     format: Literal["hybrid-memory.session"]
     version: Literal[1]
     model: str
@@ -98,10 +101,11 @@ class Archives:
         return JSONResponse(about | {"nodes": [_as_json(node) for node in nodes]})
 
     async def load(self, request: Request) -> Response:
-        """Store a document as a new session of whoever sends it, with new ids."""
+        """Store a document as a new session, with new ids. It belongs to whoever sends it."""
         asked, owner = await self._repository.read(request, Archive)
         read = [self._read(node) for node in asked.nodes]
-        if not is_same_model(asked.model, self._repository.store.model):  # token ids of another model mean nothing here
+        # Token ids of another model would mean nothing here.
+        if not is_same_model(asked.model, self._repository.store.model):
             read = [without_tokens(node) for node in read]
         session_id = new_id("sess")
         _check(read, asked.head, self._repository.service.engine.memory.spec.vocab_size)
@@ -145,7 +149,7 @@ def _check(nodes: list[Node], head: str | None, vocab_size: int) -> None:
 
 
 def _find_fault(node: Node, above: Ancestors, lengths: dict[str, int], vocab_size: int) -> str:
-    """Return what is wrong with a node that stands behind those above, or an empty text."""
+    """Return what is wrong with a node, or an empty text. The nodes above it were checked before."""
     if node.id in above or not node.id.startswith(("turn_", "resp_")):
         return "its id is there twice, or begins with neither 'turn_' nor 'resp_'"
     if node.parent is not None and node.parent not in above:

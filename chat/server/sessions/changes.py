@@ -1,4 +1,4 @@
-"""Answers what changes the tree of a session: edits, other replies, forks, the current path, and deletions."""
+"""Answers requests that change the tree of a session: edits, other replies, forks, the current path, and deletions."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ from hybridmem.chat.stored.nodes import Item, Node, StoredSession, new_id
 
 AskedT = TypeVar("AskedT", bound=SampledRequest)
 _KEPT = ("instructions", "max_output_tokens", "temperature", "top_p")
-"""What a new reply has in common with the one that it stands beside, unless the request says otherwise."""
+"""A new reply takes these fields over from the reply beside it, unless the request says otherwise."""
 
 
 class Changes:
-    """Changes the tree of a session. Nothing that is there is overwritten: what changes is a branch beside it."""
+    """Changes the tree of a session. Nothing is overwritten: each change becomes a new branch."""
 
     def __init__(self, repository: SessionRepository, pins: Pins) -> None:
         self._repository = repository
         self._pins = pins
 
     async def edit(self, request: Request, session_id: str) -> Response:
-        """Put a message with other content beside one, and let a reply follow if one is asked for."""
+        """Add a message with other content beside an existing one.
+
+        Generate a reply to it if the request asks for one.
+        """
         asked, owner = await self._repository.read(request, EditRequest)
         session, node, above = await self._find(owner, session_id, asked.node)
         items = _edited(node, asked.content, asked.item)
@@ -69,7 +72,10 @@ class Changes:
         return await Replying(self._repository, asked, _place(session, path, [])).answer(request)
 
     async def fork(self, request: Request, session_id: str) -> Response:
-        """Copy the path to a node into a session of its own; with `token`, begin another reply as one begins."""
+        """Copy the path to a node into a new session.
+
+        With `token`, begin another reply with the first tokens of an existing one.
+        """
         asked, owner = await self._repository.read(request, ForkRequest)
         session, node, above = await self._find(owner, session_id, asked.node)
         if asked.token is not None:
@@ -132,7 +138,7 @@ class Changes:
         return JSONResponse(about | {"nodes": [other.id for other in gone]})
 
     async def _find(self, owner: bytes, session_id: str, node_id: str) -> tuple[StoredSession, Node, list[Node]]:
-        """Return a session, a node of it and those before it. Raises ApiError 404."""
+        """Return a session, one of its nodes, and the nodes before that. Raises ApiError 404."""
         session = await self._repository.session(owner, session_id)
         node = await self._repository.node(owner, node_id, session)
         return (
@@ -142,7 +148,7 @@ class Changes:
         )
 
     async def _like(self, asked: AskedT, node: Node, above: list[Node]) -> AskedT:
-        """Return a request that asks for what the reply did that it stands beside, where it does not say otherwise."""
+        """Return the request, with its missing fields taken from the reply beside it."""
         tree = await self._repository.ask(self._repository.store.tree, node.session)
         replies = [node, *(other for other in tree if other.parent == node.id), *reversed(above)]
         model = next((other for other in replies if other.is_reply and other.about), None)
@@ -154,7 +160,7 @@ class Changes:
         return asked.model_copy(update={name: v for name, v in given.items() if name not in asked.model_fields_set})
 
     async def _add(self, session: StoredSession, node: Node) -> Response:
-        """Store a node that is the current one then, and show it."""
+        """Store a node, make it the current one, and show it."""
         if not await self._repository.ask(self._repository.store.add_nodes, session.id, [node], node.id):
             raise ApiError(409, "This session was changed meanwhile; read it and try again.", code="conflict")
         path = await self._repository.ask(self._repository.store.path, node.id)
@@ -168,7 +174,7 @@ def _place(session: StoredSession, path: list[Node], items: list[Item]) -> Place
 
 
 def _edited(node: Node, content: object, item_id: str | None) -> list[Item]:
-    """Return the items of a node with other content in one of them. Raises ApiError 400."""
+    """Return the items of a node, one of them with other content. Raises ApiError 400."""
     try:
         text = read_content(content)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Answers OpenAI's /v1/conversations: the current path of a session, as a list of items."""
+"""Answers OpenAI's /v1/conversations. A conversation is the current path of a session, as a list of items."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Conversations:
         await self._repository.delete_session(session)
         return JSONResponse({"id": session.id, "object": "conversation.deleted", "deleted": True})
 
-    # Items
+    # Methods for items.
 
     async def list_items(self, request: Request, conversation_id: str) -> Response:
         _, path = await self._path(self._repository.owner_of(request), conversation_id)
@@ -68,7 +68,7 @@ class Conversations:
         return JSONResponse((await self._item(self._repository.owner_of(request), conversation_id, item_id))[2])
 
     async def delete_item(self, request: Request, conversation_id: str, item_id: str) -> Response:
-        """Take an item out of the history: the replies behind it are continued as text, in which it does not stand."""
+        """Remove an item from the history. The replies behind it continue from text without that item."""
         session, node, item = await self._item(self._repository.owner_of(request), conversation_id, item_id)
         left = [other for other in node.items if other is not item]
         await self._repository.replace_items(session.owner, node, left)
@@ -87,7 +87,7 @@ class Conversations:
         raise ApiError(404, f"There is no item {clip(item_id)!r} in this conversation.", code="not_found")
 
     async def _make_nodes(self, request: Request, session_id: str, parent: str | None, items: list[Item]) -> list[Node]:
-        """Return nodes of items, with an estimate of their tokens. Raises ApiError 400 for texts that are too long."""
+        """Make nodes of items, with an estimate of their tokens. Raises ApiError 400 for texts that are too long."""
         nodes, n_bytes = make_nodes(session_id, parent, items), len(await request.body())
         return await self._repository.service.texts.run(n_bytes, lambda texts: count_texts(texts, nodes), param="items")
 

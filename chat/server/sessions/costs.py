@@ -1,4 +1,4 @@
-"""Says what it costs to go on from each node of a tree: what is kept of it, and what must be computed again."""
+"""Computes what it costs to continue from each node of a tree: what is kept of it, and what must be computed again."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hybridmem.memory.prefix import PrefixCache
 _PLACES = {"host": "from host memory", "disk": "from files", "nothing": "nothing is kept of it"}
 
 _HELD_SECONDS = 0.005
-"""Time for which looking up the nodes of a tree keeps the engine from its next step."""
+"""Looking up nodes may keep the engine from its next step for this many seconds."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Says what going on from a node costs.
+    """Holds the cost of continuing from a node.
 
     Attributes:
         source: "window" (rolled back from a later position), "checkpoint", "host", "disk" or "nothing".
-        compute_tokens: to be computed before the first new token.
-        replay_tokens: those of them that were computed before, and of which no state is left.
-        seconds: at the speed of the last prompts; None where none was measured.
-        own_bytes, shared_bytes: of the checkpoint at the node, if there is one: what only it holds, and the rest.
+        compute_tokens: tokens that must be computed before the first new token.
+        replay_tokens: those of them that were computed before, but have no state left.
+        seconds: the time for this, at the speed of the last prompts. None: no speed was measured yet.
+        own_bytes, shared_bytes: the bytes that only the node's checkpoint holds, and those that it shares.
     """
 
     source: str
@@ -54,9 +54,10 @@ class Cost:
 
 
 def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cost]:
-    """Return the cost of each node of a tree, each behind its parent. It waits for the step in progress.
+    """Return the cost of each node of a tree. Each node comes after its parent. This waits for the step in progress.
 
-    Nothing changes. Cost: O(tokens) for each node; steps wait for a few milliseconds at a time, however many there are.
+    Nothing changes. Cost: O(tokens) for each node. However many nodes there are, steps wait for a few milliseconds at a
+    time.
     """
     left, costs = each_tokens(nodes), dict[str, Cost]()
     while True:
@@ -64,7 +65,8 @@ def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cos
             end = time.perf_counter() + _HELD_SECONDS
             for node, tokens in left:
                 costs[node.id] = cost_of(engine, owner, tokens)
-                if node.parent is not None and node.parent not in costs:  # a message: its prompt is known by now
+                # The node is a message whose prompt is known by now.
+                if node.parent is not None and node.parent not in costs:
                     costs[node.parent] = cost_of(engine, owner, tokens[: node.n_prompt])
                 if time.perf_counter() > end:
                     break
@@ -73,11 +75,12 @@ def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cos
 
 
 def cost_of(engine: Engine, owner: bytes, tokens: Int64s) -> Cost:
-    """Return what it costs to go on behind these tokens. The caller holds the engine's lock."""
+    """Return the cost of continuing behind these tokens. The caller holds the engine's lock."""
     prefixes = engine.prefixes
     if prefixes is None:
         return Cost("nothing", len(tokens))
-    lookup = prefixes.find(np.append(tokens, -1), owner)  # nothing goes on with -1: all of the tokens may be reused
+    # No cached prompt has a token -1, so a lookup may reuse all of the real tokens.
+    lookup = prefixes.find(np.append(tokens, -1), owner)
     marks = prefixes.checkpoints_of(tokens, owner)
     nearest = marks[-1] if marks and marks[-1].length == lookup.reused else None
     n_missing = len(tokens) - lookup.reused

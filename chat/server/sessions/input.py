@@ -1,4 +1,4 @@
-"""Reads the items of requests: texts, messages, and calls of functions with what they returned."""
+"""Reads the items of requests, which are texts, messages, and calls of functions with their results."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MOST_ID = 64
 
 
 def read_input(value: object) -> list[Item]:
-    """Read the `input` of a response: the text of a user, or a list of items. Raises ValueError.
+    """Read the `input` of a response, which is a user's text or a list of items. Raises ValueError.
 
-    References to stored items stay what they are: who reads the store puts the items in their places.
+    References to stored items stay as they are. Whoever reads the store replaces them by the items.
     """
     if isinstance(value, str):
         return [text_item("user", value)]
@@ -26,7 +26,7 @@ def read_input(value: object) -> list[Item]:
 
 
 def read_items(value: object, *, may_refer: bool = False) -> list[Item]:
-    """Read a list of items. Raises ValueError, naming the item that cannot be read."""
+    """Read a list of items. Raises ValueError; the message names the item that cannot be read."""
     if not isinstance(value, list):
         raise ValueError("it must be a string, or a list of items")
     if len(value) > MOST_MESSAGES:
@@ -61,7 +61,7 @@ def _read_item(item: object) -> Item:
 
 
 def _read_id(item: Item) -> str:
-    """Return a new id: one that a client gives may be that of a stored item, or somebody else's."""
+    """Return a new id. A client's own id might be that of a stored item, or of somebody else's."""
     kinds = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
     given = item.get("id")
     if given is not None and not (isinstance(given, str) and len(given) <= 2 * _MOST_ID):
@@ -124,7 +124,10 @@ def _read_output(item: Item) -> Item:
 
 
 def _read_reasoning(item: Item) -> Item:
-    """Keep thoughts as a client sends them back; templates leave out those of earlier replies, and so does a prompt."""
+    """Keep thoughts that a client sends back.
+
+    Templates leave out the thoughts of earlier replies, and so does a prompt.
+    """
     kept: dict[str, Any] = {name: item.get(name) or [] for name in ("summary", "content")}
     if not all(isinstance(parts, list) and len(json.dumps(parts)) < 1 << 20 for parts in kept.values()):
         raise ValueError("a reasoning item has lists of parts as its 'summary' and 'content'")

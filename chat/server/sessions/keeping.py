@@ -1,4 +1,4 @@
-"""Keeps stored sessions from start to end: within their limits, and pinned as long as they were told."""
+"""Enforces the limits of stored sessions, and keeps pinned nodes pinned, from the server's start to its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIMIT_SECONDS = 60.0
 
 @asynccontextmanager
 async def keeping(repository: SessionRepository, pins: Pins) -> AsyncIterator[None]:
-    """Restore what was pinned, and keep the limits of sessions until the end; the store is closed then."""
+    """Restore the pins, and enforce the limits of sessions while the block runs. Close the store at the end."""
     try:
         await pins.restore()
         task = asyncio.create_task(_keep(repository, pins))

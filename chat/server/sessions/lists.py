@@ -21,11 +21,11 @@ def read_limit(request: Request, default: int = 20) -> int:
 
 
 def page_of(request: Request, entries: list[dict[str, Any]], *, order: str = "desc") -> dict[str, Any]:
-    """Return the page of a list that a request asks for. Raises ApiError 400 for what it cannot mean.
+    """Return the page of a list for which a request asks. Raises ApiError 400 for wrong parameters.
 
     Args:
-        entries: all of them, ascending.
-        order: unless the request names one.
+        entries: all entries, in ascending order.
+        order: the order, unless the request names one.
     """
     limit, wanted = read_limit(request), request.query_params.get("order", order)
     if wanted not in ("asc", "desc"):

@@ -1,4 +1,4 @@
-"""Writes responses as OpenAI's clients read them, whole and as events of a stream."""
+"""Writes responses for OpenAI's clients, whole and as events of a stream."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _choice_of(asked: SampledRequest) -> Any:
 
 
 def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return the usage of a completion in the words of Responses."""
+    """Return the usage of a completion with the field names of Responses."""
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     more = {"hybrid_memory": usage["hybrid_memory"]} if "hybrid_memory" in usage else {}
     return {
@@ -57,7 +57,7 @@ def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def finished(response: Response, output: list[Item], finish_reason: str | None, usage: dict[str, Any]) -> Response:
-    """Return a response that has ended."""
+    """Return the response with its output, as one that has ended."""
     is_whole = finish_reason == "stop"
     why = "max_output_tokens" if finish_reason in ("length", "deadline") else "cancelled"
     return response | {
@@ -70,14 +70,14 @@ def finished(response: Response, output: list[Item], finish_reason: str | None, 
 
 
 def failed(response: Response, error: ApiError) -> Response:
-    """Return a response that an error has ended."""
+    """Return the response as one that an error has ended."""
     code = "rate_limit_exceeded" if error.status == 429 else "server_error"
     about = {"code": code if error.status >= 429 else "invalid_prompt", "message": str(error)}
     return response | {"status": "failed", "error": about, "output": []}
 
 
 def about_of(response: Response) -> dict[str, Any]:
-    """Return what is stored of a response beside its output."""
+    """Return the fields of a response that are stored beside its output."""
     return {name: value for name, value in response.items() if name not in ("output", "object", "id", "status")}
 
 

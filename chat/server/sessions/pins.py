@@ -1,4 +1,4 @@
-"""Keeps what pinned nodes need in the budget, until their time is over."""
+"""Keeps the checkpoints of pinned nodes in the budget, until their time is over."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.prefix import PrefixCache
 
 _SHARE = 2
-"""Pinned checkpoints take at most the budget divided by this: the rest is for replies."""
+"""Pinned checkpoints take at most the budget divided by this. The rest is for replies."""
 FOREVER = math.inf
 
 
 @dataclass(frozen=True)
 class Pin:
-    """Holds what is pinned: the token ids of a node, and until when, in unix seconds."""
+    """Holds the token ids of a pinned node, and the end of its time in unix seconds."""
 
     owner: bytes
     tokens: Int64s
@@ -42,10 +42,10 @@ class Pins:
     def __init__(self, repository: SessionRepository) -> None:
         self._repository = repository
         self._pins: dict[str, Pin] = {}
-        self._turn = asyncio.Lock()  # what is pinned here and what the store says of it change together
+        self._turn = asyncio.Lock()  # The pins here and those in the store must change together.
 
     async def pin(self, request: Request, session_id: str, node_id: str) -> Response:
-        """Compute what is missing of a node's tokens, and keep it."""
+        """Compute the missing part of a node's tokens, and keep it."""
         asked, owner = await self._repository.read(request, PinRequest)
         session = await self._repository.session(owner, session_id)
         node = await self._repository.node(owner, node_id, session)
@@ -87,7 +87,7 @@ class Pins:
             raise as_api_error(error) from None
 
     def _keep(self, node_id: str, pin: Pin) -> int:
-        """Pin the checkpoint of a node; return the bytes that only it holds. Raises ApiError if too much is pinned."""
+        """Pin the checkpoint of a node. Return the bytes that only it holds. Raises ApiError if too much is pinned."""
         engine = self._repository.service.engine
         prefixes = engine.prefixes
         assert prefixes is not None, "it was asked for"
@@ -100,13 +100,14 @@ class Pins:
                     "be; unpin others."
                 )
                 raise ApiError(429, message, code="too_much_pinned")
-            with suppress(BatchError):  # it gave way meanwhile: it is computed again when it is continued
+            # The checkpoint was closed meanwhile. The node is computed again when somebody continues it.
+            with suppress(BatchError):
                 prefixes.pin(pin.tokens, pin.owner)
             self._pins[node_id] = pin
             return n_bytes
 
     async def forget(self, node_ids: list[str]) -> None:
-        """Let what was pinned for these nodes give way again."""
+        """Unpin the checkpoints of these nodes, so that they may be closed for room again."""
         if any(node_id in self._pins for node_id in node_ids):
             await asyncio.to_thread(self._forget, node_ids)
 
@@ -119,12 +120,12 @@ class Pins:
             for pin in [self._pins.pop(node_id) for node_id in node_ids if node_id in self._pins]:
                 with suppress(BatchError):
                     prefixes.unpin(pin.tokens, pin.owner)
-            for pin in self._pins.values():  # some may share the checkpoint that was unpinned
+            for pin in self._pins.values():  # Other pins may share the checkpoint that was unpinned.
                 with suppress(BatchError):
                     prefixes.pin(pin.tokens, pin.owner)
 
     async def restore(self) -> None:
-        """Pin what was pinned when the server stopped, as far as it is kept."""
+        """Pin the nodes that were pinned when the server stopped, if their checkpoints were kept."""
         for owner, node in await self._repository.ask(self._repository.store.pinned):
             tokens = await self._repository.tokens_at(node)
             if (
@@ -136,7 +137,7 @@ class Pins:
                     await asyncio.to_thread(self._keep, node.id, Pin(owner, tokens, node.pinned_until))
 
     async def expire(self) -> None:
-        """Unpin what has lived long enough, and what was deleted."""
+        """Unpin nodes whose time is over, and nodes that were deleted."""
         async with self._turn:
             pinned: list[tuple[bytes, Node]] = await self._repository.ask(self._repository.store.pinned)
             now, known = self._repository.store.now(), {node.id for _, node in pinned}
@@ -147,6 +148,6 @@ class Pins:
 
 
 def _bytes_of(prefixes: PrefixCache, pin: Pin) -> int:
-    """Return the bytes that only the last checkpoint on a pin's way holds. The caller holds the engine's lock."""
+    """Return the bytes that only the last checkpoint along a pin's tokens holds. The caller holds the engine's lock."""
     marks = prefixes.checkpoints_of(pin.tokens, pin.owner)
     return prefixes.memory.private_bytes(marks[-1]) if marks else 0

@@ -1,4 +1,4 @@
-"""Makes the prompt of a reply in a stored session, from stored token ids where the template allows it."""
+"""Makes the prompt of a reply in a stored session. It uses stored token ids if the template allows it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ NO_HISTORY = "there is no earlier reply"
 
 @dataclass(frozen=True)
 class History:
-    """Holds what stands before a reply.
+    """Holds the history before a reply.
 
     Attributes:
-        path: the nodes from the first message on, new ones included.
-        tools: as templates know them.
-        options: of the chat template.
-        base: the last reply on it whose token ids are known, and that had the same instructions, tools and options.
-        tokens: those of `base`.
-        why_no_base: in words, where there is none.
+        path: the nodes from the first message on, including new ones.
+        tools: the tools in the form that templates know.
+        options: the options of the chat template.
+        base: the last reply on the path with known token ids and the same instructions, tools and options.
+        tokens: the token ids of `base`.
+        why_no_base: the reason in words, if there is no base.
     """
 
     path: list[Node]
@@ -47,7 +47,7 @@ def find_base(
     path: list[Node], instructions: str | None, tools: list[dict[str, Any]] | None = None,
     options: dict[str, Any] | None = None,
 ) -> tuple[Node | None, str]:  # fmt: skip
-    """Return the last reply of a path that a prompt can continue from, or why there is none."""
+    """Return the last reply of a path from which a prompt can continue, or the reason why there is none."""
     replies = [node for node in path if node.role == "assistant"]
     if not replies:
         return None, NO_HISTORY
@@ -67,7 +67,7 @@ def find_base(
 def make_prompt(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, parse_special: bool) -> Prompt:
     """Return the prompt behind a history.
 
-    Raises ApiError 400: the chat template refuses the messages, or special tokens stand where they may not.
+    Raises ApiError 400 if the chat template refuses the messages, or if they contain special tokens where they may not.
     """
     if history.tools or history.options:
         texts = texts.with_options(history.options | ({"tools": history.tools} if history.tools else {}))
@@ -78,11 +78,13 @@ def make_prompt(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *
 
 
 def count_nodes(texts: Tokenizer, n_prompt: int, n_before: int, nodes: list[Node]) -> list[Node]:
-    """Return new nodes with the token ids that each adds: all but the last by its text, which takes the rest.
+    """Return new nodes with the number of token ids that each adds.
+
+    Each counts its own text; the last one counts the rest.
 
     Args:
-        n_prompt: token ids of the prompt that ends with them.
-        n_before: those of the nodes before them.
+        n_prompt: the number of token ids of the prompt that ends with these nodes.
+        n_before: the number of token ids of the nodes before them.
     """
     first = count_texts(texts, nodes[:-1])
     n_rest = max(0, n_prompt - n_before - sum(node.n_tokens for node in first))
@@ -90,7 +92,10 @@ def count_nodes(texts: Tokenizer, n_prompt: int, n_before: int, nodes: list[Node
 
 
 def count_texts(texts: Tokenizer, nodes: list[Node]) -> list[Node]:
-    """Return nodes with an estimate of the token ids that each adds: those of its text, without its template."""
+    """Return nodes with an estimate of the token ids that each adds.
+
+    The estimate counts the text without the template.
+    """
     return [replace(node, n_tokens=len(texts.encode(text_of(node.items), add_special_tokens=False))) for node in nodes]
 
 

@@ -1,4 +1,4 @@
-"""Answers with a stored response as if it were made now, for a client that sends its request again."""
+"""Answers with a stored response as if it were made now, because a client sends its request again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def response_again(node: Node, seed: str, *, stream: bool) -> HttpResponse:
     """Return the response of a stored reply, whole or as the events that made it.
 
     Args:
-        seed: that its ids were drawn of.
+        seed: the seed from which its ids were drawn.
     """
     return EventStream(_events(node, seed)) if stream else JSONResponse(stored_response(node))
 

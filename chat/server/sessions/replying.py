@@ -1,4 +1,4 @@
-"""Generates the reply to a stored history, and stores it before its client learns that it is whole."""
+"""Generates the reply to a stored history, and stores it before the client learns that it is whole."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Place:
     """Says where a reply belongs.
 
     Attributes:
-        session: the one that it is stored in; None: a new one, or none at all.
+        session: the session in which it is stored. None: a new one, or none at all.
         path: the nodes before its input.
-        items: its input.
-        opening: token ids of an earlier reply that it begins with.
-        names: what its response says of its history: `previous_response_id` or `conversation`.
+        items: the items of its input.
+        opening: token ids of an earlier reply with which it begins.
+        names: the field by which its response names its history: `previous_response_id` or `conversation`.
     """
 
     owner: bytes
@@ -60,7 +60,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Made:
-    """Holds a reply that is being made: its generation, its prompt, and what reads it."""
+    """Holds a reply that is being made: its generation, its prompt, and its reader."""
 
     replies: Replies
     prompt: Prompt
@@ -94,7 +94,7 @@ class Replying:
         self._told: dict[str, Any] = {}
 
     async def answer(self, request: Request) -> HttpResponse:
-        """Generate and answer, whole or as a stream. Raises ApiError."""
+        """Generate a reply, and send it whole or as a stream. Raises ApiError."""
         service, asked, opening = self._repository.service, self._asked, self._place.opening
         prompt, output, new_reader = await self._make_prompt(n_bytes=len(await request.body()))
         token_ids = [*prompt.token_ids, *opening]
@@ -126,7 +126,7 @@ class Replying:
             raise as_api_error(error) from None
 
     async def _make_prompt(self, n_bytes: int) -> tuple[Prompt, Output, NewReader]:
-        """Return the prompt, the form of the reply, and what makes its reader. Raises ApiError."""
+        """Return the prompt, the form of the reply, and a function that makes its reader. Raises ApiError."""
         repository, service, path = self._repository, self._repository.service, [*self._place.path, *self._inputs]
         instructions, asked = self._response["instructions"], self._asked
         options = asked.told_options(service.shaping.habits.template)
@@ -165,16 +165,16 @@ class Replying:
             for event in last:
                 yield event
             yield events.of_response(response["status"], response)
-        except (asyncio.CancelledError, GeneratorExit):  # the client has gone away, or stopped the reply
+        except (asyncio.CancelledError, GeneratorExit):  # The client has gone away, or stopped the reply.
             self._repository.finish(self._store_begun(made))
             raise
-        except Exception as error:  # the status has been sent already
+        except Exception as error:  # The status has been sent already.
             yield events.of_response("failed", failed(self._response, as_api_error(error)))
 
     async def _store_begun(self, made: Made) -> None:
-        """Store what there is of a reply whose client went away, so that it is there when the client comes back.
+        """Store the beginning of a reply whose client went away, so that the client finds it when it comes back.
 
-        Not a message in a conversation: a client that tries again would say it twice there.
+        In a conversation nothing is stored, because a client that tries again would say its message twice there.
         """
         is_repeatable = not (self._place.items and "conversation" in (self._place.names or {}))
         if self._has_ended or not (self._place.is_stored and is_repeatable):
@@ -186,11 +186,11 @@ class Replying:
         if generation.error is not None:
             return
         made.speaking.end(generation)
-        with suppress(ApiError):  # it was deleted meanwhile, or the server stops
+        with suppress(ApiError):  # The session was deleted meanwhile, or the server stops.
             await self._end(made)
 
     async def _end(self, made: Made) -> Response:
-        """Return the response that has ended. If it is to be stored, it is on the disk then."""
+        """Return the ended response. If it is to be stored, it is on the disk then."""
         self._has_ended = True
         generation = made.replies.generations[0]
         usage = usage_of(dict(made.replies.usage()))
@@ -200,9 +200,9 @@ class Replying:
         return response
 
     async def _said(self, generation: Generation, made: Made) -> list[int] | None:
-        """Return the token ids of a reply; None if a stop string has cut its text inside of one."""
+        """Return the token ids of a reply. None: a stop string has cut the text inside of a token."""
         said = [*self._place.opening, *generation.token_ids]
-        if said and said[-1] in self._asked.stop_token_ids:  # it ends this reply, and is no part of it
+        if said and said[-1] in self._asked.stop_token_ids:  # This token ends the reply, and is not a part of it.
             said.pop()
         if generation.stopped_by is None:
             return said
@@ -231,7 +231,7 @@ class Replying:
                 await repository.ask(store.add_session, replace(self._session, head=reply.id), nodes)
                 return
             is_there = await repository.ask(store.add_nodes, self._session.id, nodes, reply.id)
-        except RuntimeError:  # the thread of the store has ended
+        except RuntimeError:  # The thread of the store has ended.
             raise stopping() from None
         if not is_there:
             message = "What this reply continues was deleted while it was generated, so it is not stored."

@@ -15,8 +15,8 @@ from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.stored.nodes import Ids, Node
 
 REPLY_SEED = "hybrid_memory.reply_seed"
-"""The name in the scope of a request of what its ids are drawn of, 32 hexadecimal digits: whoever answers it again, in
-this process or another one, makes the same response, and it is stored once.
+"""The key in a request's scope for the seed of its ids, 32 hexadecimal digits. Whoever answers the request again, in
+this process or another one, makes the same response, so it is stored once.
 """
 
 
@@ -76,12 +76,12 @@ class Responses:
         raise ApiError(400, message, code="unsupported_value")
 
     async def list_input(self, request: Request, response_id: str) -> Response:
-        """List the items of the input of a response: all that stands before it, and nothing of the model's own."""
+        """List the input items of a response: everything before it, without its output."""
         reply = await self._repository.reply(self._repository.owner_of(request), response_id)
         path = await self._repository.ask(self._repository.store.path, reply.parent)
         return JSONResponse(page_of(request, [item for node in path for item in node.items]))
 
 
 def _is_whole(node: Node) -> bool:
-    """True for a reply that another replica has made before it was lost, and has not stopped in the middle."""
+    """Return whether a stored reply is whole. Another replica made it, and may have been lost in the middle."""
     return node.status != "deleted" and (node.about.get("incomplete_details") or {}).get("reason") != "cancelled"

@@ -1,4 +1,4 @@
-"""Maps the paths of stored sessions to what answers them."""
+"""Maps the paths of stored sessions to their endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads requests about stored sessions: those of OpenAI's Responses and Conversations, and our own."""
+"""Reads requests about stored sessions, of OpenAI's Responses and Conversations and of our own API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _read_metadata(value: object) -> object:
 
 
 def _read_conversation(value: object) -> object:
-    """Read a conversation's id, given as such or in an object."""
+    """Read a conversation's id, given as a string or in an object."""
     given = value.get("id") if isinstance(value, dict) and len(value) == 1 else value
     if not isinstance(given, str):
         raise ValueError("it must be an id, or {'id': ...}")
@@ -44,14 +44,17 @@ Title = Annotated[str, Field(max_length=MOST_TITLE)]
 
 @dataclass(frozen=True)
 class TextForm:
-    """Holds what `text` says: the form of a reply, and how that was said."""
+    """Holds the field `text`: the form of a reply, and the client's words for it."""
 
     shape: Shape | None = None
     raw: dict[str, Any] = field(default_factory=lambda: {"type": "text"})
 
 
 def _read_text(value: object) -> object:
-    """Read the `text` of a response: its format. A verbosity has no effect on these models, so only none is taken."""
+    """Read the `text` of a response, which names its format.
+
+    Verbosity has no effect on these models, so it is refused.
+    """
     if isinstance(value, TextForm):
         return value
     if not isinstance(value, dict) or value.keys() - {"format", "verbosity"}:
@@ -63,14 +66,17 @@ def _read_text(value: object) -> object:
 
 
 class Reasoning(Checked):
-    """Holds the `reasoning` of a response. There are no summaries of thoughts, and "auto" may mean none."""
+    """Holds the `reasoning` of a response.
+
+    There are no summaries of thoughts; "auto" is accepted, since it may mean none.
+    """
 
     neutral: ClassVar[Neutral] = {"summary": ("auto",), "generate_summary": ("auto",)}
     effort: str | None = None
 
 
 class SampledRequest(CommonRequest, TemplateFields):
-    """Holds what requests for a stored reply have in common, in the words of Responses."""
+    """Holds the fields that all requests for a stored reply have in common, with the names of Responses."""
 
     neutral: ClassVar[Neutral] = {
         "background": (False,),
@@ -100,7 +106,7 @@ class SampledRequest(CommonRequest, TemplateFields):
 
     @property
     def form(self) -> Shape | None:
-        """Return the form that a reply must have, by whatever name it was asked for."""
+        """Return the form that a reply must have, whichever field asked for it."""
         return self.text.shape or self.shape
 
     @property
@@ -132,7 +138,7 @@ class ResponseRequest(SampledRequest):
 
 
 class OwnedRequest(Checked):
-    """Holds what says who asks, beside the key: the same two as of a response."""
+    """Holds the two fields that, beside the key, say who sends a request."""
 
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -165,7 +171,7 @@ class PinRequest(OwnedRequest):
 
 
 class EditRequest(SampledRequest):
-    """Holds a request for a sibling of a message, with other content, and perhaps the reply to it."""
+    """Holds a request for a message with other content beside an existing one, and perhaps for a reply to it."""
 
     model: str = ""
     node: str
@@ -180,7 +186,7 @@ class RegenerateRequest(SampledRequest):
 
 
 class ForkRequest(SampledRequest):
-    """Holds a request for a new session that goes on from a node, or for a reply that begins as another does."""
+    """Holds a request for a new session that continues from a node, or for a reply that begins as another one does."""
 
     model: str = ""
     node: str

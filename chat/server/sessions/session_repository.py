@@ -1,4 +1,4 @@
-"""Holds what all routes of stored sessions share: the store and its thread, owners, and what is found for them."""
+"""Gives all routes of stored sessions access to the store, in a thread of its own, and to the owners' sessions."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ModelT = TypeVar("ModelT", bound=OwnedRequest | SampledRequest)
 
 
 class SessionRepository:
-    """Asks the store in a thread of its own, and finds what belongs to whom.
+    """Calls the store in a thread of its own, and finds sessions and nodes by their owners.
 
-    Every owner sees only what is theirs: what belongs to others is answered as if it did not exist.
+    Every owner sees only their own sessions. The sessions of others are answered as if they did not exist.
 
     Args:
-        service: the server that generates.
+        service: the service that generates replies.
     """
 
     def __init__(self, service: Service, store: SessionStore) -> None:
@@ -41,26 +41,27 @@ class SessionRepository:
         self._unfinished: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
-        """Finish what the store does, and close it."""
+        """Finish the store's work, and close it."""
         self._thread.submit(self.store.close)
         self._thread.shutdown()
 
     async def ask(self, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Call the store, after the calls before."""
+        """Call the store, after all earlier calls."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*arguments, **options))
 
     def finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do what is left when nobody waits for it any more."""
+        """Finish work for which nobody waits any more."""
         task = asyncio.get_running_loop().create_task(work)
         self._unfinished.add(task)
         task.add_done_callback(self._unfinished.discard)
 
-    # Who asks, and for what
+    # Methods that find out who asks, and for what.
 
     async def read(self, request: Request, model: type[ModelT]) -> tuple[ModelT, bytes]:
-        """Return what a request asks for, and who asks. Raises ApiError 400."""
+        """Read a request. Return its fields and its owner. Raises ApiError 400."""
         body = await request.body() or b"{}"
-        if model.most_values > MOST_VALUES:  # reading it takes a while, in which others are answered
+        # Reading such a body takes a while. Another thread does it, so that others are answered.
+        if model.most_values > MOST_VALUES:
             asked = await asyncio.to_thread(read_request, model, body)
         else:
             asked = read_request(model, body)
@@ -69,15 +70,21 @@ class SessionRepository:
         return asked, self._owner(request, asked.prompt_cache_key, asked.safety_identifier)
 
     def owner_of(self, request: Request) -> bytes:
-        """Return who sends a request without a body: its query may name `prompt_cache_key` and `safety_identifier`."""
+        """Return the owner of a request without a body.
+
+        Its query may name `prompt_cache_key` and `safety_identifier`.
+        """
         return self._owner(request, None, None)
 
     def _owner(self, request: Request, cache_key: str | None, identifier: str | None) -> bytes:
-        """Return the owner of what a request stores and reads: also that of the cached prefixes of its prompts."""
+        """Return the owner of what a request stores and reads.
+
+        The cached prefixes of its prompts have the same owner.
+        """
         query, key = request.query_params, request.headers.get("authorization")
         cache_key = cache_key if cache_key is not None else query.get("prompt_cache_key")
         identifier = identifier if identifier is not None else query.get("safety_identifier")
-        # Without an identifier it is the owner that chat completions have, so both find each other's prefixes.
+        # Without an identifier, this is the owner that chat completions have. So both find each other's prefixes.
         parts = (key, cache_key) if identifier is None else (key, cache_key, identifier)
         return hashlib.sha256(repr(parts).encode()).digest()
 
@@ -90,7 +97,7 @@ class SessionRepository:
         return session
 
     async def node(self, owner: bytes, node_id: str, session: StoredSession | None = None) -> Node:
-        """Return a node, of a certain session if one is given. Raises ApiError 404."""
+        """Return a node; if a session is given, the node must belong to it. Raises ApiError 404."""
         node = await self.ask(self.store.node, owner, node_id)
         if node is None or (session is not None and node.session != session.id):
             raise ApiError(404, f"There is no node {clip(node_id)!r}.", param="node", code="not_found")
@@ -106,7 +113,7 @@ class SessionRepository:
         return node
 
     async def tokens_at(self, node: Node) -> Int64s | None:
-        """Return the token ids up to the end of a node; None if none are known."""
+        """Return the token ids up to the end of a node, or None if they are not known."""
         if node.own_tokens is not None:
             return await self.ask(self.store.tokens, node.id)
         tree = await self.ask(self.store.tree, node.session)
@@ -114,7 +121,7 @@ class SessionRepository:
         return None if reply is None else (await self.ask(self.store.tokens, reply.id))[: reply.n_prompt]
 
     async def resolve(self, owner: bytes, items: list[Item]) -> list[Item]:
-        """Return items with copies of stored ones in the places of references. Raises ApiError 404."""
+        """Return items in which copies of stored items replace the references. Raises ApiError 404."""
         resolved = list[Item]()
         for item in items:
             found: Item | None = item
@@ -126,23 +133,26 @@ class SessionRepository:
             resolved.append(item if found is item else {**found, "id": new_id(found["id"].partition("_")[0])})
         return resolved
 
-    # Deleting
+    # Methods that delete.
 
     async def delete_session(self, session: StoredSession) -> None:
-        """Delete a session, and what was computed for it alone."""
+        """Delete a session, and the checkpoints that only it uses."""
         tree = await self.ask(self.store.tree, session.id)
         await self.ask(self.store.delete_session, session.id)
         await self._forget(session.owner, tree, {node.id for node in tree})
 
     async def delete(self, owner: bytes, node: Node, how: Callable[[Node], list[Node]]) -> list[Node]:
-        """Delete a node by a method of the store, and what was computed for it alone; return what is gone."""
+        """Delete a node by the given method of the store, with the checkpoints that only it uses.
+
+        Return the deleted nodes.
+        """
         tree = await self.ask(self.store.tree, node.session)
         gone = await self.ask(how, node)
         await self._forget(owner, tree, {other.id for other in gone})
         return gone
 
     async def replace_items(self, owner: bytes, node: Node, items: list[Item]) -> None:
-        """Change a message in its place, and forget what was computed with what it was."""
+        """Change a message in place, and close the checkpoints that contain its old text."""
         tree = await self.ask(self.store.tree, node.session)
         await self.ask(self.store.replace_items, node.id, items)
         below = {node.id}
@@ -159,7 +169,7 @@ class SessionRepository:
 def _forget(
     prefixes: PrefixCache, lock: AbstractContextManager[object], owner: bytes, tree: list[Node], gone: set[str]
 ) -> None:
-    """Close the checkpoints of nodes that are gone, but those that other nodes and other prompts begin with."""
+    """Close the checkpoints of deleted nodes, except those with which other nodes or prompts begin."""
     n_shared = dict[str, int]()
     for node, tokens in each_tokens(tree):
         if node.id in gone:

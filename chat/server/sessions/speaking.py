@@ -1,4 +1,4 @@
-"""Turns the pieces of a generation into the items of its reply, and their events."""
+"""Turns the pieces of a generation into the items of its reply, and into their events."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hybridmem.chat.tools.reading import ReplyReader
 
 
 class Speaking:
-    """Reads a reply as it comes. It may begin with token ids of an earlier one.
+    """Reads a reply as it comes. The reply may begin with token ids of an earlier one.
 
     Args:
-        opening: those token ids.
-        end_ids: tokens that end a reply, and are no text.
-        shows_special: special tokens are text that the reader knows.
+        opening: the token ids of an earlier reply with which it begins.
+        end_ids: tokens that end a reply. They have no text.
+        shows_special: whether special tokens appear as text, which the reader knows.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Speaking:
         self._n_tokens = self._n_characters = 0
 
     def begin(self) -> list[str]:
-        """Write what the reply begins with, and return its events."""
+        """Write the opening of the reply, and return its events."""
         if self._stream is None:
             return []
         return self._write("".join(self._stream.add(token_id) for token_id in self._opening))
@@ -41,7 +41,7 @@ class Speaking:
         return self._write(piece.text if self._stream is None else self._decode(piece.generation))
 
     def end(self, generation: Generation) -> list[str]:
-        """Write what has not been added yet, and that the reply has ended."""
+        """Write the rest and the end of the reply, and return the events."""
         if self._stream is None:
             written = self._write(generation.text[self._n_characters :])
         else:
@@ -51,7 +51,10 @@ class Speaking:
         return written + self._writing.close(is_whole=generation.finish_reason == "stop")
 
     def _decode(self, generation: Generation) -> str:
-        """Return the text of new tokens; the last one before them may decide whether a space stands there."""
+        """Return the text of new tokens.
+
+        The token before them is decoded with them, since it may decide about a space.
+        """
         assert self._stream is not None, "the caller has looked"
         new = generation.token_ids[self._n_tokens :]
         self._n_tokens += len(new)

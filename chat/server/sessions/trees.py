@@ -1,4 +1,4 @@
-"""Answers /v1/sessions: lists sessions, and shows and changes their trees."""
+"""Answers /v1/sessions. It lists sessions, and shows and changes their trees."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _as_json(counted: Counted) -> dict[str, Any]:
 
 
 def nodes_as_json(nodes: list[Node], costs: dict[str, Cost]) -> list[dict[str, Any]]:
-    """Return nodes with what returning to them costs: without token ids, as to the one before and their own."""
+    """Return nodes as JSON values, without their token ids, with the cost of continuing from each."""
     positions, written = dict[str | None, int]({None: 0}), []
     for node in nodes:
         positions[node.id] = positions[node.parent] + node.n_tokens

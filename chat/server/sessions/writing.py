@@ -1,4 +1,4 @@
-"""Writes a reply as it comes: its text, its thoughts and its calls of functions, as items and as their events."""
+"""Writes the text, thoughts and calls of a reply as they come, as items and as events of these items."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Writing:
     Args:
         new_id: draws the ids of items.
     Attributes:
-        items: the output so far; the last item may be open.
+        items: the output so far. The last item may be open.
     """
 
     def __init__(self, events: Events, new_id: Callable[[str], str]) -> None:
@@ -41,7 +41,7 @@ class Writing:
         return [*written, self._write_text(kind, "delta", delta=text)]
 
     def close(self, *, is_whole: bool) -> list[str]:
-        """End the reply, which has a message in it if it has nothing else; a cut one is `incomplete`."""
+        """End the reply. If it has no items, it gets an empty message. A reply that was cut is `incomplete`."""
         written = [] if self.items else self._open_text("message")
         return [*written, *self._close("completed" if is_whole else "incomplete")]
 
