@@ -21,6 +21,8 @@ from hybridmem.chat.commands.serve_options import SERVE
 from hybridmem.chat.commands.serving import memory_options
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.server import ServerOptions
+from hybridmem.chat.simulation.simulation import Setup
+from hybridmem.cluster.simulation.replicas import Sizes
 from hybridmem.memory import HybridMemory
 
 
@@ -111,6 +113,16 @@ def test_every_row_is_an_argument_of_what_it_names() -> None:
     assert {row.to.partition(".")[0] for row in SERVE} <= {"", *takes}
     server = chosen.arguments_of("server")
     assert ServerOptions(**server) == ServerOptions(), "the table's defaults are those of a program"
+
+
+def test_defaults_that_stand_in_several_places_are_the_same() -> None:
+    """The table of `serve` and the simulations repeat them, because the command line must not import the library."""
+    memory, engine = inspect.signature(HybridMemory).parameters, inspect.signature(Engine).parameters
+    options, own = {row.name: row.default for row in SERVE}, {f.name: f.default for f in dataclasses.fields(Setup)}
+    window, step_tokens = memory["rollback_window"].default, engine["step_tokens"].default
+    assert options["rollback_window"] == own["rollback_window"] == window
+    assert inspect.signature(Sizes.of).parameters["rollback_window"].default == window
+    assert options["step_tokens"] == own["step_tokens"] == step_tokens
 
 
 @pytest.mark.parametrize(
