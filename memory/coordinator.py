@@ -38,7 +38,7 @@ class EnteredStep(Protocol):
     tokens: TokenLists
 
     @property
-    def block(self) -> ReferenceType[Any]: ...
+    def scope(self) -> ReferenceType[Any]: ...
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None: ...
 
 
@@ -136,7 +136,7 @@ class Coordinator(Lifetime):
 
     def _begin(self, step: EnteredStep, packed: Packed) -> None:
         with self.journal.change(), in_one_copy(self.store.stages) as stage:
-            opened = OpenStep(packed, self.layers.begin(packed), stage, step.block)
+            opened = OpenStep(packed, self.layers.begin(packed), stage, step.scope)
             self.journal.before(self._forget, opened)
             self.open_steps[opened] = None
             self.ledger.occupy(packed.slots)
@@ -192,7 +192,7 @@ class Coordinator(Lifetime):
         return self._abort_abandoned()
 
     def _abort_abandoned(self) -> bool:
-        abandoned = [opened for opened in self.open_steps if opened.block() is None]
+        abandoned = [opened for opened in self.open_steps if opened.scope() is None]
         for opened in abandoned:
             self._abort(opened)
         return bool(abandoned)

@@ -302,14 +302,14 @@ class OpenStep:
     """Holds what was allocated for a step, until the step is committed or aborted.
 
     Attributes:
-        block: refers to an object that lives until the step is left: one on the stack of the `with` statement, else the
+        scope: refers to an object that lives until the step is left: one on the stack of the `with` statement, else the
             `Step`.
     """
 
     packed: Packed
     plans: Plans
     stage: Stage | None
-    block: ReferenceType[Any]
+    scope: ReferenceType[Any]
     is_settled: bool = False
 
 

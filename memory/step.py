@@ -134,7 +134,7 @@ class Step:
             self._abort()
 
     @property
-    def block(self) -> ref[Any]:
+    def scope(self) -> ref[Any]:
         """Return a weak reference to an object that lives until the step's `with` block is left."""
         return ref(self) if self._block is None or self._block() is None else self._block
 
