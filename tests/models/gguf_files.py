@@ -102,7 +102,12 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
     writer.add_bos_token_id(tokens.index(config["bos_token"]))
     writer.add_eos_token_id(tokens.index(config["eos_token"]))
     writer.add_pad_token_id(tokens.index(config["pad_token"]))
-    writer.add_chat_template((folder / "chat_template.jinja").read_text())
+    default = (folder / "chat_template.jinja").read_text()
+    named = [
+        {"name": path.stem, "template": path.read_text()}
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    ]
+    writer.add_chat_template([{"name": "default", "template": default}, *named] if named else default)
 
 
 def _add_world(writer: GGUFWriter, tokens: Sequence[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,19 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"mamba", b"gptxj", 1))
     with pytest.raises(UnsupportedModelError, match=r"'gptxj'.*jamba.*qwen3"):
         load_model(path)
+
+
+def test_a_file_with_several_templates_has_them_by_name(tmp_path: Path) -> None:
+    """A prompt with tools is written by the one that is made for tools, as transformers chooses it."""
+    folder = tmp_path / "folder"
+    shutil.copytree(EMBEDDED, folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
+    tokenizer = load_tokenizer(write_gguf(folder, tmp_path / "model.gguf"))
+    message, tool = [{"role": "user", "content": "hi"}], {"type": "function", "function": {"name": "f"}}
+    assert tokenizer.apply_chat_template(message, tools=[tool], tokenize=False) == "1 tools"
+    plain = tokenizer.apply_chat_template(message, tokenize=False)
+    assert plain == load_tokenizer("embedded").apply_chat_template(message, tokenize=False)
 
 
 def test_a_tokenizer_is_the_folders_with_its_template_and_the_command_line_takes_the_file(tmp_path: Path) -> None:

@@ -109,6 +109,10 @@ class GgufFile:
         except Exception as error:
             raise FormatError(f"{self.path} is damaged at {key}: {error}; download it again") from error
 
+    def values_below(self, prefix: str) -> dict[str, Any]:
+        """Return the values of all keys that begin with this, by what follows it."""
+        return {key.removeprefix(prefix): self.value(key) for key in self._fields if key.startswith(prefix)}
+
     def own(self, key: str, default: Any = None, *, is_needed: bool = True) -> Any:
         """Return what the metadata says of this architecture, as `value` does."""
         return self.value(f"{self.architecture}.{key}", default, is_needed=is_needed)

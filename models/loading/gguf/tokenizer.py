@@ -21,7 +21,12 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     try:
         if file.value("tokenizer.ggml.model", is_needed=False) == "rwkv":
             return _load_world(file)
-        return _load_known(path)
+        tokenizer = _load_known(path)
+        if named := file.values_below(
+            "tokenizer.chat_template."
+        ):  # A request with tools takes "tool_use", for example.
+            tokenizer.chat_template = {"default": tokenizer.chat_template, **named}
+        return tokenizer
     except FormatError:
         raise
     except Exception as error:  # it indexes into whatever the file says
