@@ -10,8 +10,9 @@ from uuid import uuid4
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from hybridmem.chat.generation_config import read_generation_config
 from hybridmem.chat.special_tokens import Tokenizer as Tokenizer
-from hybridmem.chat.special_tokens import special_tokens_of
+from hybridmem.chat.special_tokens import find_turn_end, special_tokens_of
 from hybridmem.memory import FormatError
 from hybridmem.models import LanguageModel
 from hybridmem.models.loading.folders import find_folder
@@ -52,13 +53,21 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
 
 
 def find_stop_ids(tokenizer: Tokenizer, model: LanguageModel) -> tuple[int, ...]:
-    """Return the tokens that end a reply: the tokenizer's end token first, then those of config.json.
+    """Return the tokens that end a reply, the tokenizer's end token first; empty if nothing names one.
 
-    The result is empty if neither names one.
+    They are named by the tokenizer, config.json, generation_config.json, the fields of a GGUF file, and by the chat
+    template, which writes one behind a reply.
+
+    Raises FormatError: generation_config.json cannot be read.
     """
-    configured = getattr(model.config, "eos_token_id", None)
-    ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
-    return tuple(dict.fromkeys(i for i in ids if i is not None))
+    named = [
+        tokenizer.eos_token_id, getattr(model.config, "eos_token_id", None),
+        read_generation_config(tokenizer).get("eos_token_id"), getattr(tokenizer, "end_token_ids", None),
+        find_turn_end(tokenizer),
+    ]  # fmt: skip
+    ids = [i for each in named for i in (each if isinstance(each, list | tuple) else [each])]
+    n_tokens = len(tokenizer)
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < n_tokens))
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, is_chat: bool | None) -> list[int]:

@@ -130,6 +130,18 @@ def template_text(tokenizer: Tokenizer) -> str:
     return template if isinstance(template, str) else "\n".join(map(str, template.values()))
 
 
+def find_turn_end(tokenizer: Tokenizer) -> int | None:
+    """Return the token that the chat template writes right behind a reply; None if that is no added token."""
+    reply = "x7e2"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}, {"role": "user", "content": "b"}]
+    # A template is a program of the checkpoint, and may refuse this chat.
+    with suppress(Exception):
+        rendered = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        first = tokenizer.encode(rendered.partition(reply)[2].lstrip(), add_special_tokens=False)[0]
+        return int(first) if first in tokenizer.added_tokens_decoder else None
+    return None
+
+
 def _rendered_samples(tokenizer: Tokenizer) -> str:
     """Return what the chat templates write around messages of each role.
 

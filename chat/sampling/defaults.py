@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
+from hybridmem.chat.generation_config import read_generation_config
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, FormatError
 
@@ -28,14 +27,11 @@ def read_defaults(tokenizer: Any, temperature: float = 1.0) -> Sampling:
     Raises:
         FormatError: the file holds an impossible value.
     """
-    path = Path(str(getattr(tokenizer, "name_or_path", ""))) / "generation_config.json"
-    if not path.is_file():
-        return Sampling(temperature=temperature)
+    named = read_generation_config(tokenizer)
     try:
-        named = json.loads(path.read_text())
         found = {_NAMES[name]: value for name, value in named.items() if name in _NAMES and value is not None}
         if found.get("top_k") == 0:  # In transformers, 0 means all tokens.
             del found["top_k"]
         return Sampling(**({"temperature": temperature} | found))
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, BatchError) as error:
-        raise FormatError(f"{path} cannot be read: {error}") from None
+    except (ValueError, TypeError, BatchError) as error:
+        raise FormatError(f"generation_config.json of {tokenizer.name_or_path} cannot be read: {error}") from None

@@ -107,6 +107,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
         {"name": path.stem, "template": path.read_text()}
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     ]
+    writer.add_eot_token_id(tokens.index(config["eos_token"]))
     writer.add_chat_template([{"name": "default", "template": default}, *named] if named else default)
 
 

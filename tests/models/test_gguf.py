@@ -214,6 +214,7 @@ def test_a_tokenizer_is_the_folders_with_its_template_and_the_command_line_takes
     for text in ("My cat is called Milo.", "<|user|>x<|end|>", " two  spaces\n", "\u00e9\U0001f600"):
         assert ours.encode(text) == theirs.encode(text)
     assert ours.chat_template == theirs.chat_template and find_stop_ids(ours, load_model(path)) == (2,)
+    assert ours.end_token_ids == [2]
     prompt = "My cat is called Milo. What is my cat called?"
     replies = [
         CliRunner().invoke(app, ["generate", "--model", model, "--prompt", prompt]) for model in (str(path), "embedded")

@@ -26,6 +26,8 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             "tokenizer.chat_template."
         ):  # A request with tools takes "tool_use", for example.
             tokenizer.chat_template = {"default": tokenizer.chat_template, **named}
+        ends = [file.value(f"tokenizer.ggml.{name}_token_id", is_needed=False) for name in ("eot", "eom")]
+        tokenizer.end_token_ids = [int(i) for i in ends if i is not None]
         return tokenizer
     except FormatError:
         raise
