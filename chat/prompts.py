@@ -10,12 +10,12 @@ from uuid import uuid4
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from hybridmem.chat.generation_config import read_generation_config
 from hybridmem.chat.special_tokens import Tokenizer as Tokenizer
 from hybridmem.chat.special_tokens import find_turn_end, special_tokens_of
 from hybridmem.memory import FormatError
 from hybridmem.models import LanguageModel
 from hybridmem.models.loading.folders import find_folder
+from hybridmem.models.loading.generation_config import read_generation_config
 from hybridmem.models.loading.gguf import is_gguf, load_gguf_tokenizer
 
 _OF_TEMPLATES = (
@@ -66,7 +66,7 @@ def find_stop_ids(tokenizer: Tokenizer, model: LanguageModel) -> tuple[int, ...]
         find_turn_end(tokenizer),
     ]  # fmt: skip
     ids = [i for each in named for i in (each if isinstance(each, list | tuple) else [each])]
-    n_tokens = len(tokenizer)
+    n_tokens = model.memory_spec.vocab_size
     return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < n_tokens))
 
 

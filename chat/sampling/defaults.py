@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridmem.chat.generation_config import read_generation_config
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, FormatError
+from hybridmem.models.loading.generation_config import read_generation_config
 
 _NAMES = {
     "temperature": "temperature",

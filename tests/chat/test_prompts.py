@@ -16,7 +16,9 @@ from tests.chat.test_special_tokens import make_tokenizer
 
 
 def model_of(eos_token_id: Any = None) -> Any:
-    return SimpleNamespace(config=SimpleNamespace(eos_token_id=eos_token_id))
+    return SimpleNamespace(
+        config=SimpleNamespace(eos_token_id=eos_token_id), memory_spec=SimpleNamespace(vocab_size=500)
+    )
 
 
 def test_all_ends_are_found_and_those_outside_of_the_vocabulary_are_not(tmp_path: Path) -> None:
