@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import hybridmem
+from hybridmem import memory, models
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
 
@@ -99,3 +102,10 @@ def test_a_folder_of_the_repository_is_no_package_by_itself(folder: str) -> None
     """Its classes would be others than those of hybridmem, and no `except` would know its errors."""
     done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and f"import hybridmem.{folder}" in done.stderr
+
+
+def test_hybridmem_offers_what_memory_and_models_do() -> None:
+    """The families of models alone are left out: they are modules of `hybridmem.models`."""
+    offered = {name for name in hybridmem.__all__ if name != "__version__"}
+    families = {name for name in models.__all__ if isinstance(getattr(models, name), ModuleType)}
+    assert offered == {*memory.__all__, *models.__all__} - families
