@@ -4,7 +4,8 @@ The signal is that of Ctrl-C, or of a timer whose handler raises. What another t
 `PyThreadState_SetAsyncExc` comes at the same places as the latter.
 
 A place is a bytecode of the library that runs, the first time that it does. By default some of them are tried, and
-where functions of chosen files begin and end: there it is that no `try` helps. `INTERRUPTS=all` tries each.
+where functions of chosen files begin and end: there it is that no `try` helps. `INTERRUPTS=all` tries each, which takes
+ten hours for all calls in all set-ups; `INTERRUPTS=once` tries each bytecode of a call in the first set-up that runs it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 REGION = tuple(str(ROOT / "hybridmem" / package) + os.sep for package in ("memory", "models", "chat"))
-TRIES_ALL = os.environ.get("INTERRUPTS") == "all"
+TRIES_ALL = os.environ.get("INTERRUPTS") in ("all", "once")
+TRIES_ONCE = os.environ.get("INTERRUPTS") == "once"
 
 
 class TimedOutError(Exception):
@@ -55,6 +57,9 @@ def _returns(code: CodeType, number: int) -> set[int]:
 
 Place = tuple[CodeType, int]
 """A bytecode: of which code, and where in it."""
+
+_TRIED: set[tuple[str, int, Place]] = set()
+"""Which places of which operation have been tried by which signal in this process, for `INTERRUPTS=once`."""
 
 
 @dataclass
@@ -117,6 +122,7 @@ def try_places(
     n_default: int,
     edges: tuple[str, ...] = (),
     number: int = signal.SIGINT,
+    operation: str | None = None,
 ) -> int:
     """Interrupt a call at its places, one after the other.
 
@@ -125,8 +131,10 @@ def try_places(
         n_default: about so many places by default, evenly spread.
         edges: files; there the first and the last place of each function are tried as well.
         number: of the signal.
+        operation: what the call is in other set-ups as well. With `INTERRUPTS=once`, a place of an operation is tried
+            in one of them.
     Returns:
-        How many places were tried.
+        How many places were tried, now or in another set-up.
     """
     call, verify = attempt()
     outcome, places = interrupted(call, None, number)
@@ -137,6 +145,11 @@ def try_places(
     )
     n_tried = 0
     for place in chosen:
+        if TRIES_ONCE and operation is not None:
+            if (operation, number, place) in _TRIED:
+                n_tried += 1
+                continue
+            _TRIED.add((operation, number, place))
         call, verify = attempt()
         outcome, found = interrupted(call, place, number)
         if place not in found:  # what has been kept from the calls before, this one need not do

@@ -190,4 +190,4 @@ def interrupt(set_up: SetUp, name: str, number: int, n_places: int) -> int:
 
             return lambda: set_up.calls[name](scene), verify
 
-        return try_places(attempt, n_places, number=number)
+        return try_places(attempt, n_places, number=number, operation=name)
