@@ -5,7 +5,8 @@ The signal is that of Ctrl-C, or of a timer whose handler raises. What another t
 
 A place is a bytecode of the library that runs, the first time that it does. By default some of them are tried, and
 where functions of chosen files begin and end: there it is that no `try` helps. `INTERRUPTS=all` tries each, which takes
-ten hours for all calls in all set-ups; `INTERRUPTS=once` tries each bytecode of a call in the first set-up that runs it.
+ten hours for all calls in all set-ups. `INTERRUPTS=once` tries each bytecode of a call in the first set-up that runs
+it.
 """
 
 from __future__ import annotations
