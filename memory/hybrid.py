@@ -187,12 +187,14 @@ class HybridMemory:
         """Make a checkpoint: a fork that is never advanced, to which `rollback` returns from any distance.
 
         Until it is closed, it holds one state of each recurrent layer, and the pages that its sequence no longer shares
-        with it: at first only the last page. A sequence that has returned to it cannot go back further.
+        with it: at first only the last page. A sequence that has returned to it cannot go back further. Where there is
+        no state at its position (with fold="defer", and after a rollback within the tail), one is computed: the
+        recurrences of the last step run over the tail.
 
         Args:
             holds_tail: if True, it also holds the tail and up to two more states. A sequence that has returned to it
-                can then go back as far as the sequence can now. With fold="defer", and after a rollback within the
-                tail, there is no state at its position, so it holds the tail in any case.
+                can then go back as far as the sequence can now. It holds the tail in any case if no state can be
+                computed, because the budget has no room for one, or because no model has run on this memory.
         Raises:
             SequenceError: a bad handle. SpecError: `holds_tail` is neither True nor False.
         """

@@ -12,6 +12,7 @@ from typing import Generic
 from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.scoped import without_gradients
 from hybridmem.memory.errors import DropError, StepError
 from hybridmem.memory.interface import Dropped, Packed
 from hybridmem.memory.state.access import Recurrence, RowWrites
@@ -45,6 +46,7 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
     def __init__(self, table: TailTable, reader: Reader[ReadsT]) -> None:
         super().__init__(table)
         self.reader = reader
+        self._recurrences: dict[int, Recurrence] = {}
 
     # Steps
 
@@ -66,9 +68,29 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
         self.reader.access.write_rows(index, plan.writes, rows)
         return outputs
 
+    def remember(self, index: int, recurrence: Recurrence) -> None:
+        """Remember what runs recurrence `index`, for `slim`, which comes between steps."""
+        self._recurrences[index] = recurrence
+
     def slim(self, slot: int, length: int) -> None:
-        """See `TailTable.slim`."""
-        self.table.slim(slot, length)
+        """Let a slot of this length hold only the state at its position, which is computed if there is none.
+
+        The slot stays as it is where that cannot be: no state is free, or the model has not run on this memory yet.
+        Cost: nothing if there is a state; else each recurrence runs over the tail.
+        """
+        specs, is_dry = self.reader.specs, self.table.store.is_dry
+        can_run = is_dry or len(self._recurrences) == len(specs)
+        step = self.table.plan_state(slot, length) if can_run else None
+        if step is not None and not is_dry:
+            try:
+                with without_gradients():
+                    reads = self.reader.plan_state(step)
+                    for index in range(len(specs)):
+                        self.reader.write_state(reads, index, self._recurrences[index])
+            except BaseException:
+                self.table.abort(step)
+                raise
+        self.table.slim(slot, length, step)
 
     def _require_rows(self, index: int, rows: Tensor, n_tokens: int) -> None:
         """Raise StepError unless rows have the shape, dtype and device of recurrence `index`."""

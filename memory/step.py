@@ -251,6 +251,7 @@ class Step:
 
         with without_gradients():
             y: Tensor = place.memory.recur(plan, place.number, rows.detach(), begin)
+        place.memory.remember(place.number, recurrence)
         self._served.add(place)
         return y
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import Int64s, ranges, starts_of
@@ -50,6 +51,14 @@ class Reader(Protocol[ReadsT]):
 
     def run(self, reads: ReadsT, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         """Run recurrence `index` over the step's rows (T, *row_shape), and return its outputs (T, ...)."""
+        ...
+
+    def plan_state(self, step: TailStep) -> ReadsT:
+        """Find what `write_state` reads and writes, for a step of `TailTable.plan_state`."""
+        ...
+
+    def write_state(self, reads: ReadsT, index: int, recurrence: Recurrence) -> None:
+        """Run recurrence `index` over the tail, and write the state at the new body."""
         ...
 
 
@@ -124,6 +133,18 @@ class HeadReader:
         assert outputs is not None, "`schedule` puts every new row into a pass"
         return outputs
 
+    def plan_state(self, step: TailStep) -> HeadReads:
+        before, after, addresses = step.before, step.after, self._table.states.addresses
+        source, target = np.where(before.body < 0, NOTHING, addresses[before.body]), addresses[after.body]
+        one_pass = Pass(True, np.zeros(1, np.int64), before.body_at, after.body_at, source, target)
+        return HeadReads([self._run(one_pass, step.packed, before.tail)])
+
+    def write_state(self, reads: HeadReads, index: int, recurrence: Recurrence) -> None:
+        access, (own,) = self.access, reads.segments
+        assert own.tail_rows is not None, "`plan_state` reads tails"
+        states = States(self.specs[index], access.kernels, access.states[index], own)
+        _run_one(states, access.read_rows(index, own.tail_rows), recurrence)
+
 
 @dataclass(frozen=True)
 class TailReads:
@@ -197,6 +218,14 @@ class TailReader:
         access, tails = self.access, [self._tail(reads, flats) for flats in self._rings[index]]
         states = States(self.specs[index], access.kernels, access.states[index], reads.own, tails)
         return _run_one(states, rows, recurrence)
+
+    plan_state = plan
+
+    def write_state(self, reads: TailReads, index: int, recurrence: Recurrence) -> None:
+        # A recurrence need not work without rows, so it gets one, and nobody reads what comes of it.
+        table = self._table
+        row = torch.zeros(1, *self.specs[index].row_shape, dtype=table.dtype, device=table.store.device)
+        self.run(reads, index, row, recurrence)
 
     def _tail(self, reads: TailReads, flats: tuple[Prepared, ...]) -> Tail:
         """Return what kernels read of the tail with these rings."""

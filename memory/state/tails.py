@@ -26,7 +26,7 @@ from hybridmem.memory.blocks.holdings import Holding, LiveRows, Part, Record
 from hybridmem.memory.blocks.layout import BlockLayout
 from hybridmem.memory.blocks.pool import BlockPool
 from hybridmem.memory.blocks.store import Store
-from hybridmem.memory.errors import IntegrityError
+from hybridmem.memory.errors import CapacityError, IntegrityError
 from hybridmem.memory.interface import Dropped, Packed, References, Stretch
 from hybridmem.memory.sequences.folding import EMPTY_COLUMN, NOTHING, Columns, TailRules
 from hybridmem.memory.specs import RecurrentSpec, StateTensor
@@ -261,14 +261,38 @@ class TailTable:
             self.states.release(slots.kept[slot : slot + 1].copy())
             slots.kept_at[slot] = slots.kept[slot] = NOTHING
 
-    def slim(self, slot: int, length: int) -> None:
+    def plan_state(self, slot: int, length: int) -> TailStep | None:
+        """Allocate a state at the position of a slot of this length: a step whose body moves to its start.
+
+        With fold mode "defer" the step has a row of no meaning, and a tail of its own for it, which `slim` lets go of.
+        None: the slot has such a state, it is empty, or there is no room.
+        """
+        if not length or self._state_at(slot, length) != NOTHING:
+            return None
+        at, only = np.array([length + int(self.slots.offset[slot])]), np.zeros(1, np.int64)
+        before = self.slots.take(np.array([slot]))
+        after, fresh = Columns(before.table.copy()), np.full((4, 1), NOTHING)
+        try:
+            after.body_at[:], after.body[:] = at, self.states.allocate(1)
+            fresh[0] = after.body
+            if self.rules.defers:
+                fresh[3] = after.tail[:] = self.tails.allocate(1)
+        except BaseException as error:
+            self._free(fresh, np.ones(1, np.bool_))
+            if isinstance(error, CapacityError):
+                return None
+            raise
+        packed = Packed(np.array([slot]), at, np.array([0, 1]), at, only, at, only)
+        return TailStep(packed, before, after, fresh)
+
+    def slim(self, slot: int, length: int, step: TailStep | None) -> None:
         """Let a slot of this length hold only the state at its position. Then it cannot go back to an earlier position.
 
-        If there is no such state (fold mode "defer", or after a rollback), the slot stays as it is.
+        The state is that of `step`, which is from `plan_state`; without a step, one that the slot has. If there is none
+        at that position, the slot stays as it is.
         """
         slots, at = self.slots, length + int(self.slots.offset[slot])
-        roles = ((slots.body_at, slots.body), (slots.kept_at, slots.kept), (slots.head_at, slots.head))
-        state = next((int(ids[slot]) for where, ids in roles if where[slot] == at), NOTHING)
+        state = self._state_at(slot, length) if step is None else int(step.after.body[0])
         if state == NOTHING:
             return
         self._note(slot)
@@ -279,6 +303,14 @@ class TailTable:
         slots.floor[slot] = max(length, slots.floor[slot])
         self.states.release(gone)
         self.tails.release(gone_tail)
+        if step is not None and step.fresh[3, 0] != NOTHING:
+            self.tails.release(step.fresh[3])
+
+    def _state_at(self, slot: int, length: int) -> int:
+        """Return the id of a state at the position of a slot of this length; NOTHING if it has none."""
+        slots, at = self.slots, length + int(self.slots.offset[slot])
+        roles = ((slots.body_at, slots.body), (slots.kept_at, slots.kept), (slots.head_at, slots.head))
+        return next((int(ids[slot]) for where, ids in roles if where[slot] == at), NOTHING)
 
     def drop(self, dropped: Dropped) -> None:
         """Add the dropped tokens to the slot's position offset: its states still contain them."""

@@ -1,4 +1,7 @@
-"""A checkpoint without a tail holds one state and a page, and who returns to it goes on exactly."""
+"""A checkpoint without a tail holds one state and a page, and who returns to it goes on exactly.
+
+Where there is no state at its position, which is so with fold mode "defer" and after a rollback, one is computed.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,25 @@ from hybridmem.memory import (
     SpecError,
 )
 from hybridmem.memory.recurrences import linear_attention_spec, mamba1_spec, rwkv7_spec
+from hybridmem.memory.recurrences.registry import FAMILIES
 from hybridmem.memory.rotary import UNROTATED
 from tests.inside import layer_memories
-from tests.toy import VOCAB, Toy
+from tests.toy import VOCAB, FamilyToy, Toy
 
 TEXT = np.random.default_rng(0).integers(0, VOCAB, 400)
-FOLDS: Any = ["keep", "replay"]
+DEFERRED = ["ssd", "gated_delta", "kimi_delta", "linear_attention", "mamba1", "rwkv7", "short_conv"]
+FOLDS: Any = ["keep", "replay", *(f"defer, {family}" for family in DEFERRED)]
+DRY_FOLDS: Any = ["keep", "replay", "defer"]
 
 
-def make(fold: Any, **options: Any) -> tuple[HybridMemory, Toy]:
-    model = Toy()
+def make(fold: Any, **options: Any) -> tuple[HybridMemory, Any]:
+    fold, _, family = fold.partition(", ")
+    model = FamilyToy(FAMILIES[family]) if family else Toy()
     usual = {"budget": "8MiB", "rollback_window": 8, "page_tokens": 4, "poison": True}
     return HybridMemory(model.memory_spec, fold=fold, **usual | options), model
 
 
-def with_marks(memory: HybridMemory, model: Toy | None, *positions: int) -> tuple[Sequence, list[Sequence]]:
+def with_marks(memory: HybridMemory, model: Any, *positions: int) -> tuple[Sequence, list[Sequence]]:
     sequence, marks = memory.open(), []
     for position in positions:
         memory.run(model, {sequence: TEXT[sequence.length : position]})
@@ -85,7 +92,7 @@ def dry(spec: RecurrentSpec) -> MemorySpec:
     return MemorySpec(((spec,), (attention,), (spec,)), VOCAB, device=torch.device("meta"))
 
 
-@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("fold", DRY_FOLDS)
 @pytest.mark.parametrize("spec", [mamba1_spec(256, 16, 4), linear_attention_spec(4, 32, 32), rwkv7_spec(4, 32)])
 def test_each_holds_a_state_and_a_page(fold: Any, spec: Any) -> None:
     """A budget for 30 such checkpoints holds 30, beside the sequence and a step, and nothing else gives way."""
@@ -97,21 +104,14 @@ def test_each_holds_a_state_and_a_page(fold: Any, spec: Any) -> None:
     for _ in range(30):
         roomy.run(None, {sequence: np.ones(100, np.int64)})
         marks.append(roomy.checkpoint(sequence, holds_tail=False))
-        assert roomy.private_bytes(marks[-1]) == 0
+        assert roomy.private_bytes(marks[-1]) == (state if fold == "defer" else 0)
     roomy.run(None, {sequence: np.ones(100, np.int64)})
     roomy.check()
     assert max(roomy.private_bytes(mark) for mark in marks) <= state + page
     assert roomy.usage().used_bytes <= roomy.needed_bytes(3200) + 30 * (state + page)
 
 
-def test_what_is_deferred_has_no_state_to_keep() -> None:
-    memory = HybridMemory(dry(linear_attention_spec(4, 32, 32)), "8MiB", rollback_window=8, fold="defer")
-    sequence, (mark,) = with_marks(memory, None, 30)
-    assert mark.horizon < 30
-    memory.rollback(sequence, to=26)
-
-
-@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("fold", DRY_FOLDS)
 def test_tokens_can_be_dropped_behind_it(fold: Any) -> None:
     memory = HybridMemory(dry(linear_attention_spec(4, 32, 32)), "8MiB", rollback_window=8, fold=fold, page_tokens=4)
     _, (mark,) = with_marks(memory, None, 30)
@@ -147,15 +147,42 @@ def test_it_can_be_saved_and_swapped(fold: Any, tmp_path: Path) -> None:
         memory.check()
 
 
-def test_after_a_rollback_within_the_tail_it_holds_the_tail() -> None:
-    memory, model = make("keep")
+@pytest.mark.parametrize("fold", FOLDS)
+def test_a_state_within_the_tail_is_computed_and_the_tail_let_go(fold: Any) -> None:
+    """What the sequence and its forks hold is not touched, bit for bit, and they go on beside it."""
+    memory, model = make(fold)
     sequence, _ = with_marks(memory, model, 30)
+    ahead = memory.fork(sequence)
     memory.rollback(sequence, n_tokens=3)
-    mark = memory.checkpoint(sequence, holds_tail=False)
-    assert mark.horizon < mark.length == 67
+    plain, mark = memory.fork(sequence), memory.checkpoint(sequence)
+    memory.check()
+    assert mark.horizon == mark.length == sequence.length > sequence.horizon
+    from_mark = memory.fork(mark)
+    states = torch.stack([memory.run(model, {each: [5, 7, 1]}) for each in (plain, sequence, from_mark)])
+    assert torch.equal(states[0], states[1]) and torch.allclose(states[0], states[2], atol=1e-4)
+    own = make(fold)[0]
+    anew = own.open()
+    own.run(model, {anew: ahead.tokens})
+    assert torch.allclose(memory.run(model, {ahead: [2]}), own.run(model, {anew: [2]}), atol=1e-4)
     memory.check()
     with pytest.raises(SpecError, match="True or False"):
         memory.checkpoint(sequence, holds_tail="no")  # type: ignore[arg-type]
+
+
+def test_without_a_free_state_it_holds_the_tail() -> None:
+    """A full budget refuses no checkpoint, and neither does a memory on which no model has run."""
+    memory, model = make("defer, ssd", budget="24KiB")
+    sequence, _ = with_marks(memory, model, 30)
+    marks = [memory.checkpoint(sequence)]
+    while marks[-1].horizon == marks[-1].length and len(marks) < 1000:
+        marks.append(memory.checkpoint(sequence))
+    memory.check()
+    assert 1 < len(marks) < 1000 and marks[-1].horizon == sequence.horizon
+    for mark in marks[1:-1]:
+        memory.close(mark)
+    for mark in (marks[0], marks[-1]):
+        memory.rollback(sequence, to=mark)
+        assert memory.run(model, {sequence: [1]}).isfinite().all()
 
 
 def test_a_budget_that_an_error_names_is_enough_for_who_returned() -> None:
