@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hybridmem.models.weights.formats import WeightFormat
 
 Option = typer.Option
+_USUAL_CONTEXT_TOKENS = 32_768
 
 
 def plan(
@@ -21,14 +22,24 @@ def plan(
         str, Option(help='Name a checkpoint\'s folder, a config.json, a hub id, or "embedded". Weights are not read.')
     ] = "embedded",
     budget: Annotated[str, Option(help="The weights and memories share this many bytes, such as 160GiB.")] = "1GiB",
-    context: Annotated[str, Option(help="A session may grow to this many tokens, such as 32k (k is 1,024).")] = "32k",
+    context: Annotated[
+        str,
+        Option(
+            help="A session may grow to this many tokens, such as 32k (k is 1,024); auto takes the model's own context, "
+            "and 32k if its config names none."
+        ),
+    ] = "auto",
     window: Annotated[
         int, Option(min=0, help="The rollback window: this many tokens can be taken back without a checkpoint.")
     ] = 64,
     keep: Annotated[str, Option(help="Eviction policies keep this share of the context.")] = "20%",
     device: Annotated[
-        str, Option(help="The memory would live on this device. On a CPU it takes more bytes to be faster.")
-    ] = "cuda",
+        str,
+        Option(
+            help="The memory would live on this device; auto takes cuda if it is there, else cpu. On a CPU a memory "
+            "takes more bytes to be faster."
+        ),
+    ] = "auto",
     dtype: Annotated[
         str, Option(help="Compute in float32, bfloat16 or float16; auto takes the checkpoint's own.")
     ] = "auto",
@@ -55,6 +66,7 @@ def plan(
     from dataclasses import replace
 
     from hybridmem.chat.console import make_console
+    from hybridmem.chat.engine.context import find_context_tokens
     from hybridmem.chat.planning.quantities import read_share, read_tokens
     from hybridmem.chat.planning.report import Question, make_report
     from hybridmem.chat.planning.view import print_plan
@@ -63,12 +75,14 @@ def plan(
 
     is_counted = weights != "none"
     language_model, architecture = _read_model(model, dtype, weights if is_counted else "auto")
+    own_context = find_context_tokens(language_model.config) or _USUAL_CONTEXT_TOKENS
+    context_tokens = own_context if context == "auto" else read_tokens("--context", context)
     budget_bytes, taken = read_budget(budget), weight_bytes(language_model)
     spec = replace(language_model.memory_spec, device=_read_device(device), model=model).with_state_dtype(
         _read_state_dtype(state_dtype)
     )
     question = Question(
-        spec, architecture, budget_bytes, read_tokens("--context", context), window,
+        spec, architecture, budget_bytes, context_tokens, window,
         read_share("--keep", keep), 0 if encoder is None else read_tokens("--encoder", encoder), taken, is_counted,
     )  # fmt: skip
     report = make_report(question)
@@ -98,6 +112,8 @@ def _read_device(device: str) -> torch.device:
 
     from hybridmem.memory import SpecError
 
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.device(device)
     except RuntimeError as error:

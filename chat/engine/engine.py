@@ -34,6 +34,7 @@ from hybridmem.chat.engine.arguments import (
 )
 from hybridmem.chat.engine.callbacks import Callbacks
 from hybridmem.chat.engine.choose import Choose, choose_tokens
+from hybridmem.chat.engine.context import find_context_tokens, fit_reply
 from hybridmem.chat.engine.drafting import Drafting, Speculation
 from hybridmem.chat.engine.output import PLAIN, Output
 from hybridmem.chat.engine.requests import GREEDY, Generation, Job, OnToken, Request
@@ -84,6 +85,9 @@ class Engine:
             progress.
         clock: returns seconds. Tests replace it.
         choose: chooses the next tokens from a step's logits. Dry runs, which have no logits, replace it.
+        context_tokens: the most tokens of a prompt and its reply together. Longer prompts are refused, and replies end
+            there with "length". The default is what the model's config names, if it names a limit; then also
+            `engine.context_tokens`.
         speculation: where drafts come from, such as `Speculation(looks_up=True)` for the replies' own texts. Drafts
             change no reply, not even drawn ones; see `chat.decoding.speculative`.
     Raises:
@@ -105,6 +109,7 @@ class Engine:
         max_running: int = 64,
         clock: Callable[[], float] = time.perf_counter,
         choose: Choose = choose_tokens,
+        context_tokens: int | None = None,
         speculation: Speculation = _NO_SPECULATION,
     ) -> None:
         check_parts(model, memory, "Engine(model, memory, tokenizer)")
@@ -117,6 +122,9 @@ class Engine:
                 "more"
             )
         check_belonging(model, memory, prefixes)
+        if context_tokens is not None:
+            read_count("context_tokens", context_tokens, 1)
+        self.context_tokens = context_tokens or find_context_tokens(getattr(model, "config", None))
         self.model = model
         self.memory = memory
         self.prefixes = prefixes
@@ -187,8 +195,9 @@ class Engine:
             prediction: token ids that most of the reply is expected to repeat. They serve as drafts, and do not change
                 the reply.
         Raises:
-            BatchError: wrong arguments. SequenceError: a bad handle, or one that is in use. CapacityError: a prompt
-            that the memory's whole budget could not hold. Nothing has changed then.
+            BatchError: wrong arguments, or a prompt that is longer than the model's context. SequenceError: a bad
+            handle, or one that is in use. CapacityError: a prompt that the memory's whole budget could not hold.
+            Nothing has changed then.
         """
         options = {
             "sequence": sequence, "max_tokens": max_tokens, "sampling": sampling, "stop": stop, "output": output,
@@ -226,10 +235,11 @@ class Engine:
             return self._add([first, *others])
 
     def _read(self, token_ids: Any, options: dict[str, Any]) -> Request:
-        self._require_possible(token_ids, options.get("sequence"))
+        n_base = self._require_possible(token_ids, options.get("sequence"))
         request = Request.read(token_ids, options, self.stop_ids, self.memory.spec.vocab_size)
         check_can_decode(self.memory, self.tokenizer, request.sequence, request.stop)
-        return request
+        max_tokens = fit_reply(n_base + len(request.token_ids), request.max_tokens, self.context_tokens)
+        return request if max_tokens == request.max_tokens else replace(request, max_tokens=max_tokens)
 
     def _add(self, choices: list[Request]) -> list[Generation]:
         streams = [TextStream(self.tokenizer, each.stop, shows_special=each.output.shows_special) for each in choices]
@@ -237,10 +247,11 @@ class Engine:
         self._serving.wake()
         return generations
 
-    def _require_possible(self, token_ids: object, sequence: Sequence | None) -> None:
+    def _require_possible(self, token_ids: object, sequence: Sequence | None) -> int:
         """Raise CapacityError if a prompt is too long for the budget, before its tokens are read.
 
-        The check assumes the shortest steps, to which the engine falls back when room is short.
+        Returns how many tokens the sequence holds. The check assumes the shortest steps, to which the engine falls
+        back when room is short.
         """
         n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
         n_tokens = int(count_tokens([token_ids])[0])
@@ -248,6 +259,7 @@ class Engine:
             self.memory.counters.require_possible(n_tokens, n_held=n_base, max_tokens=1)
             # Shorter prompts fit as well, so only longer ones need the check from now on.
             self._n_possible = n_base + n_tokens
+        return n_base
 
     def cancel(self, generation: Generation) -> None:
         """End a generation as it is. Nothing happens if it has ended.

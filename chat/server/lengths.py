@@ -16,8 +16,7 @@ def find_context_tokens(engine: Engine, wanted: int | None) -> int:
 
     Cost: a dry run of about 64 steps.
     """
-    named = getattr(engine.model.config, "max_position_embeddings", None)
-    limit = min(n for n in (wanted, named, _MOST_TOKENS) if n is not None)
+    limit = min(n for n in (wanted, engine.context_tokens, _MOST_TOKENS) if n is not None)
     memory = engine.memory
     dry = HybridMemory(
         memory.spec, memory.budget_bytes, device="meta",

@@ -23,9 +23,9 @@ GIB = 1 << 30
 
 
 def plan(name: str, *options: str) -> dict[str, Any]:
-    """Return the plan of a published config, by default of a budget for memories alone."""
-    path = str(CONFIGS / f"{name}.json")
-    result = CliRunner().invoke(app, ["plan", "--model", path, "--json", "--weights", "none", *options])
+    """Return the plan of a published config, by default of a budget for memories alone, on a GPU."""
+    usual = ["--model", str(CONFIGS / f"{name}.json"), "--json", "--weights", "none", "--device", "cuda"]
+    result = CliRunner().invoke(app, ["plan", *usual, *options])
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
 
@@ -134,7 +134,7 @@ def test_no_session_fits_beside_weights_that_do_not() -> None:
 def test_a_terminal_gets_tables(tmp_path: Path) -> None:
     hostile = tmp_path / "[bold]\x1b[31mred.json"
     hostile.write_text((CONFIGS / "jamba-1.5-mini.json").read_text())
-    result = CliRunner().invoke(app, ["plan", "--model", str(hostile), "--budget", "100GiB", "--context", "2k"])
+    result = CliRunner().invoke(app, ["plan", "--model", str(hostile), "--budget", "100GiB", "--device", "cuda"])
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout and "[bold]\\x1b[31mred.json" in result.stdout.replace("\n", "")
     for word in (
@@ -148,8 +148,18 @@ def test_a_terminal_gets_tables(tmp_path: Path) -> None:
         "not possible",
     ):
         assert word in result.stdout
+    assert "on cuda: 262,144 tokens a session" in " ".join(result.stdout.split()), "the config's own context"
     encoder = CliRunner().invoke(app, ["plan", "--context", "1k", "--encoder", "10"])
     assert encoder.exit_code == 1 and "no encoder" in encoder.stderr
+
+
+def test_it_plans_for_what_is_there() -> None:
+    """By default for this machine's device and the model's own context, or 32k tokens where a config names none."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, n_tokens in {"mamba2-2.7b": 32_768, "jamba-1.5-mini": 262_144}.items():
+        options = ["--model", str(CONFIGS / f"{name}.json"), "--json", "--weights", "none"]
+        found = json.loads(CliRunner().invoke(app, ["plan", *options]).stdout)
+        assert (found["device"], found["context_tokens"]) == (device, n_tokens)
 
 
 @pytest.mark.parametrize(
