@@ -25,8 +25,8 @@ def plan(
     context: Annotated[
         str,
         Option(
-            help="A session may grow to this many tokens, such as 32k (k is 1,024); auto takes the model's own context, "
-            "and 32k if its config names none."
+            help="A session may grow to this many tokens, such as 32k (k is 1,024); auto takes the model's own "
+            "context, and 32k if its config names none."
         ),
     ] = "auto",
     window: Annotated[
