@@ -330,6 +330,11 @@ class Coordinator(Lifetime):
             made.append(copy)
         return copy
 
+    @locked
+    def slim_checkpoint(self, sequence: Sequence, made: list[Sequence]) -> Sequence:
+        """Make a checkpoint without a tail. Raises SequenceError, or CapacityError."""
+        return self.room.make(lambda: self.copy(sequence, True, False, made))
+
     def handed_over(self, make: Callable[..., _T], *arguments: Any) -> _T:
         """Return what `make(*arguments, made)` returns.
 

@@ -193,17 +193,20 @@ class HybridMemory:
 
         Args:
             holds_tail: if True, it also holds the tail and up to two more states. A sequence that has returned to it
-                can then go back as far as the sequence can now. It holds the tail in any case if no state can be
-                computed, because the budget has no room for one, or because no model has run on this memory.
+                can then go back as far as the sequence can now. It holds the tail in any case if there is no state at
+                its position, and no model has run on this memory since it was made.
         Raises:
-            SequenceError: a bad handle. SpecError: `holds_tail` is neither True nor False.
+            SequenceError: a bad handle. SpecError: `holds_tail` is neither True nor False. CapacityError: there is no
+            room for a state that must be computed; with `holds_tail=True` none is.
         """
         if excess or unknown:
             refuse_arguments("memory.checkpoint", excess, unknown)
         if not isinstance(holds_tail, bool):
             raise SpecError(f"holds_tail={holds_tail!r}; give True or False")
         with uninterrupted_call() as _until_return:
-            return self._coordinator.handed_over(self._coordinator.copy, sequence, True, holds_tail)
+            if not holds_tail:
+                return self._coordinator.handed_over(self._coordinator.slim_checkpoint, sequence)
+            return self._coordinator.handed_over(self._coordinator.copy, sequence, True, True)
 
     def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
         """Permute memories: each key continues as its value was, all at once.

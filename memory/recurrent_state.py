@@ -75,8 +75,8 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
     def slim(self, slot: int, length: int) -> None:
         """Let a slot of this length hold only the state at its position, which is computed if there is none.
 
-        The slot stays as it is where that cannot be: no state is free, or the model has not run on this memory yet.
-        Cost: nothing if there is a state; else each recurrence runs over the tail.
+        The slot stays as it is where there is none, and no model has run on this memory that could compute it. Raises
+        CapacityError. Cost: nothing if there is a state; else each recurrence runs over the tail.
         """
         specs, is_dry = self.reader.specs, self.table.store.is_dry
         can_run = is_dry or len(self._recurrences) == len(specs)

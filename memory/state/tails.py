@@ -265,22 +265,24 @@ class TailTable:
         """Allocate a state at the position of a slot of this length: a step whose body moves to its start.
 
         With fold mode "defer" the step has a row of no meaning, and a tail of its own for it, which `slim` lets go of.
-        None: the slot has such a state, it is empty, or there is no room.
+        None: the slot has such a state, or is empty. Raises CapacityError with nothing changed.
         """
         if not length or self._state_at(slot, length) != NOTHING:
             return None
         at, only = np.array([length + int(self.slots.offset[slot])]), np.zeros(1, np.int64)
-        before = self.slots.take(np.array([slot]))
+        before, arena, defers = self.slots.take(np.array([slot])), self.store.arena, self.rules.defers
         after, fresh = Columns(before.table.copy()), np.full((4, 1), NOTHING)
+        needed, free = self.states.block_bytes + defers * self.tails.block_bytes, arena.free_bytes
         try:
             after.body_at[:], after.body[:] = at, self.states.allocate(1)
             fresh[0] = after.body
-            if self.rules.defers:
+            if defers:
                 fresh[3] = after.tail[:] = self.tails.allocate(1)
         except BaseException as error:
             self._free(fresh, np.ones(1, np.bool_))
             if isinstance(error, CapacityError):
-                return None
+                what = "a checkpoint's state, which is computed from its tail unless holds_tail=True, needs"
+                raise CapacityError.of(what, needed, free, arena.capacity_bytes, arena.unit) from None
             raise
         packed = Packed(np.array([slot]), at, np.array([0, 1]), at, only, at, only)
         return TailStep(packed, before, after, fresh)

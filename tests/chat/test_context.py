@@ -37,7 +37,7 @@ def test_a_reply_ends_with_the_context() -> None:
     assert [len(each.token_ids) for each in (whole, one, *choices)] == [10, 1, 5, 5]
     assert {each.finish_reason for each in (whole, one, *choices)} == {"length"}
     assert whole.sequence is not None and whole.sequence.length == 39
-    with pytest.raises(BatchError, match="maximum context length is 40 tokens. However, the prompt has 41"):
+    with pytest.raises(BatchError, match=r"maximum context length is 40 tokens\. However, the prompt has 41"):
         engine.submit([1, 2], sequence=whole.sequence)
     fed = engine.submit([1], sequence=whole.sequence, max_tokens=0)
     engine.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +99,21 @@ class Traffic:
             for sequence in live[:: self.random.choice([2, 3])]:
                 memory.close(sequence)
         elif move < 0.9:
-            self.random.choice([memory.fork, memory.checkpoint])(self.random.choice(live))
+            self.attempt(self.random.choice([memory.fork, memory.checkpoint]), self.random.choice(live))
         elif move < 0.95 or not away:
             memory.swap_out(self.random.choice(live))
         else:
-            try:
-                memory.swap_in(self.random.choice(away))
-            except CapacityError as error:
-                self.refusals.append(error)
+            self.attempt(memory.swap_in, self.random.choice(away))
 
     def feed(self, counts: dict[Sequence, int]) -> bool:
         """Feed sequences so many tokens each; True if there was room."""
+        tokens = {sequence: np.ones(n, np.int64) for sequence, n in counts.items()}
+        return self.attempt(partial(self.memory.run, None), tokens)
+
+    def attempt(self, call: Callable[[Any], object], argument: Any) -> bool:
+        """Call, and keep the error if there is no room; True if there was room."""
         try:
-            self.memory.run(None, {sequence: np.ones(n, np.int64) for sequence, n in counts.items()})
+            call(argument)
         except CapacityError as error:
             self.refusals.append(error)
             return False

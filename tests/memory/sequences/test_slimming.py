@@ -169,20 +169,39 @@ def test_a_state_within_the_tail_is_computed_and_the_tail_let_go(fold: Any) -> N
         memory.checkpoint(sequence, holds_tail="no")  # type: ignore[arg-type]
 
 
-def test_without_a_free_state_it_holds_the_tail() -> None:
-    """A full budget refuses no checkpoint, and neither does a memory on which no model has run."""
+def test_without_room_for_a_state_it_is_refused_unless_it_holds_the_tail() -> None:
+    """Then nothing has changed, and the budget that the error names is enough."""
     memory, model = make("defer, ssd", budget="24KiB")
-    sequence, _ = with_marks(memory, model, 30)
-    marks = [memory.checkpoint(sequence)]
-    while marks[-1].horizon == marks[-1].length and len(marks) < 1000:
-        marks.append(memory.checkpoint(sequence))
+    sequence, marks = memory.open(), list[Sequence]()
+    memory.run(model, {sequence: TEXT[:30]})
+    with pytest.raises(CapacityError, match="computed from its tail unless holds_tail=True") as caught:
+        while True:
+            marks.append(memory.checkpoint(sequence))
     memory.check()
-    assert 1 < len(marks) < 1000 and marks[-1].horizon == sequence.horizon
-    for mark in marks[1:-1]:
+    large = memory.checkpoint(sequence, holds_tail=True)
+    assert marks and large.horizon == sequence.horizon < 30 == marks[-1].horizon
+    for mark in marks[1:]:
         memory.close(mark)
-    for mark in (marks[0], marks[-1]):
+    for mark in (marks[0], large):
         memory.rollback(sequence, to=mark)
         assert memory.run(model, {sequence: [1]}).isfinite().all()
+    n_bytes = int(str(caught.value).split("larger budget, of ")[1].split()[0].replace(",", ""))
+    roomy, model = make("defer, ssd", budget=n_bytes)
+    sequence = roomy.open()
+    roomy.run(model, {sequence: TEXT[:30]})
+    assert [roomy.checkpoint(sequence).horizon for _ in range(len(marks) + 1)] == [30] * (len(marks) + 1)
+
+
+def test_a_memory_on_which_no_model_has_run_holds_the_tail(tmp_path: Path) -> None:
+    memory, model = make("defer, ssd")
+    sequence = memory.open()
+    memory.run(model, {sequence: TEXT[:30]})
+    memory.save(sequence, tmp_path / "one.safetensors")
+    other = make("defer, ssd")[0]
+    loaded = other.load(tmp_path / "one.safetensors")
+    assert other.checkpoint(loaded).horizon == loaded.horizon < 30
+    other.run(model, {loaded: [1]})
+    assert other.checkpoint(loaded).horizon == 31
 
 
 def test_a_budget_that_an_error_names_is_enough_for_who_returned() -> None:
