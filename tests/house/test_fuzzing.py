@@ -13,7 +13,7 @@ import pytest
 from fuzzing.running import draw, judge
 from fuzzing.targets import TARGETS, make_target
 from hybridmem.memory.errors import FormatError, SpecError
-from hybridmem.models.loading.gguf.header import check_header
+from hybridmem.models.loading.gguf.header import Header
 
 N_INPUTS = int(os.environ.get("FUZZING", "12"))
 SLOW = {"chat", "tokenizer"}
@@ -35,16 +35,16 @@ def test_former_findings_stay_mended(path: Path, tmp_path: Path) -> None:
 
 
 def test_an_array_that_leads_out_of_a_gguf_file_is_refused(tmp_path: Path) -> None:
-    """The `gguf` package would count to its end."""
+    """A reader that believes it would count to its end."""
     path = tmp_path / "model.gguf"
     key = b"general.architecture"
     value = len(key).to_bytes(8, "little") + key + (9).to_bytes(4, "little") + (4).to_bytes(4, "little")
     head = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + (1).to_bytes(8, "little") + value
     path.write_bytes(head + (1 << 60).to_bytes(8, "little"))
     with pytest.raises(ValueError, match="bytes at byte"):
-        check_header(path)
+        Header(path)
     path.write_bytes(head + (2).to_bytes(8, "little") + bytes(8))
-    check_header(path)
+    Header(path)
 
 
 class _Reader:

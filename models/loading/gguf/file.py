@@ -1,4 +1,4 @@
-"""Reads the metadata and tensors of GGUF files, by the `gguf` package.
+"""Reads the metadata and tensors of GGUF files.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +15,8 @@ from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.loading.gguf.header import check_header
+from hybridmem.models.loading.gguf.header import Header, StoredTensor
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from gguf import ReaderTensor
 
 SUFFIX = ".gguf"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -60,30 +57,20 @@ class GgufFile:
 
     Raises:
         FormatError: a file is missing or damaged.
-        UnsupportedModelError: the `gguf` package is not installed.
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            from gguf import GGUFReader
-        except ImportError as error:
-            raise UnsupportedModelError(
-                f"{path} needs the gguf package, which is not installed; install hybridmem[gguf]"
-            ) from error
         self.path = path
-        readers = []
+        headers = []
         for part in _shards(path):
             if not part.exists():
                 raise FormatError(f"{part} is missing; the model is incomplete, download it again")
             try:
-                check_header(part)
-                readers.append(GGUFReader(part))
-            except Exception as error:  # it indexes into whatever the file says
-                raise FormatError(
-                    f"{part} is no GGUF file, or damaged ({type(error).__name__}: {error}); download it again"
-                ) from error
-        self._fields = readers[0].fields
-        self._tensors: dict[str, ReaderTensor] = {tensor.name: tensor for r in readers for tensor in r.tensors}
+                headers.append(Header(part))
+            except (ValueError, OSError) as error:
+                raise FormatError(f"{part} is no GGUF file, or damaged ({error}); download it again") from error
+        self._fields = headers[0].fields
+        self._tensors: dict[str, StoredTensor] = {name: t for header in headers for name, t in header.tensors.items()}
         self.architecture = str(self.value("general.architecture"))
 
     def __contains__(self, name: str) -> bool:
@@ -104,10 +91,7 @@ class GgufFile:
             if default is None and is_needed:
                 raise FormatError(f"{self.path} does not say {key}; convert the model again")
             return default
-        try:
-            return self._fields[key].contents()
-        except Exception as error:
-            raise FormatError(f"{self.path} is damaged at {key}: {error}; download it again") from error
+        return self._fields[key]
 
     def values_below(self, prefix: str) -> dict[str, Any]:
         """Return the values of all keys that begin with this, by what follows it."""
@@ -119,33 +103,31 @@ class GgufFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, its last axis the one that is contiguous."""
-        return tuple(int(n) for n in reversed(self._tensors[name].shape))
+        return self._tensors[name].shape
 
     def stored_dtype(self, name: str) -> str:
         """Return the name of a tensor's type, such as "Q4_K"."""
-        return str(self._tensors[name].tensor_type.name)
+        return self._tensors[name].type.name
 
     def n_bytes(self, name: str) -> int:
         """Return the bytes of a tensor in the file."""
-        return int(self._tensors[name].n_bytes)
+        return self._tensors[name].data.nbytes
 
     def holds_equal(self, name: str, other: str) -> bool:
         """True if two tensors have the same type and shape, and the same bytes."""
         one, another = (self._tensors[n] for n in (name, other))
-        if one.tensor_type != another.tensor_type or self.shape(name) != self.shape(other):
+        if one.type != another.type or one.shape != another.shape:
             return False
-        n_parts = ceil_div(max(1, int(one.n_bytes)), _AT_ONCE)
+        n_parts = ceil_div(max(1, one.data.nbytes), _AT_ONCE)
         pairs = zip(np.array_split(one.data, n_parts), np.array_split(another.data, n_parts), strict=True)
         return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
     def is_quantised(self) -> bool:
         """True if any tensor has fewer than 16 bits a number."""
-        return any(t.tensor_type.name not in ("F32", "F16", "BF16") for t in self._tensors.values())
+        return any(t.type.name not in ("F32", "F16", "BF16") for t in self._tensors.values())
 
     def read(self, name: str, dtype: torch.dtype, index: int | None = None) -> Tensor:
         """Return a tensor, or one entry of its first axis: in its own dtype if it is a float, else in `dtype`."""
-        from gguf.quants import dequantize
-
         stored = self._tensors[name]
         kind, shape = self.stored_dtype(name), self.shape(name)
         data = stored.data if index is None else stored.data[index]
@@ -154,12 +136,15 @@ class GgufFile:
             return torch.from_numpy(np.array(data)).reshape(shape)
         if kind == "BF16":
             return torch.from_numpy(np.array(data).view(np.uint16)).view(torch.bfloat16).reshape(shape)
-        rows = data.reshape(-1, data.shape[-1])
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        rows, number = data.reshape(-1, data.shape[-1]), GGMLQuantizationType(stored.number)
         out = torch.empty(rows.shape[0], shape[-1], dtype=dtype)
         step = max(1, _AT_ONCE // shape[-1])
         try:
             for i in range(0, len(rows), step):
-                out[i : i + step] = torch.from_numpy(dequantize(rows[i : i + step], stored.tensor_type))
+                out[i : i + step] = torch.from_numpy(dequantize(rows[i : i + step], number))
         except NotImplementedError as error:
             raise UnsupportedModelError(
                 f"{name} in {self.path} is stored as {kind}, which the gguf package cannot read; give a file in "

@@ -1,49 +1,218 @@
-"""Makes a tokenizer from a GGUF file, by transformers where it knows the kind."""
+"""Builds the tokenizer of a GGUF file from the fields of its header.
+
+The ids are those that llama.cpp gives. Its kinds of vocabularies are byte-level BPE ("gpt2", with a `pre` that says how
+texts are cut), BPE over characters ("gemma4"), SentencePiece's BPE by scores ("llama") and RWKV's World ("rwkv").
+"""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.gguf.file import GgufFile
+from hybridmem.models.loading.gguf.pre_tokenizers import DEFAULT, PRE_TOKENIZERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+"""llama.cpp's types of tokens that are found in texts before anything else."""
+
+_ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
+    "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>", "<|eom_id|>",
+)  # fmt: skip
+"""Tokens with these names end turns, whatever type the file gives them."""
+
+_SPACE = "▁"
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+"""transformers' names of special tokens -> those of GGUF, which really spells one of them so."""
 
 
 def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, with its chat template.
 
-    Raises FormatError if there is none, or it cannot be read.
+    Raises FormatError if there is none, it is of a kind that is not known, or it contradicts itself.
     """
     file = GgufFile(path)
-    try:
-        if file.value("tokenizer.ggml.model", is_needed=False) == "rwkv":
-            return _load_world(file)
-        tokenizer = _load_known(path)
-        if named := file.values_below(
-            "tokenizer.chat_template."
-        ):  # A request with tools takes "tool_use", for example.
-            tokenizer.chat_template = {"default": tokenizer.chat_template, **named}
-        ends = [file.value(f"tokenizer.ggml.{name}_token_id", is_needed=False) for name in ("eot", "eom")]
-        tokenizer.end_token_ids = [int(i) for i in ends if i is not None]
-        return tokenizer
-    except FormatError:
-        raise
-    except Exception as error:  # it indexes into whatever the file says
+    model = file.value("tokenizer.ggml.model", is_needed=False)
+    if model == "rwkv":
+        tokenizer = _load_world(file)
+    elif model in _KINDS:
+        with _without_collection():
+            tokenizer = _load_fast(file, model)
+    else:
+        known = ", ".join([*_KINDS, "rwkv"])
         raise FormatError(
-            f"{path} has no tokenizer that can be read ({type(error).__name__}: {error}); load one from a folder"
-        ) from error
+            f"{path} has no tokenizer that can be read: its kind is {model!r}, and those of {known} are known; put "
+            "tokenizer.json into a folder and load the tokenizer from there"
+        )
+    if named := file.values_below("tokenizer.chat_template."):  # A request with tools takes "tool_use", for example.
+        tokenizer.chat_template = {"default": tokenizer.chat_template, **named}
+    ends = [file.value(f"tokenizer.ggml.{name}_token_id", is_needed=False) for name in ("eot", "eom")]
+    tokenizer.end_token_ids = [int(i) for i in ends if i is not None]
+    return tokenizer
 
 
-def _load_known(path: Path) -> PreTrainedTokenizerBase:
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Let Python's collector rest: it would look at half a million new pairs of strings again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _load_fast(file: GgufFile, model: str) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
-    architecture, tokens, config = get_gguf_tokenizer(str(path))
-    backend, more = convert_gguf_tokenizer(architecture, tokens)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **config, **more)
+    tokens = _tokens_of(file)
+    usual = {"bos": 1, "eos": 2, "unk": 0} if model == "llama" else {}
+    roles = {role: _id_of(file, name, tokens, usual.get(role)) for role, name in _ROLES.items()}
+    adds_bos, backend = _KINDS[model](file, tokens)
+    added = _added_tokens(file, tokens)
+    backend.add_special_tokens([token for token in added if token.special])
+    backend.add_tokens([token for token in added if not token.special])
+    if backend.get_vocab_size() != len(tokens):
+        raise FormatError(
+            f"{file.path} has {len(tokens):,} tokens that make {backend.get_vocab_size():,}; get it again"
+        )
+    names = {role: tokens[i] for role, i in roles.items() if i is not None}
+    # llama.cpp adds it for Gemma 4 whatever the file says, because files say it wrongly.
+    bos = "bos" in names and (bool(file.value("tokenizer.ggml.add_bos_token", adds_bos)) or model == "gemma4")
+    eos = "eos" in names and bool(file.value("tokenizer.ggml.add_eos_token", False))
+    around = [*([names["bos"]] if bos else []), "$A", *([names["eos"]] if eos else [])]
+    if len(around) > 1:
+        special = [(name, tokens.index(name)) for name in around if name != "$A"]
+        backend.post_processor = processors.TemplateProcessing(single=around, pair=None, special_tokens=special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_Given(backend),
+        chat_template=file.value("tokenizer.chat_template", is_needed=False),
+        clean_up_tokenization_spaces=False,
+        **{f"{role}_token": name for role, name in names.items()},
+    )
+
+
+class _Given:
+    """Gives a tokenizer to transformers, which would copy it: for a large vocabulary that takes seconds."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, _: Any) -> Tokenizer:
+        return self._backend
+
+
+def _tokens_of(file: GgufFile) -> list[str]:
+    """Return the tokens by their ids. Raises FormatError if two are spelled alike."""
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(file.value("tokenizer.ggml.tokens"))]
+    if len(set(tokens)) < len(tokens):
+        seen = set[str]()
+        twice = next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value]
+        raise FormatError(f"{file.path} has several tokens {twice!r}; convert the model again")
+    return tokens
+
+
+def _id_of(file: GgufFile, name: str, tokens: list[str], usual: int | None = None) -> int | None:
+    """Return the id of a special token, if the file names one that exists; else the usual one."""
+    found = file.value(f"tokenizer.ggml.{name}_token_id", is_needed=False)
+    return int(found) if found is not None and 0 <= int(found) < len(tokens) else usual
+
+
+def _added_tokens(file: GgufFile, tokens: list[str]) -> list[AddedToken]:
+    """Return the tokens that are found in a text before it is cut: special ones, and those that users have defined."""
+    kinds = file.value("tokenizer.ggml.token_type", is_needed=False) or [1] * len(tokens)
+    ends = set(_ENDS)
+    is_phi_3 = any(name in str(file.value("general.name", "")).lower() for name in ("phi-3", "phi3"))
+    found = []
+    for token, kind in zip(tokens, kinds, strict=False):
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or token in ends:
+            # Phi-3 was trained without the white space that its template writes behind these.
+            strips = is_phi_3 and token not in ("<unk>", "<s>", "<|endoftext|>")
+            is_special = kind != _USER_DEFINED or token in ends
+            found.append(AddedToken(token, special=is_special, normalized=False, rstrip=strips))
+    return found
+
+
+def _bytes_bpe(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
+    """Build byte-level BPE, as GPT-2 and most others have it."""
+    name = file.value("tokenizer.ggml.pre", is_needed=False)
+    if name is not None and name not in PRE_TOKENIZERS:
+        raise FormatError(
+            f"{file.path} cuts texts as {name!r} (tokenizer.ggml.pre), which is not known; put tokenizer.json into a "
+            "folder and load the tokenizer from there"
+        )
+    own = DEFAULT if name is None else PRE_TOKENIZERS[name]
+    backend = Tokenizer(_bpe(file, tokens, ignore_merges=own.ignores_merges))
+    cuts = [pre_tokenizers.Split(Regex(each), "isolated") for each in own.expressions]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return own.adds_bos, backend
+
+
+def _characters_bpe(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
+    """Build BPE over characters with a mark for spaces, as Gemma 4 has it. Only line ends cut a text."""
+    backend = Tokenizer(_bpe(file, tokens, byte_fallback=True, unk_token=_unknown(file, tokens), ignore_merges=False))
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
+    backend.decoder = _space_decoder(strips=False)
+    return True, backend
+
+
+def _bpe(file: GgufFile, tokens: list[str], **options: Any) -> models.BPE:
+    merges = [_pair(merge) for merge in file.value("tokenizer.ggml.merges")]
+    return models.BPE(dict(zip(tokens, count(), strict=False)), merges, **options)
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    """Return the two parts of a merge, which a space divides. The first part may itself begin with a space."""
+    at = merge.find(" ", 1)
+    return merge[:at], merge[at + 1 :]
+
+
+def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
+    """Build SentencePiece's BPE: of all neighbours that make a token, those merge first whose token scores highest."""
+    scores, ids = file.value("tokenizer.ggml.scores"), dict(zip(tokens, count(), strict=False))
+    if len(scores) < len(tokens):
+        raise FormatError(f"{file.path} has {len(scores):,} scores for {len(tokens):,} tokens; convert the model again")
+    order = sorted(range(len(tokens)), key=lambda i: -scores[i])
+    merges = [
+        (token[:at], token[at:])
+        for token in map(tokens.__getitem__, order)
+        for at in range(1, len(token))
+        if token[:at] in ids and token[at:] in ids
+    ]
+    backend = Tokenizer(models.BPE(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=_unknown(file, tokens)))
+    adds_space = bool(file.value("tokenizer.ggml.add_space_prefix", True))
+    spaces = normalizers.Replace(" ", _SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if adds_space else spaces
+    backend.decoder = _space_decoder(strips=adds_space)
+    return True, backend
+
+
+def _unknown(file: GgufFile, tokens: list[str]) -> str:
+    return tokens[_id_of(file, "unknown", tokens, 0) or 0]
+
+
+def _space_decoder(*, strips: bool) -> Any:
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if strips else [])])
+
+
+_KINDS = {"gpt2": _bytes_bpe, "gemma4": _characters_bpe, "llama": _sentence_piece}
+"""The value of `tokenizer.ggml.model` -> what builds its tokenizer, and says whether texts begin with a bos token."""
 
 
 def _load_world(file: GgufFile) -> PreTrainedTokenizerBase:
