@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hybridmem.chat.prompts import Tokenizer, encode_chat
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server.chat_prompts import encode_messages
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.schema import ChatRequest, CompletionRequest, read_request
 from hybridmem.chat.server.texts import Texts
@@ -91,7 +92,7 @@ class PromptReader:
         asked = read_request(ChatRequest, request.body)
         messages = [message.as_template_knows() for message in asked.messages]
         texts = asked.with_template(texts, self._template)
-        return _reading(encode_chat(texts, messages, parse_special=self._parse_special), asked, request)
+        return _reading(encode_messages(texts, messages, parse_special=self._parse_special), asked, request)
 
     def _read_completion(self, texts: Tokenizer, request: ForwardedRequest) -> Reading:
         asked = read_request(CompletionRequest, request.body)

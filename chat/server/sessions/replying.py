@@ -28,6 +28,7 @@ from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.server.sessions.speaking import Speaking
 from hybridmem.chat.server.sessions.writing import Writing
 from hybridmem.chat.server.shaping import NewReader
+from hybridmem.chat.server.streams import WAITING_SECONDS
 from hybridmem.chat.stored.continuing import Prompt, tokens_of_text
 from hybridmem.chat.stored.items import make_nodes, make_title
 from hybridmem.chat.stored.nodes import Ids, Item, Node, StoredSession
@@ -89,7 +90,7 @@ class Replying:
         self._response: Response = about | (place.names or {}) | {"instructions": instructions}
         self._inputs = make_nodes(session.id, place.path[-1].id if place.path else None, place.items)
         self._events = Events()
-        self._writing = Writing(self._events, new_id)
+        self._writing = Writing(self._events, new_id, asked.namespaces)
         self._has_ended = False
         self._told: dict[str, Any] = {}
 
@@ -97,6 +98,7 @@ class Replying:
         """Generate a reply, and send it whole or as a stream. Raises ApiError."""
         service, asked, opening = self._repository.service, self._asked, self._place.opening
         prompt, output, new_reader = await self._make_prompt(n_bytes=len(await request.body()))
+        exchange_of(request.scope).note_left_out([*asked.left_out, *asked.left_out_of(service.shaping.habits.template)])
         token_ids = [*prompt.token_ids, *opening]
         limits = service.options.default_tokens, service.context_tokens
         n_reply = check_length(len(token_ids), asked.max_output_tokens, *limits, param="input")
@@ -155,7 +157,10 @@ class Replying:
         try:
             for event in speaking.begin():
                 yield event
-            while (piece := await replies.next()) is not None:
+            async for piece in replies.pieces(WAITING_SECONDS):
+                if piece is None:
+                    yield events.of_response("in_progress", self._response)
+                    continue
                 if piece.progress is not None:
                     yield events.of_response("in_progress", self._response, prompt_progress=piece.progress)
                 for event in speaking.add(piece):

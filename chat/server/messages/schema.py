@@ -1,0 +1,136 @@
+"""Reads requests of Anthropic's Messages API, and returns each as the request for a chat that means the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from hybridmem.chat.server.checked import ANY, Checked, Neutral, read_request
+from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.messages.blocks import ChatMessage, read_messages, read_system
+from hybridmem.chat.server.schema import ChatRequest
+from hybridmem.chat.tools.calls import ANY_OBJECT
+
+Tools = Annotated[list[dict[str, Any]], Field(max_length=1024)]
+
+
+class ToolChoice(Checked):
+    """Holds which tools a reply may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Checked):
+    """Holds whether the model is to think. A budget of tokens is not enforced."""
+
+    neutral: ClassVar[Neutral] = {"budget_tokens": ANY, "display": ANY}
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class OutputConfig(Checked):
+    """Holds the form of a reply, and how much effort it is worth."""
+
+    neutral: ClassVar[Neutral] = {"task_budget": ANY}
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class PromptRequest(Checked):
+    """Holds the fields from which a prompt is made. It is the request to POST /v1/messages/count_tokens."""
+
+    neutral: ClassVar[Neutral] = {
+        "cache_control": ANY,
+        "diagnostics": ANY,
+        "mcp_servers": ([],),
+        "user_profile_id": ANY,
+        "workspace_id": ANY,
+    }
+    noted: ClassVar[Mapping[str, str]] = {"context_management": "no context is shortened here"}
+    left_out: tuple[str, ...] = ()
+    model: str
+    messages: Annotated[list[ChatMessage], BeforeValidator(read_messages)]
+    system: Annotated[str, BeforeValidator(read_system)] = ""
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+
+    def chat_fields(self) -> dict[str, Any]:
+        """Return the same as the fields of a chat."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        fields: dict[str, Any] = {"model": self.model, "messages": [*system, *self.messages]}
+        if self.tools:
+            fields["tools"] = list(map(_as_function, self.tools))
+        choice = self.tool_choice
+        if choice is not None:
+            fields["tool_choice"] = _as_choice(choice)
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
+            fields["enable_thinking"] = self.thinking.type == "enabled"
+        if self.messages[-1]["role"] == "assistant":
+            fields["continue_final_message"] = True
+        if self.output_config is not None and self.output_config.effort is not None:
+            fields["reasoning_effort"] = self.output_config.effort
+        form = self.output_format or (self.output_config and self.output_config.format)
+        return fields | ({"response_format": form} if form else {})
+
+
+class MessagesRequest(PromptRequest):
+    """Holds a request to POST /v1/messages. `min_p` and `seed` are ours, and mean what they mean in chats."""
+
+    neutral: ClassVar[Neutral] = {"container": (), "inference_geo": ANY, "service_tier": ANY, "speed": ANY}
+    max_tokens: int | None = Field(None, ge=0)
+    stream: bool = False
+    stop_sequences: list[str] = Field(default_factory=list)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    def chat_fields(self) -> dict[str, Any]:
+        same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "seed")
+        fields = super().chat_fields() | {name: value for name in same if (value := getattr(self, name)) is not None}
+        if self.stop_sequences:
+            fields["stop"] = self.stop_sequences
+        user = self.metadata.get("user_id")
+        return fields | ({"user": user} if isinstance(user, str) else {})
+
+
+def read_chat(body: bytes) -> ChatRequest:
+    """Read the body of a request to /v1/messages as a chat. Raises ApiError 400."""
+    return _as_chat(read_request(MessagesRequest, body))
+
+
+def read_prompt(body: bytes) -> ChatRequest:
+    """Read the body of a request to /v1/messages/count_tokens as a chat. Raises ApiError 400."""
+    return _as_chat(read_request(PromptRequest, body))
+
+
+def _as_chat(asked: PromptRequest) -> ChatRequest:
+    chat = ChatRequest.read(asked.chat_fields())
+    return chat.model_copy(update={"left_out": (*asked.left_out, *chat.left_out)})
+
+
+def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool in the form of chats. Tools that Anthropic runs or defines keep their types, as hosted tools."""
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        return tool
+    schema = tool.get("input_schema", ANY_OBJECT)
+    about = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": about | {"parameters": schema}}
+
+
+def _as_choice(choice: ToolChoice) -> Any:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise ApiError(400, "Missing required parameter: 'tool_choice.name'.", param="tool_choice.name")
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
