@@ -17,6 +17,10 @@ from hybridmem.chat.server.errors import stopping
 from hybridmem.chat.server.metrics import Metrics
 from hybridmem.chat.server.usage import progress_of, usage_of
 
+WAITING_SECONDS = 10.0
+"""While there is no token yet, a stream says so after every so many seconds. Proxies cut connections that say nothing.
+"""
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -166,11 +170,11 @@ class Replies:
                 raise stopping()
         return piece
 
-    async def pieces(self, waiting_seconds: float) -> AsyncGenerator[Piece | None, None]:
-        """Yield all pieces. Until the first one comes, yield None after every so many seconds. Raises as `next`."""
+    async def pieces(self) -> AsyncGenerator[Piece | None, None]:
+        """Yield all pieces. Until the first token comes, yield None after every 10 seconds. Raises as `next`."""
         while not self._heard_at:
             try:
-                piece = await self.next(waiting_seconds)
+                piece = await self.next(WAITING_SECONDS)
             except TimeoutError:
                 yield None
                 continue

@@ -14,9 +14,6 @@ STATUS_SECONDS = 0.5
 """A stream waits this long for its first token before the status is sent, so that an error of the first step is still
 a status. Clients try again by statuses, and not by events.
 """
-WAITING_SECONDS = 10.0
-"""While there is no token yet, a stream says so after every so many seconds. Proxies cut connections that say nothing.
-"""
 Usage = Callable[[], dict[str, Any]]
 
 
@@ -104,7 +101,7 @@ async def write_stream(replies: Replies, first: Piece | None, writer: Writer) ->
     try:
         opening = writer.begin()
         yield opening + (writer.wait() if first is None else writer.add(first, replies.usage))
-        async for piece in replies.pieces(WAITING_SECONDS):
+        async for piece in replies.pieces():
             events = writer.wait() if piece is None else writer.add(piece, replies.usage)
             if events:
                 yield events

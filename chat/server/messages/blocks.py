@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from hybridmem.chat.server.schema import MOST_MESSAGES, UNSEEN_IMAGE
@@ -106,10 +105,15 @@ def _read_turn(blocks: list[Block]) -> list[ChatMessage]:
 def _read_result(block: Block) -> ChatMessage:
     if not isinstance(block.get("tool_use_id"), str):
         raise ValueError("a block of the type 'tool_result' names its call by 'tool_use_id'")
-    told = {"image": lambda _: UNSEEN_IMAGE, "tool_reference": lambda inner: str(inner.get("tool_name") or "")}
-    read: Callable[[Block], str] = lambda inner: told.get(inner["type"], _read_text)(inner)  # noqa: E731
-    text = "\n".join(map(read, _blocks_of(block.get("content"))))
+    text = "\n".join(map(_read_found, _blocks_of(block.get("content"))))
     return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
+
+
+def _read_found(block: Block) -> str:
+    """Return the text of a block in the result of a tool."""
+    if block["type"] == "image":
+        return UNSEEN_IMAGE
+    return str(block.get("tool_name")) if block["type"] == "tool_reference" else _read_text(block)
 
 
 def _read_reply(blocks: list[Block]) -> ChatMessage:

@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from hybridmem.chat.server.guard import exchange_of
 from hybridmem.chat.server.messages.format import MessageFormat
-from hybridmem.chat.server.messages.schema import read_chat, read_prompt
+from hybridmem.chat.server.messages.schema import read_chat
 from hybridmem.chat.server.service import Service
 
 
@@ -26,6 +26,6 @@ class Messages:
         """Count the tokens that a prompt would have."""
         body = await request.body()
         _, token_ids, *_ = await self._service.texts.run(
-            len(body), lambda texts: self._service.read_chat(texts, body, read_prompt), param="messages"
+            len(body), lambda texts: self._service.read_chat(texts, body, read_chat), param="messages"
         )
         return JSONResponse({"input_tokens": len(token_ids)})

@@ -15,6 +15,9 @@ from hybridmem.chat.tools.calls import ANY_OBJECT
 
 Tools = Annotated[list[dict[str, Any]], Field(max_length=1024)]
 
+_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "seed")
+"""Fields that have the same name and meaning in chats."""
+
 
 class ToolChoice(Checked):
     """Holds which tools a reply may or must call."""
@@ -39,13 +42,20 @@ class OutputConfig(Checked):
     format: dict[str, Any] | None = None
 
 
-class PromptRequest(Checked):
-    """Holds the fields from which a prompt is made. It is the request to POST /v1/messages/count_tokens."""
+class MessagesRequest(Checked):
+    """Holds a request to POST /v1/messages, or to count the tokens of its prompt.
+
+    `min_p` and `seed` are ours, and mean what they mean in chats.
+    """
 
     neutral: ClassVar[Neutral] = {
         "cache_control": ANY,
+        "container": (),
         "diagnostics": ANY,
+        "inference_geo": ANY,
         "mcp_servers": ([],),
+        "service_tier": ANY,
+        "speed": ANY,
         "user_profile_id": ANY,
         "workspace_id": ANY,
     }
@@ -54,36 +64,6 @@ class PromptRequest(Checked):
     model: str
     messages: Annotated[list[ChatMessage], BeforeValidator(read_messages)]
     system: Annotated[str, BeforeValidator(read_system)] = ""
-    tools: Tools = Field(default_factory=list)
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = None
-
-    def chat_fields(self) -> dict[str, Any]:
-        """Return the same as the fields of a chat."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        fields: dict[str, Any] = {"model": self.model, "messages": [*system, *self.messages]}
-        if self.tools:
-            fields["tools"] = list(map(_as_function, self.tools))
-        choice = self.tool_choice
-        if choice is not None:
-            fields["tool_choice"] = _as_choice(choice)
-            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
-            fields["enable_thinking"] = self.thinking.type == "enabled"
-        if self.messages[-1]["role"] == "assistant":
-            fields["continue_final_message"] = True
-        if self.output_config is not None and self.output_config.effort is not None:
-            fields["reasoning_effort"] = self.output_config.effort
-        form = self.output_format or (self.output_config and self.output_config.format)
-        return fields | ({"response_format": form} if form else {})
-
-
-class MessagesRequest(PromptRequest):
-    """Holds a request to POST /v1/messages. `min_p` and `seed` are ours, and mean what they mean in chats."""
-
-    neutral: ClassVar[Neutral] = {"container": (), "inference_geo": ANY, "service_tier": ANY, "speed": ANY}
     max_tokens: int | None = Field(None, ge=0)
     stream: bool = False
     stop_sequences: list[str] = Field(default_factory=list)
@@ -92,28 +72,50 @@ class MessagesRequest(PromptRequest):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     def chat_fields(self) -> dict[str, Any]:
-        same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "seed")
-        fields = super().chat_fields() | {name: value for name in same if (value := getattr(self, name)) is not None}
+        """Return the same as the fields of a chat."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        fields: dict[str, Any] = {"messages": [*system, *self.messages]}
+        fields |= {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         if self.stop_sequences:
             fields["stop"] = self.stop_sequences
-        user = self.metadata.get("user_id")
-        return fields | ({"user": user} if isinstance(user, str) else {})
+        if self.messages[-1]["role"] == "assistant":
+            fields["continue_final_message"] = True
+        if isinstance(user := self.metadata.get("user_id"), str):
+            fields["user"] = user
+        return fields | self._tool_fields() | self._thought_fields()
+
+    def _tool_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"tools": list(map(_as_function, self.tools))} if self.tools else {}
+        choice = self.tool_choice
+        if choice is None:
+            return fields
+        return fields | {
+            "tool_choice": _as_choice(choice),
+            "parallel_tool_calls": not choice.disable_parallel_tool_use,
+        }
+
+    def _thought_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
+            fields["enable_thinking"] = self.thinking.type == "enabled"
+        config = self.output_config or OutputConfig()
+        if config.effort is not None:
+            fields["reasoning_effort"] = config.effort
+        form = self.output_format or config.format
+        return fields | ({"response_format": form} if form else {})
 
 
 def read_chat(body: bytes) -> ChatRequest:
-    """Read the body of a request to /v1/messages as a chat. Raises ApiError 400."""
-    return _as_chat(read_request(MessagesRequest, body))
-
-
-def read_prompt(body: bytes) -> ChatRequest:
-    """Read the body of a request to /v1/messages/count_tokens as a chat. Raises ApiError 400."""
-    return _as_chat(read_request(PromptRequest, body))
-
-
-def _as_chat(asked: PromptRequest) -> ChatRequest:
+    """Read the body of a request as a chat that means the same. Raises ApiError 400."""
+    asked = read_request(MessagesRequest, body)
     chat = ChatRequest.read(asked.chat_fields())
     return chat.model_copy(update={"left_out": (*asked.left_out, *chat.left_out)})
 

@@ -28,7 +28,6 @@ from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.server.sessions.speaking import Speaking
 from hybridmem.chat.server.sessions.writing import Writing
 from hybridmem.chat.server.shaping import NewReader
-from hybridmem.chat.server.streams import WAITING_SECONDS
 from hybridmem.chat.stored.continuing import Prompt, tokens_of_text
 from hybridmem.chat.stored.items import make_nodes, make_title
 from hybridmem.chat.stored.nodes import Ids, Item, Node, StoredSession
@@ -157,7 +156,7 @@ class Replying:
         try:
             for event in speaking.begin():
                 yield event
-            async for piece in replies.pieces(WAITING_SECONDS):
+            async for piece in replies.pieces():
                 if piece is None:
                     yield events.of_response("in_progress", self._response)
                     continue
