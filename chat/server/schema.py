@@ -172,6 +172,19 @@ class CommonRequest(SamplingFields, StructuredFields):
     user: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: Annotated[str | None, Field(min_length=1)] = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def n_prompt_logprobs(self) -> int | None:
+        """Return how many alternatives are reported for tokens of the prompt. None: the prompt is not scored."""
+        return self.prompt_logprobs
+
+    @model_validator(mode="after")
+    def check_prompt_logprobs(self) -> CommonRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            message = "'prompt_logprobs' come with a whole reply alone; leave it out with 'stream': true."
+            raise ApiError(400, message, param="prompt_logprobs", code="unsupported_value")
+        return self
 
     @model_validator(mode="after")
     def check_stream_options(self) -> CommonRequest:
@@ -278,7 +291,6 @@ class CompletionRequest(CommonRequest):
     neutral: ClassVar[Neutral] = {
         "best_of": (1,),
         "metadata": ANY,
-        "prompt_logprobs": (),
         "store": ANY,
         "suffix": ("",),
     }
@@ -291,11 +303,15 @@ class CompletionRequest(CommonRequest):
     def n_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def n_prompt_logprobs(self) -> int | None:
+        """Return how many alternatives are reported for tokens of the prompt. None: the prompt is not scored."""
+        echoed = self.logprobs if self.echo else None
+        wanted = [n for n in (echoed, self.prompt_logprobs) if n is not None]
+        return max(wanted, default=None)
+
     @model_validator(mode="after")
     def check_n_choices(self) -> CompletionRequest:
-        if self.max_tokens == 0 and self.logprobs is not None:
-            message = "'logprobs' are those of the reply, not of the prompt; leave it out with 'max_tokens': 0."
-            raise ApiError(400, message, param="logprobs", code="unsupported_value")
         if len(self.prompt) * self.n > MOST_CHOICES:
             message = (
                 f"{len(self.prompt)} prompts with n={self.n} ask for more than {MOST_CHOICES} replies; send several "

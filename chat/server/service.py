@@ -160,7 +160,10 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         asked, ask, new_reader = await self.ask_chat(request, partial(read_request, ChatRequest))
-        style = ChatFormat(asked.model, self.tokens, new_reader, has_reasoning=asked.include_reasoning)
+        scored = ask.token_ids if asked.prompt_logprobs is not None else None
+        style = ChatFormat(
+            asked.model, self.tokens, new_reader, has_reasoning=asked.include_reasoning, scored_prompt=scored
+        )
         return await self.reply(exchange_of(request.scope), [ask], style, _writer(asked, style))
 
     async def complete(self, request: Request) -> Response:
@@ -175,7 +178,14 @@ class Service:
         if asked.echo:
             pairs = list(zip(asked.prompt, encoded, strict=True))
             echoes = await self.texts.run(len(body), lambda texts: [self._text_of(texts, *pair) for pair in pairs])
-        style = CompletionFormat(asked.model, self.tokens, [echo for echo in echoes for _ in range(asked.n)])
+        style = CompletionFormat(
+            asked.model,
+            self.tokens,
+            prompts=[ids for ids in encoded for _ in range(asked.n)],
+            echoes=[echo for echo in echoes for _ in range(asked.n)],
+            echoes_logprobs=asked.echo and asked.logprobs is not None,
+            has_prompt_logprobs=asked.prompt_logprobs is not None,
+        )
         return await self.reply(exchange_of(request.scope), asks, style, _writer(asked, style))
 
     # Methods that endpoints use.
@@ -278,7 +288,8 @@ class Service:
     ) -> Ask:  # fmt: skip
         n_reply = self._reply_tokens(len(token_ids), wanted, param=param)
         return self.asking.ask(
-            asked, token_ids, n_reply, owner, n=asked.n, output=output,
+            asked, token_ids, n_reply, owner, n=asked.n,
+            output=replace(output, prompt_logprobs=asked.n_prompt_logprobs),
             reports_prefill=asked.stream and asked.return_progress,
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ Usage = Callable[[], dict[str, Any]]
 class Style(Protocol):
     """Declares the chunks of one dialect of OpenAI's streams."""
 
-    def opening(self, index: int) -> dict[str, Any] | None: ...
+    def opening(self, piece: Piece) -> dict[str, Any] | None: ...
     def pieces(self, piece: Piece) -> list[dict[str, Any]]: ...
     def progress(self, index: int, progress: dict[str, int]) -> dict[str, Any]: ...
     def usage(self, usage: dict[str, object]) -> dict[str, Any]: ...
@@ -70,7 +70,7 @@ class OpenAIWriter:
         events = ""
         if piece.index not in self._seen:
             self._seen.add(piece.index)
-            opening = self.style.opening(piece.index)
+            opening = self.style.opening(piece)
             if opening is not None:
                 events = as_event(opening | about)
         return events + "".join(as_event(chunk | about) for chunk in self.style.pieces(piece))

@@ -161,7 +161,7 @@ class Strict:
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
         roles = [message["role"] for message in messages]
-        if "system" in roles[(not self.knows_systems and None) or 1 :] and not self.drops_systems:
+        if "system" in roles[1:] and not self.drops_systems:
             raise ValueError("System message must be at the beginning.")
         if not self.knows_systems and "system" in roles:
             raise ValueError("there is no role 'system'")

@@ -77,6 +77,7 @@ class SampledRequest(CommonRequest, TemplateFields):
         "include": ([], ["reasoning.encrypted_content"]),
         "n": (1,),
         "prompt": (),
+        "prompt_logprobs": (),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
