@@ -22,6 +22,7 @@ class Output:
         logprobs: how many alternatives are reported with each token, with log probabilities. None: no log probabilities
             at all.
         shows_special: special tokens have their names as text, except those that end the reply.
+        reports_end: whether the token that ends the reply has a log probability as well, although it has no text.
         prompt_logprobs: how many alternatives are reported with each token of the prompt, with log probabilities. None:
             the prompt is not scored. Tokens that are scored are computed, even if a cached prefix has them.
         scored_from: the index in the prompt of the first token that is scored. The first token of a sequence has no
@@ -34,6 +35,7 @@ class Output:
     grammar: Grammar | None = None
     logprobs: int | None = None
     shows_special: bool = False
+    reports_end: bool = False
     prompt_logprobs: int | None = None
     scored_from: int = 1
 

@@ -44,7 +44,8 @@ class Generation:
         n_prompt: the number of tokens in the prompt. n_base: the number that the given sequence held before.
         n_prefilled: how many tokens of the prompt the sequence holds so far, reused or computed.
         token_ids: all chosen tokens, including the one that ended the reply.
-        logprobs: the same tokens with their log probabilities, if these were asked for. One of `stop_ids` is left out.
+        logprobs: the same tokens with their log probabilities, if these were asked for. One of `stop_ids` is left out,
+            unless `Output.reports_end` is set.
         prompt_logprobs: the scored tokens of the prompt so far, if it is scored; see `Output.prompt_logprobs`.
         text: the text of the chosen tokens, up to a stop string. One of `stop_ids` is left out. While the reply is
             running, incomplete characters and a possible start of a stop string are left out, too.
@@ -355,7 +356,7 @@ class Job:
             generation.first_token_at = now
         is_end = token_id in request.output.end_ids
         may_stop = len(generation.token_ids) >= request.sampling.min_tokens
-        if request.output.logprobs is not None and not is_end:
+        if request.output.logprobs is not None and (request.output.reports_end or not is_end):
             generation.logprobs.append(choice)
         piece = "" if is_end else self.stream.add(token_id, may_stop=may_stop)
         if is_end or self.stream.stopped_by is not None or self.sampler.is_stopped:

@@ -41,12 +41,14 @@ def test_a_prompt_is_scored_as_transformers_scores_it(
 ) -> None:
     """As lm-eval asks: token ids, echoed, with one alternative and one new token."""
     prompts = [tokenizer.encode(text) for text in TEXTS]
+    assert int(logprobs_of(prompts[0])[-1].argmax()) == tokenizer.eos_token_id
     for _ in range(2):  # The second time, all prompts are in the cache.
         found = complete(plain_server, prompt=prompts, echo=True, logprobs=1, max_tokens=1, seed=1234)
         for choice, prompt in zip(found["choices"], prompts, strict=True):
             rows_SV, told = logprobs_of(prompt), choice["logprobs"]
             assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
-            assert len(told["tokens"]) == len(told["text_offset"]) >= len(prompt)
+            # lm-eval takes the last token for a new one. Here it is, also where the token ends the reply.
+            assert len(told["token_logprobs"]) == len(told["text_offset"]) == len(prompt) + 1
             expected = [float(rows_SV[i - 1, token]) for i, token in enumerate(prompt) if i]
             assert told["token_logprobs"][1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
             highest = [max(top.values()) for top in told["top_logprobs"][1 : len(prompt)]]
