@@ -64,6 +64,9 @@ SERVE: tuple[Option, ...] = (
            "server.allowed_origins"),
     Option("parse_special", "flag", False,
            "Let messages hold special tokens, so that clients can write turns.", "server"),
+    Option("isolate", "flag", False,
+           "Requests reuse the prompts of those alone that name the same prompt_cache_key and user. By default, all "
+           "requests with one API key and cache_salt share them.", "server"),
     # These options are limits.
     Option("max_body", "bytes", "1MiB", "A request's body may have this many bytes.", "server.max_body_bytes"),
     Option("max_tokens", "whole", None,

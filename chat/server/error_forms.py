@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,13 @@ def form_of(path: str) -> ErrorForm:
 def respond_with(error: ApiError, path: str) -> JSONResponse:
     """Return the response that tells a client of an error."""
     return JSONResponse(form_of(path)(error), error.status, error.headers)
+
+
+def error_event(error: ApiError, path: str) -> str:
+    """Return the event that ends a stream whose status has been sent already."""
+    body = form_of(path)(error)
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{name}data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
 
 async def answer_api_error(request: Request, error: Exception) -> JSONResponse:

@@ -38,6 +38,8 @@ class ServerOptions:
             none may read the responses.
         parse_special: whether messages may contain special tokens, so that clients can write turns. Prompts of
             /v1/completions always may.
+        isolate: whether requests share cached prefixes only with those that have the same `prompt_cache_key`, `user`
+            and `Authorization`. Otherwise, the API key and `cache_salt` decide.
         max_body_bytes: the most bytes of a request's body.
         max_tokens: the most tokens of a prompt and its reply together. None: as many as the model's config and the
             memory's budget allow.
@@ -74,6 +76,7 @@ class ServerOptions:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     parse_special: bool = False
+    isolate: bool = False
     max_body_bytes: int = 1 << 20
     max_tokens: int | None = None
     default_tokens: int | None = None

@@ -7,7 +7,6 @@ harmless: then the reply says that it was left out. `user` and `safety_identifie
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -199,13 +198,6 @@ class CommonRequest(SamplingFields, StructuredFields):
     @property
     def includes_continuous_usage(self) -> bool:
         return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
-
-    def owner(self, authorization: str | None) -> bytes:
-        """Return the owner of this request's prefixes.
-
-        Requests with the same key and `prompt_cache_key` share an owner.
-        """
-        return hashlib.sha256(repr((authorization, self.prompt_cache_key)).encode()).digest()
 
 
 class Prediction(Checked):

@@ -31,6 +31,7 @@ from hybridmem.chat.server.lengths import check_length, check_lists, find_contex
 from hybridmem.chat.server.memory_view.events import MemoryView
 from hybridmem.chat.server.metrics import Metrics
 from hybridmem.chat.server.options import ServerOptions
+from hybridmem.chat.server.owners import Owners
 from hybridmem.chat.server.replies import Ask, Piece, Replies
 from hybridmem.chat.server.schema import ChatRequest, CommonRequest, CompletionRequest, Prompt, read_request
 from hybridmem.chat.server.shaping import NewReader, Shaping, check_plain
@@ -65,6 +66,7 @@ class Service:
         self.metrics = Metrics(engine, model_id)
         self.memory_view = MemoryView(self)
         self.is_open = False
+        self.owners = Owners.of(options)
         self.context_tokens = find_context_tokens(engine, options.max_tokens)
         self.context_bytes = engine.memory.counters.bytes_at(self.context_tokens)
         self.asking = Asking(
@@ -172,7 +174,7 @@ class Service:
             len(body), lambda texts: self._read_completion(texts, body), param="prompt"
         )
         exchange_of(request.scope).note_left_out(asked.left_out)
-        owner = asked.owner(request.headers.get("authorization"))
+        owner = self.owners.of_prefixes(request.headers.get, asked)
         asks = [self._ask(asked, token_ids, asked.max_tokens, owner, output, param="prompt") for token_ids in encoded]
         echoes = [""] * len(asks)
         if asked.echo:
@@ -223,7 +225,7 @@ class Service:
             len(body), lambda texts: self.read_chat(texts, body, read), param="messages"
         )
         exchange_of(request.scope).note_left_out([*asked.left_out, *asked.left_out_of(self.shaping.habits.template)])
-        owner = asked.owner(request.headers.get("authorization"))
+        owner = self.owners.of_prefixes(request.headers.get, asked)
         ask = self._ask(asked, token_ids, asked.wanted_tokens, owner, output, param="messages")
         if asked.prediction is not None:
             predicted = asked.prediction.content

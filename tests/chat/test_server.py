@@ -17,6 +17,7 @@ import pytest
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.server import ServerOptions, guard, listening, make_app
+from hybridmem.chat.server.keys import Key
 from hybridmem.chat.simulation.dialogues import make_dialogue, messages
 from hybridmem.memory import HybridMemory
 from hybridmem.models import LanguageModel
@@ -156,16 +157,39 @@ def cached(server: Running, prompt: str, key: str | None = None, **options: Any)
     return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@pytest.mark.parametrize(
-    "mine", [{"key": "mine"}, {"prompt_cache_key": "mine"}, {"key": "a", "prompt_cache_key": "mine"}]
-)
-def test_guesses_of_what_others_have_asked_look_all_the_same(server: Running, mine: dict[str, Any]) -> None:
-    """A right guess finds as little as a wrong one; who asks again as the same finds it."""
-    secret = "My cat is called Zoe. My dog is called Rex."
-    assert cached(server, secret, **mine) == 0
-    for other in ({}, {"key": "other"}, {"prompt_cache_key": "other"}, {"key": "mine", "prompt_cache_key": "other"}):
-        assert cached(server, secret, **other) == 0
-    assert cached(server, secret, **mine, user="somebody") > 5
+SECRET = "My cat is called Zoe. My dog is called Rex."
+
+
+def test_guesses_of_what_others_have_asked_look_all_the_same(server: Running) -> None:
+    """A right guess finds as little as a wrong one; who asks again with the same salt finds it."""
+    mine = {"cache_salt": "mine"}
+    assert cached(server, SECRET, **mine) == 0
+    for other in ({}, {"cache_salt": "other"}, {"prompt_cache_key": "mine"}, {"key": "mine", "user": "mine"}):
+        assert cached(server, SECRET, **other) == 0
+        server.forget()
+        cached(server, SECRET, **mine)
+    assert cached(server, SECRET, **mine, user="somebody", prompt_cache_key="a", key="b") > 5
+
+
+def test_hints_are_no_walls_unless_they_are_made_walls(
+    server: Running, embedded: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    hints: list[dict[str, Any]] = [{}, {"key": "a"}, {"prompt_cache_key": "a"}, {"user": "a"}]
+    assert [cached(server, SECRET, **hint) > 5 for hint in hints] == [False, True, True, True]
+    with running(embedded, tokenizer, ServerOptions(isolate=True)) as isolated:
+        assert [cached(isolated, SECRET, **hint) for hint in hints] == [0] * 4
+        assert all(cached(isolated, SECRET, **hint) > 5 for hint in hints)
+
+
+def test_each_key_has_its_own_prefixes(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
+    """In whichever header it comes."""
+    keys = (Key("a", "a"), Key("b", "b"))
+    with running(embedded, tokenizer, ServerOptions(keys=keys)) as server:
+        assert [cached(server, SECRET, key) for key in "ab"] == [0, 0]
+        headers = {"x-api-key": "a"}
+        asked = {"model": MODEL, "prompt": SECRET, "max_tokens": 1}
+        answer = server.call("POST", "/v1/completions", asked, headers)
+        assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 5
 
 
 def test_choices_are_drawn_from_seeds_of_their_own(client: openai.OpenAI) -> None:

@@ -102,7 +102,7 @@ class Replying:
         limits = service.options.default_tokens, service.context_tokens
         n_reply = check_length(len(token_ids), asked.max_output_tokens, *limits, param="input")
         ask = service.asking.ask(
-            asked, token_ids, n_reply, self._place.owner, output=output,
+            asked, token_ids, n_reply, service.owners.of_prefixes(request.headers.get, asked), output=output,
             reports_prefill=asked.stream and asked.return_progress,
         )  # fmt: skip
         ask, sampling = service.with_thoughts(ask, new_reader), ask.samplings[0]

@@ -150,10 +150,12 @@ class ResponseRequest(SampledRequest):
 
 
 class OwnedRequest(Checked):
-    """Holds the two fields that, beside the key, say who sends a request."""
+    """Holds the fields that, beside the key, say who sends a request."""
 
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+    cache_salt: Annotated[str | None, Field(min_length=1)] = None
+    user: str | None = None
 
 
 class ConversationRequest(OwnedRequest):
