@@ -60,7 +60,7 @@ def _ranked(tokens: TokenBytes, chosen: Chosen) -> dict[str, Any]:
 
 
 def _top_of(tokens: TokenBytes, chosen: Chosen) -> dict[str, float] | None:
-    """Return the likeliest tokens and the token itself by their texts. Of several with one text the likeliest counts."""
+    """Return the likeliest tokens and the token itself, by their texts; of several with one text, the likeliest."""
     if not chosen.top:
         return None
     top = dict[str, float]()
