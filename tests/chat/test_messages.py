@@ -80,6 +80,8 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 # What is read
 
+BRIEF, REPLY = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Okay."}
+
 
 def read(body: dict[str, Any]) -> Any:
     return read_chat(json.dumps({"model": MODEL, "messages": CAT} | body).encode())
@@ -124,9 +126,9 @@ TOLD_CALL = {
             id="a call, its result and a question",
         ),
         pytest.param(
-            [*CAT, {"role": "system", "content": "Be brief."}],
-            [*CAT, {"role": "system", "content": "Be brief."}],
-            id="a system message behind others",
+            [*CAT, BRIEF, REPLY, CAT[0], BRIEF],
+            [BRIEF, *CAT, REPLY, CAT[0], BRIEF],
+            id="system messages behind others",
         ),
         pytest.param(
             [{"role": "user", "content": [
@@ -152,7 +154,9 @@ def test_fields_mean_the_same_as_in_chats() -> None:
         "thinking": {"type": "disabled"}, "metadata": {"user_id": "u"}, "service_tier": "auto",
         "output_config": {"effort": "low"}, "context_management": {"edits": [{"type": "clear"}]},
     })  # fmt: skip
-    assert (asked.messages[0].role, asked.messages[0].content) == ("system", "a")
+    assert [(message.role, message.content) for message in asked.messages[:1]] == [("system", "a")]
+    asked_later = read({"system": "a", "messages": [*CAT, BRIEF]})
+    assert [message.content for message in asked_later.messages] == ["a\n\nBe brief.", CAT[0]["content"]]
     assert (asked.wanted_tokens, asked.stop, asked.stream, asked.user) == (7, ("x", "y"), True, "u")
     assert (asked.temperature, asked.top_p, asked.top_k) == (0.25, 0.5, 3)
     assert [tool.name for tool in asked.callable_tools()] == ["look"] and not asked.parallel_tool_calls

@@ -39,6 +39,19 @@ def read_system(value: object) -> str:
     return "\n\n".join(text for text in texts if not text.startswith(_BILLING))
 
 
+def with_system_first(system: str, messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with one system message first: the system prompt, and what systems say before any reply.
+
+    Claude Code says which agents and skills there are behind the user's first words. That is most of its prompt, and
+    the same in every session. Before the user's words, all sessions share it. Later system messages stay in place.
+    """
+    n_opening = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    opening = messages[:n_opening]
+    said = [text for text in (system, *(m["content"] for m in opening if m["role"] == "system")) if text]
+    first = [{"role": "system", "content": "\n\n".join(said)}] if said else []
+    return [*first, *(m for m in opening if m["role"] != "system"), *messages[n_opening:]]
+
+
 def _read_message(message: object) -> list[ChatMessage]:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise ValueError(f"its 'role' must be one of {', '.join(_ROLES)}")

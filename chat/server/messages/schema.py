@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from hybridmem.chat.server.checked import ANY, Checked, Neutral, read_request
 from hybridmem.chat.server.errors import ApiError
-from hybridmem.chat.server.messages.blocks import ChatMessage, read_messages, read_system
+from hybridmem.chat.server.messages.blocks import ChatMessage, read_messages, read_system, with_system_first
 from hybridmem.chat.server.schema import ChatRequest
 from hybridmem.chat.tools.calls import ANY_OBJECT
 
@@ -81,8 +81,7 @@ class MessagesRequest(Checked):
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the same as the fields of a chat."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        fields: dict[str, Any] = {"messages": [*system, *self.messages]}
+        fields: dict[str, Any] = {"messages": with_system_first(self.system, self.messages)}
         fields |= {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         if self.stop_sequences:
             fields["stop"] = self.stop_sequences
