@@ -16,7 +16,7 @@ import numpy as np
 from hybridmem.chat.commands.inspected_trees import Branch
 from hybridmem.chat.stored.database import FILE, VERSION
 from hybridmem.chat.stored.items import text_of
-from hybridmem.chat.stored.nodes import Node, join_tokens
+from hybridmem.chat.stored.nodes import Node, join_tokens, prefix_owner
 from hybridmem.chat.stored.rows import read_node
 from hybridmem.memory import FormatError
 from hybridmem.memory.blocks.arrays import Int64s
@@ -112,7 +112,9 @@ def _count_saved(nodes: list[Node], owners: dict[str, bytes], checkpoints: dict[
         while chain[-1].base is not None and chain[-1].base in by_id:
             chain.append(by_id[chain[-1].base])
         tokens = join_tokens(chain[::-1])
-        n_saved += any(_key(owners[node.session], tokens[:n]) in saved for n in (len(tokens), len(tokens) - 1))
+        n_saved += any(
+            _key(prefix_owner(owners[node.session]), tokens[:n]) in saved for n in (len(tokens), len(tokens) - 1)
+        )
     return n_saved
 
 

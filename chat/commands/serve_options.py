@@ -42,6 +42,8 @@ SERVE: tuple[Option, ...] = (
            "The texts and tokens of sessions may take this many bytes. Beyond that, the oldest sessions are "
            "deleted.", "server"),
     Option("session_days", "number", 30.0, "Delete a session that nobody has used for this many days.", "server"),
+    Option("alias", "texts", None,
+           "Clients may call the model by this name, too, such as claude-*. The option may be repeated.", "server"),
     # These options say who may send requests.
     Option("host", "text", "127.0.0.1", "Listen on this address. Addresses other than loopback need an API key."),
     Option("port", "whole", 8000, "Listen on this port; 0 takes a free one.", least=0, most=65535),
@@ -62,13 +64,17 @@ SERVE: tuple[Option, ...] = (
            "server.allowed_origins"),
     Option("parse_special", "flag", False,
            "Let messages hold special tokens, so that clients can write turns.", "server"),
+    Option("isolate", "flag", False,
+           "Requests reuse the prompts of those alone that name the same prompt_cache_key and user. By default, all "
+           "requests with one API key and cache_salt share them.", "server"),
     # These options are limits.
     Option("max_body", "bytes", "1MiB", "A request's body may have this many bytes.", "server.max_body_bytes"),
     Option("max_tokens", "whole", None,
            "A prompt and its reply may have this many tokens together. By default, the model and the budget "
            "decide.", "server", least=2),
-    Option("default_tokens", "whole", 1024,
-           "A chat's reply has at most this many tokens where the request does not say.", "server", least=1),
+    Option("default_tokens", "whole", None,
+           "A chat's reply has at most this many tokens where the request does not say. By default, it may be as long "
+           "as fits beside its prompt.", "server", least=1),
     Option("max_requests", "whole", 256,
            "Answer this many requests at once. Others are told to come back later.", "server", least=1),
     Option("max_connections", "whole", 768,

@@ -22,6 +22,11 @@ class Output:
         logprobs: how many alternatives are reported with each token, with log probabilities. None: no log probabilities
             at all.
         shows_special: special tokens have their names as text, except those that end the reply.
+        reports_end: whether the token that ends the reply has a log probability as well, although it has no text.
+        prompt_logprobs: how many alternatives are reported with each token of the prompt, with log probabilities. None:
+            the prompt is not scored. Tokens that are scored are computed, even if a cached prefix has them.
+        scored_from: the index in the prompt of the first token that is scored. The first token of a sequence has no
+            log probability.
     Raises:
         BatchError: a wrong value. The message names the option and the value.
     """
@@ -30,13 +35,19 @@ class Output:
     grammar: Grammar | None = None
     logprobs: int | None = None
     shows_special: bool = False
+    reports_end: bool = False
+    prompt_logprobs: int | None = None
+    scored_from: int = 1
 
     def __post_init__(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise BatchError(f"grammar={self.grammar!r}; give what chat.sampling.grammar.Grammars has read, or None")
-        n_top = self.logprobs
-        if n_top is not None and not (is_integer(n_top, 0) and n_top <= MOST_LOGPROBS):
-            raise BatchError(f"logprobs={n_top!r}; give 0 ... {MOST_LOGPROBS} alternatives, or None for none at all")
+        for name in ("logprobs", "prompt_logprobs"):
+            n_top = getattr(self, name)
+            if n_top is not None and not (is_integer(n_top, 0) and n_top <= MOST_LOGPROBS):
+                raise BatchError(f"{name}={n_top!r}; give 0 ... {MOST_LOGPROBS} alternatives, or None for none at all")
+        if not is_integer(self.scored_from, 1):
+            raise BatchError(f"scored_from={self.scored_from!r}; give an index of at least 1 in the prompt")
 
     @property
     def end_ids(self) -> tuple[int, ...]:

@@ -44,7 +44,9 @@ class Generation:
         n_prompt: the number of tokens in the prompt. n_base: the number that the given sequence held before.
         n_prefilled: how many tokens of the prompt the sequence holds so far, reused or computed.
         token_ids: all chosen tokens, including the one that ended the reply.
-        logprobs: the same tokens with their log probabilities, if these were asked for. One of `stop_ids` is left out.
+        logprobs: the same tokens with their log probabilities, if these were asked for. One of `stop_ids` is left out,
+            unless `Output.reports_end` is set.
+        prompt_logprobs: the scored tokens of the prompt so far, if it is scored; see `Output.prompt_logprobs`.
         text: the text of the chosen tokens, up to a stop string. One of `stop_ids` is left out. While the reply is
             running, incomplete characters and a possible start of a stop string are left out, too.
         finish_reason: "stop" (an end token, a stop string, or the end of its grammar), "length" (max_tokens, or a stop
@@ -65,6 +67,7 @@ class Generation:
     submitted_at: float
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Chosen] = field(default_factory=list)
+    prompt_logprobs: list[Chosen] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
     stopped_by: str | None = None
@@ -300,6 +303,21 @@ class Job:
         n_reply = min(self.request.max_tokens // 2, EXPECTED_REPLY_TOKENS)
         return self.n_base + max(len(self.tokens), self.generation.n_prompt + n_reply)
 
+    @property
+    def next_scored(self) -> int:
+        """Return the index in the prompt of the next token to be scored."""
+        return self.request.output.scored_from + len(self.generation.prompt_logprobs)
+
+    @property
+    def is_scored(self) -> bool:
+        """Return whether tokens of the prompt are still to be scored."""
+        return self.request.output.prompt_logprobs is not None and self.next_scored < self.generation.n_prompt
+
+    @property
+    def most_reused(self) -> int:
+        """Return how many tokens a cached prefix may have at most. The token before a scored one is fed."""
+        return self.next_scored - 1 if self.is_scored else len(self.tokens)
+
     def ahead(self) -> Job:
         """Return a copy that can take tokens while this job stays as it is.
 
@@ -338,7 +356,7 @@ class Job:
             generation.first_token_at = now
         is_end = token_id in request.output.end_ids
         may_stop = len(generation.token_ids) >= request.sampling.min_tokens
-        if request.output.logprobs is not None and not is_end:
+        if request.output.logprobs is not None and (request.output.reports_end or not is_end):
             generation.logprobs.append(choice)
         piece = "" if is_end else self.stream.add(token_id, may_stop=may_stop)
         if is_end or self.stream.stopped_by is not None or self.sampler.is_stopped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from hybridmem.chat.engine.requests import LEAST_CHUNK_TOKENS, FinishReason, Generation, Job, Request
@@ -12,9 +12,11 @@ from hybridmem.chat.engine.room import Sizes
 from hybridmem.chat.engine.stats import EngineStats
 from hybridmem.chat.engine.streaming import TextStream
 from hybridmem.memory import CapacityError, HybridMemory, HybridMemoryError, Sequence, SequenceError
+from hybridmem.memory.prefix import Lookup
 from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.memory.sequences.interrupts import uninterrupted
 
+ALL_SCORED = "all tokens of the prompt are scored, so all were computed"
 _MOST_ASKED = 64
 """In one step, at most this many waiting jobs are considered for admission."""
 _REGAINED_SHARE = 32
@@ -266,6 +268,8 @@ class Scheduler:
             return True  # The job is forked from it then.
         if self._prefixes is None or job.sequence is not None or job.admitted or job.request.sequence is not None:
             return False
+        if job.most_reused < LEAST_CHUNK_TOKENS:  # It computes all of its prompt in any case.
+            return False
         if job.leader is None or job.leader[0] not in self.running:
             job.leader = self._find_leader(job)
         if job.leader is None:
@@ -331,7 +335,7 @@ class Scheduler:
         elif self._prefixes is None:
             job.sequence = self._memory.open()
         else:
-            job.sequence, job.lookup = self._prefixes.open(job.tokens, request.owner)
+            job.sequence, job.lookup = self._open(self._prefixes, job)
             job.n_fed = job.n_reused = job.sequence.length
             if not job.generation.token_ids:  # A job with tokens starts again, and looks up more than the prompt.
                 job.generation.lookup, job.generation.n_prefilled = job.lookup, job.n_fed
@@ -343,6 +347,14 @@ class Scheduler:
             job.cuts = [cut - job.n_base for cut in cuts if cut - start >= LEAST_CHUNK_TOKENS or cut in marks]
         job.sampler = job.sampler or job.make_sampler(known)
 
+    def _open(self, prefixes: PrefixCache, job: Job) -> tuple[Sequence, Lookup]:
+        """Open a sequence with the longest cached prefix that the job may reuse."""
+        n_most = job.most_reused
+        if n_most == 0:
+            return self._memory.open(), Lookup(len(job.tokens), 0, 0, 0, ALL_SCORED)
+        sequence, lookup = prefixes.open(job.tokens[: n_most + 1], job.request.owner)
+        return sequence, replace(lookup, n_tokens=len(job.tokens))
+
     def join(self, job: Job, sequence: Sequence, source: Job, now: float) -> None:
         """Let a new job continue with a fork of another one's sequence, at the end of their common prompt.
 
@@ -350,6 +362,7 @@ class Scheduler:
         """
         with uninterrupted():
             job.sequence, job.is_forked, job.generation.lookup = sequence, True, source.generation.lookup
+            job.generation.prompt_logprobs = source.generation.prompt_logprobs
             job.n_fed = job.n_reused = job.generation.n_prefilled = job.generation.n_prompt
             self._n_admitted += 1
             job.admitted, job.generation.admitted_at, job.leader = self._n_admitted, now, None

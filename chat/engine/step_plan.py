@@ -57,17 +57,20 @@ def _n_wanted(job: Job) -> int:
     return job.next_stop - job.n_fed
 
 
-def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan, drafts: Mapping[Job, list[int]]) -> Step | None:
+def open_step(
+    memory: HybridMemory, scheduler: Scheduler, plan: Plan, drafts: Mapping[Job, list[int]], *, is_scored: bool = False
+) -> Step | None:
     """Return the opened step, or None if somebody else changed one of its sequences.
 
     The generation of that sequence has ended with an error then.
 
     Args:
         drafts: tokens to feed behind those of the plan, which the step verifies.
+        is_scored: whether the step computes the logits of all of its tokens, as it does to verify drafts.
     """
     requests = [(job.live_sequence, [*job.tokens[job.n_fed : job.n_fed + n], *drafts.get(job, ())]) for job, n in plan]
     try:
-        return memory.step(requests, outputs="all" if drafts else "last")
+        return memory.step(requests, outputs="all" if drafts or is_scored else "last")
     except (BatchError, SequenceError):
         n_running = len(scheduler.running)
         for (job, _), request in zip(plan, requests, strict=True):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from hybridmem.chat.engine.callbacks import Callbacks
@@ -18,8 +19,9 @@ from hybridmem.chat.engine.forking import Fork, forks_of, with_forks
 from hybridmem.chat.engine.loop import take_step
 from hybridmem.chat.engine.requests import Job
 from hybridmem.chat.engine.scheduling import Scheduler
+from hybridmem.chat.engine.scoring import Scored, plan_scores, scores_of
 from hybridmem.chat.engine.stats import EngineStats
-from hybridmem.chat.engine.step_plan import open_step, plan_step
+from hybridmem.chat.engine.step_plan import open_step
 from hybridmem.chat.engine.verifying import choose_verified
 from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.masks import MasksAhead
@@ -59,9 +61,10 @@ class Stepper:
         scheduler, limit, may_draft = self.scheduler, self.step_tokens, True
         while scheduler.running:
             started = time.perf_counter()
-            plan = plan_step(scheduler.running, limit)
+            plan = plan_scores(scheduler.running, limit, self.memory.spec.vocab_size)
             drafts = self.drafting.propose(plan) if may_draft else {}
-            step = open_step(self.memory, scheduler, plan, drafts)
+            is_scored = any(job.is_scored for job, _ in plan)
+            step = open_step(self.memory, scheduler, plan, drafts, is_scored=is_scored)
             if step is None:
                 continue
             try:
@@ -78,11 +81,13 @@ class Stepper:
                     scheduler.end(plan[0][0], "error", error)
 
     def _run(self, step: Step, plan: Plan, drafts: Drafts, started: float) -> None:
-        forks = forks_of(plan)
+        forks, scores = forks_of(plan), dict[Job, list[Scored]]()
 
         def keep(chosen: list[list[Choice]]) -> None:  # After this call, the jobs' counts agree with the memory's.
             self.stats.n_steps += 1
             now = self.clock()
+            for job, scored in scores.items():
+                job.generation.prompt_logprobs += scored
             for (job, n_tokens), choices in zip(plan, chosen, strict=False):
                 self._record(job, len(choices) if job in drafts else n_tokens)
                 if job in drafts:
@@ -100,6 +105,10 @@ class Stepper:
             waited = time.perf_counter()
             wait_for_masks()
             self.stats.mask_seconds += time.perf_counter() - waited
+            if step.outputs == "all" and not drafts:
+                rows = step.split(logits)
+                scores.update(scores_of(rows, plan))
+                logits = torch.stack([rows_SV[-1] for rows_SV in rows])
             if not drafts:
                 return [[choice] for choice in self.choose(*with_forks(logits, plan, forks))]
             chosen = choose_verified(self.choose, step.split(logits), plan, drafts, self.stop_ids)

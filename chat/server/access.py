@@ -40,7 +40,7 @@ class Access:
             raise ApiError(403, message, code="origin_not_allowed")
         if self.is_preflight(method, headers) or is_page(path):
             return None
-        return self._find_key(headers.get(b"authorization", b""))
+        return self._find_key(headers)
 
     def allows_origin(self, origin: bytes) -> bool:
         return "*" in self._origins or _text(origin).lower() in self._origins
@@ -69,13 +69,16 @@ class Access:
             message = f"This server is not {clip(name)!r}; if it is to be, allow that name with --allowed-host."
             raise ApiError(403, message, code="host_not_allowed")
 
-    def _find_key(self, authorization: bytes) -> Use | None:
+    def _find_key(self, headers: Headers) -> Use | None:
+        """Return the use of the key in `Authorization`, or in `x-api-key`, where Anthropic's clients write it."""
         if not self._keys:
             return None
-        scheme, _, key = authorization.partition(b" ")
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         wanted = {"WWW-Authenticate": "Bearer"}
         if scheme.lower() != b"bearer" or not key:
-            message = "This server wants an API key; send it as 'Authorization: Bearer KEY'."
+            key = headers.get(b"x-api-key", b"")
+        if not key:
+            message = "This server wants an API key; send it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'."
             raise ApiError(401, message, code="missing_api_key", headers=wanted)
         use = self._keys.find(key.strip())
         if use is None:

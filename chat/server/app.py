@@ -12,8 +12,10 @@ from starlette.exceptions import HTTPException
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.server.embedding import Embedding
-from hybridmem.chat.server.errors import ApiError, answer_api_error, answer_http_error
+from hybridmem.chat.server.error_forms import answer_api_error, answer_http_error
+from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.guard import Guard, takes_body
+from hybridmem.chat.server.messages.endpoints import Messages
 from hybridmem.chat.server.options import ServerOptions
 from hybridmem.chat.server.page_files import PREFIX, show_file, show_page
 from hybridmem.chat.server.service import Service
@@ -61,6 +63,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     app.state.service = service
     app.state.sessions = repository
     view, tokenizing = service.memory_view, Tokenizing(service)
+    messages = Messages(service)
     embedding = Embedding(service, service.options.pooling)
     routes: dict[str, tuple[str, Callable[..., Any]]] = {
         "/health": ("GET", service.health),
@@ -69,10 +72,13 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         PREFIX + "{name}": ("GET", show_file),
         "/v1/memory": ("GET", view.show),
         "/v1/memory/events": ("GET", view.stream),
+        "/models": ("GET", service.list_models),
         "/v1/models": ("GET", service.list_models),
         "/v1/models/{name:path}": ("GET", service.show_model),
         "/v1/chat/completions": ("POST", service.chat),
         "/v1/completions": ("POST", service.complete),
+        "/v1/messages": ("POST", messages.create),
+        "/v1/messages/count_tokens": ("POST", messages.count),
         "/v1/embeddings": ("POST", embedding.embed),
         "/tokenize": ("POST", tokenizing.tokenize),
         "/detokenize": ("POST", tokenizing.detokenize),

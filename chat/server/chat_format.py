@@ -12,7 +12,7 @@ from hybridmem.chat.engine.engine import Generation
 from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.token_bytes import TokenBytes
 from hybridmem.chat.server.formats import finish_reason_of
-from hybridmem.chat.server.logprobs import chat_logprobs
+from hybridmem.chat.server.logprobs import chat_logprobs, prompt_logprobs
 from hybridmem.chat.server.replies import Piece
 from hybridmem.chat.tools.calls import CallPart
 from hybridmem.chat.tools.reading import Part, ReplyReader
@@ -59,12 +59,14 @@ class ChatFormat:
         tokens: the model's tokens, for log probabilities.
         new_reader: makes the reader of a new reply.
         has_reasoning: whether thoughts are sent, beside the content.
+        scored_prompt: the token ids of the prompt, if their log probabilities are sent.
     """
 
     model: str
     tokens: TokenBytes
     new_reader: Callable[[], ReplyReader]
     has_reasoning: bool = True
+    scored_prompt: list[int] | None = None
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     _readers: dict[int, ReplyReader] = field(default_factory=dict)
@@ -72,7 +74,11 @@ class ChatFormat:
 
     def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]:
         choices = [self._choice(i, generation) for i, generation in enumerate(generations)]
-        return self._head("chat.completion") | {"choices": choices, "usage": usage}
+        whole = self._head("chat.completion") | {"choices": choices, "usage": usage}
+        if self.scored_prompt is not None:
+            scored = generations[0].prompt_logprobs
+            whole["prompt_logprobs"] = prompt_logprobs(self.tokens, self.scored_prompt, scored)
+        return whole
 
     def _choice(self, index: int, generation: Generation) -> dict[str, Any]:
         said = read_whole(self.new_reader(), generation.text)
@@ -90,8 +96,8 @@ class ChatFormat:
             "finish_reason": "tool_calls" if said.calls and reason == "stop" else reason,
         }
 
-    def opening(self, index: int) -> dict[str, Any]:
-        return self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+    def opening(self, piece: Piece) -> dict[str, Any]:
+        return self._chunk(piece.index, {"role": "assistant", "content": "", "refusal": None})
 
     def pieces(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the chunks for what a step brought for one choice. There are none while the text may begin a mark."""

@@ -6,7 +6,7 @@ import re
 import reprlib
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
@@ -25,6 +25,8 @@ Neutral = dict[str, tuple[object, ...]]
 ModelT = TypeVar("ModelT", bound="Checked")
 ANY: tuple[object, ...] = ("any value",)
 """Marks a parameter that has no effect, whatever its value."""
+LEFT_OUT = "left_out"
+"""The field, of requests that have it, for what is accepted and not carried out."""
 
 
 def read_request(model: type[ModelT], body: bytes) -> ModelT:
@@ -43,10 +45,7 @@ def read_request(model: type[ModelT], body: bytes) -> ModelT:
         raise ApiError(400, f"The body is no valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"The body must be a JSON object, not {_kind(value)}.", code="invalid_json")
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise _explain(error.errors(include_url=False)[0]) from None
+    return model.read(value)
 
 
 def _explain(detail: ErrorDetails) -> ApiError:
@@ -73,39 +72,68 @@ class Checked(BaseModel):
     """Parameters that are not supported -> their values without effect, beside null. `ANY`: no value has an effect. The
     entries of base classes count as well.
     """
+    noted: ClassVar[Mapping[str, str]] = {}
+    """Parameters that are harmless without being carried out -> what a reply says of it in "hybrid_memory", unless
+    `neutral` lists the value. The entries of base classes count as well.
+    """
+    derived: ClassVar[tuple[str, ...]] = ()
+    """Fields that follow from others. No client can set them."""
     most_values: ClassVar[int] = MOST_VALUES
     """A body may have this many objects, arrays and keys."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """The names that other servers use for parameters."""
 
     @classmethod
+    def read(cls, value: dict[str, Any]) -> Self:
+        """Read the fields of a request. Raises ApiError 400; the error names the parameter."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise _explain(error.errors(include_url=False)[0]) from None
+
+    @classmethod
     @cache
     def all_neutral(cls) -> Neutral:
-        return {name: values for base in reversed(cls.__mro__) for name, values in getattr(base, "neutral", {}).items()}
+        return _joined(cls, "neutral")
+
+    @classmethod
+    @cache
+    def all_noted(cls) -> Mapping[str, str]:
+        return _joined(cls, "noted")
 
     @model_validator(mode="before")
     @classmethod
     def drop_neutral(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
-        value = cls._rename(value)
-        neutral = cls.all_neutral()
-        unknown = next((name for name in value if name not in cls.model_fields and name not in neutral), None)
+        value = {name: given for name, given in cls._rename(value).items() if given is not None}
+        neutral, noted = cls.all_neutral(), cls.all_noted()
+        known = cls.model_fields.keys() - neutral.keys() - noted.keys() - {LEFT_OUT, *cls.derived}
+        others = [name for name in value if name not in known]
+        unknown = next((name for name in others if name not in neutral and name not in noted), None)
         # Report only the first. There may be very many, and each would cost an error of its own.
         if unknown is not None:
             raise PydanticCustomError("unknown", "is unknown", {"name": unknown})
-        for name, harmless in neutral.items():
-            given = value.get(name)
-            if isinstance(given, dict):  # Some clients write out what they leave open.
-                given = {key: inner for key, inner in given.items() if inner is not None}
-            if (
-                given is not None
-                and harmless is not ANY
-                and not any(type(given) is type(v) and given == v for v in harmless)
-            ):
+        left_out = list[str]()
+        for name in others:
+            harmless = neutral.get(name, ())
+            if harmless is ANY or _is_any_of(value[name], harmless):
+                continue
+            if name not in noted:
                 rest = f"; leave it out, or give {' or '.join(map(repr, harmless))}" if harmless else "; leave it out"
                 raise PydanticCustomError("unsupported", "is not supported here{rest}", {"name": name, "rest": rest})
-        return {name: v for name, v in value.items() if v is not None and name not in neutral}
+            left_out.append(f"{name}: {noted[name]}")
+        fields, also = cls.simplify({name: given for name, given in value.items() if name in known})
+        left_out += also
+        return fields | ({LEFT_OUT: tuple(left_out)} if left_out and LEFT_OUT in cls.model_fields else {})
+
+    @classmethod
+    def simplify(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return the fields in forms that are read further, and what was left out of them, with the reason.
+
+        Subclasses extend this. Raises ApiError.
+        """
+        return fields, []
 
     @classmethod
     def _rename(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -123,6 +151,17 @@ class Checked(BaseModel):
                     raise PydanticCustomError("unsupported", "is not possible{rest}", {"name": alias, "rest": rest})
                 renamed[name] = value[alias]
         return renamed
+
+
+def _joined(cls: type[Checked], name: str) -> dict[str, Any]:
+    """Return the entries of a class and of its base classes. Those of the class count where both have one."""
+    return {key: value for base in reversed(cls.__mro__) for key, value in getattr(base, name, {}).items()}
+
+
+def _is_any_of(given: object, values: tuple[object, ...]) -> bool:
+    if isinstance(given, dict):  # Some clients write out what they leave open.
+        given = {key: inner for key, inner in given.items() if inner is not None}
+    return any(type(given) is type(value) and given == value for value in values)
 
 
 def _kind(value: Any) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from hybridmem.memory import BatchError, CapacityError
@@ -55,6 +53,34 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
+class ContextError(ApiError):
+    """Refuses a prompt that does not fit into the context, in the words that clients of OpenAI look for.
+
+    Args:
+        n_prompt: the tokens of the prompt, or the least that it can have if it was not tokenised.
+        limit: the tokens that a prompt and its reply may have together.
+        wanted: the tokens of the reply that the request asks for. None: it does not say.
+        param: the field that holds the prompt.
+        is_counted: whether `n_prompt` is the exact number.
+    """
+
+    def __init__(
+        self, n_prompt: int, limit: int, *, wanted: int | None = None, param: str | None = None, is_counted: bool = True
+    ) -> None:
+        what = param or "prompt"
+        asked = f"{'' if is_counted else 'at least '}{n_prompt} tokens"
+        if wanted is None:
+            asked = f"your {what} resulted in {asked}. Please reduce the length of the {what}."
+        else:
+            asked = (
+                f"you requested {n_prompt + wanted} tokens ({n_prompt} in the {what}, {wanted} in the completion). "
+                f"Please reduce the length of the {what} or completion."
+            )
+        message = f"This model's maximum context length is {limit} tokens. However, {asked}"
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.n_prompt, self.limit = n_prompt, limit
+
+
 class StoppingError(Exception):
     """Ends the generations of a server that stops."""
 
@@ -80,21 +106,3 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     log.error("a request failed", exc_info=error)
     return ApiError(500, _INTERNAL, code="internal_error")
-
-
-async def answer_api_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
-    """Respond to requests that the router refuses: unknown paths, and methods that a path does not have."""
-    assert isinstance(error, HTTPException)
-    status, headers = error.status_code, dict(error.headers or {})
-    what = f"{clip(request.method)} {clip(request.url.path)}"
-    if status == 404:
-        return ApiError(404, f"There is nothing at {what}.", code="unknown_url", headers=headers).response()
-    if status == 405:
-        message = f"{what} is not possible; {headers.get('Allow', 'another method')} is."
-        return ApiError(405, message, code="method_not_allowed", headers=headers).response()
-    return ApiError(status, str(error.detail), headers=headers).response()

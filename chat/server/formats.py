@@ -13,8 +13,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hybridmem.chat.engine.engine import Generation
+from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.token_bytes import TokenBytes
-from hybridmem.chat.server.logprobs import completion_logprobs
+from hybridmem.chat.server.logprobs import completion_logprobs, prompt_logprobs
 from hybridmem.chat.server.replies import Piece
 
 DONE = "data: [DONE]\n\n"
@@ -30,35 +31,53 @@ class CompletionFormat:
 
     Attributes:
         tokens: the model's tokens, for log probabilities.
+        prompts: the token ids of the prompt of each choice.
         echoes: the text before the reply of each choice.
+        echoes_logprobs: whether the log probabilities of echoed prompts are sent.
+        has_prompt_logprobs: whether those of the prompt are sent in vLLM's form.
     """
 
     model: str
     tokens: TokenBytes
+    prompts: list[list[int]]
     echoes: list[str]
+    echoes_logprobs: bool = False
+    has_prompt_logprobs: bool = False
     id: str = field(default_factory=lambda: f"cmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]:
-        choices = [
-            self._choice(
-                i,
-                self.echoes[i] + generation.text,
-                finish_reason_of(generation),
-                completion_logprobs(self.tokens, generation.logprobs, len(self.echoes[i])),
-            )
-            for i, generation in enumerate(generations)
-        ]
+        choices = [self._whole_choice(i, generation) for i, generation in enumerate(generations)]
         return self._head() | {"choices": choices, "usage": usage}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return self._head() | {"choices": [self._choice(index, self.echoes[index])]} if self.echoes[index] else None
+    def _whole_choice(self, index: int, generation: Generation) -> dict[str, Any]:
+        text = self.echoes[index] + generation.text
+        chosen = [*self._echoed(index, generation), *generation.logprobs]
+        logprobs = completion_logprobs(self.tokens, chosen, text)
+        choice = self._choice(index, text, finish_reason_of(generation), logprobs)
+        if self.has_prompt_logprobs:
+            told = prompt_logprobs(self.tokens, self.prompts[index], generation.prompt_logprobs)
+            choice["prompt_logprobs"] = told
+        return choice
+
+    def _echoed(self, index: int, generation: Generation) -> list[Chosen]:
+        """Return the tokens of an echoed prompt, with log probabilities. The first token has none."""
+        if not self.echoes_logprobs:
+            return []
+        return [Chosen(self.prompts[index][0]), *generation.prompt_logprobs]
+
+    def opening(self, piece: Piece) -> dict[str, Any] | None:
+        echo = self.echoes[piece.index]
+        if not echo and not self.echoes_logprobs:
+            return None
+        logprobs = completion_logprobs(self.tokens, self._echoed(piece.index, piece.generation), echo)
+        return self._head() | {"choices": [self._choice(piece.index, echo, logprobs=logprobs)]}
 
     def pieces(self, piece: Piece) -> list[dict[str, Any]]:
         chunks = []
         if piece.text or piece.logprobs:
             start = len(self.echoes[piece.index]) + piece.start
-            logprobs = completion_logprobs(self.tokens, piece.logprobs, start)
+            logprobs = completion_logprobs(self.tokens, piece.logprobs, piece.text, start)
             chunks.append(self._choice(piece.index, piece.text, logprobs=logprobs))
         if piece.is_last:
             chunks.append(self._choice(piece.index, "", finish_reason_of(piece.generation)))

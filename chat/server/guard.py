@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,13 +18,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridmem.chat.server.access import Access, Headers, preflight_headers
 from hybridmem.chat.server.access_log import REQUEST_ID, read_request_id, write_line
+from hybridmem.chat.server.error_forms import respond_with
 from hybridmem.chat.server.errors import RETRY, ApiError, as_api_error, clip, stopping
 from hybridmem.chat.server.incoming import ClientGoneError, Incoming, Turnstile, declared_bytes
 from hybridmem.chat.server.keys import Use
 from hybridmem.chat.server.options import ServerOptions
 
-PATHS_WITH_BODIES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
-_PATHS = ("/", "/health", "/metrics", "/v1/memory", "/v1/memory/events", "/v1/models", *PATHS_WITH_BODIES)
+PATHS_WITH_BODIES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+)
+_PATHS = ("/", "/health", "/metrics", "/models", "/v1/memory", "/v1/memory/events", "/v1/models", *PATHS_WITH_BODIES)
 _FAMILIES = ("/v1/models", "/v1/responses", "/v1/conversations", "/v1/sessions")
 """Longer paths with ids begin with these. Their requests are counted under the path here."""
 _FAMILIES_WITH_BODIES = tuple(f"{family}/" for family in _FAMILIES[1:])
@@ -103,6 +112,11 @@ class Exchange:
     use: Use | None = None
     notes: dict[str, object] = field(default_factory=dict)
     more_usage: dict[str, object] = field(default_factory=dict)
+
+    def note_left_out(self, left_out: Sequence[str]) -> None:
+        """Let the reply say what of the request was accepted and not carried out."""
+        if left_out:
+            self.more_usage["left_out"] = list(left_out)
 
     def take_place(self) -> None:
         """Take a place among the requests that are being answered, until the end. Raises ApiError 429."""
@@ -203,7 +217,7 @@ class Guard:
         except Exception as error:
             answer = as_api_error(error)
             if exchange.status == 0:
-                await answer.response()(scope, incoming.receive, send)
+                await respond_with(answer, exchange.path)(scope, incoming.receive, send)
 
     # Methods for bodies.
 

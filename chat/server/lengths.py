@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.server.bodies import count_longest_list
-from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.errors import ContextError
 from hybridmem.memory import CapacityError, HybridMemory
 
 _MOST_TOKENS = 1 << 20
@@ -35,35 +35,28 @@ def find_context_tokens(engine: Engine, wanted: int | None) -> int:
 
 
 def check_length(
-    n_prompt: int, wanted: int | None, default: int, limit: int, *, param: str, is_cut: bool = True
+    n_prompt: int, wanted: int | None, default: int | None, limit: int, *, param: str, is_cut: bool = True
 ) -> int:
-    """Return how many tokens a reply may have. Raises ApiError 400 if a prompt of this length does not fit.
+    """Return how many tokens a reply may have. Raises ContextError if a prompt of this length does not fit.
 
     Args:
-        wanted: the number in the request. None: `default`.
+        wanted: the number in the request. None: `default`, and if that is None as well, as many as fit.
         is_cut: whether a number that does not fit beside the prompt is lowered, as in OpenAI's chats and responses. Its
             plain completions refuse such a number.
     """
     left = limit - n_prompt
-    most = default if wanted is None else wanted
+    most = wanted if wanted is not None else max(left, 1) if default is None else default
     if left >= (most if wanted is not None and not is_cut else min(most, 1)):
         return min(most, left)
-    asked = f"{n_prompt:,} tokens" + (f" and asks for {wanted:,} more" if wanted is not None else "")
-    message = (
-        f"This server takes {limit:,} tokens at most, prompt and reply together; the prompt has {asked}. Shorten "
-        "either."
-    )
-    raise ApiError(400, message, param=param, code="context_length_exceeded")
+    raise ContextError(n_prompt, limit, wanted=None if is_cut else wanted, param=param)
 
 
 def check_lists(body: bytes, limit: int, *, param: str) -> None:
-    """Refuse a list of too many token ids before it is parsed. Raises ApiError 400.
+    """Refuse a list of too many token ids before it is parsed. Raises ContextError.
 
     No other list of numbers may be as long, so what is refused here would be refused later as well. The only exception
     is a key that is given twice, whose first value is such a list.
     """
     n_listed = count_longest_list(body, limit + 1)
     if n_listed:
-        asked = f"the body has a list of at least {n_listed:,} tokens"
-        message = f"This server takes {limit:,} tokens at most, prompt and reply together; {asked}. Shorten it."
-        raise ApiError(400, message, param=param, code="context_length_exceeded")
+        raise ContextError(n_listed, limit, param=param, is_counted=False)

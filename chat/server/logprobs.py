@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,19 +23,66 @@ def chat_logprobs(tokens: TokenBytes, chosen: Sequence[Chosen]) -> dict[str, Any
     return {"content": content, "refusal": None} if content else None
 
 
-def completion_logprobs(tokens: TokenBytes, chosen: Sequence[Chosen], start: int) -> dict[str, Any] | None:
-    """Return the `logprobs` of a choice in a completion. `start` counts the characters of text before these tokens."""
+def completion_logprobs(
+    tokens: TokenBytes, chosen: Sequence[Chosen], text: str, start: int = 0
+) -> dict[str, Any] | None:
+    """Return the `logprobs` of a choice in a completion. The first token of a prompt has none, which is null.
+
+    Args:
+        text: the text for which these tokens stand. start: the number of characters before it.
+    """
     if not chosen:
         return None
-    texts = [_text(tokens.of(c.token_id)) for c in chosen]
-    offsets = [start + sum(map(len, texts[:i])) for i in range(len(texts))]
-    top = [{_text(tokens.of(i)): _finite(value) for i, value in c.top} for c in chosen]
+    raws = [tokens.of(c.token_id) for c in chosen]
+    top = [_top_of(tokens, c) for c in chosen]
     return {
-        "tokens": texts,
-        "token_logprobs": [_finite(c.logprob) for c in chosen],
+        "tokens": list(map(_text, raws)),
+        "token_logprobs": [None if c.logprob is None else _finite(c.logprob) for c in chosen],
         "top_logprobs": top if any(top) else None,
-        "text_offset": offsets,
+        "text_offset": [start + at for at in _offsets(raws, text)],
     }
+
+
+def prompt_logprobs(tokens: TokenBytes, token_ids: Sequence[int], chosen: Sequence[Chosen]) -> list[Any] | None:
+    """Return vLLM's `prompt_logprobs`: for each token of the prompt, it and the likeliest tokens, by their ids."""
+    if not chosen:
+        return None
+    return [None] * (len(token_ids) - len(chosen)) + [_ranked(tokens, c) for c in chosen]
+
+
+def _ranked(tokens: TokenBytes, chosen: Chosen) -> dict[str, Any]:
+    pairs = {i: (value, rank) for rank, (i, value) in enumerate(chosen.top, 1)}
+    pairs.setdefault(chosen.token_id, (chosen.logprob or 0.0, getattr(chosen, "rank", 0)))
+    return {
+        str(i): {"logprob": _finite(value), "rank": rank, "decoded_token": _text(tokens.of(i))}
+        for i, (value, rank) in pairs.items()
+    }
+
+
+def _top_of(tokens: TokenBytes, chosen: Chosen) -> dict[str, float] | None:
+    """Return the likeliest tokens and the token itself, by their texts; of several with one text, the likeliest."""
+    if not chosen.top:
+        return None
+    top = dict[str, float]()
+    for i, value in (*chosen.top, (chosen.token_id, chosen.logprob)):
+        top.setdefault(_text(tokens.of(i)), _finite(value))
+    return top
+
+
+def _offsets(raws: Sequence[bytes], text: str) -> list[int]:
+    """Return the place of each token in a text, in characters.
+
+    A character counts where its last byte comes, so all tokens of one character have its place. Tokens that are not in
+    the text, such as the one that begins a sequence, have no length.
+    """
+    decoder, offsets, at = getincrementaldecoder("utf-8")("replace"), list[int](), 0
+    for raw in raws:
+        offsets.append(at)
+        new = decoder.decode(raw)
+        # A text may lack the space that its first word has as a token.
+        shown = next((words for words in (new, new.lstrip(" ")) if text.startswith(words, at)), "")
+        at += len(shown)
+    return offsets
 
 
 def _entry(tokens: TokenBytes, token_id: int, logprob: float | None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class ServerOptions:
     """Holds the limits of a server.
 
     Attributes:
+        alias: names under which clients may call the model, beside its own, such as "gpt-5" or "claude-*".
         api_key: the key that clients must send as `Authorization: Bearer KEY`. None: they need no key.
         keys: the keys of several clients, each with its own limits, as `Key` or as tables of the configuration file.
         access_log: the form of the log, which has a line for each request on standard error: "off", "text" or "json".
@@ -37,10 +38,13 @@ class ServerOptions:
             none may read the responses.
         parse_special: whether messages may contain special tokens, so that clients can write turns. Prompts of
             /v1/completions always may.
+        isolate: whether requests share cached prefixes only with those that have the same `prompt_cache_key`, `user`
+            and `Authorization`. Otherwise, the API key and `cache_salt` decide.
         max_body_bytes: the most bytes of a request's body.
         max_tokens: the most tokens of a prompt and its reply together. None: as many as the model's config and the
             memory's budget allow.
-        default_tokens: the most tokens of a chat's reply if the request names no number.
+        default_tokens: the most tokens of a chat's reply if the request names no number. None: as many as fit beside
+            the prompt.
         max_requests: how many requests are answered at once. Others are told to come back later.
         max_connections: how many connections may be open. When one more comes, the one that has waited longest for its
             client's bytes is closed.
@@ -63,6 +67,7 @@ class ServerOptions:
         SpecError: a wrong value. The message names the option and the value.
     """
 
+    alias: tuple[str, ...] = ()
     api_key: str | None = None
     keys: tuple[Key, ...] = ()
     access_log: Form = "off"
@@ -71,9 +76,10 @@ class ServerOptions:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     parse_special: bool = False
+    isolate: bool = False
     max_body_bytes: int = 1 << 20
     max_tokens: int | None = None
-    default_tokens: int = 1024
+    default_tokens: int | None = None
     max_requests: int = 256
     max_connections: int = 768
     max_peer_connections: int = 384
@@ -116,7 +122,7 @@ class ServerOptions:
         }
         for name, n in least.items():
             value = getattr(self, name)
-            if value is None and name == "max_tokens":
+            if value is None and name in ("max_tokens", "default_tokens"):
                 continue
             read_count(name, value, n)
         for name in ("head_seconds", "body_seconds", "stall_seconds", "grace_seconds"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,10 @@ from hybridmem.chat.server.courier import Courier
 from hybridmem.chat.server.errors import stopping
 from hybridmem.chat.server.metrics import Metrics
 from hybridmem.chat.server.usage import progress_of, usage_of
+
+WAITING_SECONDS = 10.0
+"""While there is no token yet, a stream says so after every so many seconds. Proxies cut connections that say nothing.
+"""
 
 
 @dataclass(frozen=True)
@@ -145,15 +149,17 @@ class Replies:
         )
         self.generations |= {first + generation.choice: generation for generation in generations}
 
-    async def next(self) -> Piece | None:
+    async def next(self, seconds: float | None = None) -> Piece | None:
         """Wait for the next piece of any choice. Return None when all have ended.
 
         Raises:
-            The error that ended a generation. ApiError 503: the server stops.
+            The error that ended a generation. ApiError 503: the server stops. TimeoutError: no piece came within so
+            many seconds, and nothing has changed.
         """
         if self._n_ended == self._n_choices:
             return None
-        piece = await self._pieces.get()
+        get = self._pieces.get()
+        piece = await (get if seconds is None else asyncio.wait_for(get, seconds))
         self._measure(piece)
         if piece.is_last:
             self._n_ended += 1
@@ -163,6 +169,20 @@ class Replies:
             if piece.generation.finish_reason not in ("stop", "length", "deadline"):
                 raise stopping()
         return piece
+
+    async def pieces(self) -> AsyncGenerator[Piece | None, None]:
+        """Yield all pieces. Until the first token comes, yield None after every 10 seconds. Raises as `next`."""
+        while not self._heard_at:
+            try:
+                piece = await self.next(WAITING_SECONDS)
+            except TimeoutError:
+                yield None
+                continue
+            if piece is None:
+                return
+            yield piece
+        while (piece := await self.next()) is not None:
+            yield piece
 
     def _measure(self, piece: Piece) -> None:
         if piece.progress is not None or not piece.generation.token_ids:

@@ -9,9 +9,11 @@ from pydantic import BeforeValidator, Field
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.checked import ANY, Checked, Neutral
 
-MOST_STOPS = 4
+MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 256
 _MOST_IDS = 1024
+_LEAST_BIAS = -100
+_LEAST_TOP_P = 1e-9
 _COLDEST = 1e-4
 """Lower temperatures count as 0. Logits divided by them would leave the range of float32."""
 
@@ -72,7 +74,13 @@ def _read_ids(value: object) -> object:
 
 
 def _read_bias(value: object) -> object:
-    """Read a bias for each token id. The ids are keys of a JSON object, so they are strings."""
+    """Read a bias for each token id.
+
+    In OpenAI's form, ids are the keys of a JSON object, so they are strings. In llama.cpp's form, the value is a list
+    of pairs of an id and its bias, where `false` as a bias stands for never.
+    """
+    if isinstance(value, list):
+        value = dict(map(_read_pair, value[: _MOST_IDS + 1]))
     if not isinstance(value, dict) or len(value) > _MOST_IDS:
         raise ValueError(f"it must be an object of up to {_MOST_IDS:,} token ids, each with its bias")
     for key, bias in value.items():
@@ -81,6 +89,21 @@ def _read_bias(value: object) -> object:
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise ValueError("a bias is a number from -100 to 100")
     return {int(key): float(bias) for key, bias in value.items()}
+
+
+def _read_pair(pair: object) -> tuple[str, object]:
+    if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
+        raise ValueError("as a list, it has pairs of a token id and its bias, such as [42, -1]")
+    return str(pair[0]), _LEAST_BIAS if pair[1] is False else pair[1]
+
+
+def _read_top_p(value: object) -> object:
+    """Read 0 as the least share: the likeliest token alone."""
+    return _LEAST_TOP_P if type(value) in (int, float) and value == 0 else value
+
+
+def _read_seed(value: object) -> object:
+    return None if value == -1 else value  # llama.cpp's clients write -1 for a seed that is drawn.
 
 
 def _read_top_k(value: object) -> object:
@@ -98,14 +121,14 @@ class SamplingFields(Checked):
     aliases: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty"}
 
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: Annotated[float | None, Field(gt=0, le=1), BeforeValidator(_read_top_p)] = None
     top_k: Annotated[int | None, Field(ge=1, le=2**31), BeforeValidator(_read_top_k)] = None
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.1, le=10)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: Annotated[dict[int, float], BeforeValidator(_read_bias)] = Field(default_factory=dict)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63), BeforeValidator(_read_seed)] = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_read_stop)] = ()
     stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_read_ids)] = ()
     ignore_eos: bool = False

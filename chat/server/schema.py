@@ -1,13 +1,13 @@
 """Reads requests in OpenAI's form, and refuses those that cannot be fulfilled.
 
-No parameter is ignored in silence. One that is not supported is refused by name, unless its value has no effect. `user`
-and `safety_identifier` name the end user: they are read, change nothing and are not stored. `prompt_cache_key`
-separates cached prefixes.
+No parameter is ignored in silence. One that is not supported is refused by name, unless its value has no effect, or is
+harmless: then the reply says that it was left out. `user` and `safety_identifier` name the end user, and
+`prompt_cache_key` says which requests are alike: they are read, change nothing and are not stored.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
@@ -38,22 +38,34 @@ MOST_MESSAGES = 4096
 
 Prompt = str | list[int]
 
+UNSEEN_IMAGE = "[an image, which this model cannot see]"
+"""Stands in a result of a tool for an image. If such a result were refused, its session could never go on."""
+_PARTS = ("text", "input_text", "output_text", "refusal")
+_OF_PARTS = ("annotations", "cache_control", "logprobs")
+"""Fields of a part that change nothing."""
+
 
 def _read_content(value: object) -> str:
     """Read a message's text, given whole or in parts. Parts are joined as they are."""
     if isinstance(value, str):
         return value
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise ValueError("it must be a string, or a list of {'type': 'text', 'text': ...}")
     return "".join(map(_read_part, value))
 
 
 def _read_part(part: object) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or kind not in _PARTS:
         raise ValueError("only parts of the type 'text' are supported, such as {'type': 'text', 'text': ...}")
-    if not isinstance(part.get("text"), str) or len(part) != 2:
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str) or part.keys() - {"type", "text", "refusal", *_OF_PARTS}:
         raise ValueError("a part of the type 'text' has a string as its 'text', and nothing else")
-    return str(part["text"])
+    return text
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image")
 
 
 def read_prompts(value: object, *, most: int = MOST_CHOICES) -> list[Prompt]:
@@ -71,6 +83,11 @@ def _are_ids(value: object) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
 
+def read_max_tokens(value: object) -> object:
+    """Read the most tokens of a reply. -1 stands for as many as fit, as in llama.cpp's server."""
+    return None if type(value) is int and value == -1 else value
+
+
 class StreamOptions(Checked):
     # Obfuscation would hide the lengths of pieces from observers of an encrypted connection. This server has none.
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False, True)}
@@ -80,11 +97,16 @@ class StreamOptions(Checked):
 
 class Message(Checked):
     neutral: ClassVar[Neutral] = {
-        "annotations": ([],),
+        "annotations": ANY,
         "audio": (),
+        "cache_control": ANY,
         "function_call": (),
+        "id": ANY,
         "provider_specific_fields": ANY,  # The client litellm sends this field back as it got it.
-        "refusal": (),
+        "reasoning_details": ANY,  # OpenRouter's form of thoughts, beside their text.
+        "refusal": ANY,
+        "status": ANY,
+        "thinking_blocks": ANY,  # litellm's form of thoughts, beside their text.
     }
     aliases: ClassVar[dict[str, str]] = {"reasoning": "reasoning_content"}
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -93,6 +115,20 @@ class Message(Checked):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], BeforeValidator(read_calls)] = Field(default_factory=list)
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_contents(cls, value: object) -> object:
+        """Let a message without text have `null` as its content. Replace images in results of tools by a text."""
+        content = value.get("content", "") if isinstance(value, dict) else ""
+        if not isinstance(value, dict) or not (content is None or isinstance(content, list)):
+            return value
+        if content is None:
+            return {**value, "content": ""}
+        if value.get("role") != "tool":
+            return value
+        told = {"type": "text", "text": UNSEEN_IMAGE}
+        return {**value, "content": [told if _is_image(part) else part for part in content]}
 
     @model_validator(mode="after")
     def check_role(self) -> Message:
@@ -112,15 +148,42 @@ class Message(Checked):
 
 
 class CommonRequest(SamplingFields, StructuredFields):
-    """Holds the fields that all requests for replies have in common."""
+    """Holds the fields that all requests for replies have in common.
 
+    Attributes:
+        left_out: what is accepted and not carried out, and why. A reply says it in "hybrid_memory".
+        cache_salt: requests share cached prefixes only with those that have the same salt, as in vLLM.
+    """
+
+    neutral: ClassVar[Neutral] = {
+        "cache_control": ANY,
+        "client_metadata": ANY,
+        "prompt_cache_retention": ANY,
+        "request_id": ANY,
+        "service_tier": ANY,
+    }
     model: str
+    left_out: tuple[str, ...] = ()
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     return_progress: bool = False
     user: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: Annotated[str | None, Field(min_length=1)] = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def n_prompt_logprobs(self) -> int | None:
+        """Return how many alternatives are reported for tokens of the prompt. None: the prompt is not scored."""
+        return self.prompt_logprobs
+
+    @model_validator(mode="after")
+    def check_prompt_logprobs(self) -> CommonRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            message = "'prompt_logprobs' come with a whole reply alone; leave it out with 'stream': true."
+            raise ApiError(400, message, param="prompt_logprobs", code="unsupported_value")
+        return self
 
     @model_validator(mode="after")
     def check_stream_options(self) -> CommonRequest:
@@ -135,13 +198,6 @@ class CommonRequest(SamplingFields, StructuredFields):
     @property
     def includes_continuous_usage(self) -> bool:
         return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
-
-    def owner(self, authorization: str | None) -> bytes:
-        """Return the owner of this request's prefixes.
-
-        Requests with the same key and `prompt_cache_key` share an owner.
-        """
-        return hashlib.sha256(repr((authorization, self.prompt_cache_key)).encode()).digest()
 
 
 class Prediction(Checked):
@@ -158,27 +214,35 @@ def _check_n_messages(value: object) -> object:
 
 
 class ChatRequest(CommonRequest, TemplateFields):
-    """Holds a request to POST /v1/chat/completions."""
+    """Holds a request to POST /v1/chat/completions.
+
+    Attributes:
+        continue_final_message: whether the reply continues the last message, which is the beginning of a reply.
+    """
 
     neutral: ClassVar[Neutral] = {
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
-        "metadata": ({},),
+        "metadata": ANY,
         "modalities": (["text"],),
-        "service_tier": ("auto", "default"),
         "store": (False,),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
         "documents": ([],),
         "echo": (False,),
         "reasoning_format": ("auto", "deepseek"),
-        "verbosity": (),
+        "verbosity": ("medium",),
         "web_search_options": (),
     }
+    noted: ClassVar[Mapping[str, str]] = {
+        "store": "chats are not stored; /v1/responses stores",
+        "verbosity": "this model has no such setting",
+        "web_search_options": "this server searches nothing",
+    }
     messages: Annotated[list[Message], FailFast(), Field(min_length=1), BeforeValidator(_check_n_messages)]
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: Annotated[int | None, Field(ge=0), BeforeValidator(read_max_tokens)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=0), BeforeValidator(read_max_tokens)] = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     safety_identifier: str | None = None
     prediction: Prediction | None = None
     logprobs: bool = False
@@ -189,6 +253,17 @@ class ChatRequest(CommonRequest, TemplateFields):
     def check_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", param="top_logprobs", code="invalid_value")
+        return self
+
+    @model_validator(mode="after")
+    def check_opening(self) -> ChatRequest:
+        last = self.messages[-1]
+        if self.continue_final_message and (last.role != "assistant" or last.tool_calls):
+            message = "'continue_final_message' needs a last message of the role 'assistant' that calls no tools."
+            raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+        if not self.add_generation_prompt and not self.continue_final_message:
+            message = "'add_generation_prompt': false is possible with 'continue_final_message': true alone."
+            raise ApiError(400, message, param="add_generation_prompt", code="unsupported_value")
         return self
 
     @property
@@ -205,9 +280,14 @@ class ChatRequest(CommonRequest, TemplateFields):
 class CompletionRequest(CommonRequest):
     """Holds a request to POST /v1/completions."""
 
-    neutral: ClassVar[Neutral] = {"best_of": (1,), "prompt_logprobs": (), "suffix": ("",)}
+    neutral: ClassVar[Neutral] = {
+        "best_of": (1,),
+        "metadata": ANY,
+        "store": ANY,
+        "suffix": ("",),
+    }
     prompt: Annotated[list[Prompt], BeforeValidator(read_prompts)]
-    max_tokens: int | None = Field(16, ge=0)
+    max_tokens: Annotated[int | None, Field(ge=0), BeforeValidator(read_max_tokens)] = 16
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
@@ -215,11 +295,15 @@ class CompletionRequest(CommonRequest):
     def n_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def n_prompt_logprobs(self) -> int | None:
+        """Return how many alternatives are reported for tokens of the prompt. None: the prompt is not scored."""
+        echoed = self.logprobs if self.echo else None
+        wanted = [n for n in (echoed, self.prompt_logprobs) if n is not None]
+        return max(wanted, default=None)
+
     @model_validator(mode="after")
     def check_n_choices(self) -> CompletionRequest:
-        if self.max_tokens == 0 and self.logprobs is not None:
-            message = "'logprobs' are those of the reply, not of the prompt; leave it out with 'max_tokens': 0."
-            raise ApiError(400, message, param="logprobs", code="unsupported_value")
         if len(self.prompt) * self.n > MOST_CHOICES:
             message = (
                 f"{len(self.prompt)} prompts with n={self.n} ask for more than {MOST_CHOICES} replies; send several "

@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.engine.engine import Engine, Generation
 from hybridmem.chat.engine.output import Output
-from hybridmem.chat.prompts import Tokenizer, encode_chat
+from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.defaults import read_defaults
 from hybridmem.chat.sampling.token_bytes import TokenBytes
 from hybridmem.chat.server.asking import Asking
 from hybridmem.chat.server.chat_format import ChatFormat
+from hybridmem.chat.server.chat_prompts import encode_messages
 from hybridmem.chat.server.courier import Courier
 from hybridmem.chat.server.errors import ApiError, StoppingError, as_api_error, log, stopping
-from hybridmem.chat.server.formats import DONE, CompletionFormat, EventStream, as_event
+from hybridmem.chat.server.formats import CompletionFormat, EventStream
 from hybridmem.chat.server.guard import Exchange, exchange_of
 from hybridmem.chat.server.lengths import check_length, check_lists, find_context_tokens
 from hybridmem.chat.server.memory_view.events import MemoryView
 from hybridmem.chat.server.metrics import Metrics
 from hybridmem.chat.server.options import ServerOptions
+from hybridmem.chat.server.owners import Owners
 from hybridmem.chat.server.replies import Ask, Piece, Replies
-from hybridmem.chat.server.schema import ChatRequest, CompletionRequest, Prompt, read_request
+from hybridmem.chat.server.schema import ChatRequest, CommonRequest, CompletionRequest, Prompt, read_request
 from hybridmem.chat.server.shaping import NewReader, Shaping, check_plain
+from hybridmem.chat.server.streams import OpenAIWriter, Style, Writer, first_piece, write_stream
 from hybridmem.chat.server.texts import Texts
 from hybridmem.chat.server.usage import account_for
 from hybridmem.memory import CapacityError, FormatError, IntegrityError
+
+
+class Whole(Protocol):
+    """Declares how a whole reply is written, in one dialect."""
+
+    def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]: ...
 
 
 class Service:
@@ -55,6 +66,7 @@ class Service:
         self.metrics = Metrics(engine, model_id)
         self.memory_view = MemoryView(self)
         self.is_open = False
+        self.owners = Owners.of(options)
         self.context_tokens = find_context_tokens(engine, options.max_tokens)
         self.context_bytes = engine.memory.counters.bytes_at(self.context_tokens)
         self.asking = Asking(
@@ -136,45 +148,54 @@ class Service:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def list_models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        """List the model under its name, and under each other name that it answers to."""
+        names = [self.model_id, *(name for name in self.options.alias if not _is_pattern(name))]
+        data = [self._model(name) for name in names]
+        # Anthropic's clients read the other fields.
+        return JSONResponse(
+            {"object": "list", "data": data, "first_id": names[0], "last_id": names[-1], "has_more": False}
+        )
 
     async def show_model(self, name: str) -> Response:
         self.check_model(name)
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(name))
 
     async def chat(self, request: Request) -> Response:
-        body = await request.body()
-        asked, token_ids, output, new_reader = await self.texts.run(
-            len(body), lambda texts: self._read_chat(texts, body), param="messages"
+        asked, ask, new_reader = await self.ask_chat(request, partial(read_request, ChatRequest))
+        scored = ask.token_ids if asked.prompt_logprobs is not None else None
+        style = ChatFormat(
+            asked.model, self.tokens, new_reader, has_reasoning=asked.include_reasoning, scored_prompt=scored
         )
-        owner = asked.owner(request.headers.get("authorization"))
-        ask = self._ask(asked, token_ids, asked.wanted_tokens, owner, output, param="messages")
-        if asked.prediction is not None:
-            predicted = asked.prediction.content
-            ids = await self.texts.run(len(body), lambda texts: texts.encode(predicted, add_special_tokens=False))
-            ask = replace(ask, prediction=tuple(ids))
-        ask = self.with_thoughts(ask, new_reader)
-        style = ChatFormat(self.model_id, self.tokens, new_reader, has_reasoning=asked.include_reasoning)
-        return await self._reply(exchange_of(request.scope), asked, [ask], style)
+        return await self.reply(exchange_of(request.scope), [ask], style, _writer(asked, style))
 
     async def complete(self, request: Request) -> Response:
         body = await request.body()
         asked, encoded, output = await self.texts.run(
             len(body), lambda texts: self._read_completion(texts, body), param="prompt"
         )
-        owner = asked.owner(request.headers.get("authorization"))
+        exchange_of(request.scope).note_left_out(asked.left_out)
+        owner = self.owners.of_prefixes(request.headers.get, asked)
         asks = [self._ask(asked, token_ids, asked.max_tokens, owner, output, param="prompt") for token_ids in encoded]
         echoes = [""] * len(asks)
         if asked.echo:
             pairs = list(zip(asked.prompt, encoded, strict=True))
             echoes = await self.texts.run(len(body), lambda texts: [self._text_of(texts, *pair) for pair in pairs])
-        style = CompletionFormat(self.model_id, self.tokens, [echo for echo in echoes for _ in range(asked.n)])
-        return await self._reply(exchange_of(request.scope), asked, asks, style)
+        style = CompletionFormat(
+            asked.model,
+            self.tokens,
+            prompts=[ids for ids in encoded for _ in range(asked.n)],
+            echoes=[echo for echo in echoes for _ in range(asked.n)],
+            echoes_logprobs=asked.echo and asked.logprobs is not None,
+            has_prompt_logprobs=asked.prompt_logprobs is not None,
+        )
+        return await self.reply(exchange_of(request.scope), asks, style, _writer(asked, style))
 
     # Methods that endpoints use.
 
-    def _model(self) -> dict[str, Any]:
-        about = {"id": self.model_id, "object": "model", "created": self._created, "owned_by": "hybrid-memory"}
+    def _model(self, name: str) -> dict[str, Any]:
+        about = {"id": name, "object": "model", "created": self._created, "owned_by": "hybrid-memory"}
+        created_at = datetime.fromtimestamp(self._created, UTC).isoformat()
+        about |= {"type": "model", "display_name": self.model_id, "created_at": created_at}
         counters, spec = self.engine.memory.counters, self.engine.memory.spec
         memory = {
             "budget_bytes": counters.budget_bytes, "used_bytes": counters.used_bytes,
@@ -184,21 +205,49 @@ class Service:
         return about | {"max_model_len": self.context_tokens, "hybrid_memory": memory}
 
     def check_model(self, name: str) -> None:
-        if name != self.model_id:
+        """Raise ApiError 404 unless the model answers to this name."""
+        if name != self.model_id and not any(fnmatchcase(name, alias) for alias in self.options.alias):
             message = f"There is no model {name[:100]!r} here; there is {self.model_id!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _read_chat(self, texts: Tokenizer, body: bytes) -> tuple[ChatRequest, list[int], Output, NewReader]:
+    async def ask_chat(
+        self, request: Request, read: Callable[[bytes], ChatRequest]
+    ) -> tuple[ChatRequest, Ask, NewReader]:
+        """Read a chat, in whatever dialect. Raises ApiError.
+
+        Args:
+            read: reads the body of the request in its dialect.
+        Returns:
+            The request, the arguments of the engine, and a function that makes the reader of a reply.
+        """
+        body = await request.body()
+        asked, token_ids, output, new_reader = await self.texts.run(
+            len(body), lambda texts: self.read_chat(texts, body, read), param="messages"
+        )
+        exchange_of(request.scope).note_left_out([*asked.left_out, *asked.left_out_of(self.shaping.habits.template)])
+        owner = self.owners.of_prefixes(request.headers.get, asked)
+        ask = self._ask(asked, token_ids, asked.wanted_tokens, owner, output, param="messages")
+        if asked.prediction is not None:
+            predicted = asked.prediction.content
+            ids = await self.texts.run(len(body), lambda texts: texts.encode(predicted, add_special_tokens=False))
+            ask = replace(ask, prediction=tuple(ids))
+        return asked, self.with_thoughts(ask, new_reader), new_reader
+
+    def read_chat(
+        self, texts: Tokenizer, body: bytes, read: Callable[[bytes], ChatRequest]
+    ) -> tuple[ChatRequest, list[int], Output, NewReader]:
         """Read a request, its tokens, and the form of its reply. Raises ApiError."""
         check_lists(body, self.context_tokens, param="messages")
-        asked = read_request(ChatRequest, body)
+        asked = read(body)
         self.check_model(asked.model)
         try:
             messages = [message.as_template_knows() for message in asked.messages]
             if not self.options.parse_special:
                 check_plain(texts, messages, asked.told_tools)
             texts = asked.with_template(texts, self.shaping.habits.template)
-            token_ids = encode_chat(texts, messages, parse_special=self.options.parse_special)
+            token_ids = encode_messages(
+                texts, messages, parse_special=self.options.parse_special, continues=asked.continue_final_message
+            )
         except FormatError as error:
             raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
         return asked, token_ids, *self.shaping.shape(texts, token_ids, asked.shape, asked, asked.n_logprobs)
@@ -241,7 +290,8 @@ class Service:
     ) -> Ask:  # fmt: skip
         n_reply = self._reply_tokens(len(token_ids), wanted, param=param)
         return self.asking.ask(
-            asked, token_ids, n_reply, owner, n=asked.n, output=output,
+            asked, token_ids, n_reply, owner, n=asked.n,
+            output=replace(output, prompt_logprobs=asked.n_prompt_logprobs),
             reports_prefill=asked.stream and asked.return_progress,
         )  # fmt: skip
 
@@ -268,56 +318,26 @@ class Service:
         exchange.at_end += [replies.cancel, lambda: self._live.discard(replies), lambda: account_for(exchange, replies)]
         return replies
 
-    async def _reply(
-        self,
-        exchange: Exchange,
-        asked: ChatRequest | CompletionRequest,
-        asks: list[Ask],
-        style: ChatFormat | CompletionFormat,
-    ) -> Response:
-        """Generate a reply. The status is only known when the first token is there, or an error instead."""
+    async def reply(self, exchange: Exchange, asks: list[Ask], form: Whole, writer: Writer | None) -> Response:
+        """Generate a reply, as a stream if there is a writer for it. Raises ApiError."""
         replies = self.begin(exchange, asks)
         try:
-            piece = await replies.next()
-            if asked.stream:
-                return EventStream(self._events(replies, piece, style, asked))
-            while piece is not None:
-                piece = await replies.next()
+            if writer is not None:
+                return EventStream(write_stream(replies, await first_piece(replies), writer))
+            while await replies.next() is not None:
+                pass
         except Exception as error:
             raise as_api_error(error) from None
         generations = [generation for _, generation in sorted(replies.generations.items())]
-        return JSONResponse(style.whole(generations, replies.usage()))
+        return JSONResponse(form.whole(generations, replies.usage()))
 
-    async def _events(
-        self,
-        replies: Replies,
-        piece: Piece | None,
-        style: ChatFormat | CompletionFormat,
-        asked: ChatRequest | CompletionRequest,
-    ) -> AsyncGenerator[str, None]:
-        """Yield everything that a step brought at once.
 
-        With each send, this thread gives away the interpreter's lock.
-        """
-        null_usage: dict[str, Any] = {"usage": None} if asked.includes_usage else {}
-        seen: set[int] = set()
-        try:
-            while piece is not None:
-                usage = {"usage": replies.usage()} if asked.includes_continuous_usage else null_usage
-                if piece.progress is not None:
-                    yield as_event(style.progress(piece.index, piece.progress) | usage)
-                    piece = await replies.next()
-                    continue
-                events = ""
-                if piece.index not in seen:
-                    seen.add(piece.index)
-                    opening = style.opening(piece.index)
-                    if opening is not None:
-                        events = as_event(opening | usage)
-                events += "".join(as_event(chunk | usage) for chunk in style.pieces(piece))
-                if events:
-                    yield events
-                piece = await replies.next()
-            yield (as_event(style.usage(replies.usage())) if asked.includes_usage else "") + DONE
-        except Exception as error:  # The status has been sent already.
-            yield as_event(as_api_error(error).body)
+def _is_pattern(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
+
+
+def _writer(asked: CommonRequest, style: Style) -> Writer | None:
+    """Return what writes the stream that a request of OpenAI's clients asks for, or None if it asks for none."""
+    if not asked.stream:
+        return None
+    return OpenAIWriter(style, asked.includes_usage, asked.includes_continuous_usage)

@@ -67,11 +67,14 @@ class Shaping:
         return output, partial(ReplyReader, habits, asked.offered_tools, calls, is_thinking=is_thinking)
 
     def plain(self, shape: Shape | None, logprobs: int | None) -> Output:
-        """Return the options for the engine, for text that continues a prompt. Raises ApiError as `shape`."""
+        """Return the options for the engine, for text that continues a prompt. Raises ApiError as `shape`.
+
+        The token that ends a reply has a log probability, too: who asks for one token gets one.
+        """
         if shape is None:
-            return Output(logprobs=logprobs)
+            return Output(logprobs=logprobs, reports_end=True)
         output, _ = self.shape(_NoText(), (), shape, ToolFields(), logprobs)
-        return Output(grammar=output.grammar, logprobs=logprobs)
+        return Output(grammar=output.grammar, logprobs=logprobs, reports_end=True)
 
 
 def check_plain(

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hybridmem.chat.prompts import Message, Tokenizer
-from hybridmem.chat.server.errors import RETRY, ApiError
+from hybridmem.chat.server.errors import RETRY, ApiError, ContextError
 
 T = TypeVar("T")
 
@@ -73,14 +73,10 @@ class Texts:
             lane.thread.shutdown(wait=False, cancel_futures=True)
 
     def check_bytes(self, n_bytes: int, param: str | None) -> None:
-        """Refuse a text by its length. Raises ApiError 400."""
+        """Refuse a text by its length. Raises ContextError."""
         if n_bytes > self.most_bytes:
-            message = (
-                f"This server takes {self.context_tokens:,} tokens at most, prompt and reply together; the prompt has "
-                f"at least {n_bytes:,} bytes, and no token has more than {self.longest_token_bytes}, so at most "
-                f"{self.most_bytes:,} fit. Shorten it."
-            )
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
+            n_least = -(-n_bytes // self.longest_token_bytes)
+            raise ContextError(n_least, self.context_tokens, param=param, is_counted=False)
 
 
 class _Lane:

@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from hybridmem.chat.prompts import Tokenizer, encode_chat
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server.chat_prompts import encode_messages
 from hybridmem.chat.server.checked import Checked, Neutral, read_request
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.lengths import check_lists
@@ -96,7 +97,7 @@ class Tokenizing:
                 raise ApiError(400, message, param="add_generation_prompt", code="unsupported_parameter")
             try:
                 texts = asked.with_template(texts, self._service.shaping.habits.template)
-                return encode_chat(texts, [message.as_template_knows() for message in asked.messages])
+                return encode_messages(texts, [message.as_template_knows() for message in asked.messages])
             except FormatError as error:
                 raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
         if asked.content is not None:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from hybridmem.chat.server.checked import Checked
-from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.errors import ApiError, clip
+from hybridmem.chat.stored.items import joined_name
 from hybridmem.chat.tools.calls import ANY_OBJECT, Tool, parse_json
 
-MOST_TOOLS = 128
+MOST_TOOLS = 512
+_OF_TOOLS = ("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "output_schema")
+"""Fields of a tool that change nothing here: all tools are told, and all prefixes are cached."""
+_HOSTED = (
+    "advisor", "apply_patch", "bash", "browser", "code_execution", "code_interpreter", "computer", "custom",
+    "file_search", "image_generation", "local_shell", "mcp", "memory", "programmatic_tool_calling", "shell",
+    "text_editor", "tool_search", "web_fetch", "web_search",
+)  # fmt: skip
+"""The types of tools that other servers run or define begin with these. This server has none of them."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -36,7 +45,7 @@ def _read_tool(value: object) -> Tool:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError("a function has a name of letters, digits, _ and -")
-    if unknown := sorted(function.keys() - {"type", "name", "description", "parameters", "strict"}):
+    if unknown := sorted(function.keys() - {"type", "name", "description", "parameters", "strict", *_OF_TOOLS}):
         raise ValueError(f"{unknown[0][:40]!r} is no field of a function")
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None) or not isinstance(function.get("description"), str | None):
@@ -55,6 +64,12 @@ def read_tool_choice(value: object) -> object:
         function = value.get("function", value)
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             return (function["name"],)
+    if isinstance(value, dict) and value.get("type") == "allowed_tools" and value.get("mode") == "required":
+        names = [tool.get("name") for tool in value.get("tools") or () if isinstance(tool, dict)]
+        if names and all(isinstance(name, str) for name in names):
+            return tuple(names)
+    if isinstance(value, dict) and str(value.get("type")).startswith(_HOSTED):
+        raise ValueError(f"this server has no tool of the type {clip(str(value['type']))!r}")
     raise ValueError("it must be 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}")
 
 
@@ -62,12 +77,51 @@ ToolChoice = Annotated[Literal["auto", "none", "required"] | tuple[str, ...], Be
 Tools = Annotated[tuple[Tool, ...], BeforeValidator(read_tools)]
 
 
-class ToolFields(Checked):
-    """Holds the tools of a request."""
+def split_tools(value: object) -> tuple[object, dict[str, str], list[str]]:
+    """Flatten the namespaces of a request's tools, and leave out those that other servers run.
 
+    Returns:
+        The tools that are functions; the namespace of each that has one, by the name that the model knows; and what was
+        left out, with the reason.
+    """
+    if not isinstance(value, list):
+        return value, {}, []
+    tools, namespaces, left_out = list[object](), dict[str, str](), list[str]()
+    for tool in value:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind.startswith(_HOSTED):
+            left_out.append(f"tools: this server has no tool of the type {clip(kind)!r}")
+        elif kind == "namespace" and isinstance(tool.get("name"), str) and isinstance(tool.get("tools"), list):
+            for inner in tool["tools"]:
+                if isinstance(inner, dict) and isinstance(inner.get("name"), str):
+                    name = joined_name(tool["name"], inner["name"])
+                    namespaces[name], inner = tool["name"], {**inner, "name": name}
+                tools.append(inner)
+        else:
+            tools.append(tool)
+    return tools, namespaces, left_out
+
+
+class ToolFields(Checked):
+    """Holds the tools of a request.
+
+    Attributes:
+        namespaces: the namespace of each tool that has one, by the name that the model knows.
+    """
+
+    derived: ClassVar[tuple[str, ...]] = ("namespaces",)
     tools: Tools = ()
+    namespaces: dict[str, str] = Field(default_factory=dict)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
+
+    @classmethod
+    def simplify(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        fields, left_out = super().simplify(fields)
+        if "tools" not in fields:
+            return fields, left_out
+        tools, namespaces, others = split_tools(fields["tools"])
+        return fields | {"tools": tools, "namespaces": namespaces}, left_out + others
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:

@@ -58,6 +58,11 @@ def text_item(role: str, text: str, *, kind: str = "msg") -> Item:
     return {"id": new_id(kind), "type": "message", "role": role, "status": "completed", "content": [part]}
 
 
+def joined_name(namespace: str, name: str) -> str:
+    """Return the name by which a model knows a tool of a namespace."""
+    return f"{namespace}__{name}"
+
+
 def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
     """Turn items into messages in the form that templates know. Calls join the message that they follow."""
     messages = list[dict[str, Any]]()
@@ -67,7 +72,8 @@ def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
         elif item["type"] == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            function = {"name": item["name"], "arguments": _arguments_of(item)}
+            name = joined_name(item["namespace"], item["name"]) if item.get("namespace") else item["name"]
+            function = {"name": name, "arguments": _arguments_of(item)}
             call = {"id": item["call_id"], "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif item["type"] == "function_call_output":

@@ -45,12 +45,22 @@ class Ids:
         return f"{kind}_{sha256(name.encode()).hexdigest()[:32]}"
 
 
+OWNER_BYTES = 32
+"""An owner begins with so many bytes that say whose sessions these are. The owner of cached prefixes follows."""
+
+
+def prefix_owner(owner: bytes) -> bytes:
+    """Return the owner of the prefixes of a session. Sessions of earlier releases have one owner for both."""
+    return owner[OWNER_BYTES:] or owner
+
+
 @dataclass(frozen=True)
 class StoredSession:
     """Describes a session, which is a tree of messages. One path of it is current.
 
     Attributes:
-        owner: who may read and change it. Nobody else learns that it exists.
+        owner: who may read and change it, and whose prefixes it uses; see `prefix_owner`. Nobody else learns that it
+            exists.
         instructions: the first message of its prompts, if a request gives none.
         metadata: the metadata of a conversation.
         head: the last node of the current path. None: there is no node.

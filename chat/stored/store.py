@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridmem.chat.stored.database import open_database
 from hybridmem.chat.stored.items import text_of
-from hybridmem.chat.stored.nodes import Item, Node, StoredSession, join_tokens
+from hybridmem.chat.stored.nodes import OWNER_BYTES, Item, Node, StoredSession, join_tokens
 from hybridmem.chat.stored.rows import (
     COMPLETE_NODE,
     INSERT_NODE,
@@ -62,6 +62,16 @@ SELECT sessions.*, COUNT(nodes.n_bytes) AS n_nodes, COALESCE(SUM(nodes.n_bytes),
 FROM sessions LEFT JOIN nodes ON nodes.session = sessions.id WHERE {where}
 GROUP BY sessions.id ORDER BY sessions.used_at DESC, sessions.id DESC
 """
+
+
+_OWNED = "sessions.owner BETWEEN ? AND ?"
+"""The sessions of an owner, whichever prefixes they use."""
+
+
+def _range(owner: bytes) -> tuple[bytes, bytes]:
+    """Return the first and the last value of the column `owner` that belong to one owner of sessions."""
+    begin = owner[:OWNER_BYTES]
+    return begin, begin + b"\xff" * (OWNER_BYTES + 1)
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,7 @@ class SessionStore:
 
     def session(self, owner: bytes, session_id: str) -> StoredSession | None:
         """Return a session of this owner, or None."""
-        rows = self._rows("SELECT * FROM sessions WHERE id = ? AND owner = ?", session_id, owner)
+        rows = self._rows(f"SELECT * FROM sessions WHERE id = ? AND {_OWNED}", session_id, *_range(owner))
         return read_session(rows[0]) if rows else None
 
     def sessions(self, owner: bytes, search: str = "", *, limit: int, after: str | None = None) -> list[Counted]:
@@ -127,15 +137,15 @@ class SessionStore:
         The most recently used come first. A list may begin after a named session.
         """
         pattern = "%" + search.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
-        where, values = "sessions.owner = ?", list[Any]([owner])
+        where, values = _OWNED, list[Any](_range(owner))
         if search:
             where += f" AND (sessions.title LIKE ? {_ESCAPE} OR {_SAID})"
             values += [pattern, pattern]
         if after is not None:
             where += (
-                " AND (sessions.used_at, sessions.id) < (SELECT used_at, id FROM sessions WHERE id = ? AND owner = ?)"
+                f" AND (sessions.used_at, sessions.id) < (SELECT used_at, id FROM sessions WHERE id = ? AND {_OWNED})"
             )
-            values += [after, owner]
+            values += [after, *_range(owner)]
         return [_counted(row) for row in self._rows(_COUNTS.format(where=where) + "LIMIT ?", *values, limit)]
 
     def count(self, session_id: str) -> Counted:
@@ -171,14 +181,14 @@ class SessionStore:
 
     def node(self, owner: bytes, node_id: str) -> Node | None:
         """Return a node of this owner, or None."""
-        query = "SELECT nodes.* FROM nodes JOIN sessions ON sessions.id = session WHERE nodes.id = ? AND owner = ?"
-        rows = self._rows(query, node_id, owner)
+        query = f"SELECT nodes.* FROM nodes JOIN sessions ON sessions.id = session WHERE nodes.id = ? AND {_OWNED}"
+        rows = self._rows(query, node_id, *_range(owner))
         return read_node(rows[0]) if rows else None
 
     def item(self, owner: bytes, item_id: str) -> Item | None:
         """Return an item of this owner, or None. Cost: it looks at the texts of all of the owner's items."""
-        query = "SELECT items FROM nodes JOIN sessions ON sessions.id = session WHERE owner = ? AND instr(items, ?)"
-        for row in self._rows(query, owner, json.dumps(item_id)):
+        query = f"SELECT items FROM nodes JOIN sessions ON sessions.id = session WHERE {_OWNED} AND instr(items, ?)"
+        for row in self._rows(query, *_range(owner), json.dumps(item_id)):
             for item in read_items(row["items"]):
                 if item["id"] == item_id:
                     return dict(item)

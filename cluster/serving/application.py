@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message
 
 from hybridmem.chat.prompts import load_tokenizer
+from hybridmem.chat.server.owners import Owners
 from hybridmem.cluster.routing.prompts import TokenPrompt
 from hybridmem.cluster.serving.fleet_options import GATEWAY_DEPLOYMENT, REPLICA_DEPLOYMENT, FleetOptions
 from hybridmem.cluster.serving.gateway import Gateway, ReplicaLostError
@@ -99,7 +100,12 @@ class GatewayIngress:
         options = FleetOptions(values)
         server = options.gateway_server
         tokenizer = load_tokenizer(find_folder(options["model"]))
-        reader = PromptReader(tokenizer, parse_special=server.parse_special, max_requests=server.max_requests)
+        reader = PromptReader(
+            tokenizer,
+            parse_special=server.parse_special,
+            max_requests=server.max_requests,
+            owners=Owners.of(server),
+        )
         shelf = None if options["store"] is None else Place(options["store"])
         keeps_sessions = options.sessions is not None
         self._gateway = Gateway(_Handle(replicas), reader, server, shelf, keeps_sessions=keeps_sessions)

@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from hybridmem.chat.server.error_forms import error_event
 from hybridmem.chat.server.errors import RETRY, ApiError, log
-from hybridmem.chat.server.formats import as_event
 from hybridmem.chat.server.guard import Guard, exchange_of
 from hybridmem.chat.server.keys import Use
 from hybridmem.chat.server.options import ServerOptions
@@ -34,7 +34,7 @@ from hybridmem.cluster.serving.stored import check_stored
 
 MOST_TRIES = 4
 """A request is sent to at most this many replicas, if each dies in the middle of it."""
-_COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+_COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses")
 """Requests at these paths count against the limits of the gateway and of their key."""
 
 
@@ -108,7 +108,7 @@ class Gateway:
             check_stored(request)
         if request.method == "POST" and request.path in _COUNTED:
             exchange.take_place()
-        relay = _Relay(send)
+        relay = _Relay(send, request.path)
         key = request.header(KEY_HEADER) if request.method == "POST" else None
         if request.path == RESPONSES:
             request = replace(request, reply_seed=_seed_of(request, key))
@@ -176,8 +176,9 @@ def lost() -> ApiError:
 class _Relay:
     """Passes a response on to the client."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, path: str) -> None:
         self._send = send
+        self._path = path
         self._is_stream = False
 
     async def pass_on(self, messages: list[Message]) -> None:
@@ -191,7 +192,9 @@ class _Relay:
         """End a response that cannot be completed, a stream by an event that says so. Raises ApiError otherwise."""
         if not self._is_stream:
             raise lost()
-        await self._send({"type": "http.response.body", "body": as_event(lost().body).encode(), "more_body": False})
+        await self._send(
+            {"type": "http.response.body", "body": error_event(lost(), self._path).encode(), "more_body": False}
+        )
 
 
 async def _live(receive: Receive, send: Send, close: Callable[[], Any]) -> None:

@@ -20,6 +20,7 @@ from typing import Protocol
 from starlette.types import Message
 
 from hybridmem.chat.server.errors import ApiError, log
+from hybridmem.chat.server.owners import credential_of
 from hybridmem.cluster.serving.request import ForwardedRequest
 from hybridmem.cluster.store.leases import DAMAGE
 from hybridmem.cluster.store.timeouts import Timeouts
@@ -161,7 +162,7 @@ def name_of(request: ForwardedRequest, key: str) -> str:
 
     Only this client and path have it.
     """
-    return hashlib.sha256(repr((request.header("authorization"), request.path, key)).encode()).hexdigest()
+    return hashlib.sha256(repr((credential_of(request.header), request.path, key)).encode()).hexdigest()
 
 
 def _path(name: str) -> str:

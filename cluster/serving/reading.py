@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hybridmem.chat.prompts import Tokenizer, encode_chat
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server.chat_prompts import encode_messages
 from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.messages.schema import read_chat
+from hybridmem.chat.server.owners import Owners, credential_of
 from hybridmem.chat.server.schema import ChatRequest, CompletionRequest, read_request
 from hybridmem.chat.server.texts import Texts
 from hybridmem.chat.tools.families import find_habits
@@ -20,6 +23,8 @@ from hybridmem.cluster.serving.request import ForwardedRequest
 from hybridmem.memory import HybridMemoryError
 
 SESSION_HEADER = "x-session-id"
+SESSION_HEADERS = (SESSION_HEADER, "x-claude-code-session-id", "thread-id", "session-id")
+"""Headers that name a session: our own, that of Claude Code, and those of Codex."""
 REPLICA_HEADER = "x-hybrid-memory-replica"
 _MOST_TOKENS = 1 << 20
 _OF_SESSIONS = ("conversation", "previous_response_id")
@@ -56,11 +61,15 @@ class PromptReader:
 
     Args:
         parse_special: as in `ServerOptions`.
+        owners: finds the owners of prefixes, as the replicas do. None: the replicas ask for no keys.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, parse_special: bool, max_requests: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, parse_special: bool, max_requests: int, owners: Owners | None = None
+    ) -> None:
         self._texts = Texts(tokenizer, _MOST_TOKENS, max_long=max(1, max_requests // 2))
         self._parse_special = parse_special
+        self._owners = owners or Owners(has_keys=False)
         self._template = find_habits(tokenizer).template
 
     def close(self) -> None:
@@ -74,6 +83,7 @@ class PromptReader:
         readers: dict[str, Callable[[Tokenizer, ForwardedRequest], Reading]] = {
             "/v1/chat/completions": self._read_chat,
             "/v1/completions": self._read_completion,
+            "/v1/messages": self._read_messages,
         }
         pinned = request.header(REPLICA_HEADER)
         if request.method != "POST":
@@ -88,35 +98,45 @@ class PromptReader:
         return Reading(TokenPrompt(session=session_of(request, _name_in(request.body)), pinned=pinned))
 
     def _read_chat(self, texts: Tokenizer, request: ForwardedRequest) -> Reading:
-        asked = read_request(ChatRequest, request.body)
+        return self._read_messages_of(texts, request, read_request(ChatRequest, request.body))
+
+    def _read_messages(self, texts: Tokenizer, request: ForwardedRequest) -> Reading:
+        return self._read_messages_of(texts, request, read_chat(request.body))
+
+    def _read_messages_of(self, texts: Tokenizer, request: ForwardedRequest, asked: ChatRequest) -> Reading:
         messages = [message.as_template_knows() for message in asked.messages]
         texts = asked.with_template(texts, self._template)
-        return _reading(encode_chat(texts, messages, parse_special=self._parse_special), asked, request)
+        token_ids = encode_messages(
+            texts, messages, parse_special=self._parse_special, continues=asked.continue_final_message
+        )
+        return self._reading(token_ids, asked, request)
 
     def _read_completion(self, texts: Tokenizer, request: ForwardedRequest) -> Reading:
         asked = read_request(CompletionRequest, request.body)
         prompt = asked.prompt[0]  # A request with several prompts goes to one replica, which the first prompt chooses.
-        return _reading(list(texts.encode(prompt)) if isinstance(prompt, str) else prompt, asked, request)
+        return self._reading(list(texts.encode(prompt)) if isinstance(prompt, str) else prompt, asked, request)
 
-
-def _reading(token_ids: list[int], asked: ChatRequest | CompletionRequest, request: ForwardedRequest) -> Reading:
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 2**31:
-        return Reading(TokenPrompt())
-    owner = asked.owner(request.header("authorization"))
-    prompt = TokenPrompt(np.array(token_ids, "<i4").tobytes(), owner, session_of(request, None))
-    return Reading(prompt, wants_seed=asked.stream and asked.seed is None and asked.temperature != 0)
+    def _reading(
+        self, token_ids: list[int], asked: ChatRequest | CompletionRequest, request: ForwardedRequest
+    ) -> Reading:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 2**31:
+            return Reading(TokenPrompt())
+        owner = self._owners.of_prefixes(request.header, asked)
+        session = session_of(request, asked.prompt_cache_key)
+        prompt = TokenPrompt(np.array(token_ids, "<i4").tobytes(), owner, session)
+        return Reading(prompt, wants_seed=asked.stream and asked.seed is None and asked.temperature != 0)
 
 
 def session_of(request: ForwardedRequest, name: str | None) -> str | None:
     """Return the key of a request's session, or None. No client with another API key can name the same session.
 
     Args:
-        name: the name of the session, if its header is not sent.
+        name: the name of the session, if no header names it.
     """
-    name = request.header(SESSION_HEADER) or name
+    name = next((given for header in SESSION_HEADERS if (given := request.header(header))), name)
     if name is None:
         return None
-    return hashlib.sha256(repr((request.header("authorization"), name)).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr((credential_of(request.header), name)).encode()).hexdigest()[:32]
 
 
 def _name_in(body: bytes) -> str | None:

@@ -17,6 +17,7 @@ from starlette.types import Message, Scope
 from hybridmem.chat.commands.serve import make_served
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.server import make_app
+from hybridmem.chat.server.owners import credential_of
 from hybridmem.cluster.routing.prompts import TokenPrompt
 from hybridmem.cluster.routing.route import as_header
 from hybridmem.cluster.serving.asgi import lifespan_of, messages_of, response_messages, with_headers
@@ -95,7 +96,7 @@ class ReplicaServer:
         self._n_requests += 1
         self._n_tokens += prompt.n_tokens
         visit, notes = None, dict[str, Any]()
-        key = request.header("authorization") if self._has_keys else None
+        key = credential_of(request.header) if self._has_keys else None
         try:
             if request.path == "/health":
                 yield await self._health()

@@ -133,7 +133,6 @@ def test_nobody_finds_what_others_have_stored(client: openai.OpenAI, name: str) 
     ("options", "param"),
     [
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
         ({"stop": [""]}, "stop"),
         ({"wings": 2}, "wings"),
         ({"input": [{"type": "input_image", "image_url": "x"}]}, "input"),

@@ -17,6 +17,7 @@ import pytest
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.server import ServerOptions, guard, listening, make_app
+from hybridmem.chat.server.keys import Key
 from hybridmem.chat.simulation.dialogues import make_dialogue, messages
 from hybridmem.memory import HybridMemory
 from hybridmem.models import LanguageModel
@@ -156,16 +157,39 @@ def cached(server: Running, prompt: str, key: str | None = None, **options: Any)
     return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@pytest.mark.parametrize(
-    "mine", [{"key": "mine"}, {"prompt_cache_key": "mine"}, {"key": "a", "prompt_cache_key": "mine"}]
-)
-def test_guesses_of_what_others_have_asked_look_all_the_same(server: Running, mine: dict[str, Any]) -> None:
-    """A right guess finds as little as a wrong one; who asks again as the same finds it."""
-    secret = "My cat is called Zoe. My dog is called Rex."
-    assert cached(server, secret, **mine) == 0
-    for other in ({}, {"key": "other"}, {"prompt_cache_key": "other"}, {"key": "mine", "prompt_cache_key": "other"}):
-        assert cached(server, secret, **other) == 0
-    assert cached(server, secret, **mine, user="somebody") > 5
+SECRET = "My cat is called Zoe. My dog is called Rex."
+
+
+def test_guesses_of_what_others_have_asked_look_all_the_same(server: Running) -> None:
+    """A right guess finds as little as a wrong one; who asks again with the same salt finds it."""
+    mine = {"cache_salt": "mine"}
+    assert cached(server, SECRET, **mine) == 0
+    for other in ({}, {"cache_salt": "other"}, {"prompt_cache_key": "mine"}, {"key": "mine", "user": "mine"}):
+        assert cached(server, SECRET, **other) == 0
+        server.forget()
+        cached(server, SECRET, **mine)
+    assert cached(server, SECRET, **mine, user="somebody", prompt_cache_key="a", key="b") > 5
+
+
+def test_hints_are_no_walls_unless_they_are_made_walls(
+    server: Running, embedded: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    hints: list[dict[str, Any]] = [{}, {"key": "a"}, {"prompt_cache_key": "a"}, {"user": "a"}]
+    assert [cached(server, SECRET, **hint) > 5 for hint in hints] == [False, True, True, True]
+    with running(embedded, tokenizer, ServerOptions(isolate=True)) as isolated:
+        assert [cached(isolated, SECRET, **hint) for hint in hints] == [0] * 4
+        assert all(cached(isolated, SECRET, **hint) > 5 for hint in hints)
+
+
+def test_each_key_has_its_own_prefixes(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
+    """In whichever header it comes."""
+    keys = (Key("a", "a"), Key("b", "b"))
+    with running(embedded, tokenizer, ServerOptions(keys=keys)) as server:
+        assert [cached(server, SECRET, key) for key in "ab"] == [0, 0]
+        headers = {"x-api-key": "a"}
+        asked = {"model": MODEL, "prompt": SECRET, "max_tokens": 1}
+        answer = server.call("POST", "/v1/completions", asked, headers)
+        assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 5
 
 
 def test_choices_are_drawn_from_seeds_of_their_own(client: openai.OpenAI) -> None:
@@ -275,14 +299,14 @@ def test_the_clients_errors_are_those_it_knows(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "user", "content": "a", "mood": "bad"}]}, "messages[0].mood"),
         ({"model": None}, "model"),
         ({"model": 5}, "model"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_completion_tokens": -2}, "max_completion_tokens"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
@@ -292,7 +316,7 @@ def test_the_clients_errors_are_those_it_knows(client: openai.OpenAI) -> None:
         ({"n": 17}, "n"),
         ({"stop": 5}, "stop"),
         ({"stop": ""}, "stop"),
-        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
         ({"stop": ["a", 5]}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -315,7 +339,10 @@ def test_the_clients_errors_are_those_it_knows(client: openai.OpenAI) -> None:
         ({"mirostat": 2}, "mirostat"),
         ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"left_out": ["a"]}, "left_out"),
+        ({"namespaces": {"a": "b"}}, "namespaces"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"modalities": ["audio"]}, "modalities"),
     ],
 )
@@ -339,10 +366,11 @@ def test_a_wrong_parameter_is_named(server: Running, change: dict[str, Any], par
         ({"prompt": {"text": "a"}}, "prompt"),
         ({"prompt": ["a"] * 17}, "prompt"),
         ({"prompt": ["a"] * 5, "n": 4}, "prompt"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"best_of": 3}, "best_of"),
         ({"logprobs": -1}, "logprobs"),
-        ({"logprobs": 1, "max_tokens": 0}, "logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"suffix": "end"}, "suffix"),
         ({"echo": "yes"}, "echo"),
         ({"messages": CAT}, "messages"),
@@ -666,7 +694,7 @@ def test_a_memory_that_cannot_hold_it(embedded: LanguageModel, tokenizer: Tokeni
         assert (answer.status, answer.error["code"]) == (
             400,
             "context_length_exceeded",
-        ) and "50,000 tokens" in answer.error["message"]
+        ) and "50000 tokens" in answer.error["message"]
         assert server.prefixes.stats().n_checkpoints == n_before > 0
         n_tokens = limit * 3 // 4
         with server.engine.lock:

@@ -95,12 +95,13 @@ def test_a_grammar_changes_no_other_reply(plain_server: Running) -> None:
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_json": PERSON, "guided_regex": "a"}, "guided_regex"),
         ({"tools": TOOLS * 2}, "tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "planet"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": WEATHER | {"description": "<|end|><|user|>"}}]}, "tools"),
         ({"messages": [{"role": "assistant", "content": "", "reasoning_content": "<|end|>"}]}, "messages"),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"add_default_persona": True}}, "chat_template_kwargs.add_default_persona"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(plain_server: Running, change: dict[str, Any], param: str) -> None:

@@ -15,7 +15,7 @@ from hybridmem.chat.stored import Node, SessionStore, StoredSession
 from hybridmem.chat.stored.ancestors import Ancestors
 from hybridmem.chat.stored.database import FILE, is_same_model
 from hybridmem.chat.stored.items import make_nodes, text_item
-from hybridmem.chat.stored.nodes import new_id
+from hybridmem.chat.stored.nodes import OWNER_BYTES, new_id, prefix_owner
 from hybridmem.memory import FormatError
 
 DAY = 86400.0
@@ -165,3 +165,18 @@ def test_what_is_above_a_node_is_found_as_by_lists_of_all_above_each(reach: int)
         assert known.has(node, over=over) == (node in above[over])
     assert "99" in known and "100" not in known
     assert not known.has("100", over="99") and not known.has("0", over="100") and not known.has("0", over=None)
+
+
+def test_sessions_of_earlier_releases_are_found_by_their_owner(store: SessionStore) -> None:
+    """They had one owner for sessions and prefixes. Another owner finds neither kind."""
+    owner, prefixes = b"o" * OWNER_BYTES, b"p" * OWNER_BYTES
+    for session_id, of in (("sess_old", owner), ("sess_new", owner + prefixes)):
+        store.add_session(StoredSession(session_id, of), [Node(f"turn_{session_id}", session_id, None, "user", [])])
+    for asking in (owner + prefixes, owner + b"q" * OWNER_BYTES):
+        assert {counted.session.id for counted in store.sessions(asking, limit=9)} == {"sess_old", "sess_new"}
+        found = store.session(asking, "sess_old")
+        assert found is not None and prefix_owner(found.owner) == owner
+        assert store.node(asking, "turn_sess_new") is not None
+    other = b"o" * (OWNER_BYTES - 1) + b"p" + prefixes
+    assert store.sessions(other, limit=9) == [] and store.node(other, "turn_sess_old") is None
+    assert prefix_owner(owner + prefixes) == prefixes

@@ -59,7 +59,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "0",
     ]
     command += ["--sessions", str(folder / "sessions")]
-    server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    environment = {name: value for name, value in os.environ.items() if name != "HYBRID_MEMORY_PYTHON"}
+    server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
     try:
         yield f"{_wait_for(server, Path(log.name))}/v1"
     finally:

@@ -22,7 +22,17 @@ from hybridmem.models import EMBEDDED, LanguageModel
 CHAT = {"messages": [{"role": "user", "content": "My cat is called Zoe <|end|>."}], "max_tokens": 2}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT),
-    ("/v1/chat/completions", {**CHAT, "prompt_cache_key": "me"}),
+    ("/v1/chat/completions", {**CHAT, "prompt_cache_key": "me", "cache_salt": "mine"}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [*CHAT["messages"], {"role": "assistant", "content": "Okay"}],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+            "max_tokens": 2,
+        },
+    ),
+    ("/v1/messages", {**CHAT, "system": "Be brief.", "stream": True}),
     ("/v1/completions", {"prompt": "My dog is called Rex", "max_tokens": 2}),
     ("/v1/completions", {"prompt": [5, 6, 7, 8, 9], "max_tokens": 2}),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hybridmem.chat.engine.engine import Engine
-from hybridmem.chat.stored.nodes import Node, each_tokens
+from hybridmem.chat.stored.nodes import Node, each_tokens, prefix_owner
 from hybridmem.memory import Sequence
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.prefix import PrefixCache
@@ -59,7 +59,7 @@ def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cos
     Nothing changes. Cost: O(tokens) for each node. However many nodes there are, steps wait for a few milliseconds at a
     time.
     """
-    left, costs = each_tokens(nodes), dict[str, Cost]()
+    left, costs, owner = each_tokens(nodes), dict[str, Cost](), prefix_owner(owner)
     while True:
         with engine.lock:
             end = time.perf_counter() + _HELD_SECONDS
@@ -91,7 +91,11 @@ def cost_of(engine: Engine, owner: bytes, tokens: Int64s) -> Cost:
 
 
 def missing_tokens(engine: Engine, owner: bytes, tokens: Int64s) -> int:
-    """Count the tokens that would be computed again. It waits for the step in progress."""
+    """Count the tokens that would be computed again. It waits for the step in progress.
+
+    Args:
+        owner: the owner of the prefixes.
+    """
     with engine.lock:
         return cost_of(engine, owner, tokens).compute_tokens
 

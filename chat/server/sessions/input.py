@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hybridmem.chat.server.schema import MOST_MESSAGES
+from hybridmem.chat.server.schema import MOST_MESSAGES, UNSEEN_IMAGE
 from hybridmem.chat.stored.items import text_item
 from hybridmem.chat.stored.nodes import Item, new_id
 
@@ -13,6 +13,13 @@ REFERENCE = "item_reference"
 _ROLES = ("user", "assistant", "system", "developer")
 _PARTS = ("input_text", "output_text", "text", "refusal")
 _MOST_ID = 64
+_HOSTED = (
+    "code_interpreter_call", "compaction", "computer_call", "computer_call_output", "file_search_call",
+    "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools",
+    "tool_search_call", "tool_search_output", "web_search_call",
+)  # fmt: skip
+"""The types of items that are calls of tools which other servers ran."""
+_UNSEEN = ("input_image", "input_file", "input_audio")
 
 
 def read_input(value: object) -> list[Item]:
@@ -41,6 +48,19 @@ def read_items(value: object, *, may_refer: bool = False) -> list[Item]:
     return items
 
 
+def split_items(value: object) -> tuple[object, list[str]]:
+    """Leave the calls of tools that other servers ran out of a request's items. Return the rest, and what was left out.
+
+    No template can write them, and the replies after them say what they found.
+    """
+    if not isinstance(value, list):
+        return value, []
+    kinds = [item.get("type") if isinstance(item, dict) else None for item in value]
+    left_out = sorted({kind for kind in kinds if isinstance(kind, str) and kind in _HOSTED})
+    kept = [item for item, kind in zip(value, kinds, strict=True) if kind not in left_out]
+    return kept, [f"input: items of the type {kind!r} are calls of other servers" for kind in left_out]
+
+
 def _read_reference(item: Item) -> Item:
     if not isinstance(item.get("id"), str) or item.keys() != {"type", "id"}:
         raise ValueError("an item_reference has the 'id' of a stored item, and nothing else")
@@ -51,6 +71,7 @@ def _read_item(item: object) -> Item:
     if not isinstance(item, dict):
         raise ValueError("it must be an object, such as {'role': 'user', 'content': 'Hello'}")
     kind = item.get("type", "message")
+    kind, item = _as_function(kind, item) if isinstance(kind, str) else (kind, item)
     readers = {
         "message": _read_message, "function_call": _read_call, "function_call_output": _read_output,
         "reasoning": _read_reasoning,
@@ -58,6 +79,17 @@ def _read_item(item: object) -> Item:
     if not isinstance(kind, str) or kind not in readers:
         raise ValueError(f"items of the type {str(kind)[:40]!r} are not supported; those of {', '.join(readers)} are")
     return {"id": _read_id(item), "type": kind, **readers[kind](item)}
+
+
+def _as_function(kind: str, item: Item) -> tuple[str, Item]:
+    """Return a call of a tool that takes text or a command, or its result, as that of a function."""
+    if kind == "custom_tool_call" and isinstance(item.get("input"), str):
+        return "function_call", {**item, "arguments": json.dumps({"input": item["input"]}, ensure_ascii=False)}
+    if kind == "local_shell_call" and isinstance(item.get("action"), dict):
+        return "function_call", {**item, "name": "local_shell", "arguments": json.dumps(item["action"])}
+    if kind in ("custom_tool_call_output", "local_shell_call_output"):
+        return "function_call_output", item
+    return kind, item
 
 
 def _read_id(item: Item) -> str:
@@ -70,15 +102,13 @@ def _read_id(item: Item) -> str:
 
 
 def _read_message(item: Item) -> Item:
-    unknown = sorted(item.keys() - {"type", "id", "role", "content", "status", "phase", "name"})
-    if unknown:
-        raise ValueError(f"{str(unknown[0])[:40]!r} is no field of a message")
     if item.get("role") not in _ROLES:
         raise ValueError(f"its 'role' must be one of {', '.join(_ROLES)}")
     role, content = item["role"], item.get("content")
     if isinstance(content, str):
         content = [{"type": "output_text" if role == "assistant" else "input_text", "text": content}]
-    if not isinstance(content, list) or not content:
+    content = [] if content is None else content
+    if not isinstance(content, list):
         raise ValueError("its 'content' must be a string, or a list of {'type': 'input_text', 'text': ...}")
     return {"role": role, "status": "completed", "content": [_read_part(part, role) for part in content]}
 
@@ -87,7 +117,7 @@ def read_content(value: object) -> str:
     """Read a text, given whole or in parts. Raises ValueError."""
     if isinstance(value, str):
         return value
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise ValueError("it must be a string, or a list of {'type': 'input_text', 'text': ...}")
     return "".join(_read_part(part, "user")["text"] for part in value)
 
@@ -109,7 +139,8 @@ def _read_call(item: Item) -> Item:
     wrong = next((name for name, value in fields.items() if not isinstance(value, str)), None)
     if wrong is not None:
         raise ValueError(f"a function_call has a string as its {wrong!r}")
-    return {**fields, "status": "completed"}
+    namespace = {"namespace": item["namespace"]} if isinstance(item.get("namespace"), str) else {}
+    return {**fields, **namespace, "status": "completed"}
 
 
 def _read_output(item: Item) -> Item:
@@ -117,10 +148,18 @@ def _read_output(item: Item) -> Item:
     if not isinstance(call_id, str):
         raise ValueError("a function_call_output has a string as its 'call_id'")
     try:
-        text = read_content(output)
+        text = read_content(_with_unseen(output))
     except ValueError as error:
         raise ValueError(f"its 'output': {error}") from None
     return {"call_id": call_id, "output": text, "status": "completed"}
+
+
+def _with_unseen(output: object) -> object:
+    """Return the result of a tool with a text in place of each image. If it were refused, no session could go on."""
+    if not isinstance(output, list):
+        return output
+    told = {"type": "input_text", "text": UNSEEN_IMAGE}
+    return [told if isinstance(part, dict) and part.get("type") in _UNSEEN else part for part in output]
 
 
 def _read_reasoning(item: Item) -> Item:

@@ -17,7 +17,7 @@ from hybridmem.chat.server.replies import Ask
 from hybridmem.chat.server.sessions.costs import missing_tokens
 from hybridmem.chat.server.sessions.schema import PinRequest
 from hybridmem.chat.server.sessions.session_repository import SessionRepository
-from hybridmem.chat.stored.nodes import Node
+from hybridmem.chat.stored.nodes import Node, prefix_owner
 from hybridmem.memory import BatchError
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.prefix import PrefixCache
@@ -29,7 +29,7 @@ FOREVER = math.inf
 
 @dataclass(frozen=True)
 class Pin:
-    """Holds the token ids of a pinned node, and the end of its time in unix seconds."""
+    """Holds the token ids of a pinned node, the owner of its prefix, and the end of its time in unix seconds."""
 
     owner: bytes
     tokens: Int64s
@@ -54,7 +54,7 @@ class Pins:
             message = "No token ids are known of this node: nothing has been computed that could be kept."
             raise ApiError(400, message, param="node", code="invalid_value")
         seconds = asked.seconds_to_live
-        pin = Pin(owner, tokens, self._repository.store.now() + (FOREVER if seconds is None else seconds))
+        pin = Pin(prefix_owner(owner), tokens, self._repository.store.now() + (FOREVER if seconds is None else seconds))
         await self._compute(request, pin)
         async with self._turn:
             n_bytes = await asyncio.to_thread(self._keep, node.id, pin)
@@ -134,7 +134,7 @@ class Pins:
                 and self._repository.service.engine.prefixes is not None
             ):
                 with suppress(ApiError):
-                    await asyncio.to_thread(self._keep, node.id, Pin(owner, tokens, node.pinned_until))
+                    await asyncio.to_thread(self._keep, node.id, Pin(prefix_owner(owner), tokens, node.pinned_until))
 
     async def expire(self) -> None:
         """Unpin nodes whose time is over, and nodes that were deleted."""

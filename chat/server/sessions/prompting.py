@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridmem.chat.prompts import Tokenizer, encode_chat, encode_rest, render
+from hybridmem.chat.prompts import Tokenizer, encode_rest, render
+from hybridmem.chat.server.chat_prompts import encode_messages
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.shaping import check_plain
 from hybridmem.chat.stored.continuing import Prompt, behind_reply, rest_behind, with_placeholders
@@ -120,7 +121,7 @@ def _continue(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, 
         except FormatError as error:
             why = str(error)
     messages = [*opening, *check(_messages_of(*history.path))]
-    token_ids = encode_chat(texts, messages, parse_special=parse_special)
+    token_ids = encode_messages(texts, messages, parse_special=parse_special)
     if history.base is None or history.tokens is None:
         return Prompt(token_ids, None, 0, f"encoded as a whole: {why}")
     n_common = common_prefix(history.tokens, np.array(token_ids, np.int64))

@@ -89,7 +89,7 @@ class Replying:
         self._response: Response = about | (place.names or {}) | {"instructions": instructions}
         self._inputs = make_nodes(session.id, place.path[-1].id if place.path else None, place.items)
         self._events = Events()
-        self._writing = Writing(self._events, new_id)
+        self._writing = Writing(self._events, new_id, asked.namespaces)
         self._has_ended = False
         self._told: dict[str, Any] = {}
 
@@ -97,11 +97,12 @@ class Replying:
         """Generate a reply, and send it whole or as a stream. Raises ApiError."""
         service, asked, opening = self._repository.service, self._asked, self._place.opening
         prompt, output, new_reader = await self._make_prompt(n_bytes=len(await request.body()))
+        exchange_of(request.scope).note_left_out([*asked.left_out, *asked.left_out_of(service.shaping.habits.template)])
         token_ids = [*prompt.token_ids, *opening]
         limits = service.options.default_tokens, service.context_tokens
         n_reply = check_length(len(token_ids), asked.max_output_tokens, *limits, param="input")
         ask = service.asking.ask(
-            asked, token_ids, n_reply, self._place.owner, output=output,
+            asked, token_ids, n_reply, service.owners.of_prefixes(request.headers.get, asked), output=output,
             reports_prefill=asked.stream and asked.return_progress,
         )  # fmt: skip
         ask, sampling = service.with_thoughts(ask, new_reader), ask.samplings[0]
@@ -155,7 +156,10 @@ class Replying:
         try:
             for event in speaking.begin():
                 yield event
-            while (piece := await replies.next()) is not None:
+            async for piece in replies.pieces():
+                if piece is None:
+                    yield events.of_response("in_progress", self._response)
+                    continue
                 if piece.progress is not None:
                     yield events.of_response("in_progress", self._response, prompt_progress=piece.progress)
                 for event in speaking.add(piece):

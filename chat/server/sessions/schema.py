@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from hybridmem.chat.server.checked import ANY
 from hybridmem.chat.server.errors import ApiError
-from hybridmem.chat.server.schema import Checked, CommonRequest, Neutral
-from hybridmem.chat.server.sessions.input import read_input, read_items
+from hybridmem.chat.server.schema import Checked, CommonRequest, Neutral, read_max_tokens
+from hybridmem.chat.server.sessions.input import read_input, read_items, split_items
 from hybridmem.chat.server.structured import read_format
 from hybridmem.chat.server.template_fields import TemplateFields
 from hybridmem.chat.stored.nodes import Item
@@ -51,27 +53,19 @@ class TextForm:
 
 
 def _read_text(value: object) -> object:
-    """Read the `text` of a response, which names its format.
-
-    Verbosity has no effect on these models, so it is refused.
-    """
+    """Read the `text` of a response, which names its format. Verbosity has no effect on these models."""
     if isinstance(value, TextForm):
         return value
     if not isinstance(value, dict) or value.keys() - {"format", "verbosity"}:
         raise ValueError("it must be {'format': ...}")
-    if value.get("verbosity") not in (None, "medium"):
-        raise ValueError("'verbosity' has no effect here; leave it out")
     given = value.get("format") or {"type": "text"}
     return TextForm(cast("Shape | None", read_format(given)), given)
 
 
 class Reasoning(Checked):
-    """Holds the `reasoning` of a response.
+    """Holds the `reasoning` of a response. There are no summaries of thoughts: the thoughts themselves are sent."""
 
-    There are no summaries of thoughts; "auto" is accepted, since it may mean none.
-    """
-
-    neutral: ClassVar[Neutral] = {"summary": ("auto",), "generate_summary": ("auto",)}
+    neutral: ClassVar[Neutral] = {"context": ANY, "generate_summary": ANY, "summary": ANY}
     effort: str | None = None
 
 
@@ -81,21 +75,33 @@ class SampledRequest(CommonRequest, TemplateFields):
     neutral: ClassVar[Neutral] = {
         "background": (False,),
         "include": ([], ["reasoning.encrypted_content"]),
-        "max_tool_calls": (),
         "n": (1,),
         "prompt": (),
-        "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
-        "service_tier": ("auto", "default"),
+        "prompt_logprobs": (),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
+    }
+    noted: ClassVar[Mapping[str, str]] = {
+        "context_management": "no context is shortened here",
+        "include": "replies include what they always do",
+        "max_tool_calls": "this server calls no tools itself",
+        "truncation": "nothing is left out of a prompt: one that is too long is refused",
     }
     effort_param: ClassVar[str] = "reasoning.effort"
     instructions: str | None = None
     text: Annotated[TextForm, BeforeValidator(_read_text)] = Field(default_factory=TextForm)
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(read_max_tokens)] = None
     metadata: Metadata = Field(default_factory=dict)
     safety_identifier: str | None = None
     reasoning: Reasoning = Field(default_factory=Reasoning)
+
+    @classmethod
+    def simplify(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        fields, left_out = super().simplify(fields)
+        text = fields.get("text")
+        if isinstance(text, dict) and text.get("verbosity") not in (None, "medium"):
+            left_out.append("text.verbosity: this model has no such setting")
+        return fields, left_out
 
     @model_validator(mode="after")
     def check_forms(self) -> SampledRequest:
@@ -122,6 +128,12 @@ class ResponseRequest(SampledRequest):
     conversation: Annotated[str, BeforeValidator(_read_conversation)] | None = None
     store: bool = True
 
+    @classmethod
+    def simplify(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        fields, left_out = super().simplify(fields)
+        kept, others = split_items(fields.get("input"))
+        return (fields | {"input": kept} if others else fields), left_out + others
+
     @model_validator(mode="after")
     def check_history(self) -> ResponseRequest:
         if self.conversation is not None and self.previous_response_id is not None:
@@ -138,10 +150,12 @@ class ResponseRequest(SampledRequest):
 
 
 class OwnedRequest(Checked):
-    """Holds the two fields that, beside the key, say who sends a request."""
+    """Holds the fields that, beside the key, say who sends a request."""
 
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+    cache_salt: Annotated[str | None, Field(min_length=1)] = None
+    user: str | None = None
 
 
 class ConversationRequest(OwnedRequest):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -12,17 +11,21 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from hybridmem.chat.server.errors import ApiError, clip
+from hybridmem.chat.server.owners import owner_of_sessions
 from hybridmem.chat.server.schema import MOST_VALUES, read_request
 from hybridmem.chat.server.service import Service
 from hybridmem.chat.server.sessions.input import REFERENCE
 from hybridmem.chat.server.sessions.schema import OwnedRequest, SampledRequest
-from hybridmem.chat.stored.nodes import Item, Node, StoredSession, each_tokens, new_id
+from hybridmem.chat.stored.nodes import Item, Node, StoredSession, each_tokens, new_id, prefix_owner
 from hybridmem.chat.stored.store import SessionStore
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.prefix import PrefixCache
 
 T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=OwnedRequest | SampledRequest)
+
+
+_NAMED = ("prompt_cache_key", "safety_identifier", "cache_salt")
 
 
 class SessionRepository:
@@ -67,26 +70,23 @@ class SessionRepository:
             asked = read_request(model, body)
         if isinstance(asked, SampledRequest) and asked.model:
             self.service.check_model(asked.model)
-        return asked, self._owner(request, asked.prompt_cache_key, asked.safety_identifier)
+        return asked, self._owner(request, asked)
 
     def owner_of(self, request: Request) -> bytes:
         """Return the owner of a request without a body.
 
-        Its query may name `prompt_cache_key` and `safety_identifier`.
+        Its query may name `prompt_cache_key`, `safety_identifier` and `cache_salt`.
         """
-        return self._owner(request, None, None)
+        return self._owner(request, OwnedRequest())
 
-    def _owner(self, request: Request, cache_key: str | None, identifier: str | None) -> bytes:
-        """Return the owner of what a request stores and reads.
-
-        The cached prefixes of its prompts have the same owner.
-        """
-        query, key = request.query_params, request.headers.get("authorization")
-        cache_key = cache_key if cache_key is not None else query.get("prompt_cache_key")
-        identifier = identifier if identifier is not None else query.get("safety_identifier")
-        # Without an identifier, this is the owner that chat completions have. So both find each other's prefixes.
-        parts = (key, cache_key) if identifier is None else (key, cache_key, identifier)
-        return hashlib.sha256(repr(parts).encode()).digest()
+    def _owner(self, request: Request, asked: OwnedRequest | SampledRequest) -> bytes:
+        """Return the owner of what a request stores and reads: that of its sessions, and then that of its prefixes."""
+        query = request.query_params
+        named = {name: given for name in _NAMED if (given := getattr(asked, name)) is None and name in query}
+        asked = asked.model_copy(update={name: query[name] for name in named})
+        header = request.headers.get
+        owner = owner_of_sessions(header, asked.prompt_cache_key, asked.safety_identifier)
+        return owner + self.service.owners.of_prefixes(header, asked)
 
     async def session(self, owner: bytes, session_id: str) -> StoredSession:
         """Return a session. Raises ApiError 404."""
@@ -163,7 +163,7 @@ class SessionRepository:
     async def _forget(self, owner: bytes, tree: list[Node], gone: set[str]) -> None:
         prefixes, lock = self.service.engine.prefixes, self.service.engine.lock
         if prefixes is not None and gone:
-            await asyncio.to_thread(_forget, prefixes, lock, owner, tree, gone)
+            await asyncio.to_thread(_forget, prefixes, lock, prefix_owner(owner), tree, gone)
 
 
 def _forget(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridmem.chat.server.sessions.objects import Events
+from hybridmem.chat.stored.items import joined_name
 from hybridmem.chat.stored.nodes import Item
 from hybridmem.chat.tools.calls import CallPart
 from hybridmem.chat.tools.reading import Part
@@ -18,14 +19,18 @@ class Writing:
 
     Args:
         new_id: draws the ids of items.
+        namespaces: the namespace of each tool that has one, by the name that the model knows.
     Attributes:
         items: the output so far. The last item may be open.
     """
 
-    def __init__(self, events: Events, new_id: Callable[[str], str]) -> None:
+    def __init__(
+        self, events: Events, new_id: Callable[[str], str], namespaces: Mapping[str, str] | None = None
+    ) -> None:
         self.items: list[Item] = []
         self._events = events
         self._new_id = new_id
+        self._namespaces = namespaces or {}
         self._is_open = False
         self._n_calls = 0
 
@@ -62,12 +67,19 @@ class Writing:
         if call.index >= self._n_calls:
             self._n_calls = call.index + 1
             call_id = self._new_id("call")[:_CALL_ID_LENGTH]
-            about = {"id": self._new_id("fc"), "type": "function_call", "call_id": call_id, "name": call.name}
+            about = {"id": self._new_id("fc"), "type": "function_call", "call_id": call_id, **self._named(call.name)}
             written = self._open(about, arguments="")
         self.items[-1]["arguments"] += call.arguments
         if call.arguments:
             written.append(self._write("function_call_arguments.delta", delta=call.arguments))
         return written
+
+    def _named(self, name: str) -> Item:
+        """Return the fields by which a client knows a tool."""
+        namespace = self._namespaces.get(name)
+        if namespace is None:
+            return {"name": name}
+        return {"name": name.removeprefix(joined_name(namespace, "")), "namespace": namespace}
 
     def _open(self, item: Item, **empty: Any) -> list[str]:
         written = self._close("completed")

@@ -1,0 +1,31 @@
+"""Answers Anthropic's /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from hybridmem.chat.server.guard import exchange_of
+from hybridmem.chat.server.messages.format import MessageFormat
+from hybridmem.chat.server.messages.schema import read_chat
+from hybridmem.chat.server.service import Service
+
+
+class Messages:
+    """Answers with messages. All but their form is the service's: prompts, sampling, tools, and prefixes."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def create(self, request: Request) -> Response:
+        asked, ask, new_reader = await self._service.ask_chat(request, read_chat)
+        form = MessageFormat(asked.model, len(ask.token_ids), new_reader)
+        return await self._service.reply(exchange_of(request.scope), [ask], form, form if asked.stream else None)
+
+    async def count(self, request: Request) -> Response:
+        """Count the tokens that a prompt would have."""
+        body = await request.body()
+        _, token_ids, *_ = await self._service.texts.run(
+            len(body), lambda texts: self._service.read_chat(texts, body, read_chat), param="messages"
+        )
+        return JSONResponse({"input_tokens": len(token_ids)})

@@ -1,0 +1,116 @@
+"""Log probabilities of prompts through HTTP, as lm-eval and vLLM's clients ask for them, beside transformers' own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import JambaForCausalLM
+
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.sampling.logprobs import Chosen
+from hybridmem.chat.sampling.token_bytes import TokenBytes
+from hybridmem.chat.server.logprobs import completion_logprobs
+from hybridmem.models import EMBEDDED
+from tests.chat.servers import MODEL, Running
+
+TEXTS = ["<|user|>My cat is called Zoe.<|end|><|assistant|>Okay, noted.", "What is", "My dog is called Rex and"]
+
+
+def complete(server: Running, **asked: Any) -> dict[str, Any]:
+    answer = server.call("POST", "/v1/completions", {"model": MODEL, "temperature": 0} | asked)
+    assert answer.status == 200, answer.body
+    return dict(answer.json)
+
+
+@pytest.fixture(scope="module")
+def logprobs_of() -> Any:
+    model = JambaForCausalLM.from_pretrained(EMBEDDED)
+
+    def compute(token_ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.tensor([token_ids])).logits[0].double().log_softmax(-1)
+
+    return compute
+
+
+def test_a_prompt_is_scored_as_transformers_scores_it(
+    plain_server: Running, tokenizer: Tokenizer, logprobs_of: Any
+) -> None:
+    """As lm-eval asks: token ids, echoed, with one alternative and one new token."""
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    assert int(logprobs_of(prompts[0])[-1].argmax()) == tokenizer.eos_token_id
+    for _ in range(2):  # The second time, all prompts are in the cache.
+        found = complete(plain_server, prompt=prompts, echo=True, logprobs=1, max_tokens=1, seed=1234)
+        for choice, prompt in zip(found["choices"], prompts, strict=True):
+            rows_SV, told = logprobs_of(prompt), choice["logprobs"]
+            assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+            # lm-eval takes the last token for a new one. Here it is, also where the token ends the reply.
+            assert len(told["token_logprobs"]) == len(told["text_offset"]) == len(prompt) + 1
+            expected = [float(rows_SV[i - 1, token]) for i, token in enumerate(prompt) if i]
+            assert told["token_logprobs"][1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
+            highest = [max(top.values()) for top in told["top_logprobs"][1 : len(prompt)]]
+            assert highest == pytest.approx(rows_SV[:-1].max(-1).values.tolist(), abs=1e-4)
+
+
+def test_a_prompt_is_scored_without_a_reply(plain_server: Running) -> None:
+    asked = {"prompt": TEXTS[:2], "echo": True, "logprobs": 0}
+    found = complete(plain_server, max_tokens=0, **asked)
+    assert found["usage"]["completion_tokens"] == 0
+    for choice, text in zip(found["choices"], TEXTS, strict=False):
+        assert (choice["text"], choice["finish_reason"]) == (text, "length")
+        told = choice["logprobs"]
+        assert told["top_logprobs"] is None and told["token_logprobs"][0] is None
+        assert all(value <= 0 for value in told["token_logprobs"][1:])
+        places = zip(told["tokens"], told["text_offset"], strict=True)
+        assert all(text[at : at + len(token)] == token for token, at in places)
+    parts = [json.loads(event)["choices"] for event in stream_of(plain_server, max_tokens=0, **asked)]
+    streamed = [(choice["index"], choice["logprobs"]) for choices in parts for choice in choices if choice["logprobs"]]
+    assert sorted(streamed, key=lambda pair: pair[0]) == [(i, c["logprobs"]) for i, c in enumerate(found["choices"])]
+
+
+def stream_of(server: Running, **asked: Any) -> list[str]:
+    body = {"model": MODEL, "temperature": 0, "stream": True} | asked
+    *events, _ = server.call("POST", "/v1/completions", body).events
+    return events
+
+
+def test_prompts_are_scored_in_vllms_form(plain_server: Running, tokenizer: Tokenizer, logprobs_of: Any) -> None:
+    prompt = tokenizer.encode(TEXTS[0])
+    told = complete(plain_server, prompt=prompt, prompt_logprobs=2, max_tokens=1)["choices"][0]["prompt_logprobs"]
+    assert told[0] is None and len(told) == len(prompt)
+    rows_SV = logprobs_of(prompt)
+    for i, each in enumerate(told[1:], 1):
+        row_V = rows_SV[i - 1]
+        assert each[str(prompt[i])]["logprob"] == pytest.approx(float(row_V[prompt[i]]), abs=1e-4)
+        assert each[str(int(row_V.argmax()))]["rank"] == 1 and 2 <= len(each) <= 3
+    chat = plain_server.chat(prompt_logprobs=0).json
+    assert chat["prompt_logprobs"][0] is None and len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert "prompt_logprobs" not in plain_server.chat().json
+
+
+class Words:
+    """A tokenizer with these words, as bytes where they are in brackets, as SentencePiece writes them."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.added_tokens_decoder = {0: object()}
+
+    def get_vocab(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+
+def test_a_character_of_several_tokens_counts_once() -> None:
+    tokens = TokenBytes(Words("<s>", "▁Oh", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "▁é", "!"))
+    told = completion_logprobs(tokens, [Chosen(i, -1.0) for i in range(8)], "Oh😀 é!", start=10)
+    # The first token and the space of the first word are not in the text.
+    assert told is not None and told["text_offset"] == [10, 10, 12, 12, 12, 12, 13, 15]
+
+
+def test_the_likeliest_of_several_tokens_with_one_text_is_told() -> None:
+    tokens = TokenBytes(Words("<s>", "<0x98>", "<0x80>", "▁a", "b"))
+    chosen = Chosen(4, -3.0, top=((1, -0.5), (2, -1.0), (3, -1.5)))
+    told = completion_logprobs(tokens, [chosen], "b")
+    assert told is not None and told["top_logprobs"] == [{"\ufffd": -0.5, " a": -1.5, "b": -3.0}]
