@@ -92,7 +92,8 @@ def text_of(answer: bytes, *, is_stream: bool) -> str:
         return str(json.loads(answer)["choices"][0]["message"]["content"])
     *events, done, empty = answer.decode().split("\n\n")
     assert (done, empty) == ("data: [DONE]", "")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    # Events that begin with a colon are comments, which say that the server is still there.
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if not event.startswith(":")]
     assert all("error" not in chunk for chunk in chunks), chunks[-1]
     return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
 
