@@ -68,7 +68,7 @@ class Linear:
         self.n_out, self.n_in = weight.shape
         self._weight: Tensor | HeldWeight = weight
         fused: Container[str | None] = ()
-        if (held := hold(weight, wanted_format() or "auto")) is not None:
+        if (held := hold(weight, wanted_format())) is not None:
             self._weight, fused = held, held.FUSED
             bias = None if bias is None else bias.to(held.bias_dtype)
         self._bias = None if bias is None else bias.contiguous()

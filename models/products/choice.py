@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.models.products.packed import PackedWeight, packed_dtype
+from hybridmem.models.weights.coded import CodedTensor
 from hybridmem.models.weights.formats import WeightFormat
 
 if TYPE_CHECKING:
@@ -23,15 +24,22 @@ def hold(weight: Tensor, format: WeightFormat) -> HeldWeight | None:
 
     Modules that need numba are imported when they are used: others do without it.
     """
-    if format != "auto":
+    if isinstance(weight, CodedTensor):
+        from hybridmem.models.products.quantised import LAYOUTS, QuantisedWeight
+
+        is_kept = format == "auto" or (format != "dense" and weight.form.layout.n_bits <= LAYOUTS[format].n_bits)
+        if is_kept and (held := QuantisedWeight.kept(weight)) is not None:
+            return held
+        weight = weight.dense()
+    if format not in ("auto", "dense"):
         from hybridmem.models.products.quantised import QuantisedWeight
 
-        return QuantisedWeight(weight, format)
+        return QuantisedWeight.rounded(weight, format)
     if (dtype := packed_dtype(weight)) is None:
         return None
     from hybridmem.models.products.kernels import choose
 
-    if (kernel := choose("auto", dtype)) is None:
+    if (kernel := choose(None, dtype)) is None:
         return PackedWeight(weight, dtype)
     from hybridmem.models.products.blocked import BlockedWeight
 

@@ -44,8 +44,11 @@ class ProductKind:
 
 @cache
 def codes_like(dtype: np.dtype) -> np.ndarray:
-    """Return an empty array of a type of codes, by which kernels know it."""
-    return np.empty(0, dtype)
+    """Return an empty array of a type of codes, by which kernels know it.
+
+    Kernels of all layouts of integers are called alike, at addresses: what calls them does not know the layout.
+    """
+    return np.empty(0, np.uint8 if dtype.itemsize == 1 else dtype)
 
 
 @cache

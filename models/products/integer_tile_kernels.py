@@ -20,10 +20,11 @@ from hybridmem.models.products import amx
 from hybridmem.models.products.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from hybridmem.models.products.epilogue import block_epilogue
 from hybridmem.models.products.integer_few_rows import AHEAD_BYTES, MOST_ROWS, multiply_blocks
-from hybridmem.models.products.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
+from hybridmem.models.products.integer_vectors import FLOATS, I16, INTS, Emitter, layout_of_codes
 from hybridmem.models.products.row_ranges import in_range, multiply_back
 from hybridmem.models.products.row_units import as_integers, in_units
 from hybridmem.models.products.tile_kernels import CACHED_ROW_BYTES, add_while, repeat
+from hybridmem.models.weights.layouts import BLOCK, PAIRS
 
 _GROUPS = 4
 """Groups of a block that are unpacked at once. More would fit into the first-level cache, but memory is read while they
@@ -46,14 +47,14 @@ def _unpack(typing_context, codes, first_code, n_groups, panel):
     """Set panel to the integers of a block's groups, as pairs of bfloat16; not checked."""
 
     def codegen(context, builder, signature, arguments):
-        b, emitter = builder, Emitter(builder, 8 if codes.dtype == types.int8 else 4, is_paired=True)
+        b, emitter = builder, Emitter(builder, layout_of_codes(codes), is_paired=True)
         source, target = (
             amx.pointer(context, b, signature, arguments, i, at) for i, at in ((0, arguments[1]), (3, I64(0)))
         )
 
         def unpack_group(group: ir.Value) -> None:
-            own = b.gep(source, [b.mul(group, I64(GROUP * BLOCK * emitter.n_bits // 8))])
-            for line in range(GROUP * BLOCK * emitter.n_bits // 8 // 64):
+            own = b.gep(source, [b.mul(group, I64(emitter.layout.code_bytes))])
+            for line in range(emitter.layout.code_bytes // 64):
                 amx.prefetch(b, b.gep(own, [I64(AHEAD_BYTES + 64 * line)]))
             for pair, (weights,) in enumerate(emitter.weights(own)):
                 at = b.add(b.mul(group, I64(TILE_BYTES)), I64(TILE_BYTES // PAIRS * pair))
@@ -194,10 +195,10 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
     is_by_row = len(scales) < n_blocks * n_groups * BLOCK
     n_unpacked = _GROUPS_BY_ROW if is_by_row else _GROUPS
     if n_rows <= MOST_ROWS and not is_by_row:
-        integers, units, offsets = as_integers(x)
+        integers, units, row_sums = as_integers(x)
         for part in prange(n_parts):
             multiply_blocks(
-                codes, scales, integers, units, offsets, factors, part * n_blocks // n_parts,
+                codes, scales, integers, units, row_sums, factors, part * n_blocks // n_parts,
                 (part + 1) * n_blocks // n_parts, n_groups, block_codes, bias, activation, out, n_rows, n_out,
             )  # fmt: skip
         return

@@ -1,4 +1,4 @@
-"""Holds weights of products in 8 or 4 bits on the CPU."""
+"""Holds weights of products as integers on the CPU."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
 from hybridmem.memory.kernels.cpu.threads import use_threads
-from hybridmem.models.products import amx, epilogue, huge_pages, integer_rounding
+from hybridmem.models.products import amx, epilogue, huge_pages, integer_packing, integer_rounding, row_gathering
 from hybridmem.models.products.blocked import pairs_of
 from hybridmem.models.products.few_rows import CompiledProduct
 from hybridmem.models.products.few_rows_kernels import ProductKind
 from hybridmem.models.products.kernels import KERNELS, choose
+from hybridmem.models.weights.coded import CodedTensor, weights_of
 from hybridmem.models.weights.formats import IntegerFormat
+from hybridmem.models.weights.layouts import BLOCK, GROUP, INT4, INT8, INT8_BY_ROW, Layout
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
 
+LAYOUTS: dict[IntegerFormat, Layout] = {"int8": INT8, "int8-row": INT8_BY_ROW, "int4": INT4}
+"""In which layout weights are rounded: with a scale in bfloat16 for each 32 inputs, or for all of an output."""
+
 
 class QuantisedWeight:
-    """Holds a weight (n_out, n_in) as integers of 8 or 4 bits, with a scale in bfloat16 for each group of 32 inputs.
+    """Holds a weight (n_out, n_in) as integers, with scales: a product reads these alone, and keeps nothing else.
 
-    With "int8-row" all inputs of an output share one. A product reads 8.5, 8 or 4.5 bits for a weight, and turns them
-    into numbers as it goes: nothing else is kept. Rows are read in bfloat16 if the weight was, where the processor
-    multiplies pairs or tiles of that, or integers; else in float32. Tiles and integers read rows of which each 32
-    numbers have twelve bits below the power of two of the largest (`row_units`). A row's result has the same bits in
-    any company. At 8 bits a weight is off by at most 1/250 of the largest that shares its scale, at 4 bits by 1/8.
+    Rows are read in bfloat16 if the weight's floats would be that, where the processor multiplies pairs or tiles of
+    that, or integers; else in float32. Tiles and integers read rows of which each 32 numbers have twelve bits below the
+    power of two of the largest (`row_units`). A row's result has the same bits in any company.
 
     Args:
-        weight: of any float dtype, on the CPU; or on "meta", which gives the same bytes without numbers.
+        dtype: of the floats for which the integers stand.
+        is_dry: there are no numbers, only their bytes.
     """
 
     FUSED = epilogue.FUSED
@@ -41,40 +45,65 @@ class QuantisedWeight:
 
     bias_dtype = torch.float32
 
-    def __init__(self, weight: Tensor, format: IntegerFormat) -> None:
-        self.n_out, self.n_in = weight.shape
-        self.format = format
-        n_blocks, n_groups = ceil_div(self.n_out, 16), ceil_div(self.n_in, 32)
-        n_weights, is_8 = n_blocks * 16 * n_groups * 32, format != "int4"
-        is_dry = weight.device.type == "meta"
+    def __init__(self, layout: Layout, n_out: int, n_in: int, dtype: torch.dtype, *, is_dry: bool = False) -> None:
+        self.layout, self.n_out, self.n_in, self.dtype = layout, n_out, n_in, dtype
+        n_blocks = ceil_div(n_out, BLOCK)
         empty = partial(torch.empty, device="meta") if is_dry else huge_pages.empty
-        self.codes: Tensor = empty(n_weights if is_8 else n_weights // 2, dtype=torch.int8 if is_8 else torch.uint8)
-        n_scales = 16 * n_blocks * (1 if format == "int8-row" else n_groups)
-        self.scales: Tensor = empty(n_scales, dtype=torch.bfloat16)
+        self.codes: Tensor = empty(n_blocks * ceil_div(n_in, GROUP) * layout.code_bytes, dtype=torch.uint8)
+        self.scales: Tensor = empty(n_blocks * layout.n_units(n_in) * layout.unit_shorts, dtype=torch.int16)
         if is_dry:
             return
-        self._codes, self._scales = self.codes.numpy(), as_array(self.scales)
-        own = weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else weight.float()
-        name = choose(format, own.dtype)
+        self._codes, self._scales = self.codes.numpy().view(layout.dtype), self.scales.numpy().view(np.uint16)
+        name = choose(layout, dtype)
         assert name is not None, "one of the kernels is for every processor"
-        self._kind, self._dtype = ProductKind(self._codes.dtype, own.dtype, name), KERNELS[name].rows
-        integer_rounding.round_to_codes(
-            as_array(own.contiguous().view(-1)), self.n_out, self.n_in, 8 if is_8 else 4,
-            use_threads(weight.numel()), self._codes.view(np.uint8), self._scales,
-        )  # fmt: skip
+        self._kind, self._dtype = ProductKind(layout.dtype, dtype, name), KERNELS[name].rows
+
+    @staticmethod
+    def rounded(weight: Tensor, format: IntegerFormat) -> QuantisedWeight:
+        """Round a weight to integers.
+
+        It takes 8.5, 8 or 4.5 bits a weight. At 8 bits a weight is off by at most 1/250 of the largest that shares its
+        scale, at 4 bits by 1/8.
+
+        Args:
+            weight: of any float dtype, on the CPU; or on "meta", which gives the same bytes without numbers.
+        """
+        n_out, n_in = weight.shape
+        weight = weight.dense(torch.float32) if isinstance(weight, CodedTensor) else weight
+        own = weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else weight.float()
+        layout = LAYOUTS[format]
+        held = QuantisedWeight(layout, n_out, n_in, own.dtype, is_dry=weight.is_meta)
+        if not weight.is_meta:
+            integer_rounding.round_to_codes(
+                as_array(own.contiguous().view(-1)), n_out, n_in, layout.n_bits, use_threads(weight.numel()),
+                held.codes.numpy(), held._scales,
+            )  # fmt: skip
+        return held
+
+    @staticmethod
+    def kept(weight: CodedTensor) -> QuantisedWeight | None:
+        """Lay out the same integers and scales; None if no kernel is for them. Cost: reads them once."""
+        n_out, n_in = weight.shape
+        layout = next((layout for layout in weight.form.layouts if choose(layout, weight.dtype) is not None), None)
+        if layout is None:
+            return None
+        held = QuantisedWeight(layout, n_out, n_in, weight.dtype, is_dry=weight.is_meta)
+        if not weight.is_meta:
+            stored = weight.rows()
+            n_parts = use_threads(weight.numel())
+            integer_packing.lay_out_codes(weight.form, stored[0], layout, n_parts, held._codes)
+            integer_packing.lay_out_scales(layout, weight.form.read_scales(stored), n_in, held.scales)
+        return held
 
     def dense(self) -> Tensor:
         """Return the weights as they are used, (n_out, n_in) float32."""
-        n_blocks, n_groups = ceil_div(self.n_out, 16), ceil_div(self.n_in, 32)
-        if self.format != "int4":
-            integers = self.codes.view(n_blocks, n_groups, 16, 16, 2).permute(0, 3, 1, 2, 4)  # block, lane, group, pair
-        else:
-            codes = self.codes.view(n_blocks, n_groups, 4, 16, 2, 2)  # group, four pairs, lane, of the pair, pairs of 2
-            both = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)  # ..., pair of four
-            integers = both.to(torch.int8).permute(0, 3, 1, 2, 5, 4) - 8
-        groups = integers.reshape(n_blocks * 16, n_groups, 32).float()
-        scales = self.scales.float().view(n_blocks, -1, 16).transpose(1, 2).reshape(n_blocks * 16, -1, 1)
-        return (groups * scales).flatten(1)[: self.n_out, : self.n_in]
+        sizes = self.n_out, self.n_in
+        codes = integer_packing.read_codes(self.layout, self.codes, *sizes)
+        return weights_of(self.layout, codes, integer_packing.read_scales(self.layout, self.scales, *sizes))
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Return rows of the weight, (T, n_in) float32, of indices (T,)."""
+        return row_gathering.gather(self.layout, self.codes, self.scales, self.n_out, self.n_in, indices)
 
     def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct | None:
         """Return the product for few rows; None without numbers, or if rows are read in another dtype than weights."""
