@@ -19,6 +19,7 @@ from hybridmem.models.weights.formats import wanted_format
 if TYPE_CHECKING:
     from hybridmem.models.products.choice import HeldWeight
     from hybridmem.models.products.few_rows import CompiledProduct
+    from hybridmem.models.products.quantised import QuantisedWeight
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -82,6 +83,13 @@ class Linear:
     def is_packed(self) -> bool:
         """True if the plain weights are not kept."""
         return not isinstance(self._weight, Tensor)
+
+    @property
+    def rows(self) -> Tensor | QuantisedWeight | None:
+        """Return what single rows of the weight can be read from; None if it is packed so that they cannot."""
+        if isinstance(self._weight, Tensor):
+            return self._weight
+        return self._weight if hasattr(self._weight, "rows") else None
 
     @staticmethod
     def load(

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.weights.checkpoint import Checkpoint
+from hybridmem.models.weights.coded import CodedTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from hybridmem.models.products.quantised import QuantisedWeight
 
 HEAD = "lm_head.weight"
 """Name of the head's weights in the checkpoints of most families."""
@@ -23,24 +26,30 @@ class Embedding:
     """Looks up the embeddings of tokens, in `dtype` and times `scale`.
 
     Attributes:
-        weight: (vocabulary, M), in any dtype.
+        weight: (vocabulary, M), in any dtype; or what holds such a weight for products too.
     """
 
-    weight: Tensor
+    weight: Tensor | QuantisedWeight
     dtype: torch.dtype
     scale: float = 1.0
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         """Return (T, M)."""
-        x_TM = self.weight[token_ids_T].to(self.dtype)
+        if isinstance(self.weight, CodedTensor):
+            x_TM = self.weight.take_rows(token_ids_T)
+        elif isinstance(self.weight, Tensor):
+            x_TM = self.weight[token_ids_T]
+        else:
+            x_TM = self.weight.rows(token_ids_T)
+        x_TM = x_TM.to(self.dtype)
         return x_TM if self.scale == 1.0 else x_TM * self.scale
 
 
 class Vocabulary:
     """Holds the token embedding and the output head, as one matrix if they are tied.
 
-    Single rows cannot be read from a packed head. Then the embedding stays mapped from the file, where a lookup reads
-    single rows.
+    Single rows cannot be read from a head of packed floats. Then the embedding stays mapped from the file, where a
+    lookup reads single rows.
 
     Args:
         name, head: names of the embedding and of the head's weights; the same if they are one matrix.
@@ -56,10 +65,10 @@ class Vocabulary:
         self._logits_scale, self._logits_cap = logits_scale, logits_cap
         weight = checkpoint.take(head, *self._shape)
         self._head = Linear(weight)
-        is_shared = head == name and not self._head.is_packed
-        self.embed = Embedding(
-            weight if is_shared else self._take_rows(checkpoint, name), checkpoint.dtype, embedding_scale
-        )
+        rows: Tensor | QuantisedWeight | None = self._head.rows if head == name else None
+        if rows is None:
+            rows = self._take_rows(checkpoint, name)
+        self.embed = Embedding(rows, checkpoint.dtype, embedding_scale)
 
     @staticmethod
     def load(
@@ -75,7 +84,8 @@ class Vocabulary:
 
     def _take_rows(self, checkpoint: Checkpoint, name: str) -> Tensor:
         weight = checkpoint.take_as_stored(name, *self._shape)
-        return weight if self._head.is_packed else weight.to(checkpoint.device, checkpoint.dtype)
+        keeps = self._head.is_packed or isinstance(weight, CodedTensor)
+        return weight if keeps else weight.to(checkpoint.device, checkpoint.dtype)
 
     def logits(self, x_TM: Tensor) -> Tensor:
         """Return logits, (T, vocabulary)."""

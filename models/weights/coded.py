@@ -167,6 +167,16 @@ class CodedTensor(Tensor):
             out[start : start + step] = weights_of(self.form.layout, codes, self.form.read_scales(here))
         return found
 
+    def take_at(self, indices: Tensor) -> Tensor:
+        """Return the numbers at these places of the tensor, counted through all its rows."""
+        rows, places = (indices // self.shape[-1]).unique(return_inverse=True)
+        own = self.like([part[rows] for part in self.rows()]).dense()
+        return own[places, indices % self.shape[-1]]
+
+    def take_rows(self, indices: Tensor) -> Tensor:
+        """Return rows (T, n_in) of a matrix."""
+        return self.like([part[indices] for part in self.parts]).dense()
+
     def like(self, parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> CodedTensor:
         """Return a tensor of other rows in the same form."""
         return CodedTensor(self.form, parts, self.shape[-1], dtype or self.dtype)
@@ -176,11 +186,12 @@ class CodedTensor(Tensor):
         kwargs = kwargs or {}
         if (rule := _RULES.get(func)) is not None and (found := rule(*args, **kwargs)) is not None:
             return found
-        args, kwargs = torch.utils._pytree.tree_map(_as_dense, (args, kwargs))
+        args, kwargs = torch.utils._pytree.tree_map(as_floats, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _as_dense(x: Any) -> Any:
+def as_floats(x: Any) -> Any:
+    """Return the floats of a tensor in few bits; other things as they are."""
     return x.dense() if isinstance(x, CodedTensor) else x
 
 
