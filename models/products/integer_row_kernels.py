@@ -30,7 +30,7 @@ _MOST_AS_INTEGERS = MOST_ROWS if multiplies_pairs() else 1 << 62
 """The most rows of a product whose numbers become integers; without pairs those of any."""
 
 _one, _two, _four = (sums_of(n, 1, _AHEAD_BYTES) for n in (1, 2, 4))
-_all_at_once = sums_of(_AT_ONCE, 1, None)
+_all_at_once = sums_of(_AT_ONCE, 1, _AHEAD_BYTES)
 
 
 @compiled(parallel=True, error_model="numpy")

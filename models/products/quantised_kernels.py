@@ -1,7 +1,7 @@
 """Compiles products with weights of 2 to 8 bits for the CPU.
 
 torch's own operators for this are slow for rows of float32, and for more than a few rows. A block of outputs
-(`models.weights.layouts`) is read from its first group to its last, once for eight rows with AVX-512, else for four.
+(`models.weights.layouts`) is read from its first group to its last, once for twelve rows with AVX-512, else for four.
 Each group's sum counts times its scale; a minimum counts times the sum of the group's inputs.
 
 Where the processor multiplies pairs of bfloat16 and adds their products (AVX512_BF16), rows of bfloat16 are read as
@@ -21,6 +21,7 @@ from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import get, untyped_intrinsic
+from hybridmem.models.products import amx
 from hybridmem.models.products.epilogue import block_epilogue
 from hybridmem.models.products.integer_vectors import (
     F32,
@@ -101,8 +102,10 @@ class _Sums:
         first = b.mul(group, I64(per_pair * PAIRS))
         rows = [b.gep(self.x, [b.add(b.mul(self.x_stride, I64(row)), first)]) for row in range(self.n_rows)]
         scales = emitter.scales(self.scales, group)
-        parts = [ZEROS] * self.n_rows
-        for pair, weights in enumerate(emitter.weights(b.gep(self.codes, [b.mul(group, I64(layout.code_bytes))]))):
+        parts, codes = [ZEROS] * self.n_rows, b.gep(self.codes, [b.mul(group, I64(layout.code_bytes))])
+        for line in range(0, layout.code_bytes, 64):
+            amx.prefetch(b, b.gep(codes, [I64(_AHEAD_BYTES + line)]))
+        for pair, weights in enumerate(emitter.weights(codes)):
             for i, row in enumerate(rows):
                 for k, weight in enumerate(weights):
                     one = b.load(b.gep(row, [I64(pair * per_pair + k)]), align=2 if emitter.is_paired else 4)
@@ -129,10 +132,13 @@ class _Sums:
         return found
 
 
-_MOST_ROWS = 8 if has_many_registers() else 4
+_AHEAD_BYTES = 4096
+"""The distance at which weights are prefetched: the first rows that read them would wait."""
+
+_MOST_ROWS, _MANY_ROWS = (12, 8) if has_many_registers() else (4, 4)
 """Limits the rows of a tile to those whose sums stay in registers; sums that go to memory take a third longer."""
 
-_tile_most, _tile_4, _tile_2, _tile_1 = map(_tile, (_MOST_ROWS, 4, 2, 1))
+_tile_most, _tile_many, _tile_4, _tile_2, _tile_1 = map(_tile, (_MOST_ROWS, _MANY_ROWS, 4, 2, 1))
 
 
 @compiled(parallel=True, error_model="numpy")
@@ -196,6 +202,9 @@ def multiply_part(codes, scales, x, row_sums, factors, n_in, bias, activation, p
             if left >= _MOST_ROWS:
                 n = _MOST_ROWS
                 _tile_most(codes, code, scales, scale, x, at, n_in, row_sums, own, n_groups, sums)
+            elif left >= _MANY_ROWS:
+                n = _MANY_ROWS
+                _tile_many(codes, code, scales, scale, x, at, n_in, row_sums, own, n_groups, sums)
             elif left >= 4:
                 n = 4
                 _tile_4(codes, code, scales, scale, x, at, n_in, row_sums, own, n_groups, sums)
