@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -158,8 +159,70 @@ def lay_out_codes(form: Form, stored: Tensor, layout: Layout, n_parts: int, code
     _lay_out(array, stored.shape[0], np.array(table, np.uint16), n_parts, codes)
 
 
-def lay_out_scales(layout: Layout, scales: Scales, n_in: int, out: Tensor) -> None:
-    """Write scales of all rows to `out`, int16; those of outputs and inputs that there are not are zero."""
+def lay_out_scales(form: Form, parts: Sequence[Tensor], layout: Layout, n_in: int, n_parts: int, out: Tensor) -> None:
+    """Write scales of a form's parts, of one row for each output, to `out`, int16.
+
+    Those of outputs and inputs that there are not are zero.
+    """
+    if not form.floats:
+        _write_scales(layout, form.scales(parts), n_in, out)
+        return
+    terms = [
+        (i * layout.n_factors + k, term.offset, term.shift, term.mask, term.up)
+        for i, group in enumerate(form.factors) for k, own in enumerate(group) for term in own
+    ]  # fmt: skip
+    _lay_out_scales(
+        parts[0].contiguous().view(-1).numpy(), len(parts[0]), form.block_bytes, np.array(form.floats),
+        np.array(terms, np.int64).reshape(-1, 5), len(form.factors) * layout.n_factors, form.bias, form.is_exponent, n_parts,
+        out.numpy().view(np.uint16),
+    )  # fmt: skip
+
+
+@compiled(parallel=True, error_model="numpy")
+def _lay_out_scales(stored, n_out, block_bytes, floats, terms, n_factors, bias, is_exponent, n_parts, out):
+    """Write the floats and factors of blocks in which both are among the codes.
+
+    Args:
+        terms: the number of a factor, and where some of its bits are: see `coded.Term`.
+        n_factors: of all groups of a block.
+    """
+    n_blocks, per_row, row_bytes = (n_out + BLOCK - 1) // BLOCK, len(stored) // n_out // block_bytes, len(stored) // n_out
+    unit, n_floats = len(floats) * BLOCK + n_factors * BLOCK // 2, len(floats)
+    factors = out.view(np.int8)
+    for part in prange(n_parts):
+        bits = np.empty(BLOCK, np.int32)
+        for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
+            n_rows = min(BLOCK, n_out - o * BLOCK)
+            for k in range(per_row):
+                first, at = o * BLOCK * row_bytes + k * block_bytes, (o * per_row + k) * unit
+                if n_rows < BLOCK:
+                    out[at : at + unit] = np.uint16(0)
+                for i in range(n_floats):
+                    for lane in range(n_rows):
+                        place = first + lane * row_bytes + floats[i]
+                        byte = np.uint16(stored[place])
+                        if is_exponent:
+                            short = np.uint16(0x20 << byte) if byte < 2 else np.uint16((byte - 1) << 7)
+                        else:
+                            short = byte | np.uint16(stored[place + 1]) << 8
+                        out[at + i * BLOCK + lane] = short
+                factor_at = 2 * (at + n_floats * BLOCK)
+                for lane in range(BLOCK * n_factors):
+                    factors[factor_at + lane] = np.int8(0)
+                for i in range(len(terms)):
+                    number, offset, shift, mask, up = terms[i]
+                    for lane in range(n_rows):
+                        bits[lane] = stored[first + lane * row_bytes + offset]
+                    for lane in range(n_rows):
+                        own = factor_at + number * BLOCK + lane
+                        factors[own] |= np.int8((bits[lane] >> shift & mask) << up)
+                if bias != 0:
+                    for lane in range(BLOCK * n_factors):
+                        factors[factor_at + lane] += np.int8(bias)
+
+
+def _write_scales(layout: Layout, scales: Scales, n_in: int, out: Tensor) -> None:
+    """Write scales that are in tensors of their own."""
     n_blocks, n_units = ceil_div(len(scales.floats), BLOCK), layout.n_units(n_in)
     per_unit = 1 if layout.is_by_row else layout.unit_inputs // layout.group
     own = out.view(n_blocks, n_units, layout.unit_shorts)

@@ -92,7 +92,7 @@ class QuantisedWeight:
             stored = weight.rows()
             n_parts = use_threads(weight.numel())
             integer_packing.lay_out_codes(weight.form, stored[0], layout, n_parts, held._codes)
-            integer_packing.lay_out_scales(layout, weight.form.read_scales(stored), n_in, held.scales)
+            integer_packing.lay_out_scales(weight.form, stored, layout, n_in, n_parts, held.scales)
         return held
 
     def dense(self) -> Tensor:

@@ -25,6 +25,7 @@ class Term:
 
     Attributes:
         offset: of the first of 16 bytes in a block of the file; or of two bytes, each of whose bits is an input's.
+            Factors of a group have one byte.
     """
 
     offset: int
@@ -49,22 +50,32 @@ class Scales:
 
 @dataclass(frozen=True)
 class Form:
-    """Describes how a file stores weights in few bits.
+    """Describes how a file stores weights in few bits: in blocks of codes, with scales among them or in other tensors.
 
     Attributes:
         name: as the file's format calls it.
         layout: in which products hold the same codes and scales.
-        n_block, block_bytes: inputs of a block of codes, and the bytes of the first part that such a block takes.
+        block_bytes: of a block.
         terms: for each 16 inputs of a block, where their codes are.
-        read_scales: makes scales of all parts, of which each has a row for each output.
+        floats: offsets of a block's floats; none if floats and factors are tensors of their own.
+        factors: for each group of a block and each of its factors, where its bits are.
+        bias: is added to factors.
+        is_exponent: a float is a byte that says a power of two, and codes count twice (MXFP4).
     """
 
     name: str
     layout: Layout
-    n_block: int
     block_bytes: int
     terms: tuple[tuple[Term, ...], ...]
-    read_scales: Callable[[Sequence[Tensor]], Scales]
+    floats: tuple[int, ...] = ()
+    factors: tuple[tuple[tuple[Term, ...], ...], ...] = ()
+    bias: int = 0
+    is_exponent: bool = False
+
+    @property
+    def n_block(self) -> int:
+        """Inputs of a block."""
+        return 16 * len(self.terms)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -88,6 +99,29 @@ class Form:
                     bits = blocks[:, :, term.offset : term.offset + 16] >> term.shift & term.mask
                 own |= bits << term.up
         return found.flatten(1).view(torch.int8 if self.layout.n_bits == 8 else torch.uint8)
+
+    def scales(self, parts: Sequence[Tensor]) -> Scales:
+        """Return the scales of all parts, of which each has a row for each output."""
+        if not self.floats:
+            return Scales(*parts[1:])
+        blocks = parts[0].view(len(parts[0]), -1, self.block_bytes)
+        if self.is_exponent:
+            floats = powers_of_two(blocks[:, :, self.floats[0], None])
+        else:
+            own = [blocks[:, :, at : at + 2].contiguous().view(torch.float16) for at in self.floats]
+            floats = torch.cat(own, -1)
+        factors = blocks.new_zeros(*blocks.shape[:2], len(self.factors), self.layout.n_factors)
+        for i, group in enumerate(self.factors):
+            for k, terms in enumerate(group):
+                for term in terms:
+                    factors[:, :, i, k] |= (blocks[:, :, term.offset] >> term.shift & term.mask) << term.up
+        return Scales(floats, factors.flatten(1, 2).view(torch.int8) + self.bias)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """Return, in bfloat16, half of the powers of two that bytes say with a bias of 127."""
+    wide = exponents.to(torch.int16)
+    return torch.where(wide < 2, 0x20 << wide.clamp(max=1), wide - 1 << 7).to(torch.int16).view(torch.bfloat16)
 
 
 def weights_of(layout: Layout, codes: Tensor, scales: Scales) -> Tensor:
@@ -150,10 +184,6 @@ class CodedTensor(Tensor):
         """Return the parts as matrices with one row for each output."""
         return tuple(part.reshape(-1, part.shape[-1]) for part in self.parts)
 
-    def scales(self) -> Scales:
-        """Return the scales of all rows."""
-        return self.form.read_scales(self.rows())
-
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the floats, in this dtype or the tensor's own, rounded once."""
         found = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
@@ -164,7 +194,7 @@ class CodedTensor(Tensor):
         for start in range(0, len(out), step):
             here = [part[start : start + step].contiguous() for part in parts]
             codes = self.form.codes(here[0])[:, : self.shape[-1]]
-            out[start : start + step] = weights_of(self.form.layout, codes, self.form.read_scales(here))
+            out[start : start + step] = weights_of(self.form.layout, codes, self.form.scales(here))
         return found
 
     def take_at(self, indices: Tensor) -> Tensor:
