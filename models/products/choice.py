@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
 
 from hybridmem.models.products.packed import PackedWeight, packed_dtype
-from hybridmem.models.weights.coded import CodedTensor
+from hybridmem.models.weights.coded import CodedTensor, as_floats
 from hybridmem.models.weights.formats import WeightFormat
 
 if TYPE_CHECKING:
     from hybridmem.models.products.blocked import BlockedWeight
+    from hybridmem.models.products.joined import JoinedWeight
     from hybridmem.models.products.quantised import QuantisedWeight
 
-    HeldWeight = PackedWeight | BlockedWeight | QuantisedWeight
+    HeldWeight = PackedWeight | BlockedWeight | QuantisedWeight | JoinedWeight
 
 
 def hold(weight: Tensor, format: WeightFormat) -> HeldWeight | None:
@@ -44,6 +46,37 @@ def hold(weight: Tensor, format: WeightFormat) -> HeldWeight | None:
     from hybridmem.models.products.blocked import BlockedWeight
 
     return BlockedWeight(weight, dtype, kernel)
+
+
+def hold_joined(weights: Sequence[Tensor], format: WeightFormat) -> HeldWeight | Tensor:
+    """Return weights (n_out_i, n_in) as one, as the fastest product reads it; a tensor for torch's own product.
+
+    Those that are stored alike become one weight. Others are joined as they are held.
+    """
+    alike = [list(group) for _, group in groupby(weights, _stored_as)]
+    if len(alike) > 1:
+        parts = [hold(_cat(group), format) for group in alike]
+        if all(part is not None for part in parts):
+            from hybridmem.models.products.joined import JoinedWeight
+
+            return JoinedWeight([part for part in parts if part is not None])
+        weights = [as_floats(weight) for weight in weights]
+    whole = _cat(weights)
+    return as_floats(whole) if (held := hold(whole, format)) is None else held
+
+
+def _stored_as(weight: Tensor) -> str | None:
+    return weight.form.name if isinstance(weight, CodedTensor) else None
+
+
+def _cat(weights: Sequence[Tensor]) -> Tensor:
+    """Return the weights one behind the other; of those on "meta" torch would import much for that."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    if first.is_meta and not isinstance(first, CodedTensor):
+        return first.new_empty(sum(len(weight) for weight in weights), *first.shape[1:])
+    return torch.cat(list(weights))
 
 
 def compile_ahead(dtype: torch.dtype, formats: Iterable[WeightFormat] = get_args(WeightFormat)) -> None:

@@ -244,7 +244,9 @@ def multiply_blocks(
                 for i in range(0, 4, 2):
                     own_code, own_scale = code + i * block_codes, scale + i * block_scales
                     own = sums[4 * i * BLOCK :]
-                    _four_by_two(codes, own_code, n_groups, scales, own_scale, block_scales, integers, t, units, row_sums, own)
+                    _four_by_two(
+                        codes, own_code, n_groups, scales, own_scale, block_scales, integers, t, units, row_sums, own
+                    )
             for i in range(n_blocks):
                 channel = (o + i) * BLOCK
                 multiply_back(sums, i * n * BLOCK, n, factors, t)

@@ -16,7 +16,7 @@ from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import element_at, untyped_intrinsic
 from hybridmem.models.products.integer_rounding import transposed
-from hybridmem.models.products.integer_vectors import I8, I16, I32, I64, INTS, every, in_every_lane, layout_of_codes
+from hybridmem.models.products.integer_vectors import I8, I16, I64, INTS, every, in_every_lane, layout_of_codes
 from hybridmem.models.weights.coded import Form, Scales, Term
 from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS, Layout, spare_bits, whole_pairs
 
@@ -173,8 +173,8 @@ def lay_out_scales(form: Form, parts: Sequence[Tensor], layout: Layout, n_in: in
     ]  # fmt: skip
     _lay_out_scales(
         parts[0].contiguous().view(-1).numpy(), len(parts[0]), form.block_bytes, np.array(form.floats),
-        np.array(terms, np.int64).reshape(-1, 5), len(form.factors) * layout.n_factors, form.bias, form.is_exponent, n_parts,
-        out.numpy().view(np.uint16),
+        np.array(terms, np.int64).reshape(-1, 5), len(form.factors) * layout.n_factors, form.bias, form.is_exponent,
+        n_parts, out.numpy().view(np.uint16),
     )  # fmt: skip
 
 
@@ -186,7 +186,8 @@ def _lay_out_scales(stored, n_out, block_bytes, floats, terms, n_factors, bias, 
         terms: the number of a factor, and where some of its bits are: see `coded.Term`.
         n_factors: of all groups of a block.
     """
-    n_blocks, per_row, row_bytes = (n_out + BLOCK - 1) // BLOCK, len(stored) // n_out // block_bytes, len(stored) // n_out
+    n_blocks, row_bytes = (n_out + BLOCK - 1) // BLOCK, len(stored) // n_out
+    per_row = row_bytes // block_bytes
     unit, n_floats = len(floats) * BLOCK + n_factors * BLOCK // 2, len(floats)
     factors = out.view(np.int8)
     for part in prange(n_parts):

@@ -19,6 +19,7 @@ from hybridmem.models.products import (
     integer_row_kernels,
     integer_tile_kernels,
     integer_vectors,
+    joined_kernels,
     quantised_kernels,
     tile_kernels,
 )
@@ -71,6 +72,11 @@ def _has_no_table(layout: Layout) -> bool:
     return layout.table is None or integer_vectors.has_many_registers()
 
 
+def _never(_: Layout) -> bool:
+    """Weights of several layouts are joined, and not chosen (`joined`)."""
+    return False
+
+
 KERNELS = {
     "tiles": Kernel(tile_kernels.product, None, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True),
     "pairs": Kernel(blocked_kernels.product, None, (_BF16,), _BF16, _multiplies_pairs_fastest),
@@ -83,6 +89,10 @@ KERNELS = {
         quantised_kernels.product, lambda _: True, (_BF16,), _BF16, integer_vectors.multiplies_pairs
     ),
     "integers as float32": Kernel(quantised_kernels.product, _has_no_table, _ANY, _F32, lambda: True),
+    "pieces": Kernel(joined_kernels.product, _never, _ANY, _F32, lambda: True),
+    "pieces in tiles": Kernel(
+        joined_kernels.product_in_tiles, _never, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True
+    ),
 }
 """Name -> kernel, the fastest of each kind of weights first."""
 

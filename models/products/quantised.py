@@ -56,7 +56,7 @@ class QuantisedWeight:
         self._codes, self._scales = self.codes.numpy().view(layout.dtype), self.scales.numpy().view(np.uint16)
         name = choose(layout, dtype)
         assert name is not None, "one of the kernels is for every processor"
-        self._kind, self._dtype = ProductKind(layout.dtype, dtype, name), KERNELS[name].rows
+        self._kind = ProductKind(layout.dtype, dtype, name)
 
     @staticmethod
     def rounded(weight: Tensor, format: IntegerFormat) -> QuantisedWeight:
@@ -107,30 +107,39 @@ class QuantisedWeight:
 
     def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct | None:
         """Return the product for few rows; None without numbers, or if rows are read in another dtype than weights."""
-        if self.codes.is_meta or self._kind.rows is not self._dtype:
+        if self.codes.is_meta:
             return None
-        return CompiledProduct(
-            (self._codes, self._scales), epilogue.NO_BIAS if bias is None else bias.numpy(),
-            epilogue.ACTIVATIONS[activation], self.n_in, self.n_out,
-            self._kind, 32, 2 if self._kind.has_tiles else 1,
-        )  # fmt: skip
+        product = self.product(bias, activation)
+        return product if product.reads is product.dtype else None
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
-        y = torch.empty(x.shape[0], self.n_out, dtype=self._kind.rows)
-        n_threads = use_threads(x.numel() * self.n_out // 16)
-        own_bias = epilogue.NO_BIAS if bias is None else bias.numpy()
-        options = own_bias, epilogue.ACTIVATIONS[activation], n_threads
-        product = KERNELS[self._kind.kernel].product
-        if self._kind.has_tiles:
-            if n_rows := x.shape[0]:
-                pairs = pairs_of(x, 32)
-                product(
-                    self._codes, self._scales, pairs.data_ptr(), n_rows, pairs.shape[1] // 2, amx.shape(n_rows),
-                    *options, y.data_ptr(), self.n_out, LIKE[y.dtype],
-                )  # fmt: skip
-        else:
-            rows = x.to(self._dtype).contiguous()
-            rows = F.pad(rows, (0, -self.n_in % 32)) if self.n_in % 32 else rows
-            product(self._codes, self._scales, as_array(rows), *options, as_array(y))
-        return y if x.dtype is y.dtype else y.to(x.dtype)
+        return multiply_by(self.product(bias, activation), x)
+
+    def product(self, bias: Tensor | None = None, activation: str | None = None) -> CompiledProduct:
+        """Return the product for any number of rows."""
+        return CompiledProduct(
+            (self._codes, self._scales), epilogue.NO_BIAS if bias is None else bias.numpy(),
+            epilogue.ACTIVATIONS[activation], self.n_in, self.n_out,
+            self._kind, GROUP, 2 if self._kind.has_tiles else 1,
+        )  # fmt: skip
+
+
+def multiply_by(by: CompiledProduct, x: Tensor) -> Tensor:
+    """Return the product with rows x (T, n_in), in their dtype, of weights in integers."""
+    kernel, n_rows = KERNELS[by.kind.kernel], x.shape[0]
+    y = torch.empty(n_rows, by.n_out, dtype=by.kind.rows)
+    options = by.bias, by.activation, use_threads(x.numel() * by.n_out // 16)
+    if not n_rows:
+        return y.to(x.dtype)
+    if by.kind.has_tiles:
+        pairs = pairs_of(x, GROUP)
+        kernel.product(
+            *by.arrays(), pairs.data_ptr(), n_rows, pairs.shape[1] // 2, amx.shape(n_rows), *options, y.data_ptr(),
+            by.n_out, LIKE[y.dtype],
+        )  # fmt: skip
+    else:
+        rows = x.to(by.reads).contiguous()
+        rows = F.pad(rows, (0, -by.n_in % GROUP)) if by.n_in % GROUP else rows
+        kernel.product(*by.arrays(), as_array(rows), *options, as_array(y))
+    return y if x.dtype is y.dtype else y.to(x.dtype)

@@ -126,7 +126,7 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 
 def weights_of(layout: Layout, codes: Tensor, scales: Scales) -> Tensor:
     """Return what codes (rows, inputs) stand for, in float32."""
-    n_rows, n_in = codes.shape
+    n_in = codes.shape[1]
     group = layout.group or n_in
     if layout.table is None:
         numbers = codes.float() - layout.zero
@@ -270,6 +270,10 @@ def _split(x: CodedTensor, size: Any, dim: int = 0) -> Any:
     return _of_each(x, lambda part: part.split(size, dim % x.dim())) if _before_last(x, dim) else None
 
 
+def _unbind(x: CodedTensor, dim: int = 0) -> Any:
+    return _of_each(x, lambda part: part.unbind(dim % x.dim())) if _before_last(x, dim) else None
+
+
 def _index(x: CodedTensor, indices: Sequence[Tensor | None]) -> CodedTensor | None:
     own = tuple(slice(None) if index is None else index for index in indices)
     return _of_each(x, lambda part: part[own]) if len(own) < x.dim() else None
@@ -303,7 +307,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _ATEN.view.default: _view, _ATEN._unsafe_view.default: _view, _ATEN.reshape.default: _view,
     _ATEN.permute.default: _permute, _ATEN.transpose.int: _transpose, _ATEN.slice.Tensor: _slice,
     _ATEN.select.int: _select, _ATEN.split.Tensor: _split, _ATEN.split_with_sizes.default: _split,
-    _ATEN.index.Tensor: _index, _ATEN.unsqueeze.default: _unsqueeze, _ATEN.cat.default: _cat,
+    _ATEN.unbind.int: _unbind, _ATEN.index.Tensor: _index, _ATEN.unsqueeze.default: _unsqueeze, _ATEN.cat.default: _cat,
     _ATEN._to_copy.default: _copy, _ATEN.detach.default: _copy, _ATEN.alias.default: _copy, _ATEN.clone.default: _copy,
 }  # fmt: skip
 """What functions of torch do that change rows alone; None where they do more."""

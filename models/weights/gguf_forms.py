@@ -50,9 +50,7 @@ def _k3_factors() -> Factors:
 
 def _iq4_factors() -> Factors:
     """Say where 8 scales of 6 bits each are: the upper two in two bytes, the lower four in the next four."""
-    return tuple(
-        ((Term(4 + i // 2, 4 * (i % 2), 15), Term(2 + i // 4, 2 * (i % 4), 3, 4)),) for i in range(8)
-    )
+    return tuple(((Term(4 + i // 2, 4 * (i % 2), 15), Term(2 + i // 4, 2 * (i % 4), 3, 4)),) for i in range(8))
 
 
 _OF_32 = Layout(4)
