@@ -171,8 +171,7 @@ def sums_of(n_rows: int, n_blocks: int, ahead_bytes: int | None = AHEAD_BYTES) -
     ):  # fmt: skip
         """Multiply rows from `row` on by blocks of 16 outputs, and store their sums; not checked.
 
-        `rows`, `units` and `row_sums` are those of `row_units.as_integers`. Each group of inputs counts times its scale.
-        `sums` gets 16 numbers for each row of the first block, then those of the next block.
+        `rows`, `units` and `row_sums` are those of `row_units.as_integers`. `sums` gets 16 numbers for each row of the first block, then those of the next block.
         """
 
         def codegen(context, builder, signature, arguments):
@@ -210,8 +209,8 @@ _one_by_four, _two_by_four, _four_by_two = sums_of(1, 4), sums_of(2, 4), sums_of
 
 @njit(error_model="numpy")
 def multiply_blocks(
-    codes, scales, integers, units, row_sums, factors, first, last, n_groups, block_codes, bias, activation, out, n_rows,
-    n_out,
+    codes, scales, integers, units, row_sums, factors, first, last, n_groups, block_codes, bias, activation, out,
+    n_rows, n_out,
 ):  # fmt: skip
     """Set out = activation(x W^T + bias) of at most `MOST_ROWS` rows, for outputs of blocks from `first` to `last`.
 

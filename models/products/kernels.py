@@ -23,7 +23,7 @@ from hybridmem.models.products import (
     quantised_kernels,
     tile_kernels,
 )
-from hybridmem.models.weights.layouts import GROUP, Layout
+from hybridmem.models.weights.layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,6 @@ def _multiplies_pairs_fastest() -> bool:
 _F32, _BF16, _ANY = torch.float32, torch.bfloat16, (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _is_plain(layout: Layout) -> bool:
-    """True if 32 inputs, or all of an output, share a float, and there is no minimum."""
-    return layout.unit_inputs in (0, GROUP) and layout.minimum is None
-
-
 def _is_by_group(layout: Layout) -> bool:
     return not layout.is_by_row
 
@@ -82,7 +77,7 @@ KERNELS = {
     "pairs": Kernel(blocked_kernels.product, None, (_BF16,), _BF16, _multiplies_pairs_fastest),
     "float32": Kernel(blocked_kernels.product, None, (_F32,), _F32, integer_vectors.has_many_registers),
     "integers in tiles": Kernel(
-        integer_tile_kernels.product, _is_plain, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True
+        integer_tile_kernels.product, lambda _: True, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True
     ),
     "integers": Kernel(integer_row_kernels.product, _is_by_group, (_BF16,), _BF16, integer_vectors.adds_integers),
     "integers as pairs": Kernel(
