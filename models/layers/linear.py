@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.models.layers.norms import GatedNorm, RMSNorm
-from hybridmem.models.products.choice import hold_joined
+from hybridmem.models.products.choice import hold_joined, rows_of
 from hybridmem.models.weights.checkpoint import Checkpoint
-from hybridmem.models.weights.formats import wanted_format
+from hybridmem.models.weights.formats import WeightFormat, wanted_format
 
 if TYPE_CHECKING:
     from hybridmem.models.products.few_rows import CompiledProduct
@@ -60,11 +60,15 @@ class Linear:
         weights: (n_out, n_in), or several that share their input, (n_out_i, n_in): their outputs are concatenated.
         bias: (n_out,) or None.
         activation: its name in transformers' configs, or None.
+        format: of the weights; by default what `weights_in` asks for.
     """
 
-    def __init__(self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
+    def __init__(
+        self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None,
+        format: WeightFormat | None = None,
+    ) -> None:  # fmt: skip
         self.n_out, self.n_in = sum(len(weight) for weight in weights), weights[0].shape[1]
-        self._weight = held = hold_joined(weights, wanted_format())
+        self._weight = held = hold_joined(weights, format or wanted_format())
         fused: Container[str | None] = ()
         if not isinstance(held, Tensor):
             fused = held.FUSED
@@ -84,9 +88,7 @@ class Linear:
     @property
     def rows(self) -> Tensor | QuantisedWeight | None:
         """Return what single rows of the weight can be read from; None if it is packed so that they cannot."""
-        if isinstance(self._weight, Tensor):
-            return self._weight
-        return self._weight if hasattr(self._weight, "rows") else None
+        return rows_of(self._weight)
 
     @staticmethod
     def load(

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from hybridmem.models.layers.linear import Linear
+from hybridmem.models.products.choice import hold_rows
 from hybridmem.models.weights.checkpoint import Checkpoint
 from hybridmem.models.weights.coded import CodedTensor
+from hybridmem.models.weights.formats import wanted_vocabulary_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,13 +37,8 @@ class Embedding:
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         """Return (T, M)."""
-        if isinstance(self.weight, CodedTensor):
-            x_TM = self.weight.take_rows(token_ids_T)
-        elif isinstance(self.weight, Tensor):
-            x_TM = self.weight[token_ids_T]
-        else:
-            x_TM = self.weight.rows(token_ids_T)
-        x_TM = x_TM.to(self.dtype)
+        rows = self.weight[token_ids_T] if isinstance(self.weight, Tensor) else self.weight.rows(token_ids_T)
+        x_TM = rows.to(self.dtype)
         return x_TM if self.scale == 1.0 else x_TM * self.scale
 
 
@@ -64,7 +61,7 @@ class Vocabulary:
         self._name, self._shape = name, (config.vocab_size, config.hidden_size)
         self._logits_scale, self._logits_cap = logits_scale, logits_cap
         weight = checkpoint.take(head, *self._shape)
-        self._head = Linear(weight)
+        self._head = Linear(weight, format=wanted_vocabulary_format())
         rows: Tensor | QuantisedWeight | None = self._head.rows if head == name else None
         if rows is None:
             rows = self._take_rows(checkpoint, name)
@@ -82,10 +79,11 @@ class Vocabulary:
         """Return the embedding of this name, with the same scale: of an encoder, say, beside the decoder's."""
         return self.embed if name == self._name else replace(self.embed, weight=self._take_rows(checkpoint, name))
 
-    def _take_rows(self, checkpoint: Checkpoint, name: str) -> Tensor:
+    def _take_rows(self, checkpoint: Checkpoint, name: str) -> Tensor | QuantisedWeight:
         weight = checkpoint.take_as_stored(name, *self._shape)
-        keeps = self._head.is_packed or isinstance(weight, CodedTensor)
-        return weight if keeps else weight.to(checkpoint.device, checkpoint.dtype)
+        if isinstance(weight, CodedTensor):
+            return hold_rows(weight.to(checkpoint.dtype), wanted_vocabulary_format())
+        return weight if self._head.is_packed else weight.to(checkpoint.device, checkpoint.dtype)
 
     def logits(self, x_TM: Tensor) -> Tensor:
         """Return logits, (T, vocabulary)."""

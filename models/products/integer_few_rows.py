@@ -171,7 +171,8 @@ def sums_of(n_rows: int, n_blocks: int, ahead_bytes: int | None = AHEAD_BYTES) -
     ):  # fmt: skip
         """Multiply rows from `row` on by blocks of 16 outputs, and store their sums; not checked.
 
-        `rows`, `units` and `row_sums` are those of `row_units.as_integers`. `sums` gets 16 numbers for each row of the first block, then those of the next block.
+        `rows`, `units` and `row_sums` are those of `row_units.as_integers`. `sums` gets 16 numbers for each row of the
+        first block, then those of the next block.
         """
 
         def codegen(context, builder, signature, arguments):

@@ -38,7 +38,10 @@ class JoinedWeight:
 
     def __init__(self, parts: Sequence[HeldWeight]) -> None:
         self._parts = list(parts)
-        self.FUSED = tuple(name for name in parts[0].FUSED if all(name in part.FUSED for part in parts))
+        self.n_out: int = sum(part.n_out for part in parts)
+        self.FUSED: tuple[str, ...] = tuple(
+            name for name in epilogue.FUSED if all(name in part.FUSED for part in parts)
+        )
         pieces = [part.product() for part in parts if isinstance(part, QuantisedWeight) and not part.codes.is_meta]
         self._product = _joined(pieces) if len(pieces) == len(parts) else None
 

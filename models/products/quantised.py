@@ -59,6 +59,14 @@ class QuantisedWeight:
         self._kind = ProductKind(layout.dtype, dtype, name)
 
     @staticmethod
+    def zeros(layout: Layout, dtype: torch.dtype) -> QuantisedWeight:
+        """Return a weight of one zero, to compile what is for its kind."""
+        held = QuantisedWeight(layout, 1, 1, dtype)
+        held.codes.zero_()
+        held.scales.zero_()
+        return held
+
+    @staticmethod
     def rounded(weight: Tensor, format: IntegerFormat) -> QuantisedWeight:
         """Round a weight to integers.
 
@@ -82,11 +90,14 @@ class QuantisedWeight:
 
     @staticmethod
     def kept(weight: CodedTensor) -> QuantisedWeight | None:
-        """Lay out the same integers and scales; None if no kernel is for them. Cost: reads them once."""
-        n_out, n_in = weight.shape
+        """Lay out the same integers and scales in the smallest layout for which there is a kernel; None without any."""
         layout = next((layout for layout in weight.form.layouts if choose(layout, weight.dtype) is not None), None)
-        if layout is None:
-            return None
+        return None if layout is None else QuantisedWeight.laid_out(weight, layout)
+
+    @staticmethod
+    def laid_out(weight: CodedTensor, layout: Layout) -> QuantisedWeight:
+        """Lay out the same integers and scales in a layout of the weight's form. Cost: reads them once."""
+        n_out, n_in = weight.shape
         held = QuantisedWeight(layout, n_out, n_in, weight.dtype, is_dry=weight.is_meta)
         if not weight.is_meta:
             stored = weight.rows()

@@ -60,18 +60,19 @@ def gather(layout: Layout, codes: Tensor, scales: Tensor, n_out: int, n_in: int,
     ])  # fmt: skip
     floats = as_array(scales).view(_SCALE_TYPES[layout.scale])
     places = np.empty((0, 0), np.int64) if layout.n_bits == 8 else _places(layout.n_bits)
-    if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= n_out):
-        raise IndexError(f"row {int(indices.min())} or {int(indices.max())} of a weight with {n_out} rows")
     _gather(
-        as_array(codes), floats, as_array(scales).view(np.int8), as_array(indices), numbers, places, _numbers(layout),
-        use_threads(rows.numel() * 4), as_array(rows),
+        as_array(codes), floats, as_array(scales).view(np.int8), as_array(indices), n_out, numbers, places,
+        _numbers(layout), use_threads(rows.numel() * 4), as_array(rows),
     )  # fmt: skip
     return rows
 
 
 @compiled(parallel=True, error_model="numpy")
-def _gather(codes, floats, factors, indices, sizes, places, numbers, n_parts, out):
+def _gather(codes, floats, factors, indices, n_out, sizes, places, numbers, n_parts, out):
     n = len(indices)
+    for t in range(n):
+        if indices[t] < 0 or indices[t] >= n_out:
+            raise IndexError("there is no such row of the weight")
     for part in prange(n_parts):
         for t in range(part * n // n_parts, (part + 1) * n // n_parts):
             _gather_row(codes, floats, factors, indices[t], sizes, places, numbers, out[t])
@@ -98,7 +99,7 @@ def _gather_row(codes, floats, factors, index, sizes, places, numbers, out):
             scale *= np.float32(factors[at])
         for e in range(start, min(start + group, len(out))):
             first, pair, side = (block * n_groups + e // GROUP) * group_bytes, e % GROUP // 2, e % 2
-            code = 0
+            code = np.int64(0)
             if n_bits == 8:
                 code = np.int64(codes[first + 2 * BLOCK * pair + 2 * lane + side])
             else:

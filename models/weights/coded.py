@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridmem.models.weights.layouts import Layout
+from hybridmem.models.weights.layouts import GROUP, Layout
 
 _AT_ONCE = 1 << 22
 """Numbers that become floats at once: temporary tensors take a few times their bytes."""
@@ -103,7 +103,10 @@ class Form:
     def scales(self, parts: Sequence[Tensor]) -> Scales:
         """Return the scales of all parts, of which each has a row for each output."""
         if not self.floats:
-            return Scales(*parts[1:])
+            floats, factors = (part.view(len(part), -1, n) if n else part.view(len(part), -1, 0) for part, n in (
+                (parts[1], self.layout.n_floats), (parts[2], self.layout.n_factors)
+            ))  # fmt: skip
+            return Scales(floats, factors)
         blocks = parts[0].view(len(parts[0]), -1, self.block_bytes)
         if self.is_exponent:
             floats = powers_of_two(blocks[:, :, self.floats[0], None])
@@ -116,6 +119,11 @@ class Form:
                 for term in terms:
                     factors[:, :, i, k] |= (blocks[:, :, term.offset] >> term.shift & term.mask) << term.up
         return Scales(floats, factors.flatten(1, 2).view(torch.int8) + self.bias)
+
+
+def plain_form(name: str, layout: Layout) -> Form:
+    """Return the form of three tensors: codes of one byte each, whole groups of 32, floats and factors."""
+    return Form(name, layout, GROUP, ((Term(0),), (Term(16),)))
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
@@ -172,7 +180,7 @@ class CodedTensor(Tensor):
     def __init__(self, form: Form, parts: Sequence[Tensor], n_in: int, dtype: torch.dtype) -> None:
         """Make a tensor of these parts, which have one row for each row of it."""
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"CodedTensor({self.form.name}, shape={list(self.shape)}, dtype={self.dtype})"
 
     @property
@@ -197,22 +205,52 @@ class CodedTensor(Tensor):
             out[start : start + step] = weights_of(self.form.layout, codes, self.form.scales(here))
         return found
 
+    def with_inputs(self, order: Tensor, width: int) -> CodedTensor | None:
+        """Return a matrix whose inputs are reordered in pieces of `width`; None if that would change a scale's inputs.
+
+        Args:
+            order: the pieces, each once.
+        """
+        form, n_in = self.form, self.shape[-1]
+        if n_in != len(order) * width or width % GROUP or self.dim() != 2:
+            return None
+        if form.floats and width % form.n_block == 0:
+            (blocks,) = self.rows()
+            return self.like([blocks.view(len(blocks), len(order), -1)[:, order].flatten(1)])
+        layout = form.layout
+        if layout.is_by_row or (layout.has_factors and width <= layout.group) or layout.unit % width:
+            return None
+        return self._plain(width)._with_pieces(order)
+
+    def _with_pieces(self, order: Tensor) -> CodedTensor:
+        """Return a matrix of a plain form whose inputs are reordered in pieces of whole units."""
+        return self.like([part.view(len(part), len(order), -1)[:, order].flatten(1) for part in self.parts])
+
+    def _plain(self, unit: int) -> CodedTensor:
+        """Return the matrix in a plain form in which so many inputs share a float, or less if they did."""
+        rows, layout = self.rows(), self.form.layout
+        scales, n_in = self.form.scales(rows), self.shape[-1]
+        if layout.unit > unit:
+            n_times, layout = layout.unit // unit, replace(layout, unit=unit)
+            scales = Scales(scales.floats.repeat_interleave(n_times, 1), scales.factors)
+        codes = self.form.codes(rows[0]).view(torch.uint8)
+        parts = codes, scales.floats.flatten(1), scales.factors.flatten(1)
+        return CodedTensor(plain_form(self.form.name, layout), parts, n_in, self.dtype)
+
     def take_at(self, indices: Tensor) -> Tensor:
         """Return the numbers at these places of the tensor, counted through all its rows."""
-        rows, places = (indices // self.shape[-1]).unique(return_inverse=True)
+        rows, places = torch.unique(indices // self.shape[-1], return_inverse=True)
         own = self.like([part[rows] for part in self.rows()]).dense()
         return own[places, indices % self.shape[-1]]
-
-    def take_rows(self, indices: Tensor) -> Tensor:
-        """Return rows (T, n_in) of a matrix."""
-        return self.like([part[indices] for part in self.parts]).dense()
 
     def like(self, parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> CodedTensor:
         """Return a tensor of other rows in the same form."""
         return CodedTensor(self.form, parts, self.shape[-1], dtype or self.dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if (rule := _RULES.get(func)) is not None and (found := rule(*args, **kwargs)) is not None:
             return found
@@ -247,7 +285,7 @@ def _view(x: CodedTensor, shape: Sequence[int]) -> CodedTensor | None:
 
 def _permute(x: CodedTensor, dims: Sequence[int]) -> CodedTensor | None:
     keeps_last = len(dims) == x.dim() and dims[-1] % x.dim() == x.dim() - 1
-    return _of_each(x, lambda part: part.permute(dims)) if keeps_last else None
+    return _of_each(x, lambda part: part.permute(*dims)) if keeps_last else None
 
 
 def _transpose(x: CodedTensor, one: int, other: int) -> CodedTensor | None:
@@ -267,7 +305,7 @@ def _select(x: CodedTensor, dim: int, index: int) -> CodedTensor | None:
 
 
 def _split(x: CodedTensor, size: Any, dim: int = 0) -> Any:
-    return _of_each(x, lambda part: part.split(size, dim % x.dim())) if _before_last(x, dim) else None
+    return _of_each(x, lambda part: torch.split(part, size, dim % x.dim())) if _before_last(x, dim) else None
 
 
 def _unbind(x: CodedTensor, dim: int = 0) -> Any:
@@ -285,12 +323,11 @@ def _unsqueeze(x: CodedTensor, dim: int) -> CodedTensor | None:
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> CodedTensor | None:
-    first = tensors[0]
-    if not all(isinstance(x, CodedTensor) and isinstance(first, CodedTensor) and x.form == first.form for x in tensors):
+    coded = [x for x in tensors if isinstance(x, CodedTensor)]
+    first = coded[0]
+    if len(coded) < len(tensors) or any(x.form != first.form for x in coded) or not _before_last(first, dim):
         return None
-    if not _before_last(first, dim):
-        return None
-    own = [x.parts for x in tensors]
+    own = [x.parts for x in coded]
     return first.like([torch.cat(parts, dim % first.dim()) for parts in zip(*own, strict=True)])
 
 

@@ -36,3 +36,8 @@ def weights_in(weights: WeightFormat, device: torch.device) -> AbstractContextMa
 def wanted_format() -> WeightFormat:
     """Return the format that `weights_in` asks for."""
     return _format.get()
+
+
+def wanted_vocabulary_format() -> WeightFormat:
+    """Return the format of heads and embeddings: 8 bits where others have 4, since they lose most by fewer bits."""
+    return "int8" if _format.get() == "int4" else _format.get()

@@ -57,15 +57,16 @@ def sample_of(tensor: Tensor, dtype: torch.dtype, factor: float | Tensor | None 
     if tensor.is_meta:
         return b""
     at = _places(tensor.numel())
-    is_coded = isinstance(tensor, CodedTensor)
-    numbers = tensor.take_at(at) if is_coded else torch.take(tensor.detach(), at.to(tensor.device)).cpu()
+    if isinstance(tensor, CodedTensor):
+        numbers, form = tensor.take_at(at), tensor.form.name
+    else:
+        numbers, form = torch.take(tensor.detach(), at.to(tensor.device)).cpu(), ""
     if factor is not None:
         factors = torch.as_tensor(factor, dtype=torch.float32).view(-1)
         numbers = numbers.float() * factors[at * len(factors) // max(1, tensor.numel())]
     if numbers.is_floating_point():
         numbers = numbers.to(dtype)
-    form = tensor.form.name.encode() if is_coded else b""
-    return repr(tuple(tensor.shape)).encode() + form + numbers.view(torch.uint8).numpy().tobytes()
+    return f"{tuple(tensor.shape)}{form}".encode() + numbers.view(torch.uint8).numpy().tobytes()
 
 
 def signature_of(config: PreTrainedConfig, dtype: torch.dtype, samples: Mapping[str, bytes]) -> str | None:
