@@ -183,7 +183,7 @@ def warmup(
         if is_all:
             for each in (torch.float32, torch.bfloat16):
                 cpu.warm_up(NAMES, each)
-                choice.compile_ahead(each)
+                choice.compile_ahead(choice.kinds_of(each))
         else:
             loaded = load(model, "cpu", dtype, weights)[0]
             spec = loaded.memory_spec
