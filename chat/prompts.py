@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -10,8 +10,8 @@ from uuid import uuid4
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from hybridmem.chat.special_tokens import Rendered, apply_template, find_turn_end, protect
 from hybridmem.chat.special_tokens import Tokenizer as Tokenizer
-from hybridmem.chat.special_tokens import find_turn_end, special_tokens_of
 from hybridmem.memory import FormatError
 from hybridmem.models import LanguageModel
 from hybridmem.models.loading.folders import find_folder
@@ -96,20 +96,13 @@ def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list
         FormatError: the template rewrites earlier turns, so the new text does not begin with the old one.
     """
     messages = [*history, {"role": "user", "content": text}]
-    rendered = render(tokenizer, messages)
+    rendered = render_guarded(tokenizer, messages)
     seen = render(tokenizer, history[:-1]) + history[-1]["content"] + tokenizer.eos_token if history else ""
-    if not rendered.startswith(seen):
+    if not rendered.text.startswith(seen):
         raise FormatError(
             "this chat template rewrites earlier turns; its new turns cannot be fed to what is remembered"
         )
-    spans = []
-    if special_tokens_of(tokenizer).are_in(text):
-        spans = [
-            (start - len(seen), end - len(seen))
-            for start, end in apart(tokenizer, rendered, messages)
-            if start >= len(seen)
-        ]
-    return _encode_around(tokenizer, rendered[len(seen) :], [(*span, "user") for span in spans])
+    return rendered.encode(tokenizer, len(seen))
 
 
 def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special: bool = False) -> list[int]:
@@ -119,64 +112,10 @@ def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special:
         parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people
             say.
     Raises:
-        FormatError: no chat template, or it refuses the messages, or it so changes one that holds a special token
-            that its own special tokens cannot be told from that one.
+        FormatError: no chat template, or it refuses the messages, or the tokenizer cannot write a special token's name
+            as text.
     """
-    text = render(tokenizer, messages)
-    spans = {} if parse_special else apart(tokenizer, text, messages)
-    return _encode_around(tokenizer, text, [(*span, messages[i]["role"]) for span, i in spans.items()])
-
-
-def encode_rest(
-    tokenizer: Tokenizer, text: str, messages: list[Message], start: int, *, parse_special: bool = False
-) -> list[int]:
-    """Return the token ids of a rendered chat from character `start` on. A message ends there.
-
-    The arguments and errors are those of `encode_chat`.
-    """
-    spans = {} if parse_special else apart(tokenizer, text, messages)
-    later = [(begin - start, end - start, messages[i]["role"]) for (begin, end), i in spans.items() if begin >= start]
-    return _encode_around(tokenizer, text[start:], later)
-
-
-def _encode_around(tokenizer: Tokenizer, text: str, spans: Seq[tuple[int, int, str]]) -> list[int]:
-    """Encode a text. Each span of it was written by a role; a template wrote the rest. The spans ascend."""
-    ids, at = list[int](), 0
-    for start, end, role in spans:
-        ids += tokenizer.encode(text[at:start], add_special_tokens=False) if start > at else []
-        ids += special_tokens_of(tokenizer, role).encode_text(text[start:end])
-        at = end
-    return ids + (list(tokenizer.encode(text[at:], add_special_tokens=False)) if at < len(text) or not ids else [])
-
-
-def apart(tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_reply: bool = True) -> dict[Span, int]:
-    """Return the contents that are encoded by themselves: place -> number of the message.
-
-    They are those that contain special tokens.
-
-    Most often there are none, and the text is encoded as a whole.
-
-    Raises FormatError if the template changes such a content, so that its text cannot be told from the template's.
-    """
-    contents = [message["content"] for message in messages]
-    found = [i for i, m in enumerate(messages) if special_tokens_of(tokenizer, m["role"]).are_in(m["content"])]
-    special = special_tokens_of(tokenizer)
-    if not found and special.are_in("".join(contents)):  # Adjacent contents may form a special token together.
-        found = [i for i, content in enumerate(contents) if content]
-    if not found:
-        return {}
-    spans, bare, shown = locate(tokenizer, text, messages, awaits_reply=awaits_reply)
-    kept = {span: i for i in found if (span := spans[i]) is not None and text[slice(*span)] in _stripped(contents[i])}
-    rest, at = "", 0
-    for start, end in kept:
-        rest, at = f"{rest}{text[at:start]}\n", end
-    n_own = special.count(bare) + sum(special.count(content) for i, content in enumerate(contents) if i not in found)
-    if not shown & set(found) <= set(kept.values()) or special.count(rest + text[at:]) > n_own:
-        raise FormatError(
-            "this chat template changes a message in which a special token is written, so its own cannot be told "
-            "from that; leave it out"
-        )
-    return kept
+    return render_guarded(tokenizer, messages, parse_special=parse_special).encode(tokenizer)
 
 
 def locate(
@@ -224,12 +163,27 @@ def render(tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool 
     Raises:
         FormatError: there is no template, or it refuses the messages.
     """
+    return render_guarded(tokenizer, messages, awaits_reply=awaits_reply, parse_special=True).text
+
+
+def render_guarded(
+    tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool = True, parse_special: bool = False
+) -> Rendered:
+    """Render messages as `render` does, and keep in mind where the names of special tokens are only text.
+
+    Args:
+        parse_special: whether messages may contain special tokens.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise FormatError(
             "this tokenizer has no chat template; set tokenizer.chat_template to the one that the model was trained "
             "with"
         )
+    options = dict(getattr(tokenizer, "template_options", {}))
+    read: Callable[[str], Rendered] = Rendered
+    if not parse_special:
+        messages, options, read = protect(tokenizer, messages, options)
     try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=awaits_reply, tokenize=False))
+        return read(apply_template(tokenizer, messages, add_generation_prompt=awaits_reply, **options))
     except _OF_TEMPLATES as error:
         raise FormatError(f"this chat template refuses the messages: {str(error).rstrip('.')}") from error

@@ -11,7 +11,6 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from copy import copy
 from functools import cached_property
 from importlib import import_module
 from itertools import product
@@ -21,6 +20,7 @@ import numpy as np
 
 from hybridmem.chat.sampling.dates import with_exact_dates
 from hybridmem.chat.sampling.grammar_sandbox import Trial
+from hybridmem.chat.sampling.grammar_vocabulary import with_hidden_names, with_ids
 from hybridmem.chat.sampling.schema_numbers import LEAST, find_in_grammar
 from hybridmem.memory import BatchError, SpecError, StepError
 
@@ -89,6 +89,7 @@ class Grammars:
                 text = str(import_module("llguidance.gbnf_to_lark").gbnf_to_lark(text))
             except Exception as error:  # The parser may raise anything.
                 raise GrammarError(f"this GBNF grammar cannot be read: {error}") from None
+        text = with_ids(text, self._token_ids)
         return self._read(_library().LLMatcher.grammar_from_lark(text), lark=text)
 
     def _read(self, source: str, lark: str = "") -> Grammar:
@@ -114,19 +115,24 @@ class Grammars:
     @cached_property
     def _vocabulary(self) -> Any:
         """Return the vocabulary as llguidance needs it. Cost: about a second for 150,000 tokens."""
+        return _library().LLTokenizer(self._described, n_vocab=self._n_vocab, eos_token=self._stop_ids or None)
+
+    @cached_property
+    def _described(self) -> str:
         if not hasattr(self._tokenizer, "backend_tokenizer"):
             raise SpecError("grammars need a fast tokenizer, with a tokenizer.json; this one has none")
-        hf = import_module("llguidance.hf")
-        return hf.from_tokenizer(self._tokenizer, n_vocab=self._n_vocab, eos_token=self._stop_ids or None)
+        return with_hidden_names(self._tokenizer)
+
+    @cached_property
+    def _token_ids(self) -> dict[str, int]:
+        """Return the ids of the tokens that were added to the vocabulary, by their names."""
+        return {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
 
     @cached_property
     def _trial(self) -> Trial | None:
         if not self._is_guarded or not hasattr(self._tokenizer, "backend_tokenizer"):
             return None
-        backend = copy(self._tokenizer.backend_tokenizer)  # The module llguidance.hf does the same.
-        backend.no_padding()
-        backend.no_truncation()
-        return Trial(backend.to_str(), self._n_vocab, self._stop_ids)
+        return Trial(self._described, self._n_vocab, self._stop_ids)
 
     def close(self) -> None:
         """End the process that tries grammars, if there is one."""

@@ -34,7 +34,7 @@ from hybridmem.chat.server.options import ServerOptions
 from hybridmem.chat.server.owners import Owners
 from hybridmem.chat.server.replies import Ask, Piece, Replies
 from hybridmem.chat.server.schema import ChatRequest, CommonRequest, CompletionRequest, Prompt, read_request
-from hybridmem.chat.server.shaping import NewReader, Shaping, check_plain
+from hybridmem.chat.server.shaping import NewReader, Shaping
 from hybridmem.chat.server.streams import OpenAIWriter, Style, Writer, first_piece, write_stream
 from hybridmem.chat.server.texts import Texts
 from hybridmem.chat.server.usage import account_for
@@ -242,8 +242,6 @@ class Service:
         self.check_model(asked.model)
         try:
             messages = [message.as_template_knows() for message in asked.messages]
-            if not self.options.parse_special:
-                check_plain(texts, messages, asked.told_tools)
             texts = asked.with_template(texts, self.shaping.habits.template)
             token_ids = encode_messages(
                 texts, messages, parse_special=self.options.parse_special, continues=asked.continue_final_message

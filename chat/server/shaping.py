@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from hybridmem.chat.engine.output import Output
-from hybridmem.chat.prompts import Message, Tokenizer
+from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.grammar import GrammarError, Grammars
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.tool_fields import ToolFields
-from hybridmem.chat.special_tokens import special_tokens_of
 from hybridmem.chat.tools.calls import CallFormat
-from hybridmem.chat.tools.families import BARE, THINK_BEGIN, find_habits
+from hybridmem.chat.tools.families import BARE, find_habits
 from hybridmem.chat.tools.grammars import Required, Shape, make_grammar
 from hybridmem.chat.tools.reading import ReplyReader
 from hybridmem.memory import SpecError
@@ -51,7 +49,7 @@ class Shaping:
         if asked.must_call:
             calls = calls or BARE
         end = str(texts.decode(list(token_ids[-_TAIL_TOKENS:]), skip_special_tokens=False)).rstrip()
-        is_thinking = habits.thinks and end.endswith(THINK_BEGIN)
+        is_thinking = habits.thinks and end.endswith(habits.thoughts.begin.strip())
         required = Required(tools, calls, is_parallel=asked.parallel_tool_calls) if calls is not None else None
         param = "tools" if asked.must_call or shape is None else shape.name
         try:
@@ -75,27 +73,6 @@ class Shaping:
             return Output(logprobs=logprobs, continues_text=True, reports_end=True)
         output, _ = self.shape(_NoText(), (), shape, ToolFields(), logprobs)
         return Output(grammar=output.grammar, logprobs=logprobs, reports_end=True)
-
-
-def check_plain(
-    texts: Tokenizer, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, param: str = "messages"
-) -> None:
-    """Refuse names of special tokens outside of contents. There they could not be told from the template's own.
-
-    Args:
-        tools: the tools in the form that templates know.
-        param: the parameter that gave the messages.
-    Raises:
-        ApiError: 400.
-    """
-    calls = [
-        {name: message.get(name) for name in ("name", "tool_calls", "tool_call_id", "reasoning_content")}
-        for message in messages
-    ]
-    for name, role, value in (("tools", "user", tools), (param, "assistant", calls)):
-        if special_tokens_of(texts, role).are_in(json.dumps(value, ensure_ascii=False)):
-            message = f"Invalid '{name}': a special token is written in it; leave it out, or write it in a content."
-            raise ApiError(400, message, param=name, code="invalid_value")
 
 
 class _NoText:

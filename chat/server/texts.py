@@ -123,6 +123,7 @@ class _Bounded:
 
     Attributes:
         unbounded: the wrapped tokenizer.
+        template_options: the options of its chat template, such as its tools.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class _Bounded:
         self._texts = texts
         self._param = param
         self._n_bytes = 0
-        self._options = options or {}
+        self.template_options = options or {}
 
     def with_options(self, options: dict[str, Any]) -> _Bounded:
         """Return a new wrapper for another prompt, with options of the chat template such as its tools."""
@@ -150,7 +151,7 @@ class _Bounded:
         return list(self.unbounded.encode(text, **options))
 
     def apply_chat_template(self, messages: list[Message], **options: Any) -> str:
-        text = str(self.unbounded.apply_chat_template(messages, **self._options, **options))
+        text = str(self.unbounded.apply_chat_template(messages, **{**self.template_options, **options}))
         self._texts.check_bytes(len(text.encode(errors="surrogatepass")), self._param)
         return text
 

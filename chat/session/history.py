@@ -14,13 +14,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from hybridmem.chat.prompts import Message, Span, apart, locate, render
-from hybridmem.chat.special_tokens import Tokenizer, special_tokens_of
+from hybridmem.chat.prompts import Message, Span, Tokenizer, locate, render_guarded
 from hybridmem.memory import BatchError
 
 _WANTED = "give a list of messages such as {'role': 'user', 'content': 'Hello'}, or of Utterance('user', 'Hello')"
 
-Encode = Callable[[str], list[int]]
+Encode = Callable[[int], list[int]]
+"""Encodes so many characters of a segment, from its beginning on."""
 
 _LEAST_CHECKPOINT_TOKENS = 16
 """Checkpoints lie at least this many tokens apart. A step of the model ends at each, so a nearer one costs more than it
@@ -120,7 +120,7 @@ class Rendering:
             if n < len(segment.text):
                 if segment.encode is None or n <= 0:
                     return segment.first
-                return segment.first + common_tokens(segment.encode(segment.text[:n]), segment.token_ids)
+                return segment.first + common_tokens(segment.encode(n), segment.token_ids)
         return len(self.token_ids)
 
 
@@ -133,27 +133,27 @@ def encode_history(
         parse_special: whether messages may contain special tokens. Otherwise these are plain text, as everything that
             people say.
 
-    Raises FormatError if there is no template, or if it refuses the messages. Also raises it if the template changes a
-    message with a special token so much that the message's token cannot be told from the template's own.
+    Raises FormatError as `encode_chat`.
 
     Cost: the template twice, the tokenizer once.
     """
     dicts = [_as_dict(m) for m in messages]
-    text = render(tokenizer, dicts, awaits_reply=awaits_reply)
+    rendered = render_guarded(tokenizer, dicts, awaits_reply=awaits_reply, parse_special=parse_special)
+    text = rendered.text
     spans = locate(tokenizer, text, dicts, awaits_reply=awaits_reply)[0]
-    spoken = {} if parse_special else apart(tokenizer, text, dicts, awaits_reply=awaits_reply)
     segments: list[_Segment] = []
     at = n_tokens = 0
 
-    def encode_template(words: str) -> list[int]:
-        return list(tokenizer.encode(words, add_special_tokens=False))
-
-    def add(end: int, encode: Encode | None = encode_template, token_ids: Seq[int] = ()) -> None:
+    def add(end: int, token_ids: Seq[int] | None = None) -> None:
         nonlocal at, n_tokens
         if end > at:
-            words = text[at:end]
-            ids = list(token_ids) if encode is None else encode(words)
-            segments.append(_Segment(at, words, n_tokens, ids, encode))
+            start = at
+
+            def encode(n: int) -> list[int]:
+                return rendered.encode(tokenizer, start, start + n)
+
+            ids = encode(end - at) if token_ids is None else list(token_ids)
+            segments.append(_Segment(at, text[at:end], n_tokens, ids, encode if token_ids is None else None))
             at, n_tokens = end, n_tokens + len(ids)
 
     for message, span in zip(messages, spans, strict=True):
@@ -161,10 +161,7 @@ def encode_history(
             continue
         if message.token_ids and text[slice(*span)] == message.content == decode(tokenizer, message.token_ids):
             add(span[0])
-            add(span[1], None, message.token_ids)
-        elif span in spoken:
-            add(span[0])
-            add(span[1], special_tokens_of(tokenizer, message.role).encode_text)
+            add(span[1], message.token_ids)
     add(len(text))
     return Rendering([i for segment in segments for i in segment.token_ids], tuple(spans), tuple(segments))
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from hybridmem.chat.special_tokens import Rendered
 from hybridmem.chat.stored.nodes import Node
 from hybridmem.memory import FormatError
 from hybridmem.memory.blocks.arrays import Int64s
 
 Messages = list[dict[str, Any]]
-Render = Callable[[Messages, bool], str]
+Render = Callable[[Messages, bool], Rendered]
 """Renders messages. If the flag is True, the opening of a reply follows them."""
 
 
@@ -38,8 +39,8 @@ class Prompt:
     history: str
 
 
-def rest_behind(render: Render, before: Messages, after: Messages) -> tuple[str, Messages, int]:
-    """Render a chat with a placeholder for its last stored reply. Return the text, and where that reply ends.
+def rest_behind(render: Render, before: Messages, after: Messages) -> tuple[Rendered, int]:
+    """Render a chat with a placeholder for its last stored reply. Also return where that reply ends in the text.
 
     Args:
         before: the messages before the reply. Stored replies among them are placeholders.
@@ -48,14 +49,14 @@ def rest_behind(render: Render, before: Messages, after: Messages) -> tuple[str,
         FormatError: the template now renders the messages before the reply differently. The message says so.
     """
     placeholder = uuid4().hex
-    messages = [*before, {"role": "assistant", "content": placeholder}, *after]
-    text = render(messages, True)
+    rendered = render([*before, {"role": "assistant", "content": placeholder}, *after], True)
+    text = rendered.text
     if text.count(placeholder) != 1:
         raise FormatError("the chat template does not write the earlier reply once, so it is rendered anew")
     start = text.index(placeholder)
-    if not text[:start].startswith(render(before, False)):
+    if not text[:start].startswith(render(before, False).text):
         raise FormatError("the chat template renders what is before the earlier reply otherwise now")
-    return text, messages, start + len(placeholder)
+    return rendered, start + len(placeholder)
 
 
 def behind_reply(stored: Int64s, new: list[int], stop_ids: tuple[int, ...]) -> tuple[list[int], int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -75,63 +75,97 @@ class CallPart:
         index: the number of the call in the reply.
         name: the function's name. Only the first part has it.
         arguments: the next piece of its arguments, in JSON.
+        id: the id of the call. Only the first part has one. Blocks leave it empty unless the model wrote one.
     """
 
     index: int
     name: str = ""
     arguments: str = ""
+    id: str = ""
 
 
 class Block(Protocol):
-    """Reads the text between two marks, where a reply writes calls."""
+    """Reads the text behind a mark that begins calls."""
+
+    @property
+    def rest(self) -> str | None:
+        """Return the text behind the end of the block. None: the block has not ended."""
+        ...
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether it is clear that this is no call, so that everything it was fed is text after all."""
+        ...
 
     def feed(self, text: str) -> list[CallPart]:
         """Return the parts of calls that this text completes. Their `index` counts from 0 in the block."""
         ...
 
     def close(self) -> list[CallPart] | None:
-        """Return what is left at the end mark. None: the block holds no calls, and is text after all."""
+        """Return what is left at the end of the reply. None: the block holds no calls, and is text after all."""
         ...
 
 
-class CallFormat(Protocol):
-    """Says how a family of models writes calls.
+class Literals:
+    """Writes the texts of a format as terms in Lark. Marks that the vocabulary has are written as tokens.
 
-    The marks around a block are `begin` and `end`. Both are empty if the whole reply is one block.
+    Args:
+        token_ids: name -> id, of all tokens that were added to the vocabulary. Grammars know them by their ids.
     """
 
+    def __init__(self, token_ids: Mapping[str, int]) -> None:
+        self._ids = token_ids
+        names = sorted((name for name in token_ids if name.strip()), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names))) if names else None
+
+    def __call__(self, text: str) -> str:
+        """Return the terms that match a text."""
+        return " ".join(part if is_token else json.dumps(part) for part, is_token in self._parts(text))
+
+    def until(self, text: str) -> tuple[str, str]:
+        """Return a term for any text up to a text, that one included, and the attributes of its rule."""
+        parts = self._parts(text)
+        first = "" if not parts or parts[0][1] else _in_pattern(parts[0][0])
+        after = " ".join(part if is_token else json.dumps(part) for part, is_token in parts[1 if first else 0 :])
+        # Ordinary text has no tokens, so it ends before one. Without tokens, it ends where the text is complete.
+        return f"/(.|\\n)*{first}/ {after}".rstrip(), "" if after else "[lazy]"
+
+    def _parts(self, text: str) -> list[tuple[str, bool]]:
+        """Cut a text into tokens and what stands between them."""
+        parts, at = list[tuple[str, bool]](), 0
+        for found in self._names.finditer(text) if self._names is not None else ():
+            parts += [(text[at : found.start()], False), (f"<[{self._ids[found[0]]}]>", True)]
+            at = found.end()
+        return [part for part in [*parts, (text[at:], False)] if part[0]]
+
+
+def _in_pattern(text: str) -> str:
+    """Return a text as a part of a regular expression in Lark."""
+    return "".join("\\n" if sign == "\n" else f"\\{sign}" if sign in "/.^$*+?()[]{}|\\" else sign for sign in text)
+
+
+class CallFormat(Protocol):
+    """Says how a family of models writes calls."""
+
     @property
-    def begin(self) -> str: ...
+    def marks(self) -> tuple[str, ...]:
+        """Return the texts that begin a block. The block gets the text behind the first, and from the others on."""
+        ...
+
     @property
-    def end(self) -> str: ...
+    def is_bare(self) -> bool:
+        """Return whether a reply may also begin with a call, without a mark."""
+        ...
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """Return the texts around calls and their parts. Special tokens that occur in them must be shown."""
+        ...
 
     def open(self, tools: Sequence[Tool]) -> Block:
         """Return the reader of a new block."""
         ...
 
-    def rules(self, tools: Sequence[Tool], mark: Marks, *, is_parallel: bool) -> str:
+    def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
         """Return Lark rules. Their rule `calls` matches one call of one of the tools, or several."""
         ...
-
-
-class Marks(Protocol):
-    def __call__(self, text: str) -> str:
-        """Return a mark as a term in Lark, which is a special token or the text itself."""
-        ...
-
-
-def call_of(value: object) -> tuple[str, str] | None:
-    """Return the name and the arguments, as JSON, of a call that was read. None: this is not a call."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def repeated(rule: str, separator: str, *, is_parallel: bool) -> str:
-    """Return an expression that matches a rule once, or several times with a separator between."""
-    return f"{rule} ({json.dumps(separator)} {rule})*" if is_parallel else rule
-
-
-def either(names: Sequence[str]) -> str:
-    return " | ".join(names)

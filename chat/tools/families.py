@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridmem.chat.special_tokens import template_text
 from hybridmem.chat.tools.calls import CallFormat
+from hybridmem.chat.tools.frames import Frame
 from hybridmem.chat.tools.json_calls import JsonCalls
 from hybridmem.chat.tools.python_calls import PythonCalls
 from hybridmem.chat.tools.xml_calls import XmlCalls
 
-HERMES = JsonCalls("<tool_call>", "</tool_call>", padding="\n")
-JAMBA = JsonCalls("<tool_calls>", "</tool_calls>", is_list=True)
-NEMOTRON = JsonCalls("<TOOLCALL>", "</TOOLCALL>", is_list=True)
+HERMES = JsonCalls(Frame(opening="<tool_call>\n", closing="\n</tool_call>", join="\n"))
+JAMBA = JsonCalls(Frame("<tool_calls>[", join=", ", end="]</tool_calls>"))
+NEMOTRON = JsonCalls(Frame("<TOOLCALL>[", join=", ", end="]</TOOLCALL>"))
 QWEN = XmlCalls()
 LFM = PythonCalls()
-BARE = JsonCalls("", "", is_list=True)
+BARE = JsonCalls(Frame("[", join=", ", end="]"), is_bare=True)
 """The format for models that were not trained to call tools. A list of calls is the whole reply, and only if a call is
 required.
 """
@@ -34,15 +36,25 @@ _SIGNS: tuple[tuple[str, CallFormat], ...] = (
 
 
 @dataclass(frozen=True)
+class Thoughts:
+    """Holds the texts around thoughts."""
+
+    begin: str = THINK_BEGIN
+    end: str = THINK_END
+
+
+@dataclass(frozen=True)
 class Habits:
     """Says how a model writes calls and thoughts.
 
     Attributes:
         calls: its format of calls. None: it was not trained to call tools.
-        thinks: whether it may write thoughts between <think> and </think>.
+        thinks: whether it may write thoughts.
         shows_special: whether marks are special tokens. Special tokens must be shown in the text of replies then.
         special: the names of the special tokens. Those that are not marks are removed from what clients see.
         template: the source text of the chat template.
+        thoughts: the texts around thoughts.
+        token_ids: name -> id, of all tokens that were added to the vocabulary.
     """
 
     calls: CallFormat | None
@@ -50,16 +62,19 @@ class Habits:
     shows_special: bool
     special: frozenset[str]
     template: str
+    thoughts: Thoughts = Thoughts()
+    token_ids: Mapping[str, int] = field(default_factory=dict)
 
 
 def find_habits(tokenizer: Any) -> Habits:
     """Return how the model of a tokenizer writes."""
     template = template_text(tokenizer)
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    special = frozenset(token.content for token in added if token.special)
-    known = {token.content for token in added}
-    calls = next((calls for sign, calls in _SIGNS if sign in template or sign in known), None)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = frozenset(token.content for token in added.values() if token.special)
+    token_ids = {token.content: i for i, token in added.items()}
+    calls = next((calls for sign, calls in _SIGNS if sign in template or sign in token_ids), None)
     thinks = THINK_END in template
-    marks = {THINK_BEGIN, THINK_END} if thinks else set()
-    marks |= {calls.begin, calls.end} if calls is not None else set()
-    return Habits(calls, thinks, bool(marks & special), special, template)
+    texts = [THINK_BEGIN, THINK_END] if thinks else []
+    texts += calls.literals if calls is not None else ()
+    shows_special = any(name in text for name in special for text in texts)
+    return Habits(calls, thinks, shows_special, special, template, token_ids=token_ids)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridmem.chat.sampling.grammar import Grammar, GrammarError, Grammars, json_rule
-from hybridmem.chat.tools.calls import CallFormat, Tool
-from hybridmem.chat.tools.families import THINK_END, Habits
+from hybridmem.chat.tools.calls import CallFormat, Literals, Tool
+from hybridmem.chat.tools.families import Habits
 
 MOST_GRAMMAR = 64 << 10
 """A schema, pattern or grammar may have this many characters."""
@@ -64,24 +64,19 @@ def make_grammar(
         assert shape is not None, "there is one of the two"
         return _alone(grammars, shape)
 
-    def mark(text: str) -> str:
-        return text if text in habits.special else json.dumps(text)
-
+    literals = Literals(habits.token_ids)
     bodies, rules = [], []
     if shape is not None and not must_call:
         bodies.append("content")
         rules.append(f"content: {_content(shape)}")
     if calls is not None:
         bodies.append("calls")
-        rules.append(calls.format.rules(calls.tools, mark, is_parallel=calls.is_parallel))
+        rules.append(calls.format.rules(calls.tools, literals, is_parallel=calls.is_parallel))
     start = f"start: {'thought ' if is_thinking else ''}({' | '.join(bodies)})"
     if is_thinking:
-        thought = f"thought: /(.|\\n)*/ {THINK_END} gap" if THINK_END in habits.special else _ENDED_THOUGHT
-        rules += [thought, "gap: /\\n{0,2}/"]
+        thoughts, how = literals.until(habits.thoughts.end)
+        rules += [f"thought: thoughts gap\nthoughts{how}: {thoughts}", "gap: /\\n{0,2}/"]
     return grammars.lark("\n".join([start, *rules]))
-
-
-_ENDED_THOUGHT = "thought: thoughts gap\nthoughts[lazy]: /(.|\\n)*<\\/think>/"
 
 
 def _alone(grammars: Grammars, shape: Shape) -> Grammar:

@@ -1,7 +1,9 @@
-"""Reads and constrains calls that are written as JSON: {"name": ..., "arguments": {...}}, between marks.
+"""Reads and constrains calls that are written as JSON objects: {"name": ..., "arguments": {...}}, between marks.
 
 Granite 4, Falcon-H1 and Qwen3-Next write one object between <tool_call> and </tool_call>; Jamba a list between
-<tool_calls> and </tool_calls>, Nemotron-H one between <TOOLCALL> and </TOOLCALL>.
+<tool_calls> and </tool_calls>, Nemotron-H one between <TOOLCALL> and </TOOLCALL>, Mistral Nemo one behind [TOOL_CALLS].
+Llama 3 writes one object and nothing else. Command R calls the fields "tool_name" and "parameters", and Apertus writes
+{name: arguments}.
 """
 
 from __future__ import annotations
@@ -10,109 +12,286 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hybridmem.chat.sampling.grammar import json_rule
-from hybridmem.chat.tools.calls import Block, CallPart, Marks, Tool, call_of, either, parse_json, repeated
+from hybridmem.chat.tools.calls import Block, CallPart, Literals, Tool, parse_json
+from hybridmem.chat.tools.frames import Frame
+from hybridmem.chat.tools.tool_schemas import arguments_rule
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_NAMES, _ARGUMENTS, _IDS = ("name", "tool_name"), ("arguments", "parameters"), ("id", "tool_call_id")
+_OTHERS = ("type", "function", *_IDS)
+_KEY = re.compile(r'\s*("(?:[^"\\]|\\.)*")\s*:\s*(?=\S)')
+_KEY_BEGUN = re.compile(r'"(?:[^"\\]|\\.)*(?:\\|"\s*(?::\s*)?)?', re.DOTALL)
+_SCALAR = re.compile(r"[^\s,\]}]+(?=[\s,\]}])")
+_BETWEEN = " \n\r\t,;"
 
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """Defines the format in which each block holds an object, or a list of objects.
+    """Defines the format in which a block holds objects, or a list of objects.
 
     Attributes:
-        is_list: whether a block holds a list.
-        padding: the white space that models write inside of the marks.
+        frame: the texts around the objects.
+        name_key: the key of the function's name. Empty: the name is itself the key of the arguments.
+        arguments_key: the key of the arguments.
+        id_key: the key of the call's id. Empty: it has none.
+        is_id_first: whether the id stands before the name.
+        is_bare: whether a call may stand without a mark, as the whole reply.
     """
 
-    begin: str
-    end: str
-    is_list: bool = False
-    padding: str = ""
+    frame: Frame
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+    id_key: str = ""
+    is_id_first: bool = False
+    is_bare: bool = False
+    other_marks: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(mark for mark in (self.frame.mark, *self.other_marks) if mark)
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        return (*self.frame.texts, *self.other_marks)
 
     def open(self, tools: Sequence[Tool]) -> Block:
-        return JsonBlock()
+        return JsonBlock(self, tools)
 
-    def rules(self, tools: Sequence[Tool], mark: Marks, *, is_parallel: bool) -> str:
-        rules = [
-            f"call{i}: {json.dumps(_before(tool))} {json_rule(tool.parameters)} {json.dumps('}')}"
-            for i, tool in enumerate(tools)
-        ]
-        one = f"call: {either([f'call{i}' for i in range(len(tools))])}"
-        opening, closing = f"{mark(self.begin)} ", f" {mark(self.end)}"
-        if not self.begin:
-            opening = closing = ""
-        pad = f"{json.dumps(self.padding)} " if self.padding else ""
-        pad_end = f" {json.dumps(self.padding)}" if self.padding else ""
-        if self.is_list:
-            listed = repeated("call", ", ", is_parallel=is_parallel)
-            calls = f'calls: {opening}{pad}"[" {listed} "]"{pad_end}{closing}'
-            return "\n".join([calls, one, *rules])
-        block = f"block: {opening}{pad}call{pad_end}{closing}"
-        return "\n".join([f"calls: {repeated('block', chr(10), is_parallel=is_parallel)}", block, one, *rules])
+    def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
+        names = [f"call{i}" for i in range(len(tools))]
+        bodies = [self._body(tool, literals) for tool in tools]
+        rules = [f"{name}: {body}" for name, body in zip(names, bodies, strict=True)]
+        if self.id_key:
+            rules.append('call_id: "\\"" /[A-Za-z0-9]{9}/ "\\""')
+        return "\n".join([self.frame.rule(names, literals, is_parallel=is_parallel), *rules])
 
-
-def _before(tool: Tool) -> str:
-    return f'{{"name": {json.dumps(tool.name)}, "arguments": '
+    def _body(self, tool: Tool, literals: Literals) -> str:
+        """Return an object with the arguments of one function."""
+        before = json.dumps(tool.name) if not self.name_key else f"{json.dumps(self.name_key)}: {json.dumps(tool.name)}"
+        if self.name_key:
+            before += f", {json.dumps(self.arguments_key)}"
+        opening, closing = json.dumps(f"{{{before}: "), json.dumps("}")
+        key = json.dumps(self.id_key)
+        if self.id_key and self.is_id_first:
+            opening = f"{json.dumps(f'{{{key}: ')} call_id {json.dumps(f', {before}: ')}"
+        elif self.id_key:
+            closing = f"{json.dumps(f', {key}: ')} call_id {closing}"
+        return f"{opening} {arguments_rule(tool)} {closing}"
 
 
 class JsonBlock:
-    """Reads objects one after the other, and returns the arguments of each while they are written."""
+    """Reads objects one after the other, and returns the arguments of each while they are written.
 
-    def __init__(self) -> None:
+    The text that ends a block counts only outside of strings.
+    """
+
+    def __init__(self, calls: JsonCalls, tools: Sequence[Tool]) -> None:
+        self._frame, self._is_bare = calls.frame, calls.is_bare and not calls.frame.mark
+        self._tools = frozenset(tool.name for tool in tools)
         self._text = ""  # This text has not been read yet.
         self._index = 0
-        self._nesting: _Nesting | None = None  # This finds the end of the arguments that are being read.
-        self._has_calls = False
+        self._object: _Object | None = None
+        self._is_list = self._has_calls = False
+        self.rest: str | None = None
+        self.is_text = False
 
     def feed(self, text: str) -> list[CallPart]:
         self._text += text
         parts = list[CallPart]()
-        while True:
-            if self._nesting is None:
-                head = _HEAD.match(self._text.lstrip("[, \n\t\r"))
-                if head is None:
-                    return parts
-                self._text = self._text.lstrip("[, \n\t\r")[head.end() :]
-                parts.append(CallPart(self._index, _name_in(head[1])))
-                self._nesting, self._has_calls = _Nesting(), True
-            n = self._nesting.count_inside(self._text)
-            if n:
-                parts.append(CallPart(self._index, arguments=self._text[:n]))
-            self._text = self._text[n:]
-            if not self._nesting.is_closed:
-                return parts
-            end = self._text.find("}")
-            if end < 0:
-                return parts
-            self._text, self._nesting = self._text[end + 1 :], None
-            self._index += 1
+        while self.rest is None and not self.is_text:
+            n_before = len(self._text)
+            if self._object is None:
+                self._pass_gap()
+            else:
+                parts += self._feed_object(self._object)
+            if self._object is None and len(self._text) == n_before:
+                break
+            if self._object is not None and not self._text:
+                break
+        self._has_calls = self._has_calls or bool(parts)
+        return parts
 
     def close(self) -> list[CallPart] | None:
-        """Read calls whose fields are not in the usual order, such as arguments before the name."""
-        if self._has_calls:
+        if self._object is not None and not self._object.has_begun:
+            return [] if self._has_calls else None
+        self.rest = self.rest or ""
+        return [] if self._has_calls else None
+
+    def _pass_gap(self) -> None:
+        """Read what stands around an object: white space, signs of a list, and the texts of the frame."""
+        text = self._text.lstrip(_BETWEEN)
+        if not text:
+            return
+        for mark in (self._frame.stop, self._frame.closing.strip(), self._frame.opening.strip()):
+            if mark and text.startswith(mark):
+                self._text = text[len(mark) :]
+                if mark == self._frame.stop:
+                    self._end()
+                return
+            if mark and mark.startswith(text):
+                return  # More text is needed to decide.
+        if text[0] == "[" and not self._is_list and self._index == 0:
+            self._is_list, self._text = True, text[1:]
+        elif text[0] == "]" and self._is_list:
+            self._is_list, self._text = False, text[1:]
+            if not self._frame.stop:
+                self._end()
+        elif text[0] == "{":
+            self._object, self._text = _Object(self._index, self._tools, is_known=self._is_bare), text
+        elif self._index and not self._frame.stop:
+            self._text = text
+            self._end()
+        elif self._index and self._frame.stop in text:  # Something else stands behind the last object.
+            self._text = text.partition(self._frame.stop)[2]
+            self._end()
+        elif not self._index:
+            self.is_text = True
+
+    def _end(self) -> None:
+        if self._has_calls or self._index:
+            self.rest = self._text
+        else:
+            self.is_text = True
+
+    def _feed_object(self, found: _Object) -> list[CallPart]:
+        parts = found.feed(self._text)
+        self._text = ""
+        self._has_calls = self._has_calls or bool(parts)
+        if found.is_broken:
+            self._text, self._object = found.rest, None
+            if not self._has_calls:
+                self.is_text = True
+            elif self._frame.stop in found.rest:
+                self._text = found.rest.partition(self._frame.stop)[2]
+                self._end()
+        elif found.is_closed:
+            self._text, self._object = found.rest, None
+            self._index += bool(found.has_begun)
+        return parts
+
+
+class _Object:
+    """Reads one call. Its fields may come in any order, and other fields may stand among them.
+
+    Attributes:
+        has_begun: whether its name was returned.
+        is_closed: whether it has ended. `rest` is the text behind it then.
+        is_broken: whether it is no call.
+    """
+
+    def __init__(self, index: int, tools: frozenset[str], *, is_known: bool) -> None:
+        self.has_begun = self.is_closed = self.is_broken = False
+        self.rest = ""
+        self._index, self._tools, self._is_known = index, tools, is_known
+        self._text, self._is_open = "", False
+        self._fields: dict[str, Any] = {}
+        self._nesting: Nesting | None = None  # This finds the end of the arguments that are being read.
+
+    def feed(self, text: str) -> list[CallPart]:
+        self._text += text
+        parts = list[CallPart]()
+        while not (self.is_closed or self.is_broken):
+            n_before = len(self._text)
+            parts += self._read_arguments(self._nesting) if self._nesting is not None else self._read_member()
+            if len(self._text) == n_before:
+                break
+        if self.is_closed or self.is_broken:
+            self.rest, self._text = self._text, ""
+        return parts
+
+    def _read_arguments(self, nesting: Nesting) -> list[CallPart]:
+        n = nesting.count_inside(self._text)
+        written, self._text = self._text[:n], self._text[n:]
+        if nesting.is_closed:
+            self._nesting = None
+        return [CallPart(self._index, arguments=written)] if written else []
+
+    def _read_member(self) -> list[CallPart]:
+        text = self._text.lstrip(_BETWEEN)
+        if not self._is_open and text:
+            self._is_open, self._text = True, text[1:]
             return []
+        if text.startswith("}"):
+            self.is_closed, self._text = True, text[1:]
+            return self._finish()
+        key = _KEY.match(text)
+        if key is None:
+            self.is_broken = bool(text) and not _KEY_BEGUN.fullmatch(text)
+            return []
+        name = name_in(key[1])
+        if self._is_known and name not in (*_NAMES, *_ARGUMENTS, *_OTHERS):
+            self.is_broken = True
+            return []
+        if text[key.end()] == "{" and (told := self._name_before(name)) is not None:
+            self._text, self._nesting = text[key.end() :], Nesting()
+            return [self._begin(told)]
+        end = end_of_value(text, key.end())
+        if end is None:
+            return []
+        self._text = text[end:]
         try:
-            value = parse_json(self._text)
+            self._fields[name] = parse_json(text[key.end() : end])
         except ValueError:
-            return None
-        calls = [call_of(item) for item in (value if isinstance(value, list) else [value])]
-        if not calls or None in calls:
-            return None
-        return [CallPart(i, *call) for i, call in enumerate(calls) if call is not None]
+            self._fields[name] = name_in(text[key.end() : end]) if name in _NAMES else None
+        return []
+
+    def _name_before(self, key: str) -> str | None:
+        """Return the name of the function if the value of this key is the arguments, which can be told at once."""
+        name = next((self._fields[each] for each in _NAMES if isinstance(self._fields.get(each), str)), None)
+        if key in _ARGUMENTS and name is not None and not self.has_begun:
+            return name if not self._is_known or name in self._tools else None
+        return key if key in self._tools and key not in _OTHERS and not self._fields else None
+
+    def _begin(self, name: str) -> CallPart:
+        self.has_begun = True
+        call_id = next((self._fields[each] for each in _IDS if isinstance(self._fields.get(each), str)), "")
+        return CallPart(self._index, name, id=call_id)
+
+    def _finish(self) -> list[CallPart]:
+        """Return a call whose fields did not come in the usual order, such as arguments before the name."""
+        if self.has_begun:
+            return []
+        inner = self._fields.get("function")
+        fields = inner if isinstance(inner, dict) else self._fields
+        call = call_of(fields)
+        if call is None or (self._is_known and call[0] not in self._tools):
+            self.is_broken = True
+            return []
+        begun = self._begin(call[0])
+        return [CallPart(begun.index, begun.name, call[1], begun.id)]
 
 
-def _name_in(quoted: str) -> str:
+def call_of(value: object) -> tuple[str, str] | None:
+    """Return the name and the arguments, as JSON, of a call that was read. None: this is not a call."""
+    fields = value if isinstance(value, dict) else {}
+    name = next((fields[key] for key in _NAMES if isinstance(fields.get(key), str)), None)
+    if name is None:
+        return None
+    arguments: Any = next((fields[key] for key in _ARGUMENTS if key in fields), {})
+    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def name_in(quoted: str) -> str:
     """Return the name in a JSON string. If a model wrote an impossible escape, return the text as it stands."""
     try:
         return str(parse_json(quoted))
     except ValueError:
-        return quoted[1:-1]
+        return quoted.strip('"')
 
 
-class _Nesting:
-    """Finds the end of a JSON object whose text comes in pieces."""
+def end_of_value(text: str, start: int) -> int | None:
+    """Return where a value of JSON ends that begins at `start`. None: it is not complete."""
+    if text[start] in '{["':
+        nesting = Nesting()
+        n = nesting.count_inside(text[start:])
+        return start + n if nesting.is_closed else None
+    found = _SCALAR.match(text, start)
+    return found.end() if found else None
+
+
+class Nesting:
+    """Finds the end of an object, a list or a string of JSON whose text comes in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -121,13 +300,14 @@ class _Nesting:
         self.is_closed = False
 
     def count_inside(self, text: str) -> int:
-        """Return how many characters of the text belong to the object."""
+        """Return how many characters of the text belong to the value."""
         if self.is_closed:
             return 0
         for i, sign in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
-            elif self._is_in_string:
+                continue
+            if self._is_in_string:
                 self._is_escaped = sign == "\\"
                 self._is_in_string = sign != '"'
             elif sign == '"':
@@ -136,7 +316,7 @@ class _Nesting:
                 self._depth += 1
             elif sign in "}]":
                 self._depth -= 1
-                if self._depth == 0:
-                    self.is_closed = True
-                    return i + 1
+            if self._depth == 0 and sign in '"}]' and not self._is_in_string:
+                self.is_closed = True
+                return i + 1
         return len(text)

@@ -1,34 +1,56 @@
-"""Reads and constrains calls in the format of LFM2: a list of Python calls, such as [weather(city="Paris", days=3)]."""
+"""Reads and constrains calls in the format of LFM2: a list of Python calls, such as [weather(city="Paris", days=3)].
+
+Names of tools and arguments need not be identifiers of Python: get-weather($filter="a", class=1) is a call, too.
+"""
 
 from __future__ import annotations
 
-import ast
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridmem.chat.sampling.grammar import json_rule
-from hybridmem.chat.tools.calls import Block, CallPart, Marks, Tool, call_of, either, parse_json, repeated
+from hybridmem.chat.tools.calls import Block, CallPart, Literals, Tool, parse_json
+from hybridmem.chat.tools.frames import Frame
+from hybridmem.chat.tools.json_calls import call_of
+from hybridmem.chat.tools.schemas import literal_of
+from hybridmem.chat.tools.tool_schemas import argument_rule, properties_of, required_of
 
-_AS_IN_JSON = {"true": True, "false": False, "null": None}
+_NAME = re.compile(r"\s*([^\s()\[\]{}\"',=]+)\s*\(\s*")
+_KEY = re.compile(r"\s*([^\s()\[\]{}\"',=]+|\"[^\"]*\"|'[^']*')\s*=\s*")
+_SIGNS = re.compile(r"'''|\"\"\"|['\"()\[\]{},\\]")
+_PAIRS = {"(": ")", "[": "]", "{": "}"}
+
+
+LFM_FRAME = Frame("<|tool_call_start|>[", join=", ", end="]<|tool_call_end|>")
 
 
 @dataclass(frozen=True)
 class PythonCalls:
     """Defines the format in which a block holds a list of calls in Python's syntax."""
 
-    begin: str = "<|tool_call_start|>"
-    end: str = "<|tool_call_end|>"
+    frame: Frame = LFM_FRAME
+
+    @property
+    def is_bare(self) -> bool:
+        return False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.frame.mark,)
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        return self.frame.texts
 
     def open(self, tools: Sequence[Tool]) -> Block:
-        return PythonBlock()
+        return PythonBlock(self.frame.stop, tools)
 
-    def rules(self, tools: Sequence[Tool], mark: Marks, *, is_parallel: bool) -> str:
+    def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
         rules = [rule for i, tool in enumerate(tools) for rule in _rules_of(i, tool)]
-        one = f"call: {either([f'call{i}' for i in range(len(tools))])}"
-        listed = repeated("call", ", ", is_parallel=is_parallel)
-        return "\n".join([f'calls: {mark(self.begin)} "[" {listed} "]" {mark(self.end)}', one, *rules])
+        frame = self.frame.rule([f"call{i}" for i in range(len(tools))], literals, is_parallel=is_parallel)
+        return "\n".join([frame, *rules])
 
 
 def _rules_of(i: int, tool: Tool) -> list[str]:
@@ -36,40 +58,115 @@ def _rules_of(i: int, tool: Tool) -> list[str]:
 
     Values are written as JSON. Strings, numbers and lists are the same in Python, and the reader knows true and null.
     """
-    properties = tool.parameters.get("properties") or {}
-    required = [name for name in properties if name in (tool.parameters.get("required") or ())]
-    optional = [name for name in properties if name not in required]
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    rules = []
-    for k, name in enumerate([*required, *optional]):
-        schema = properties[name] if isinstance(properties[name], dict) else {}
-        rules.append(f"arg{i}_{k}: {json.dumps(name + '=')} {json_rule(schema | shared)}")
+    properties, names = properties_of(tool), required_of(tool)
+    required = [name for name in properties if name in names]
+    optional = [name for name in properties if name not in names]
+    rules = [
+        f"arg{i}_{k}: {json.dumps(name + '=')} {argument_rule(tool, properties[name])}"
+        for k, name in enumerate([*required, *optional])
+    ]
     terms = ' ", " '.join(f"arg{i}_{k}" for k in range(len(required)))
-    for k in range(len(required), len(properties)):
-        terms += f' (", " arg{i}_{k})?' if required else f" arg{i}_{k}?" if k == 0 else ""
+    more = range(len(required), len(properties))
+    if required:
+        terms += "".join(f' (", " arg{i}_{k})?' for k in more)
+    elif optional:
+        # Any argument may be the first, and later ones follow it.
+        ways = ["".join([f"arg{i}_{k}", *(f' (", " arg{i}_{later})?' for later in more if later > k)]) for k in more]
+        terms = f"({' | '.join(ways)})?"
     return [f'call{i}: {json.dumps(tool.name + "(")} {terms} ")"', *rules]
 
 
 class PythonBlock:
-    """Reads a list of calls once it is complete."""
+    """Reads a list of calls once it is complete. The mark that ends it counts only outside of strings."""
 
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
+    def __init__(self, stop: str, tools: Sequence[Tool]) -> None:
+        self._stop, self._tools = stop, {tool.name: tool for tool in tools}
+        self._text = ""
+        self._scan = _Scan()
+        self.rest: str | None = None
+        self.is_text = False
 
     def feed(self, text: str) -> list[CallPart]:
-        self._pieces.append(text)
-        return []
+        self._text += text
+        end = self._scan.find_outside(self._text, self._stop)
+        if end is None:
+            return []
+        calls = self._read(self._text[:end])
+        if calls is None:
+            self.is_text = True
+            return []
+        self.rest = self._text[end + len(self._stop) :]
+        return calls
 
     def close(self) -> list[CallPart] | None:
-        text = "".join(self._pieces).strip()
+        """Read a list whose strings are not well-formed, or that was cut behind its last call."""
+        if self.rest is not None:
+            return []
+        for body, _, rest in (
+            self._text.rpartition(self._stop),
+            self._text.partition(self._stop),
+            (self._text, "", ""),
+        ):
+            if (calls := self._read(body)) is not None:
+                self.rest = rest
+                return calls
+        return None
+
+    def _read(self, text: str) -> list[CallPart] | None:
         try:
-            calls = _calls_of(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            calls = _calls_of(text.strip(), self._tools)
+        except ValueError:
             return None
         return [CallPart(i, name, arguments) for i, (name, arguments) in enumerate(calls)] or None
 
 
-def _calls_of(text: str) -> list[tuple[str, str]]:
+class _Scan:
+    """Looks for a text outside of the strings of Python, in a text that grows."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._quote = ""
+
+    def find_outside(self, text: str, wanted: str) -> int | None:
+        """Return where the wanted text stands. None: not yet."""
+        while self._at < len(text):
+            if self._quote:
+                self._pass_string(text)
+                if self._quote:
+                    return None
+                continue
+            quotes = [found for quote in ("'", '"') if (found := text.find(quote, self._at)) >= 0]
+            end = text.find(wanted, self._at)
+            if quotes and (end < 0 or min(quotes) < end):
+                at = min(quotes)
+                if len(text) < at + 3:  # More text is needed to know whether there are three quotation marks.
+                    return None
+                self._quote = text[at : at + 3] if text[at : at + 3] == text[at] * 3 else text[at]
+                self._at = at + len(self._quote)
+                continue
+            if end < 0:
+                self._at = max(self._at, len(text) - len(wanted) + 1)
+                return None
+            return end
+        return None
+
+    def _pass_string(self, text: str) -> None:
+        while self._at < len(text):
+            if text[self._at] == "\\":
+                if self._at + 1 == len(text):
+                    return
+                self._at += 2
+            elif text.startswith(self._quote, self._at):
+                self._at += len(self._quote)
+                self._quote = ""
+                return
+            elif self._quote.startswith(text[self._at :]):
+                return  # More text is needed to see whether this ends the string.
+            else:
+                self._at += 1
+
+
+def _calls_of(text: str, tools: dict[str, Tool]) -> list[tuple[str, str]]:
     """Return the names and arguments of calls, as JSON. Raises ValueError.
 
     A prompt may also tell LFM2 to write calls as JSON.
@@ -80,31 +177,55 @@ def _calls_of(text: str) -> list[tuple[str, str]]:
         if None in found:
             raise ValueError("no call")
         return [call for call in found if call is not None]
-    node = ast.parse(text, mode="eval").body
-    listed = node.elts if isinstance(node, ast.List) else [node]
-    return [(_name_of(call), json.dumps(_arguments_of(call), ensure_ascii=False)) for call in listed]
+    text = text.removeprefix("[")
+    calls, at = list[tuple[str, str]](), 0
+    while (name := _NAME.match(text, at)) is not None:
+        arguments, at = _arguments_of(text, name.end(), tools.get(name[1]))
+        calls.append((name[1], json.dumps(arguments, ensure_ascii=False)))
+        while at < len(text) and (text[at].isspace() or text[at] in ",;"):
+            at += 1
+    if text[at:].strip() not in ("", "]"):
+        raise ValueError("something else stands between calls")
+    return calls
 
 
-def _name_of(node: ast.expr) -> str:
-    if not isinstance(node, ast.Call):
-        raise ValueError("no call")
-    return ast.unparse(node.func)
+def _arguments_of(text: str, at: int, tool: Tool | None) -> tuple[dict[str, Any], int]:
+    """Return the arguments that begin at a place, and where the call ends. Raises ValueError."""
+    arguments = dict[str, Any]()
+    names = list(properties_of(tool)) if tool is not None else []
+    while not text.startswith(")", at):
+        key = _KEY.match(text, at)
+        name = (
+            key[1].strip("'\"") if key is not None else names[len(arguments)] if len(arguments) < len(names) else None
+        )
+        if name is None:
+            raise ValueError("an argument has no name")
+        start = key.end() if key is not None else at
+        end = _end_of_value(text, start)
+        arguments[name] = literal_of(text[start:end].strip())
+        at = end
+        while at < len(text) and (text[at].isspace() or text[at] == ","):
+            at += 1
+    return arguments, at + 1
 
 
-def _arguments_of(node: ast.expr) -> dict[str, Any]:
-    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
-        raise ValueError("arguments need names")
-    return {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
-
-
-def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal of Python or of JSON. Raises ValueError for anything else."""
-    if isinstance(node, ast.Name) and node.id in _AS_IN_JSON:
-        return _AS_IN_JSON[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        if None in node.keys:
-            raise ValueError("no literal")
-        return {_literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
-    return ast.literal_eval(node)
+def _end_of_value(text: str, start: int) -> int:
+    """Return where a value ends: at a comma or bracket that does not belong to it. Raises ValueError."""
+    closers, at, quote = list[str](), start, ""
+    while (sign := _SIGNS.search(text, at)) is not None:
+        at = sign.end()
+        if sign[0] == "\\":
+            at += 1
+        elif quote:
+            if sign[0].startswith(quote):
+                at = sign.start() + len(quote)
+                quote = ""
+        elif sign[0][0] in "'\"":
+            quote = sign[0]
+        elif sign[0] in _PAIRS:
+            closers.append(_PAIRS[sign[0]])
+        elif closers and sign[0] == closers[-1]:
+            closers.pop()
+        elif not closers and sign[0] in ",)":
+            return sign.start()
+    raise ValueError("a value is not complete")

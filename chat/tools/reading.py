@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridmem.chat.tools.calls import Block, CallFormat, CallPart, Tool
-from hybridmem.chat.tools.families import THINK_BEGIN, THINK_END, Habits
+from hybridmem.chat.tools.families import Habits
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,9 @@ class Part:
 class ReplyReader:
     """Reads one reply. Text that may be the beginning of a mark is held back until that is clear.
 
+    A call inside of thoughts counts if the thoughts do not end and nothing but calls follows it. Until that is clear,
+    it is held back.
+
     Args:
         calls: how calls are written. None: there are no calls.
         is_thinking: whether the prompt ended with the mark that begins thoughts.
@@ -31,12 +34,16 @@ class ReplyReader:
         self, habits: Habits, tools: Sequence[Tool] = (), calls: CallFormat | None = None, *, is_thinking: bool = False
     ) -> None:
         self._habits = habits
+        self._thoughts = habits.thoughts
         self._tools = tools
         self._calls = calls
         self._is_thinking = is_thinking
         self._may_think = habits.thinks and not is_thinking  # Thoughts stand only at the beginning.
-        self._block: Block | None = calls.open(tools) if calls is not None and not calls.begin else None
-        self._raw = ""  # The text of the current block so far.
+        self._may_be_bare = calls is not None and calls.is_bare
+        self._block: Block | None = None
+        self._raw = ""  # The text of the current block so far, with its mark.
+        self._pending: list[Part] | None = None  # The calls in thoughts of which it is not clear yet what they are.
+        self._pending_raw = ""
         self._n_calls = self._n_before = 0  # These count calls in the whole reply, and before the block.
         self._held = ""
         self._is_after_mark = is_thinking
@@ -48,8 +55,8 @@ class ReplyReader:
         return self._n_calls > 0
 
     def _marks(self) -> set[str]:
-        marks = {THINK_BEGIN, THINK_END} if self._habits.thinks else set()
-        return marks | ({self._calls.begin, self._calls.end} if self._calls is not None else set())
+        marks = {self._thoughts.begin.strip(), self._thoughts.end.strip()} if self._habits.thinks else set()
+        return marks | ({*self._calls.marks, *self._calls.literals} if self._calls is not None else set())
 
     def feed(self, text: str) -> list[Part]:
         """Return the parts that the new text completes."""
@@ -59,8 +66,11 @@ class ReplyReader:
     def close(self) -> list[Part]:
         """Return what was held back. No text follows."""
         parts = self._read(is_end=True)
-        if self._block is not None:
+        while self._block is not None:
             parts += self._close_block()
+            parts += self._read(is_end=True)
+        if self._pending is not None:  # The thoughts did not end, and nothing but calls followed.
+            parts, self._pending = [*parts, *self._numbered(self._pending)], None
         return parts
 
     def count_thoughts(self, bytes_of: Callable[[int], bytes], token_ids: Sequence[int]) -> int:
@@ -69,7 +79,7 @@ class ReplyReader:
         Args:
             bytes_of: returns the bytes for which a token stands.
         """
-        begin, end, text = THINK_BEGIN.encode(), THINK_END.encode(), b""
+        begin, end, text = self._thoughts.begin.encode(), self._thoughts.end.encode(), b""
         is_thinking, may_think = self._is_thinking, self._may_think
         for n, piece in enumerate(map(bytes_of, token_ids), 1):
             text += piece
@@ -86,73 +96,151 @@ class ReplyReader:
         while True:
             if self._may_think and not self._begin_thoughts(is_end=is_end):
                 return parts
-            mark = self._next_mark()
-            at = self._held.find(mark) if mark else -1
-            if at < 0:
-                n = len(self._held) if is_end or not mark else len(self._held) - _n_suspect(self._held, mark)
+            if self._may_be_bare and not self._is_thinking and not self._begin_bare(is_end=is_end):
+                return parts
+            if self._block is not None:
+                text, self._held = self._held, ""
+                parts += self._feed_block(text)
+                if self._block is not None:
+                    return parts
+                continue
+            mark, at = self._next_mark()
+            if not mark:
+                n = len(self._held) if is_end else len(self._held) - self._n_suspect()
                 parts += self._take(self._held[:n])
                 self._held = self._held[n:]
                 return parts
             parts += self._take(self._held[:at])
             self._held = self._held[at + len(mark) :]
-            parts += self._pass_mark()
+            parts += self._pass_mark(mark)
 
     def _begin_thoughts(self, *, is_end: bool) -> bool:
         """Look for the mark at the beginning. Return False if more text is needed to decide."""
-        text = self._held.lstrip()
-        if text.startswith(THINK_BEGIN):
-            self._held, self._is_thinking, self._is_after_mark = text[len(THINK_BEGIN) :], True, True
-        elif not is_end and THINK_BEGIN.startswith(text):
+        text, begin = self._held.lstrip(), self._thoughts.begin
+        if text.startswith(begin):
+            self._held, self._is_thinking, self._is_after_mark = text[len(begin) :], True, True
+        elif not is_end and begin.startswith(text):
             return False
         self._may_think = False
         return True
 
-    def _next_mark(self) -> str:
-        if self._is_thinking:
-            return THINK_END
-        if self._calls is None:
-            return ""
-        return self._calls.begin if self._block is None else self._calls.end
+    def _begin_bare(self, *, is_end: bool) -> bool:
+        """Let a block read the beginning of the reply, which may be a call. Return False if there is no text yet."""
+        text = self._held.lstrip()
+        if not text and not is_end:
+            return False
+        self._may_be_bare = False
+        assert self._calls is not None, "it has no marks"
+        if text and not any(text.startswith(mark) or mark.startswith(text) for mark in self._calls.marks):
+            self._open_block("")
+        return True
 
-    def _pass_mark(self) -> list[Part]:
-        self._is_after_mark = True
-        if self._is_thinking:
-            self._is_thinking = False
-            return []
-        if self._block is not None:
-            return self._close_block()
-        assert self._calls is not None, "its mark was found"
-        self._block, self._n_before = self._calls.open(self._tools), self._n_calls
+    def _searched(self) -> tuple[str, ...]:
+        """Return the marks that count where the reader stands."""
+        ends = (self._thoughts.end,) if self._is_thinking else ()
+        return (*ends, *(self._calls.marks if self._calls is not None else ()))
+
+    def _next_mark(self) -> tuple[str, int]:
+        """Return the first mark in the held text, and its place. Of marks at one place, the longest counts."""
+        found = [(at, -len(mark), mark) for mark in self._searched() if (at := self._held.find(mark)) >= 0]
+        if not found:
+            return "", -1
+        at, _, mark = min(found)
+        return mark, at
+
+    def _n_suspect(self) -> int:
+        """Count the characters at the end of the held text that may be the beginning of a mark."""
+        return max((_n_begun(self._held, mark) for mark in self._searched()), default=0)
+
+    def _pass_mark(self, mark: str) -> list[Part]:
+        if self._is_thinking and mark == self._thoughts.end:
+            parts = self._as_thoughts()
+            self._is_thinking, self._is_after_mark = False, True
+            return parts
+        self._open_block(mark)
         return []
 
-    def _take(self, text: str) -> list[Part]:
-        if self._is_thinking or self._block is None:
-            text = self._others.sub("", text) if self._others is not None else text
-            if self._is_after_mark:  # Models put white space between marks and text.
-                text = text.lstrip("\n") if self._is_thinking else text.lstrip()
-                self._is_after_mark = not text
-        if not text:
-            return []
-        if self._is_thinking:
-            return [Part(reasoning=text)]
-        if self._block is None:
-            return [Part(content=text)]
-        self._raw += text
-        return self._told(self._block.feed(text))
+    def _open_block(self, mark: str) -> None:
+        assert self._calls is not None, "its mark was found"
+        n_pending = len({part.call.index for part in self._pending or () if part.call is not None})
+        self._block, self._n_before, self._raw = self._calls.open(self._tools), self._n_calls + n_pending, mark
+        if mark and mark != self._calls.marks[0]:
+            self._raw, self._held = "", mark + self._held
 
-    def _told(self, parts: list[CallPart]) -> list[Part]:
-        for part in parts:
-            self._n_calls = max(self._n_calls, self._n_before + part.index + 1)
-        return [Part(call=CallPart(self._n_before + part.index, part.name, part.arguments)) for part in parts]
+    def _feed_block(self, text: str) -> list[Part]:
+        assert self._block is not None, "the caller has looked"
+        self._raw += text
+        parts = self._told(self._block.feed(text))
+        if self._block.is_text:
+            return [*parts, *self._give_back()]
+        if self._block.rest is not None:
+            self._end_block(self._block.rest)
+        elif self._is_thinking and self._thoughts.end in self._raw:  # It was a part of the thoughts, which end here.
+            parts += self._as_thoughts()
+            thoughts, _, rest = self._raw.partition(self._thoughts.end)
+            self._held, self._block, self._raw = self._thoughts.end + rest, None, ""
+            parts += [Part(reasoning=thoughts)] if thoughts else []
+        return parts
+
+    def _end_block(self, rest: str) -> None:
+        if self._pending is not None:
+            self._pending_raw += self._raw.removesuffix(rest)
+        self._held, self._block, self._raw, self._is_after_mark = rest + self._held, None, "", True
 
     def _close_block(self) -> list[Part]:
-        assert self._block is not None and self._calls is not None
-        rest, raw, self._block, self._raw = self._block.close(), self._raw, None, ""
-        if rest is None:  # The model wrote something else between the marks.
-            return [Part(content=f"{self._calls.begin}{raw}{self._calls.end}")] if raw else []
-        return self._told(rest)
+        assert self._block is not None, "the caller has looked"
+        rest = self._block.close()
+        if rest is None:
+            return self._give_back()
+        parts = self._told(rest)
+        self._end_block(self._block.rest or "")
+        return parts
+
+    def _give_back(self) -> list[Part]:
+        """Turn a block without calls into text. Other marks may stand in it."""
+        assert self._calls is not None, "it has a block"
+        mark = next((mark for mark in self._calls.marks if self._raw.startswith(mark)), "")
+        raw, self._block, self._raw = self._raw, None, ""
+        parts = self._take(mark or raw[:1])
+        self._held = raw[len(mark) or 1 :] + self._held
+        return parts
+
+    def _told(self, parts: list[CallPart]) -> list[Part]:
+        numbered = [Part(call=replace(part, index=self._n_before + part.index)) for part in parts]
+        if self._is_thinking:
+            self._pending = [*(self._pending or ()), *numbered]
+            return []
+        return self._numbered(numbered)
+
+    def _numbered(self, parts: list[Part]) -> list[Part]:
+        """Count the calls that are told."""
+        for part in parts:
+            if part.call is not None:
+                self._n_calls = max(self._n_calls, part.call.index + 1)
+        return parts
+
+    def _as_thoughts(self) -> list[Part]:
+        """Return the text of calls that only were a part of thoughts."""
+        raw, self._pending, self._pending_raw = self._pending_raw, None, ""
+        return [Part(reasoning=raw)] if raw else []
+
+    def _take(self, text: str) -> list[Part]:
+        parts = list[Part]()
+        if self._pending is not None:
+            if not text.strip():
+                self._pending_raw += text
+                return []
+            parts = self._as_thoughts()
+            self._is_after_mark = False
+        text = self._others.sub("", text) if self._others is not None else text
+        if self._is_after_mark:  # Models put white space between marks and text.
+            text = text.lstrip("\n") if self._is_thinking else text.lstrip()
+            self._is_after_mark = not text
+        if not text:
+            return parts
+        return [*parts, Part(reasoning=text) if self._is_thinking else Part(content=text)]
 
 
-def _n_suspect(text: str, mark: str) -> int:
+def _n_begun(text: str, mark: str) -> int:
     """Count the characters at the end that may be the beginning of a mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""Reads and constrains calls in the format of Qwen3.5 and Nemotron 3. Each argument stands between marks of its own:
+"""Reads and constrains calls in which each argument stands between marks of its own, as in Qwen3.5's:
 
 <tool_call>
 <function=name>
@@ -7,100 +7,287 @@ Paris
 </parameter>
 </function>
 </tool_call>
+
+Other families have other marks in the same places: GLM, Ling and Laguna <arg_key> and <arg_value>, MiniMax-M2
+<invoke name="..."> and <parameter name="...">, DeepSeek V3.2 the same with attributes for the types.
+
+Texts are written as they are, without escapes. So an argument may contain the marks of the call itself. Then a mark
+counts as the end of an argument only if what follows can follow: a parameter that the function has and that is not
+there yet, or the end of the function, and so on up to the end of the reply. So calls are known when the reply has
+ended.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from hybridmem.chat.sampling.grammar import json_rule
-from hybridmem.chat.tools.calls import Block, CallPart, Marks, Tool, either, parse_json, repeated
+from hybridmem.chat.tools.calls import Block, CallPart, Literals, Tool
+from hybridmem.chat.tools.frames import Frame, flexible
+from hybridmem.chat.tools.schemas import allowed_by, value_of
+from hybridmem.chat.tools.tool_schemas import argument_rule, properties_of, required_of
 
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(
-    r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|(?=</function>)|\Z)", re.DOTALL
-)
+_MOST_TRIES = 5_000
+"""So many marks are tried as the end of an argument. After that, the first mark counts."""
+_SURE_LENGTH = 256
+"""Behind a mark, so many characters are looked at to see that no call follows."""
+
+
+QWEN_FRAME = Frame(opening="<tool_call>\n<function=", closing="</function>\n</tool_call>", join="\n")
 
 
 @dataclass(frozen=True)
 class XmlCalls:
-    """Defines the format in which a function and its parameters stand between marks."""
+    """Defines the texts around the parts of a call.
 
-    begin: str = "<tool_call>"
-    end: str = "</tool_call>"
+    Attributes:
+        frame: what stands around the call, up to the function's name.
+        name_end: stands between the name and the first argument.
+        key_begin: stands before the name of an argument.
+        key_ends: stand between the name of an argument and its value: the first for texts, the others for other values.
+        value_end: stands behind a value.
+    """
+
+    frame: Frame = QWEN_FRAME
+    name_end: str = ">\n"
+    key_begin: str = "<parameter="
+    key_ends: tuple[str, ...] = (">\n",)
+    value_end: str = "\n</parameter>\n"
+
+    @property
+    def is_bare(self) -> bool:
+        return False
+
+    @cached_property
+    def marks(self) -> tuple[str, ...]:
+        """Return the mark, and what follows it: some models leave the mark out."""
+        second = self.inner_opening.strip()
+        is_clear = len(second) > 3 and not second[0].isalnum()
+        return (self.frame.mark, second) if is_clear else (self.frame.mark,)
+
+    @cached_property
+    def inner_opening(self) -> str:
+        """Return what stands between the mark and a function's name."""
+        whole = self.frame.opening if self.frame.begin.strip() else self.frame.opening.strip()
+        return whole.removeprefix(self.frame.mark)
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        return (*self.frame.texts, self.name_end, self.key_begin, *self.key_ends, self.value_end)
 
     def open(self, tools: Sequence[Tool]) -> Block:
-        return XmlBlock(tools)
+        return XmlBlock(self, tools)
 
-    def rules(self, tools: Sequence[Tool], mark: Marks, *, is_parallel: bool) -> str:
-        rules = [rule for i, tool in enumerate(tools) for rule in _rules_of(i, tool)]
-        one = f"call: {either([f'call{i}' for i in range(len(tools))])}"
-        block = f'block: {mark(self.begin)} "\\n" call "\\n" {mark(self.end)}'
-        return "\n".join([f"calls: {repeated('block', chr(10), is_parallel=is_parallel)}", block, one, *rules])
+    def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
+        rules = [rule for i, tool in enumerate(tools) for rule in self._rules_of(i, tool, literals)]
+        frame = self.frame.rule([f"call{i}" for i in range(len(tools))], literals, is_parallel=is_parallel)
+        return "\n".join([frame, *rules])
+
+    def _rules_of(self, i: int, tool: Tool, literals: Literals) -> list[str]:
+        """Return the rules of one function.
+
+        Its parameters come in the order of the schema; optional ones may be left out.
+        """
+        rules, terms, required = [], [], required_of(tool)
+        any_text, how = literals.until(self.value_end)
+        for k, (name, schema) in enumerate(properties_of(tool).items()):
+            allowed = allowed_by(schema, tool.parameters)
+            key_end, texts = self.key_ends[0], allowed.literals
+            if allowed.is_text:
+                rules.append(f"text{i}_{k}{how}: {any_text}")
+                body = f"text{i}_{k}"
+            elif texts and all(isinstance(text, str) for text in texts):
+                body = f"({' | '.join(json.dumps(text) for text in texts)}) {literals(self.value_end)}"
+            else:
+                key_end = self.key_ends[-1]
+                body = f"{argument_rule(tool, schema)} {literals(self.value_end)}"
+            rules.append(f"param{i}_{k}: {literals(self.key_begin)} {json.dumps(name)} {literals(key_end)} {body}")
+            terms.append(f"param{i}_{k}" + ("" if name in required else "?"))
+        return [" ".join([f"call{i}: {json.dumps(tool.name)}", literals(self.name_end), *terms]), *rules]
+
+    @cached_property
+    def patterns(self) -> Patterns:
+        return Patterns(self)
 
 
-def _rules_of(i: int, tool: Tool) -> list[str]:
-    """Return the rules of one function.
+class Patterns:
+    """Holds the patterns by which a format is read. White space around marks may vary, except at the ends of values."""
 
-    Its parameters come in the order of the schema; optional ones may be left out.
-    """
-    properties = tool.parameters.get("properties") or {}
-    required = tool.parameters.get("required") or ()
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    rules, terms = [], []
-    for k, (name, schema) in enumerate(properties.items()):
-        schema = schema if isinstance(schema, dict) else {}
-        end, texts = json.dumps("\n</parameter>"), schema.get("enum")
-        if _is_text(schema):
-            rules.append(f"text{i}_{k}[lazy]: /(.|\\n)*\\n<\\/parameter>/")
-            body = f"text{i}_{k}"
-        elif isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
-            body = f"({either([json.dumps(text) for text in texts])}) {end}"
-        else:
-            body = f"{json_rule(schema | shared)} {end}"
-        rules.append(f"param{i}_{k}: {json.dumps(f'<parameter={name}>' + chr(10))} {body} {json.dumps(chr(10))}")
-        terms.append(f"param{i}_{k}" + ("" if name in required else "?"))
-    opening = json.dumps(f"<function={tool.name}>\n")
-    return [f'call{i}: {opening} {" ".join(terms)} "</function>"', *rules]
+    def __init__(self, calls: XmlCalls) -> None:
+        frame = calls.frame
+        mark, inner = re.escape(frame.mark), flexible(calls.inner_opening.strip())
+        name = rf"([^\s<>\"'={{}}(),]+)\s*{flexible(calls.name_end.strip())}"
+        # A block was begun by its mark, which is not a part of its text. Or it begins behind it.
+        self.first = re.compile(rf"\s*(?:{mark})?\s*{inner}\s*{name}\s*")
+        again = "" if frame.begin.strip() else f"{mark}\\s*" if not inner else f"(?:{mark}\\s*)?"
+        self.next = re.compile(rf"\s*{again}{inner}\s*{name}\s*")
+        keys = "|".join(f"({flexible(end.strip())})" + ("\n?" if end.endswith("\n") else "") for end in calls.key_ends)
+        self.key = re.compile(rf"{flexible(calls.key_begin.strip())}\s*([^\s<>\"]+?)\s*(?:{keys})")
+        self.value_end = re.compile(rf"{re.escape(calls.value_end.strip())}\s*")
+        self.closing = re.compile(rf"\s*{_that_may_be_cut(frame.closing)}")
+        begun = flexible(calls.key_begin.strip())
+        self.any_end = re.compile(
+            rf"({re.escape(calls.value_end.strip())}\s*)|{begun}|{_that_may_be_cut(frame.closing)}"
+        )
+        self.end = re.compile(rf"\s*{_that_may_be_cut(frame.end)}") if frame.end.strip() else None
+        stray = [calls.value_end, *frame.closing.split("\n"), frame.end]
+        self.stray = re.compile("|".join(re.escape(text.strip()) for text in stray if text.strip()))
+        self.value_has_line = calls.value_end.startswith("\n")
+        self.begun = "".join(calls.inner_opening.split())
 
 
-def _is_text(schema: dict[str, Any]) -> bool:
-    """Return whether a value is text, which is written without quotation marks. Other values are written as JSON."""
-    return schema.get("type") == "string" and not schema.keys() & {"enum", "const", "pattern", "format", "maxLength"}
+def _that_may_be_cut(text: str) -> str:
+    """Return a pattern for a text whose last lines may be missing at the end of the reply."""
+    *lines, last = [re.escape(line) for line in text.split()] or [""]
+    pattern = rf"(?:{last}|\Z)"
+    for line in reversed(lines):
+        pattern = rf"{line}\s*{pattern}"
+    return pattern
 
 
 class XmlBlock:
-    """Reads one call once it is complete. Only then is it clear whether a value is JSON or text."""
+    """Reads calls once the reply is complete. Only then is it clear where the texts in it end."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        self._schemas = {tool.name: tool.parameters.get("properties") or {} for tool in tools}
+    def __init__(self, calls: XmlCalls, tools: Sequence[Tool]) -> None:
+        self._patterns, self._tools = calls.patterns, {tool.name: tool for tool in tools}
         self._pieces: list[str] = []
+        self._n_characters = 0
+        self.rest: str | None = None
+        self.is_text = False
 
     def feed(self, text: str) -> list[CallPart]:
         self._pieces.append(text)
+        if self._n_characters < _SURE_LENGTH:
+            begun = "".join("".join(self._pieces).split())
+            wanted = self._patterns.begun
+            self.is_text = not (begun.startswith(wanted) or wanted.startswith(begun)) and bool(wanted)
+        self._n_characters += len(text)
         return []
 
     def close(self) -> list[CallPart] | None:
-        calls = _FUNCTION.findall("".join(self._pieces))
+        text = "".join(self._pieces)
+        calls, self.rest = next(self._readings(text))
         parts = []
-        for i, (name, body) in enumerate(calls):
-            schemas = self._schemas.get(name.strip(), {})
-            arguments = {key.strip(): _value(text, schemas.get(key.strip())) for key, text in _PARAMETER.findall(body)}
-            parts.append(CallPart(i, name.strip(), json.dumps(arguments, ensure_ascii=False)))
+        for i, (name, arguments) in enumerate(calls):
+            values = {key: self._value(name, key, *written) for key, written in arguments.items()}
+            parts.append(CallPart(i, name, json.dumps(values, ensure_ascii=False)))
         return parts or None
 
+    def _readings(self, text: str) -> Iterator[tuple[list[_Call], str]]:
+        """Yield what the text may mean, the strictest reading first."""
+        for keeps_schema, is_whole in ((True, True), (True, False), (False, False)):
+            reading = _Reading(text, self._patterns, self._tools, keeps_schema=keeps_schema, is_whole=is_whole)
+            yield from reading.all_calls(0, is_first=True)
+        yield _read_leniently(text, self._patterns)
 
-def _value(text: str, schema: object) -> Any:
-    """Return a value by its schema. A string stays as it is. Anything else is read as JSON, if possible."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string" and isinstance(schema, dict) and _is_text(schema):
-        return text
-    try:
-        value = parse_json(text)
-    except ValueError:
-        return text
-    return text if kind == "string" and not isinstance(value, str) else value
+    def _value(self, name: str, key: str, text: str, is_text: bool) -> Any:
+        tool = self._tools.get(name)
+        schema = properties_of(tool).get(key) if tool is not None else None
+        if is_text and schema is None:
+            return text
+        return value_of(text, schema, tool.parameters if tool is not None else None)
+
+
+_Arguments = dict[str, tuple[str, bool]]
+"""Name -> the text of its value, and whether the mark before it says that it is text."""
+_Call = tuple[str, _Arguments]
+
+
+class _Reading:
+    """Reads the calls of a reply. Where a mark could be the end of an argument or a part of it, both are tried.
+
+    Args:
+        keeps_schema: whether calls have only arguments that their functions have.
+        is_whole: whether calls have all arguments that their functions require.
+    """
+
+    def __init__(
+        self, text: str, patterns: Patterns, tools: dict[str, Tool], *, keeps_schema: bool, is_whole: bool
+    ) -> None:
+        self._text, self._patterns, self._tools = text, patterns, tools
+        self._keeps_schema, self._is_whole = keeps_schema, is_whole
+        self._failed = set[tuple[object, ...]]()  # From these places, there is no way to the end of the reply.
+        self._n_tries = 0
+
+    def all_calls(self, at: int, *, is_first: bool) -> Iterator[tuple[list[_Call], str]]:
+        """Yield the calls from this place to the end of the reply, and the text behind them."""
+        if (at, is_first) in self._failed:
+            return
+        begun = (self._patterns.first if is_first else self._patterns.next).match(self._text, at)
+        if begun is not None:
+            for arguments, end in self._arguments(begun.end(), begun[1], ()):
+                for more, rest in self._behind(end):
+                    yield [(begun[1], arguments), *more], rest
+        if not is_first and not self._patterns.stray.search(self._text, at):
+            yield [], self._text[at:]
+        self._failed.add((at, is_first))
+
+    def _behind(self, at: int) -> Iterator[tuple[list[_Call], str]]:
+        """Yield what may stand behind a call."""
+        if self._patterns.end is None:
+            yield from self.all_calls(at, is_first=False)
+            return
+        if self._patterns.next.match(self._text, at):
+            yield from self.all_calls(at, is_first=False)
+        if (end := self._patterns.end.match(self._text, at)) is not None:
+            again = self._patterns.first.match(self._text, end.end())
+            yield from self.all_calls(end.end(), is_first=again is not None)
+
+    def _arguments(self, at: int, name: str, seen: tuple[str, ...]) -> Iterator[tuple[_Arguments, int]]:
+        """Yield the arguments of a call from this place on, and where the call ends."""
+        if (at, name, seen) in self._failed:
+            return
+        closing = self._patterns.closing.match(self._text, at)
+        if closing is not None and (not self._is_whole or self._required(name) <= set(seen)):
+            yield {}, closing.end()
+        key = self._patterns.key.match(self._text, at)
+        if key is not None and self._may_have(name, key[1], seen):
+            for text, end in self._values(key.end()):
+                for more, call_end in self._arguments(end, name, (*seen, key[1])):
+                    is_text = len(key.groups()) > 2 and key[2] is not None
+                    yield {key[1]: (text, is_text), **more}, call_end
+        self._failed.add((at, name, seen))
+
+    def _values(self, at: int) -> Iterator[tuple[str, int]]:
+        """Yield the texts that a value may have, the shortest first, and where it ends."""
+        for end in self._patterns.value_end.finditer(self._text, at):
+            self._n_tries += 1
+            if self._n_tries > _MOST_TRIES:
+                return
+            yield _without_line(self._text[at : end.start()], self._patterns), end.end()
+
+    def _may_have(self, name: str, key: str, seen: tuple[str, ...]) -> bool:
+        tool = self._tools.get(name)
+        known = properties_of(tool) if tool is not None else {}
+        return key not in seen and (not known or not self._keeps_schema or key in known)
+
+    def _required(self, name: str) -> set[str]:
+        tool = self._tools.get(name)
+        return set(required_of(tool)) if tool is not None else set()
+
+
+def _without_line(text: str, patterns: Patterns) -> str:
+    """Return a value without the line break that belongs to the mark behind it."""
+    return text.removesuffix("\n") if patterns.value_has_line else text
+
+
+def _read_leniently(text: str, patterns: Patterns) -> tuple[list[_Call], str]:
+    """Read a reply that is not well-formed, such as one that was cut. The first mark behind a value ends it."""
+    calls, at = list[_Call](), 0
+    begun = patterns.first.match(text)
+    while begun is not None:
+        arguments, at = _Arguments(), begun.end()
+        while (key := patterns.key.match(text, at)) is not None:
+            end = patterns.any_end.search(text, key.end())
+            stop, at = (end.start(), end.end() if end[1] else end.start()) if end else (len(text), len(text))
+            is_text = len(key.groups()) > 2 and key[2] is not None
+            arguments.setdefault(key[1], (_without_line(text[key.end() : stop], patterns), is_text))
+        calls.append((begun[1], arguments))
+        closing = patterns.closing.match(text, at)
+        at = closing.end() if closing is not None else at
+        begun = patterns.next.match(text, at)
+    return (calls, text[at:]) if any(arguments for _, arguments in calls) else ([], text)

@@ -168,9 +168,7 @@ def test_what_is_left_open_may_be_written_out(client: openai.OpenAI) -> None:
     assert reply.status == "completed"
 
 
-def test_the_chat_template_gets_its_options_and_no_special_tokens(
-    embedded: LanguageModel, tokenizer: Tokenizer
-) -> None:
+def test_the_chat_template_gets_its_options(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
     own = copy.deepcopy(tokenizer)
     own.chat_template = OPEN_TEMPLATE
     with running(embedded, own, ServerOptions(default_tokens=4)) as server:
@@ -193,13 +191,10 @@ def test_the_chat_template_gets_its_options_and_no_special_tokens(
         n_told = server.call("POST", "/tokenize", counted).json["count"]
         assert n_told == ask(reasoning={"effort": "low"}, tools=[TOOL]).json["usage"]["input_tokens"]
         call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"a": "<|end|>"}'}
-        for wrong, param in (
-            ({"tools": [TOOL | {"description": "<|end|>"}]}, "tools"),
-            ({"input": [{"role": "user", "content": "a"}, call]}, "input"),
-            ({"chat_template_kwargs": {"wings": 2}}, "chat_template_kwargs.wings"),
-        ):
-            answer = ask(**wrong)  # type: ignore[arg-type]
-            assert (answer.status, answer.error["param"]) == (400, param)
+        named = ask(tools=[TOOL | {"description": "<|end|>"}], input=[{"role": "user", "content": "a"}, call])
+        assert named.status == 200, "the name of a special token is text"
+        answer = ask(chat_template_kwargs={"wings": 2})
+        assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs.wings")
 
 
 def test_an_input_may_refer_to_stored_items(client: openai.OpenAI, server: Running) -> None:

@@ -204,3 +204,70 @@ def test_sessions_and_templates_take_them_as_text_unless_asked(embedded: Languag
     )
     assert n_special(tokenizer, list(as_text.token_ids)) == n_special(tokenizer, list(as_tokens.token_ids)) - 4
     assert as_text.values["question"] == forgery
+
+
+CALLS = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content | trim }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}{{ style or '' }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template with everything that may hold words of clients."""
+CUT_NAMES = ["<|im_end|>", "</tool_call>", '<|"|>', "<|IM_END|>", "<|im_", "<"]
+
+
+def make_calling_tokenizer() -> Any:
+    special = [AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>", '<|"|>')]
+    tokenizer = train(special, CALLS, eos_token="<|im_end|>")
+    tokenizer.add_tokens([AddedToken("<tool_call>", rstrip=True), "</tool_call>", "<think>", "</think>"])
+    return tokenizer
+
+
+class Optioned:
+    """A tokenizer with options of its template, as the server has it."""
+
+    def __init__(self, tokenizer: Any, **options: Any) -> None:
+        self.unbounded, self.template_options = tokenizer, options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unbounded, name)
+
+
+def calling_chat(word: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A chat in which a word stands wherever a client may write, and the options of its template."""
+    schema = {"type": "object", "properties": {word: {"type": "string", "enum": [f"a{word}"]}}}
+    tool = {"type": "function", "function": {"name": f"f{word}", "description": f"b {word}", "parameters": schema}}
+    call = {"type": "function", "function": {"name": f"f{word}", "arguments": {f"c{word}": [word, f"{word} d"]}}}
+    said = {"role": "assistant", "content": word, "reasoning_content": f"e{word}", "tool_calls": [call]}
+    messages = [{"role": "user", "content": f"  {word}g{word}"}, said, {"role": "tool", "content": f"{word}{word}"}]
+    return messages, {"tools": [tool], "style": word}
+
+
+@pytest.mark.parametrize("word", CUT_NAMES)
+def test_a_name_in_any_text_is_text(word: str) -> None:
+    """In a tool, a call, thoughts and an option: its tokens are text, and all others are what they always are."""
+    tokenizer = make_calling_tokenizer()
+    messages, options = calling_chat(word)
+    harmless, harmless_options = calling_chat("@")
+    ids = encode_chat(Optioned(tokenizer, **options), messages)
+    expected = encode_chat(Optioned(tokenizer, **harmless_options), harmless)
+    special = set(special_tokens_of(tokenizer).names.values())
+    own = special_tokens_of(tokenizer, "assistant").names
+    if word in own or word not in special_tokens_of(tokenizer).names:
+        assert [i for i in ids if i in special] == [i for i in expected if i in special]
+    else:  # A mark that is no special token is the model's own in what the model said: its content and its thoughts.
+        assert sum(i in special for i in ids) == sum(i in special for i in expected) + 2
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    assert tokenizer.decode(ids) == rendered.replace("<tool_call> ", "<tool_call>")
+
+
+def test_text_beside_a_name_has_the_tokens_that_it_always_has() -> None:
+    """A word that only looks like a name is encoded in the same tokens as the name that it is not."""
+    tokenizer = make_calling_tokenizer()
+    for text in ("house <|im_end|> house", "<tool_call>  a", "x</tool_call>"):
+        ids = encode_chat(tokenizer, [{"role": "user", "content": f"I'm in the {text}"}])
+        blind = train([], CALLS)  # It was trained on the same words and has none of the names.
+        (start,) = tokenizer.encode("<|im_start|>", add_special_tokens=False)
+        at = ids.index(start) + 1
+        words = blind.encode(f"user\nI'm in the {text.strip()}", add_special_tokens=False)
+        assert tokenizer.convert_ids_to_tokens(ids[at : at + len(words)]) == blind.convert_ids_to_tokens(words)

@@ -85,8 +85,8 @@ def test_calls_are_read_in_pieces_of_any_length(calls: CallFormat, written: str)
 
 
 @pytest.mark.parametrize(("calls", "written"), WRITTEN, ids=NAMES)
-def test_what_is_no_call_stays_text(calls: CallFormat, written: str) -> None:
-    for text in ("a < b <tool <TOOL <|tool", f"{calls.begin}no call{calls.end}", "plain"):
+def test_what_is_no_call_stays_text(calls: Any, written: str) -> None:
+    for text in ("a < b <tool <TOOL <|tool", f"{calls.frame.mark}no call{calls.frame.stop}", "plain"):
         content, _, found = read(ReplyReader(habits(calls), TOOLS, calls), list(text))
         assert (content, found) == (text, [])
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hybridmem.chat.prompts import Tokenizer, encode_rest, render
+from hybridmem.chat.prompts import Tokenizer, render_guarded
 from hybridmem.chat.server.chat_prompts import encode_messages
 from hybridmem.chat.server.errors import ApiError
-from hybridmem.chat.server.shaping import check_plain
+from hybridmem.chat.special_tokens import Rendered
 from hybridmem.chat.stored.continuing import Prompt, behind_reply, rest_behind, with_placeholders
 from hybridmem.chat.stored.items import as_messages, text_of
 from hybridmem.chat.stored.nodes import Node
@@ -68,7 +67,7 @@ def find_base(
 def make_prompt(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, parse_special: bool) -> Prompt:
     """Return the prompt behind a history.
 
-    Raises ApiError 400 if the chat template refuses the messages, or if they contain special tokens where they may not.
+    Raises ApiError 400 if the chat template refuses the messages.
     """
     if history.tools or history.options:
         texts = texts.with_options(history.options | ({"tools": history.tools} if history.tools else {}))
@@ -101,35 +100,29 @@ def count_texts(texts: Tokenizer, nodes: list[Node]) -> list[Node]:
 
 
 def _continue(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, parse_special: bool) -> Prompt:
-    def check(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if not parse_special:
-            check_plain(texts, messages, history.tools, param="input")
-        return messages
-
     opening = [{"role": "system", "content": history.instructions}] if history.instructions is not None else []
     why = history.why_no_base
     if history.base is not None and history.tokens is not None:
         at = next(i for i, node in enumerate(history.path) if node.id == history.base.id)
         before = [*opening, *with_placeholders(_messages_of, history.path[:at])]
-        after = check(_messages_of(*history.path[at + 1 :]))
-        rendered = partial(_render, texts)
+        after = _messages_of(*history.path[at + 1 :])
+
+        def render(messages: list[dict[str, Any]], awaits_reply: bool) -> Rendered:
+            return render_guarded(texts, messages, awaits_reply=awaits_reply, parse_special=parse_special)
+
         try:
-            text, messages, start = rest_behind(rendered, before, after)
-            new = encode_rest(texts, text, messages, start, parse_special=parse_special)
+            rendered, start = rest_behind(render, before, after)
+            new = rendered.encode(texts, start)
             token_ids, n_kept = behind_reply(history.tokens, new, stop_ids)
             return Prompt(token_ids, history.base.id, n_kept, f"continues from the token ids of {history.base.id}")
         except FormatError as error:
             why = str(error)
-    messages = [*opening, *check(_messages_of(*history.path))]
+    messages = [*opening, *_messages_of(*history.path)]
     token_ids = encode_messages(texts, messages, parse_special=parse_special)
     if history.base is None or history.tokens is None:
         return Prompt(token_ids, None, 0, f"encoded as a whole: {why}")
     n_common = common_prefix(history.tokens, np.array(token_ids, np.int64))
     return Prompt(token_ids, history.base.id, n_common, f"encoded as a whole: {why}")
-
-
-def _render(texts: Tokenizer, messages: list[dict[str, Any]], awaits_reply: bool) -> str:
-    return render(texts, messages, awaits_reply=awaits_reply)
 
 
 def _messages_of(*nodes: Node) -> list[dict[str, Any]]:

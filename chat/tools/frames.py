@@ -1,0 +1,68 @@
+"""Describes the texts around calls: before the first of a block, around each, between two, and behind the last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridmem.chat.tools.calls import Literals
+
+_PIECE = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|\s+|[^<\[\s]+|.", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Holds the texts around calls as a chat template writes them.
+
+    Attributes:
+        begin: stands before the first call of a block.
+        opening: stands before each call.
+        closing: stands behind each call.
+        join: stands between two calls.
+        end: stands behind the last call of a block.
+    """
+
+    begin: str = ""
+    opening: str = ""
+    closing: str = ""
+    join: str = ""
+    end: str = ""
+
+    @property
+    def mark(self) -> str:
+        """Return the text that begins a block, up to its first white space or bracket. Models vary these."""
+        return (self.begin + self.opening).strip().partition("\n")[0].split(" ")[0].rstrip("[{")
+
+    @property
+    def stop(self) -> str:
+        """Return the text behind which a block has ended. It is empty if the block is a list that ends by itself."""
+        return self.end.strip().lstrip("]}").strip() or ("" if self.begin.strip() else self.closing.strip())
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return self.begin, self.opening, self.closing, self.join, self.end
+
+    def rule(self, calls: Sequence[str], literals: Literals, *, is_parallel: bool) -> str:
+        """Return the rules that put calls into this frame. Their rule `calls` matches one of them, or several.
+
+        Args:
+            calls: the names of the rules of the calls.
+        """
+        one = _terms(literals(self.opening), f"({' | '.join(calls)})", literals(self.closing))
+        more = f"({_terms(literals(self.join), 'call')})*" if is_parallel else ""
+        return f"calls: {_terms(literals(self.begin), 'call', more, literals(self.end))}\ncall: {one}"
+
+
+def _terms(*terms: str) -> str:
+    return " ".join(term for term in terms if term)
+
+
+def pieces(text: str) -> list[str]:
+    """Cut a text into marks, runs of white space, and words."""
+    return _PIECE.findall(text)
+
+
+def flexible(text: str) -> str:
+    """Return a pattern for a text, in which any white space may stand for white space."""
+    return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
