@@ -119,8 +119,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     wanted = {path.stem for path in Path(__file__).parent.glob("test_*.py")}
     if len(_TOLD) < len(wanted):
         return
-    lines = [
-        f"| {package} | {_VERSIONS.get(package) or version(package)} | {'; '.join(f'{words} {mark}'.strip() for words, mark in rows.items())} |"
-        for package, rows in sorted(_TOLD.items())
-    ]
+    lines = []
+    for package, rows in sorted(_TOLD.items(), key=lambda pair: pair[0].lower()):
+        works = "; ".join(f"{words} {mark}".strip() for words, mark in rows.items())
+        lines.append(f"| {package} | {_VERSIONS.get(package) or version(package)} | {works} |")
     TABLE.write_text(_HEAD + "\n".join(lines) + "\n" + _TAIL)
