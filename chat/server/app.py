@@ -18,6 +18,7 @@ from hybridmem.chat.server.guard import Guard, takes_body
 from hybridmem.chat.server.messages.endpoints import Messages
 from hybridmem.chat.server.options import ServerOptions
 from hybridmem.chat.server.page_files import PREFIX, show_file, show_page
+from hybridmem.chat.server.scores import Scores
 from hybridmem.chat.server.service import Service
 from hybridmem.chat.server.sessions.keeping import keeping
 from hybridmem.chat.server.sessions.pins import Pins
@@ -80,6 +81,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         "/v1/messages": ("POST", messages.create),
         "/v1/messages/count_tokens": ("POST", messages.count),
         "/v1/embeddings": ("POST", embedding.embed),
+        "/v1/score": ("POST", Scores(service).score),
         "/tokenize": ("POST", tokenizing.tokenize),
         "/detokenize": ("POST", tokenizing.detokenize),
     }

@@ -318,16 +318,25 @@ class Service:
         exchange.at_end += [replies.cancel, lambda: self._live.discard(replies), lambda: account_for(exchange, replies)]
         return replies
 
-    async def reply(self, exchange: Exchange, asks: list[Ask], form: Whole, writer: Writer | None) -> Response:
-        """Generate a reply, as a stream if there is a writer for it. Raises ApiError."""
+    async def run(self, exchange: Exchange, asks: list[Ask]) -> Replies:
+        """Generate replies to their ends. Raises ApiError."""
         replies = self.begin(exchange, asks)
         try:
-            if writer is not None:
-                return EventStream(write_stream(replies, await first_piece(replies), writer))
             while await replies.next() is not None:
                 pass
         except Exception as error:
             raise as_api_error(error) from None
+        return replies
+
+    async def reply(self, exchange: Exchange, asks: list[Ask], form: Whole, writer: Writer | None) -> Response:
+        """Generate a reply, as a stream if there is a writer for it. Raises ApiError."""
+        if writer is not None:
+            replies = self.begin(exchange, asks)
+            try:
+                return EventStream(write_stream(replies, await first_piece(replies), writer))
+            except Exception as error:
+                raise as_api_error(error) from None
+        replies = await self.run(exchange, asks)
         generations = [generation for _, generation in sorted(replies.generations.items())]
         return JSONResponse(form.whole(generations, replies.usage()))
 
