@@ -30,7 +30,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _SHARD_NAME = re.compile(r"[\w.+ -]{1,200}\.safetensors")
 """Names that shards have: of files in the folder of their index, which could otherwise name any file."""
 
-_MOST_MAPPED_BYTES = 1 << 28
+MOST_MAPPED_BYTES = 1 << 28
 """Bytes that are read before files are mapped anew: more than that of a checkpoint need not be in memory beside the
 model."""
 
@@ -252,7 +252,7 @@ class Checkpoint:
 
         Small tensors are copied: the model keeps many as they are, and one would keep all that was read of its file.
         """
-        if self._read_bytes >= _MOST_MAPPED_BYTES:
+        if self._read_bytes >= MOST_MAPPED_BYTES:
             self._files, self._read_bytes = {other: self._open(other) for other in self._files}, 0
         tensor: Tensor = self._files[file].get_tensor(name)
         self._read_bytes += tensor.nbytes

@@ -17,6 +17,7 @@ from hybridmem.chat.commands.inspection import inspect_path
 from hybridmem.chat.prompts import find_stop_ids, load_tokenizer
 from hybridmem.memory import FormatError, HybridMemory
 from hybridmem.models import EMBEDDED, UnsupportedModelError, load_model
+from hybridmem.models.loading.dry import find_files
 from hybridmem.models.loading.folders import find_folder
 from hybridmem.models.loading.gguf import GgufFile, read_gguf_config
 from hybridmem.models.loading.load import dry_model, weight_bytes
@@ -180,12 +181,14 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
 
 def test_what_a_file_holds_can_be_seen_without_loading_it(tmp_path: Path) -> None:
     path = write_gguf(write_checkpoint(tmp_path, wide("jamba")), tmp_path / "model.gguf", "Q8_0")
-    found = inspect_path(path)
+    found, config = inspect_path(path), read_gguf_config(GgufFile(path))
     assert (found.facts["architecture"], found.facts["dtype"], found.facts["layers"]) == ("jamba", "bfloat16", 3)
     assert set(found.by_kind) == {"F32", "F16", "Q8_0"} and sum(found.by_kind.values()) > 0.7 * path.stat().st_size
     assert found.facts["bytes of weights when loaded"]["auto"] == weight_bytes(
-        dry_model(read_gguf_config(GgufFile(path)), "JambaForCausalLM")
+        dry_model(config, "JambaForCausalLM", files=find_files(path, config))
     )
+    told = found.facts["weights that auto holds"]
+    assert set(told) == {"Q8_0, as stored", "bfloat16"} and told["Q8_0, as stored"] > told["bfloat16"] > 0
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:

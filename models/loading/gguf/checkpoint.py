@@ -12,7 +12,7 @@ from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.gguf.file import GgufFile
 from hybridmem.models.loading.gguf.names import expert_of, known_name, layer_of
 from hybridmem.models.loading.gguf.undo import interleave_by_key_head, undo
-from hybridmem.models.weights.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import MOST_MAPPED_BYTES, Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -41,6 +41,7 @@ class GgufCheckpoint(Checkpoint):
         kind = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}[file.architecture]
         self._names = get_tensor_name_map(kind, int(file.own("block_count")))
         self._used: set[str] = set()
+        self._read_bytes = 0
 
     def __len__(self) -> int:
         return len(self._file)
@@ -120,6 +121,10 @@ class GgufCheckpoint(Checkpoint):
 
     def _read_stored(self, source: str, index: int | None = None) -> Tensor:
         """Return a tensor of the file, or one entry of its first axis, in its own bits if those are kept."""
+        self._read_bytes += self._file.n_bytes(source)
+        if self._read_bytes > MOST_MAPPED_BYTES:
+            self._file.release()
+            self._read_bytes = 0
         coded = self._file.read_coded(source, self.dtype, index) if self.keeps_bits else None
         if self.device.type == "meta":
             shape = self._file.shape(source)[0 if index is None else 1 :]

@@ -71,7 +71,7 @@ class GgufFile:
                 headers.append(Header(part))
             except (ValueError, OSError) as error:
                 raise FormatError(f"{part} is no GGUF file, or damaged ({error}); download it again") from error
-        self._fields = headers[0].fields
+        self._headers, self._fields = headers, headers[0].fields
         self._tensors: dict[str, StoredTensor] = {name: t for header in headers for name, t in header.tensors.items()}
         self.architecture = str(self.value("general.architecture"))
 
@@ -128,6 +128,11 @@ class GgufFile:
         """True if any tensor has fewer than 16 bits a number."""
         return any(t.type.name not in ("F32", "F16", "BF16") for t in self._tensors.values())
 
+    def release(self) -> None:
+        """Let go of what was read of the files' tensors: they stay mapped, but take no memory."""
+        for header in self._headers:
+            header.release()
+
     def read_coded(self, name: str, dtype: torch.dtype, index: int | None = None) -> CodedTensor | None:
         """Return a tensor as `read` does, but mapped, in the file's own few bits; None if it has no such bits."""
         stored, form = self._tensors[name], FORMS.get(self.stored_dtype(name))
@@ -146,6 +151,8 @@ class GgufFile:
             return torch.from_numpy(np.array(data)).reshape(shape)
         if kind == "BF16":
             return torch.from_numpy(np.array(data).view(np.uint16)).view(torch.bfloat16).reshape(shape)
+        if (coded := self.read_coded(name, dtype, index)) is not None:
+            return coded.dense()
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 

@@ -104,6 +104,11 @@ class Header:
         start = -(-self._at // alignment) * alignment
         self.tensors = {name: self._tensor(name, shape, kind, start + offset) for name, shape, kind, offset in found}
 
+    def release(self) -> None:
+        """Let go of what was read of the file: it is mapped again when it is read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._data.madvise(mmap.MADV_DONTNEED)
+
     def _describe_tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, (n_dimensions,) = self._text(), self._numbers("I")
         if n_dimensions > _MOST_DIMENSIONS:
