@@ -13,7 +13,7 @@ from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.models.products import amx, blocked_kernels, epilogue, huge_pages
 from hybridmem.models.products.few_rows import CompiledProduct
 from hybridmem.models.products.few_rows_kernels import ProductKind
-from hybridmem.models.products.kernels import KERNELS
+from hybridmem.models.products.kernels import kernel_of
 from hybridmem.models.weights.layouts import BLOCK
 
 PASSES_ADDRESSES = True
@@ -68,7 +68,7 @@ class BlockedWeight:
             epilogue.NO_BIAS if bias is None else bias.numpy(), epilogue.ACTIVATIONS[activation],
             use_threads(n_rows * n_inputs * self.n_out // 16), y.data_ptr(), self.n_out,
         )  # fmt: skip
-        product = KERNELS[self._kind.kernel].product
+        product = kernel_of(self._kind.kernel).product
         if not self._kind.has_tiles:
             product(self._codes, *source, *options, LIKE[self.dtype])
         elif n_rows:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from hybridmem.models.products.joined import JoinedWeight
     from hybridmem.models.products.quantised import QuantisedWeight
 
-    HeldWeight = PackedWeight | BlockedWeight | QuantisedWeight | JoinedWeight
+    OneWeight = PackedWeight | BlockedWeight | QuantisedWeight
+    HeldWeight = OneWeight | JoinedWeight
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def noting_kinds(kinds: Counter[Kind]) -> AbstractContextManager[None]:
     return _kinds.set_to(kinds)
 
 
-def hold(weight: Tensor, format: WeightFormat) -> HeldWeight | None:
+def hold(weight: Tensor, format: WeightFormat) -> OneWeight | None:
     """Return a weight (n_out, n_in) as the fastest product reads it; None if that is torch's own.
 
     Modules that need numba are imported when they are used: others do without it.
@@ -162,7 +163,7 @@ def kinds_of(dtype: torch.dtype) -> list[Kind]:
 def compile_ahead(kinds: Iterable[Kind]) -> None:
     """Compile what products with weights of these kinds need, or load it from disk."""
     for layout, dtype in dict.fromkeys((kind.layout, kind.dtype) for kind in kinds):
-        held: HeldWeight | None
+        held: OneWeight | None
         if layout is None:
             held = hold(torch.zeros(1, 1, dtype=dtype), "dense")
         else:

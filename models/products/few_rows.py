@@ -16,7 +16,7 @@ from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.models.products import amx, few_rows_kernels
 from hybridmem.models.products.few_rows_kernels import ProductKind
 from hybridmem.models.products.fields import SHORTS, product_fields
-from hybridmem.models.products.kernels import KERNELS
+from hybridmem.models.products.kernels import kernel_of
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
@@ -119,7 +119,7 @@ class CompiledProduct:
     @property
     def reads(self) -> torch.dtype:
         """The dtype in which its kernel reads rows."""
-        return self.pieces[0].reads if self.pieces else KERNELS[self.kind.kernel].rows
+        return self.pieces[0].reads if self.pieces else kernel_of(self.kind.kernel).rows
 
     def fields(self) -> list[int]:
         """Describe this product in integers: see `few_rows_kernels.product_fields`."""

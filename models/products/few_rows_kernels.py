@@ -38,7 +38,7 @@ from hybridmem.models.products.fields import (
     field_array,
     keep,
 )
-from hybridmem.models.products.kernels import KERNELS
+from hybridmem.models.products.kernels import kernel_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ProductKind:
 
     @property
     def has_tiles(self) -> bool:
-        return KERNELS[self.kernel].has_tiles
+        return kernel_of(self.kernel).has_tiles
 
     def is_called_like(self, other: ProductKind) -> bool:
         """True if kernels of both are given the same types of arguments, so that one call may reach either."""
@@ -76,7 +76,7 @@ def codes_like(dtype: np.dtype) -> np.ndarray:
 @cache
 def product_address(kind: ProductKind) -> int:
     """Return the address of a kernel for products."""
-    product, codes, i = KERNELS[kind.kernel].product, np.empty(0, kind.codes), 0
+    product, codes, i = kernel_of(kind.kernel).product, np.empty(0, kind.codes), 0
     like, no_bias = as_array(torch.empty(0, dtype=kind.rows)), epilogue.NO_BIAS
     scales = (np.empty(0, np.uint16),) if kind.codes.itemsize == 1 else ()
     if kind.has_tiles:

@@ -19,7 +19,8 @@ from hybridmem.models.products.few_rows_kernels import ProductKind
 from hybridmem.models.products.quantised import QuantisedWeight, multiply_by
 
 if TYPE_CHECKING:
-    from hybridmem.models.products.choice import HeldWeight
+    from hybridmem.models.products.blocked import BlockedWeight
+    from hybridmem.models.products.packed import PackedWeight
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
@@ -36,7 +37,7 @@ class JoinedWeight:
 
     bias_dtype = torch.float32
 
-    def __init__(self, parts: Sequence[HeldWeight]) -> None:
+    def __init__(self, parts: Sequence[PackedWeight | BlockedWeight | QuantisedWeight]) -> None:
         self._parts = list(parts)
         self.n_out: int = sum(part.n_out for part in parts)
         self.FUSED: tuple[str, ...] = tuple(

@@ -67,11 +67,6 @@ def _has_no_table(layout: Layout) -> bool:
     return layout.table is None or integer_vectors.has_many_registers()
 
 
-def _never(_: Layout) -> bool:
-    """Weights of several layouts are joined, and not chosen (`joined`)."""
-    return False
-
-
 KERNELS = {
     "tiles": Kernel(tile_kernels.product, None, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True),
     "pairs": Kernel(blocked_kernels.product, None, (_BF16,), _BF16, _multiplies_pairs_fastest),
@@ -84,12 +79,21 @@ KERNELS = {
         quantised_kernels.product, lambda _: True, (_BF16,), _BF16, integer_vectors.multiplies_pairs
     ),
     "integers as float32": Kernel(quantised_kernels.product, _has_no_table, _ANY, _F32, lambda: True),
-    "pieces": Kernel(joined_kernels.product, _never, _ANY, _F32, lambda: True),
-    "pieces in tiles": Kernel(
-        joined_kernels.product_in_tiles, _never, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True
-    ),
 }
 """Name -> kernel, the fastest of each kind of weights first."""
+
+JOINED_KERNELS = {
+    "pieces": Kernel(joined_kernels.product, None, _ANY, _F32, lambda: True),
+    "pieces in tiles": Kernel(
+        joined_kernels.product_in_tiles, None, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True
+    ),
+}
+"""Name -> kernel for weights of several layouts, which are not chosen but joined (`joined`)."""
+
+
+def kernel_of(name: str) -> Kernel:
+    """Return a kernel by its name."""
+    return JOINED_KERNELS[name] if name in JOINED_KERNELS else KERNELS[name]
 
 
 def choose(layout: Layout | None, dtype: torch.dtype) -> str | None:

@@ -16,7 +16,7 @@ from hybridmem.models.products import amx, epilogue, huge_pages, integer_packing
 from hybridmem.models.products.blocked import pairs_of
 from hybridmem.models.products.few_rows import CompiledProduct
 from hybridmem.models.products.few_rows_kernels import ProductKind
-from hybridmem.models.products.kernels import KERNELS, choose
+from hybridmem.models.products.kernels import choose, kernel_of
 from hybridmem.models.weights.coded import CodedTensor, weights_of
 from hybridmem.models.weights.formats import IntegerFormat
 from hybridmem.models.weights.layouts import BLOCK, GROUP, INT4, INT8, INT8_BY_ROW, Layout
@@ -138,7 +138,7 @@ class QuantisedWeight:
 
 def multiply_by(by: CompiledProduct, x: Tensor) -> Tensor:
     """Return the product with rows x (T, n_in), in their dtype, of weights in integers."""
-    kernel, n_rows = KERNELS[by.kind.kernel], x.shape[0]
+    kernel, n_rows = kernel_of(by.kind.kernel), x.shape[0]
     y = torch.empty(n_rows, by.n_out, dtype=by.kind.rows)
     options = by.bias, by.activation, use_threads(x.numel() * by.n_out // 16)
     if not n_rows:

@@ -122,7 +122,7 @@ def test_files_are_mapped_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.
         opened.append(path)
         return safe_open(path, **options)
 
-    monkeypatch.setattr("hybridmem.models.weights.checkpoint._MOST_MAPPED_BYTES", 4096)
+    monkeypatch.setattr("hybridmem.models.weights.checkpoint.MOST_MAPPED_BYTES", 4096)
     monkeypatch.setattr("hybridmem.models.weights.checkpoint.safe_open", counted)
     model = load_model(folder)
     assert 3 < len(opened) < 40 and torch.equal(run(model), expected)

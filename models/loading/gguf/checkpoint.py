@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.errors import FormatError
+from hybridmem.models.layers.dry import joined
 from hybridmem.models.loading.gguf.file import GgufFile
 from hybridmem.models.loading.gguf.names import expert_of, known_name, layer_of
 from hybridmem.models.loading.gguf.undo import interleave_by_key_head, undo
@@ -116,7 +117,7 @@ class GgufCheckpoint(Checkpoint):
         parts = [self._read_stored(source) for source in sources]
         if name.endswith(_QKVZ):
             return interleave_by_key_head(self._config, *parts)
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+        tensor = joined(*parts, dim=-2)
         return undo(self._file.architecture, self._config, name, tensor)
 
     def _read_stored(self, source: str, index: int | None = None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hybridmem.models.layers.dry import joined
 from hybridmem.models.weights.coded import CodedTensor
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def interleave_by_key_head(config: PreTrainedConfig, qkv: Tensor, z: Tensor) -> 
     """Return Qwen3-Next's in_proj_qkvz: for each key head its rows of q, k, v and z, which the file has apart."""
     n_keys = config.linear_num_key_heads
     n_q, n_v = n_keys * config.linear_key_head_dim, config.linear_num_value_heads * config.linear_value_head_dim
-    if len(qkv) != 2 * n_q + n_v or len(z) != n_v:
-        return torch.cat((qkv, z))  # its shape will be refused
+    if len(qkv) != 2 * n_q + n_v or len(z) != n_v or (qkv.is_meta and not isinstance(qkv, CodedTensor)):
+        return joined(qkv, z)  # its shape will be refused, or is all that it has
     parts = (*torch.split(qkv, [n_q, n_q, n_v]), z)
     return torch.cat([part.reshape(n_keys, -1, part.shape[-1]) for part in parts], 1).flatten(0, 1)
