@@ -31,6 +31,9 @@ PATHS_WITH_BODIES = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/score",
+    "/apply-template",
+    "/completion",
+    "/infill",
     "/api/chat",
     "/api/generate",
     "/api/show",
@@ -38,7 +41,7 @@ PATHS_WITH_BODIES = (
     "/detokenize",
 )
 _PATHS = ("/", "/health", "/metrics", "/models", "/v1/memory", "/v1/memory/events", "/v1/models", *PATHS_WITH_BODIES)
-_FAMILIES = ("/v1/models", "/v1/responses", "/v1/conversations", "/v1/sessions")
+_FAMILIES = ("/v1/models", "/v1/responses", "/v1/conversations", "/v1/sessions", "/slots")
 """Longer paths with ids begin with these. Their requests are counted under the path here."""
 _FAMILIES_WITH_BODIES = tuple(f"{family}/" for family in _FAMILIES[1:])
 _AT_ONCE = ("/health", "/metrics")
