@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server.agents.recording import Recorder
 from hybridmem.chat.server.embedding import Embedding
 from hybridmem.chat.server.error_forms import answer_api_error, answer_http_error
 from hybridmem.chat.server.errors import ApiError
@@ -50,6 +51,8 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     store = SessionStore(service.options.sessions, model_signature(engine.memory.spec, tokenizer))
     repository = SessionRepository(service, store)
     pins = Pins(repository)
+    if service.options.trees:
+        service.recorder = Recorder(repository)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

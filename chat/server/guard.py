@@ -104,6 +104,7 @@ class Exchange:
         request_id: the client's id, or a new one. The response has it too.
         use: the use of the client's key. None: the request needs no key.
         notes: additional fields of the access log.
+        replies: what the request generates, once that has begun.
         more_usage: additional fields of `usage` in "hybrid_memory", such as how a fleet has routed the request.
     """
 
@@ -117,6 +118,7 @@ class Exchange:
     is_counted: bool = False
     request_id: str = ""
     use: Use | None = None
+    replies: object = None
     notes: dict[str, object] = field(default_factory=dict)
     more_usage: dict[str, object] = field(default_factory=dict)
 
