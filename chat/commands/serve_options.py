@@ -44,6 +44,9 @@ SERVE: tuple[Option, ...] = (
     Option("session_days", "number", 30.0, "Delete a session that nobody has used for this many days.", "server"),
     Option("alias", "texts", None,
            "Clients may call the model by this name, too, such as claude-*. The option may be repeated.", "server"),
+    Option("trees", "flag", False,
+           "Store chats and messages as well: the requests of an agent become a tree of its steps, at /v1/sessions and "
+           "on the page.", "server"),
     # These options say who may send requests.
     Option("host", "text", "127.0.0.1", "Listen on this address. Addresses other than loopback need an API key."),
     Option("port", "whole", 8000, "Listen on this port; 0 takes a free one.", least=0, most=65535),

@@ -11,10 +11,12 @@ from starlette.exceptions import HTTPException
 
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.server.agents.recording import Recorder
 from hybridmem.chat.server.embedding import Embedding
 from hybridmem.chat.server.error_forms import answer_api_error, answer_http_error
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.guard import Guard, takes_body
+from hybridmem.chat.server.llama_server.endpoints import LlamaServer
 from hybridmem.chat.server.messages.endpoints import Messages
 from hybridmem.chat.server.ollama.endpoints import Ollama
 from hybridmem.chat.server.options import ServerOptions
@@ -49,6 +51,8 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     store = SessionStore(service.options.sessions, model_signature(engine.memory.spec, tokenizer))
     repository = SessionRepository(service, store)
     pins = Pins(repository)
+    if service.options.trees:
+        service.recorder = Recorder(repository)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -65,7 +69,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     app.state.service = service
     app.state.sessions = repository
     view, tokenizing = service.memory_view, Tokenizing(service)
-    messages, ollama = Messages(service), Ollama(service)
+    messages, ollama, llama = Messages(service), Ollama(service), LlamaServer(service)
     embedding = Embedding(service, service.options.pooling)
     routes: dict[str, tuple[str, Callable[..., Any]]] = {
         "/health": ("GET", service.health),
@@ -83,6 +87,11 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         "/v1/messages/count_tokens": ("POST", messages.count),
         "/v1/embeddings": ("POST", embedding.embed),
         "/v1/score": ("POST", Scores(service).score),
+        "/apply-template": ("POST", llama.apply_template),
+        "/completion": ("POST", llama.complete),
+        "/infill": ("POST", llama.infill),
+        "/props": ("GET", llama.props),
+        "/slots": ("GET", llama.slots),
         "/api/chat": ("POST", ollama.chat),
         "/api/generate": ("POST", ollama.generate),
         "/api/show": ("POST", ollama.show),
@@ -95,6 +104,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     for path, (method, endpoint) in routes.items():
         methods = [method, "HEAD"] if path in _ASKED_BY_MONITORS else [method]
         app.add_api_route(path, endpoint, methods=methods, response_model=None)
+    app.add_api_route("/slots/{slot}", llama.change_slot, methods=["POST"], response_model=None)
     for method, path, endpoint in session_routes(repository, pins):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     check_bodies(app)

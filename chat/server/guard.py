@@ -31,6 +31,9 @@ PATHS_WITH_BODIES = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/score",
+    "/apply-template",
+    "/completion",
+    "/infill",
     "/api/chat",
     "/api/generate",
     "/api/show",
@@ -38,7 +41,7 @@ PATHS_WITH_BODIES = (
     "/detokenize",
 )
 _PATHS = ("/", "/health", "/metrics", "/models", "/v1/memory", "/v1/memory/events", "/v1/models", *PATHS_WITH_BODIES)
-_FAMILIES = ("/v1/models", "/v1/responses", "/v1/conversations", "/v1/sessions")
+_FAMILIES = ("/v1/models", "/v1/responses", "/v1/conversations", "/v1/sessions", "/slots")
 """Longer paths with ids begin with these. Their requests are counted under the path here."""
 _FAMILIES_WITH_BODIES = tuple(f"{family}/" for family in _FAMILIES[1:])
 _AT_ONCE = ("/health", "/metrics")
@@ -101,6 +104,7 @@ class Exchange:
         request_id: the client's id, or a new one. The response has it too.
         use: the use of the client's key. None: the request needs no key.
         notes: additional fields of the access log.
+        replies: what the request generates, once that has begun.
         more_usage: additional fields of `usage` in "hybrid_memory", such as how a fleet has routed the request.
     """
 
@@ -114,6 +118,7 @@ class Exchange:
     is_counted: bool = False
     request_id: str = ""
     use: Use | None = None
+    replies: object = None
     notes: dict[str, object] = field(default_factory=dict)
     more_usage: dict[str, object] = field(default_factory=dict)
 

@@ -62,6 +62,7 @@ class ServerOptions:
         sessions: the folder that keeps stored sessions across restarts. None: they end with the server.
         session_bytes: the most bytes of the texts and token ids of all sessions. Beyond that, the sessions used longest
             ago are deleted.
+        trees: whether chats and messages are stored too, as trees of their agents' steps.
         session_days: a session that nobody has used for so many days is deleted. Sessions with a pinned node stay.
     Raises:
         SpecError: a wrong value. The message names the option and the value.
@@ -95,6 +96,7 @@ class ServerOptions:
     sessions: str | None = None
     session_bytes: int = 1 << 30
     session_days: float = 30.0
+    trees: bool = False
 
     def __post_init__(self) -> None:
         if self.api_key is not None:

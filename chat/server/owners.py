@@ -13,6 +13,11 @@ Header = Callable[[str], str | None]
 """Returns the value of a header by its name, or None."""
 
 
+SESSION_HEADER = "x-session-id"
+SESSION_HEADERS = (SESSION_HEADER, "x-claude-code-session-id", "thread-id", "session-id")
+"""Headers that name a session: our own, that of Claude Code, and those of Codex."""
+
+
 class Sharing(Protocol):
     """Declares the fields of a request that say with whom it shares prefixes."""
 
@@ -26,7 +31,7 @@ class Sharing(Protocol):
 
 @dataclass(frozen=True)
 class Owners:
-    """Finds the owners of prefixes.
+    """Finds the owners of prefixes and of sessions.
 
     `cached_tokens`, and how soon a reply begins, tell a client whether somebody has sent the same prompt before. So
     prefixes are shared by requests with one API key and one `cache_salt` alone. `prompt_cache_key` and `user` name
@@ -49,10 +54,15 @@ class Owners:
         hints = (asked.prompt_cache_key, asked.user) if self.isolates else ()
         return _digest(key, asked.cache_salt, *hints)
 
+    def of_sessions(self, header: Header, cache_key: str | None, identifier: str | None) -> bytes:
+        """Return the owner of the sessions that a request stores and reads. Both names are walls here."""
+        key = credential_of(header) if self.has_keys or self.isolates else None
+        return _digest(key, cache_key, *(() if identifier is None else (identifier,)))
 
-def owner_of_sessions(header: Header, cache_key: str | None, identifier: str | None) -> bytes:
-    """Return the owner of the sessions that a request stores and reads."""
-    return _digest(credential_of(header), cache_key, *(() if identifier is None else (identifier,)))
+
+def session_named(header: Header) -> str | None:
+    """Return the session that a header names, or None."""
+    return next((given for name in SESSION_HEADERS if (given := header(name))), None)
 
 
 def credential_of(header: Header) -> str | None:

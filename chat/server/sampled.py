@@ -39,7 +39,7 @@ OF_LLAMA_CPP: Neutral = {
     "dry_sequence_breakers": ANY,
     "dynatemp_exponent": ANY,
     "dynatemp_range": (0, 0.0),
-    "id_slot": (-1,),
+    "id_slot": ANY,  # A slot is a place for a prefix. Here every prefix has a place.
     "min_keep": (0,),
     "mirostat": (0,),
     "mirostat_eta": ANY,

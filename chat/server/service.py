@@ -47,6 +47,15 @@ class Whole(Protocol):
     def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]: ...
 
 
+class Watcher(Protocol):
+    """Declares what records chats."""
+
+    def watch(self, request: Request, asked: ChatRequest, token_ids: list[int], new_reader: NewReader) -> None: ...
+    def watch_items(
+        self, request: Request, asked: Any, items: list[dict[str, Any]], token_ids: list[int], new_reader: NewReader
+    ) -> None: ...
+
+
 class Service:
     """Serves one model at all paths.
 
@@ -54,6 +63,7 @@ class Service:
         tokenizer: the engine's tokenizer.
         model_id: the name by which clients call the model.
     Attributes:
+        recorder: records chats. None: they are not stored.
         is_open: whether it answers requests, which it does from the beginning of `lifespan` until `close`.
         context_tokens: the tokens that a prompt and its reply may have together. context_bytes: the bytes of the budget
             that so many tokens take.
@@ -72,6 +82,7 @@ class Service:
         self.asking = Asking(
             engine.stop_ids, engine.memory.spec.vocab_size, options.sampling or read_defaults(tokenizer)
         )
+        self.recorder: Watcher | None = None
         self.tokens = TokenBytes(tokenizer)
         self.shaping = Shaping(tokenizer, engine.memory.spec.vocab_size, engine.stop_ids)
         self._created = int(time.time())
@@ -225,6 +236,8 @@ class Service:
             predicted = asked.prediction.content
             ids = await self.texts.run(len(body), lambda texts: texts.encode(predicted, add_special_tokens=False))
             ask = replace(ask, prediction=tuple(ids))
+        if self.recorder is not None:
+            self.recorder.watch(request, asked, token_ids, new_reader)
         return asked, self.with_thoughts(ask, new_reader), new_reader
 
     async def ask_completion(
@@ -321,6 +334,7 @@ class Service:
         except CapacityError as error:  # This is permanent, so trying again would not help.
             raise ApiError(400, f"{error}.", code="context_length_exceeded") from None
         self._live.add(replies)
+        exchange.replies = replies
         exchange.at_end += [replies.cancel, lambda: self._live.discard(replies), lambda: account_for(exchange, replies)]
         return replies
 

@@ -37,6 +37,8 @@ MOST_TRIES = 4
 _COUNTED = (
     "/api/chat",
     "/api/generate",
+    "/completion",
+    "/infill",
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",

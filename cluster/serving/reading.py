@@ -14,7 +14,7 @@ from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.server.chat_prompts import encode_messages
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.messages.schema import read_chat
-from hybridmem.chat.server.owners import Owners, credential_of
+from hybridmem.chat.server.owners import Owners, credential_of, session_named
 from hybridmem.chat.server.schema import ChatRequest, CompletionRequest, read_request
 from hybridmem.chat.server.texts import Texts
 from hybridmem.chat.tools.families import find_habits
@@ -22,9 +22,6 @@ from hybridmem.cluster.routing.prompts import TokenPrompt
 from hybridmem.cluster.serving.request import ForwardedRequest
 from hybridmem.memory import HybridMemoryError
 
-SESSION_HEADER = "x-session-id"
-SESSION_HEADERS = (SESSION_HEADER, "x-claude-code-session-id", "thread-id", "session-id")
-"""Headers that name a session: our own, that of Claude Code, and those of Codex."""
 REPLICA_HEADER = "x-hybrid-memory-replica"
 _MOST_TOKENS = 1 << 20
 _OF_SESSIONS = ("conversation", "previous_response_id")
@@ -133,7 +130,7 @@ def session_of(request: ForwardedRequest, name: str | None) -> str | None:
     Args:
         name: the name of the session, if no header names it.
     """
-    name = next((given for header in SESSION_HEADERS if (given := request.header(header))), name)
+    name = session_named(request.header) or name
     if name is None:
         return None
     return hashlib.sha256(repr((credential_of(request.header), name)).encode()).hexdigest()[:32]

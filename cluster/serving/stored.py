@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from hybridmem.chat.server.errors import ApiError
-from hybridmem.cluster.serving.reading import SESSION_HEADER
+from hybridmem.chat.server.owners import SESSION_HEADER
 from hybridmem.cluster.serving.request import ForwardedRequest
 
 _STORED = ("/v1/responses", "/v1/conversations", "/v1/sessions")

@@ -154,7 +154,10 @@ def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         one = {"role": message.get("role"), "content": message.get("content"), "name": message.get("name")}
         if message.get("thinking"):
             one["reasoning_content"] = message["thinking"]
-        if calls := message.get("tool_calls"):
+        calls = message.get("tool_calls")
+        if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+            raise ApiError(400, f"Invalid 'messages[{number}].tool_calls': it must be a list.", param="messages")
+        if calls:
             waiting = [f"call_{number}_{i}" for i in range(len(calls))]
             one["tool_calls"] = [{**call, "id": name} for call, name in zip(calls, waiting, strict=True)]
         if one["role"] == "tool":

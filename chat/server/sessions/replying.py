@@ -105,6 +105,8 @@ class Replying:
             asked, token_ids, n_reply, service.owners.of_prefixes(request.headers.get, asked), output=output,
             reports_prefill=asked.stream and asked.return_progress,
         )  # fmt: skip
+        if service.recorder is not None and not (self._place.is_stored or self._place.path):
+            service.recorder.watch_items(request, asked, self._place.items, token_ids, new_reader)
         ask, sampling = service.with_thoughts(ask, new_reader), ask.samplings[0]
         self._response |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         speaking = Speaking(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from hybridmem.chat.server.errors import ApiError, clip
-from hybridmem.chat.server.owners import owner_of_sessions
+from hybridmem.chat.server.owners import Sharing
 from hybridmem.chat.server.schema import MOST_VALUES, read_request
 from hybridmem.chat.server.service import Service
 from hybridmem.chat.server.sessions.input import REFERENCE
@@ -85,8 +85,15 @@ class SessionRepository:
         named = {name: given for name in _NAMED if (given := getattr(asked, name)) is None and name in query}
         asked = asked.model_copy(update={name: query[name] for name in named})
         header = request.headers.get
-        owner = owner_of_sessions(header, asked.prompt_cache_key, asked.safety_identifier)
-        return owner + self.service.owners.of_prefixes(header, asked)
+        owners = self.service.owners
+        owner = owners.of_sessions(header, asked.prompt_cache_key, asked.safety_identifier)
+        return owner + owners.of_prefixes(header, asked)
+
+    def owner_of_agent(self, request: Request, asked: Sharing) -> bytes:
+        """Return the owner of what an agent's requests become. Hints are no walls, unless the server makes them so."""
+        owners, header = self.service.owners, request.headers.get
+        cache_key = asked.prompt_cache_key if owners.isolates else None
+        return owners.of_sessions(header, cache_key, None) + owners.of_prefixes(header, asked)
 
     async def session(self, owner: bytes, session_id: str) -> StoredSession:
         """Return a session. Raises ApiError 404."""
