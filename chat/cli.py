@@ -23,7 +23,7 @@ from hybridmem.chat.commands.inspect import inspect
 from hybridmem.chat.commands.plan import plan
 from hybridmem.chat.commands.serve import serve
 from hybridmem.chat.commands.simulate import simulate
-from hybridmem.chat.commands.start import ABOUT_EMBEDDED, load, one_line_errors
+from hybridmem.chat.commands.start import ABOUT_EMBEDDED, choose_threads, load, one_line_errors, wait_passively_if_busy
 
 if TYPE_CHECKING:
     from hybridmem.chat.console import Reply
@@ -43,6 +43,14 @@ Model = Annotated[
 Device = Annotated[str, typer.Option(help="The model and its memory live on this device, such as cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="Compute in float32, bfloat16 or float16; auto takes the checkpoint's own.")]
 Weights = Annotated[str, typer.Option(help="Round weights to int8, int8-row or int4 (CPU only); auto keeps --dtype.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="The model uses this many threads on the CPU. By default, it uses as few as are hardly slower than more.",
+        show_default=False,
+    ),
+]
 Budget = Annotated[str, typer.Option(help="The memory uses at most this many bytes, such as 512MiB.")]
 
 
@@ -75,6 +83,7 @@ def generate(
     dtype: Dtype = "auto",
     weights: Weights = "auto",
     budget: Budget = "1GiB",
+    threads: Threads = None,
     is_chat: Annotated[
         bool | None,
         typer.Option(
@@ -94,6 +103,7 @@ def generate(
         language_model, tokenizer = load(model, device, dtype, weights)
         prompts = [encode_prompt(tokenizer, text, is_chat=is_chat) for text in prompt]
         memory = HybridMemory(language_model.memory_spec, budget)
+        choose_threads(language_model, memory, threads)
         engine = Engine(language_model, memory, tokenizer)
         show_replies(make_console(), _stream_replies(engine, prompts, max_tokens))
         typer.echo(str(engine.stats), err=True)
@@ -118,6 +128,7 @@ def chat(
     dtype: Dtype = "auto",
     weights: Weights = "auto",
     budget: Budget = "1GiB",
+    threads: Threads = None,
 ) -> None:
     """Talk to a model; /edit, /undo, /regenerate and /branch change the conversation.
 
@@ -129,7 +140,8 @@ def chat(
         language_model, tokenizer = load(model, device, dtype, weights)
         if model == "embedded" and sys.stdin.isatty():
             typer.echo(ABOUT_EMBEDDED, err=True)
-        run_terminal(language_model, tokenizer, Settings(budget, system, max_tokens, temperature, seed, resume))
+        settings = Settings(budget, system, max_tokens, temperature, seed, resume, threads)
+        run_terminal(language_model, tokenizer, settings)
 
 
 @app.command()
@@ -171,7 +183,7 @@ def warmup(
         if is_all:
             for each in (torch.float32, torch.bfloat16):
                 cpu.warm_up(NAMES, each)
-                choice.compile_ahead(each)
+                choice.compile_ahead(choice.kinds_of(each))
         else:
             loaded = load(model, "cpu", dtype, weights)[0]
             spec = loaded.memory_spec
@@ -244,6 +256,7 @@ def main() -> None:
     Python's garbage collector runs less often here, and not at all at the end. Importing torch alone makes half a
     million live objects, and each search among them takes a tenth of a second.
     """
+    wait_passively_if_busy()
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)
     app()

@@ -27,6 +27,7 @@ from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.gguf import GgufFile, is_gguf, read_gguf_config
 from hybridmem.models.loading.load import build, dry_model, weight_bytes
 from hybridmem.models.loading.quantised_checkpoints import find_coding
+from hybridmem.models.products.choice import Kind, noting_kinds
 from hybridmem.models.weights.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
 from hybridmem.models.weights.formats import WeightFormat
 
@@ -227,7 +228,7 @@ def _inspect_gguf(path: Path) -> Finding:
         facts |= {
             "dtype": str(spec.dtype).removeprefix("torch."), "vocabulary": spec.vocab_size, "layers": len(spec.layers),
             **_layers_by_kind(spec), "loads": "its config does",
-            "bytes of weights when loaded": _weights_by_format(config, find_files(path, config)),
+            **_describe_weights(config, find_files(path, config)),
         }  # fmt: skip
     except (UnsupportedModelError, FormatError) as error:
         facts["loads"] = f"no: {error}"
@@ -253,7 +254,7 @@ def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str
         "vocabulary": spec.vocab_size,
         "layers": len(spec.layers),
         **_layers_by_kind(spec),
-        "bytes of weights when loaded": _weights_by_format(config, checkpoint),
+        **_describe_weights(config, checkpoint),
     }
     if checkpoint is None:
         return facts | {"loads": "its config does; there are no weights beside it"}
@@ -266,12 +267,16 @@ def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str
     }
 
 
-def _weights_by_format(config: PreTrainedConfig, files: Checkpoint | None) -> dict[str, int]:
-    """Return the bytes of the weights for each value of `load_model(weights=...)`."""
-    return {
-        name: weight_bytes(dry_model(config, config.architectures[0], weights=name, files=files))
-        for name in get_args(WeightFormat)
-    }
+def _describe_weights(config: PreTrainedConfig, files: Checkpoint | None) -> dict[str, Any]:
+    """Return the bytes of the weights for each value of `load_model(weights=...)`, and how "auto" holds them."""
+    kinds, n_bytes = Counter[Kind](), {}
+    for name in get_args(WeightFormat):
+        with noting_kinds(kinds if name == "auto" else Counter()):
+            n_bytes[name] = weight_bytes(dry_model(config, config.architectures[0], weights=name, files=files))
+    told: dict[str, Any] = {"bytes of weights when loaded": n_bytes}
+    if any(kind.stored is not None for kind in kinds):
+        told["weights that auto holds"] = dict(sorted((str(kind), n) for kind, n in kinds.items()))
+    return told
 
 
 def _layers_by_kind(spec: MemorySpec) -> dict[str, str]:

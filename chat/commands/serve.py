@@ -38,8 +38,8 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
             instead.
     """
     from hybridmem.chat.commands.serving import find_places, make_engine, memory_options
-    from hybridmem.chat.commands.threads import set_threads
     from hybridmem.chat.engine.drafting import Speculation
+    from hybridmem.chat.engine.threads import set_threads
     from hybridmem.chat.server import ServerOptions
     from hybridmem.chat.server.embedding import find_pooling
     from hybridmem.memory import HybridMemory

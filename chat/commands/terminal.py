@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hybridmem.chat.commands.start import choose_threads
 from hybridmem.chat.console import make_console
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
@@ -43,6 +44,7 @@ class Settings:
     temperature: float | None = None
     seed: int | None = None
     resume: str | None = None
+    threads: int | None = None
 
 
 def run_terminal(model: LanguageModel, tokenizer: Tokenizer, settings: Settings) -> None:
@@ -51,6 +53,7 @@ def run_terminal(model: LanguageModel, tokenizer: Tokenizer, settings: Settings)
     Raises as `ChatSession` does when it is made or resumed.
     """
     memory = HybridMemory(model.memory_spec, settings.budget)
+    choose_threads(model, memory, settings.threads)
     engine = Engine(model, memory, tokenizer, prefixes=PrefixCache(memory))
     session = (
         ChatSession(engine, system=settings.system)

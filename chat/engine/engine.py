@@ -42,7 +42,7 @@ from hybridmem.chat.engine.scheduling import Load, Scheduler
 from hybridmem.chat.engine.serving import Serving
 from hybridmem.chat.engine.stats import EngineStats
 from hybridmem.chat.engine.stepping import Stepper
-from hybridmem.chat.engine.streaming import TextStream
+from hybridmem.chat.engine.streaming import CONTEXT_TOKENS, TextStream
 from hybridmem.chat.prompts import Tokenizer, find_stop_ids
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, HybridMemory, Sequence, SequenceError, SpecError, StepError
@@ -242,7 +242,13 @@ class Engine:
         return request if max_tokens == request.max_tokens else replace(request, max_tokens=max_tokens)
 
     def _add(self, choices: list[Request]) -> list[Generation]:
-        streams = [TextStream(self.tokenizer, each.stop, shows_special=each.output.shows_special) for each in choices]
+        streams = [
+            TextStream(
+                self.tokenizer, each.stop, shows_special=each.output.shows_special,
+                before=each.token_ids[-CONTEXT_TOKENS:] if each.output.continues_text else (),
+            )
+            for each in choices
+        ]  # fmt: skip
         generations = self._scheduler.add(choices, streams, self._clock())
         self._serving.wake()
         return generations

@@ -22,6 +22,8 @@ class Output:
         logprobs: how many alternatives are reported with each token, with log probabilities. None: no log probabilities
             at all.
         shows_special: special tokens have their names as text, except those that end the reply.
+        continues_text: the reply's text goes on from that of the prompt, so it keeps a space before its first word.
+            Otherwise SentencePiece's tokenizers leave it out, as at the beginning of a text.
         reports_end: whether the token that ends the reply has a log probability as well, although it has no text.
         prompt_logprobs: how many alternatives are reported with each token of the prompt, with log probabilities. None:
             the prompt is not scored. Tokens that are scored are computed, even if a cached prefix has them.
@@ -35,6 +37,7 @@ class Output:
     grammar: Grammar | None = None
     logprobs: int | None = None
     shows_special: bool = False
+    continues_text: bool = False
     reports_end: bool = False
     prompt_logprobs: int | None = None
     scored_from: int = 1

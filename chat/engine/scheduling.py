@@ -280,16 +280,19 @@ class Scheduler:
     def _find_leader(self, job: Job) -> tuple[Job, int] | None:
         """Return the running job that will feed the longest common beginning, and its checkpoint's position there."""
         assert self._prefixes is not None
-        n_common, leader = 0, None
+        n_common, leader, most = 0, None, min(job.most_reused, len(job.tokens) - 1)
         for other in self.running:
             if other.n_base == 0 and other.is_prefilling and other.request.owner == job.request.owner:
                 least = max(n_common, other.n_fed, LEAST_CHUNK_TOKENS - 1)  # Fewer common tokens are of no use.
                 if job.tokens[least : least + 1] != other.tokens[least : least + 1]:
                     continue  # Nearly all jobs end here. With many requests, comparing all of them takes long.
-                n = min(_n_common(job.tokens, other.tokens), len(job.tokens) - 1, other.generation.n_prompt)
+                n = min(_n_common(job.tokens, other.tokens), most, other.generation.n_prompt)
                 if n > least:
                     n_common, leader = n, other
-        if leader is None or n_common - self._prefixes.find(job.tokens, job.request.owner).reused < LEAST_CHUNK_TOKENS:
+        if leader is None:
+            return None
+        n_known = self._prefixes.find(job.tokens[: most + 1], job.request.owner).reused
+        if n_common - n_known < LEAST_CHUNK_TOKENS:
             return None
         near = [cut for cut in leader.cuts if n_common - LEAST_CHUNK_TOKENS < cut <= n_common and cut > leader.n_fed]
         if near:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 
 from hybridmem.chat.prompts import Tokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Tokenizers decode bytes to this if they are not a character, or not yet a whole one."""
+
+
+CONTEXT_TOKENS = 8
+"""So many tokens before a reply are enough to decode its first characters as they stand behind these."""
 
 
 class TextStream:
@@ -20,12 +25,16 @@ class TextStream:
         tokenizer: decodes the tokens. None: there is no text at all.
         stop: strings that end the text. It is cut before the first of them.
         shows_special: whether special tokens appear in the text by their names.
+        before: the last tokens of the text that this one continues; none if it is a text of its own.
     Attributes:
         text: all text that was returned so far.
         stopped_by: the stop string that was found. Nothing is added after it.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = (), *, shows_special: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = (), *, shows_special: bool = False,
+        before: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.text = ""
         self.stopped_by: str | None = None
         self._tokenizer = tokenizer
@@ -33,9 +42,10 @@ class TextStream:
         self._skips_special = not shows_special
         self._held = ""  # This text is decoded and not shown. It may be the start of a stop string.
         # Tokens are decoded together with those of the piece before: a space may depend on what stands to its left.
-        self._window: list[int] = []
-        self._n_before = 0  # This many tokens of the window belong to the piece before.
-        self._n_taken = 0  # This many characters of the window's text were taken already.
+        self._window: list[int] = [*before]
+        self._n_before = len(self._window)  # This many tokens of the window belong to the piece before.
+        # This many characters of the window's text were taken already.
+        self._n_taken = len(self._decode(self._window).rstrip(_INCOMPLETE)) if self._window else 0
 
     def ahead(self) -> TextStream:
         """Return an independent copy."""

@@ -16,8 +16,10 @@ from hybridmem.chat.server.error_forms import answer_api_error, answer_http_erro
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.guard import Guard, takes_body
 from hybridmem.chat.server.messages.endpoints import Messages
+from hybridmem.chat.server.ollama.endpoints import Ollama
 from hybridmem.chat.server.options import ServerOptions
 from hybridmem.chat.server.page_files import PREFIX, show_file, show_page
+from hybridmem.chat.server.scores import Scores
 from hybridmem.chat.server.service import Service
 from hybridmem.chat.server.sessions.keeping import keeping
 from hybridmem.chat.server.sessions.pins import Pins
@@ -63,7 +65,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     app.state.service = service
     app.state.sessions = repository
     view, tokenizing = service.memory_view, Tokenizing(service)
-    messages = Messages(service)
+    messages, ollama = Messages(service), Ollama(service)
     embedding = Embedding(service, service.options.pooling)
     routes: dict[str, tuple[str, Callable[..., Any]]] = {
         "/health": ("GET", service.health),
@@ -80,6 +82,13 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         "/v1/messages": ("POST", messages.create),
         "/v1/messages/count_tokens": ("POST", messages.count),
         "/v1/embeddings": ("POST", embedding.embed),
+        "/v1/score": ("POST", Scores(service).score),
+        "/api/chat": ("POST", ollama.chat),
+        "/api/generate": ("POST", ollama.generate),
+        "/api/show": ("POST", ollama.show),
+        "/api/tags": ("GET", ollama.tags),
+        "/api/ps": ("GET", ollama.tags),
+        "/api/version": ("GET", ollama.version),
         "/tokenize": ("POST", tokenizing.tokenize),
         "/detokenize": ("POST", tokenizing.detokenize),
     }

@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse
 
 from hybridmem.chat.server.errors import ApiError, clip
 from hybridmem.chat.server.messages.errors import message_error
+from hybridmem.chat.server.ollama.errors import ollama_error
 
 ErrorForm = Callable[[ApiError], dict[str, Any]]
-_FORMS: dict[str, ErrorForm] = {"/v1/messages": message_error}
+_FORMS: dict[str, ErrorForm] = {"/v1/messages": message_error, "/api": ollama_error}
 """Paths that begin with these have a form of their own. All others have OpenAI's."""
 
 

@@ -104,12 +104,13 @@ def finish_reason_of(generation: Generation) -> str | None:
 
 
 class EventStream(Response):
-    """Sends server-sent events, each as soon as it is there."""
+    """Sends server-sent events, or lines of another type, each as soon as it is there."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+    def __init__(self, events: AsyncGenerator[str, None], media_type: str = media_type) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._events = events
 

@@ -30,6 +30,10 @@ PATHS_WITH_BODIES = (
     "/v1/embeddings",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/v1/score",
+    "/api/chat",
+    "/api/generate",
+    "/api/show",
     "/tokenize",
     "/detokenize",
 )

@@ -94,5 +94,10 @@ def _text(raw: bytes) -> str:
     return raw.decode(errors="replace")
 
 
+def token_text(tokens: TokenBytes, token_id: int) -> str:
+    """Return the text of a token. A part of a character is shown as a replacement character."""
+    return _text(tokens.of(token_id))
+
+
 def _finite(logprob: float | None) -> float:
     return max(_LEAST, _LEAST if logprob is None else logprob)

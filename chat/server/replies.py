@@ -27,7 +27,7 @@ class Ask:
     """Holds one prompt, the sampling of each of its choices, and the owner of its prefixes.
 
     Attributes:
-        output, priority, deadline_s: the arguments of `Engine.submit`.
+        output, priority, deadline_s, marks: the arguments of `Engine.submit`.
         reports_prefill: whether pieces also come while the prompt is computed.
         prediction: token ids that most of the reply is expected to repeat.
         count_thoughts: counts how many token ids of a reply are thoughts. None: the model has no thoughts.
@@ -43,6 +43,7 @@ class Ask:
     deadline_s: float | None = None
     reports_prefill: bool = False
     prediction: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
     count_thoughts: Callable[[Sequence[int]], int] | None = None
 
 
@@ -146,6 +147,7 @@ class Replies:
             deadline_s=ask.deadline_s,
             reports_prefill=ask.reports_prefill,
             prediction=ask.prediction,
+            marks=ask.marks,
         )
         self.generations |= {first + generation.choice: generation for generation in generations}
 

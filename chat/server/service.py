@@ -169,17 +169,11 @@ class Service:
         return await self.reply(exchange_of(request.scope), [ask], style, _writer(asked, style))
 
     async def complete(self, request: Request) -> Response:
-        body = await request.body()
-        asked, encoded, output = await self.texts.run(
-            len(body), lambda texts: self._read_completion(texts, body), param="prompt"
-        )
-        exchange_of(request.scope).note_left_out(asked.left_out)
-        owner = self.owners.of_prefixes(request.headers.get, asked)
-        asks = [self._ask(asked, token_ids, asked.max_tokens, owner, output, param="prompt") for token_ids in encoded]
-        echoes = [""] * len(asks)
+        asked, asks = await self.ask_completion(request, partial(read_request, CompletionRequest))
+        encoded, echoes = [ask.token_ids for ask in asks], [""] * len(asks)
         if asked.echo:
-            pairs = list(zip(asked.prompt, encoded, strict=True))
-            echoes = await self.texts.run(len(body), lambda texts: [self._text_of(texts, *pair) for pair in pairs])
+            pairs, n_bytes = list(zip(asked.prompt, encoded, strict=True)), len(await request.body())
+            echoes = await self.texts.run(n_bytes, lambda texts: [self._text_of(texts, *pair) for pair in pairs])
         style = CompletionFormat(
             asked.model,
             self.tokens,
@@ -233,6 +227,18 @@ class Service:
             ask = replace(ask, prediction=tuple(ids))
         return asked, self.with_thoughts(ask, new_reader), new_reader
 
+    async def ask_completion(
+        self, request: Request, read: Callable[[bytes], CompletionRequest]
+    ) -> tuple[CompletionRequest, list[Ask]]:
+        """Read prompts that are to be continued, in whatever dialect, as `ask_chat` reads a chat. Raises ApiError."""
+        body = await request.body()
+        asked, encoded, output = await self.texts.run(
+            len(body), lambda texts: self._read_completion(texts, body, read), param="prompt"
+        )
+        exchange_of(request.scope).note_left_out(asked.left_out)
+        owner = self.owners.of_prefixes(request.headers.get, asked)
+        return asked, [self._ask(asked, ids, asked.max_tokens, owner, output, param="prompt") for ids in encoded]
+
     def read_chat(
         self, texts: Tokenizer, body: bytes, read: Callable[[bytes], ChatRequest]
     ) -> tuple[ChatRequest, list[int], Output, NewReader]:
@@ -250,10 +256,12 @@ class Service:
             raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
         return asked, token_ids, *self.shaping.shape(texts, token_ids, asked.shape, asked, asked.n_logprobs)
 
-    def _read_completion(self, texts: Tokenizer, body: bytes) -> tuple[CompletionRequest, list[list[int]], Output]:
+    def _read_completion(
+        self, texts: Tokenizer, body: bytes, read: Callable[[bytes], CompletionRequest]
+    ) -> tuple[CompletionRequest, list[list[int]], Output]:
         """Read a request and the tokens of its prompts. Raises ApiError."""
         check_lists(body, self.context_tokens, param="prompt")
-        asked = read_request(CompletionRequest, body)
+        asked = read(body)
         self.check_model(asked.model)
         for prompt in asked.prompt:
             if not isinstance(prompt, str):  # Too many token ids are refused before any text is encoded.
@@ -316,16 +324,28 @@ class Service:
         exchange.at_end += [replies.cancel, lambda: self._live.discard(replies), lambda: account_for(exchange, replies)]
         return replies
 
-    async def reply(self, exchange: Exchange, asks: list[Ask], form: Whole, writer: Writer | None) -> Response:
-        """Generate a reply, as a stream if there is a writer for it. Raises ApiError."""
+    async def run(self, exchange: Exchange, asks: list[Ask]) -> Replies:
+        """Generate replies to their ends. Raises ApiError."""
         replies = self.begin(exchange, asks)
         try:
-            if writer is not None:
-                return EventStream(write_stream(replies, await first_piece(replies), writer))
             while await replies.next() is not None:
                 pass
         except Exception as error:
             raise as_api_error(error) from None
+        return replies
+
+    async def reply(
+        self, exchange: Exchange, asks: list[Ask], form: Whole, writer: Writer | None, *,
+        media_type: str = EventStream.media_type
+    ) -> Response:  # fmt: skip
+        """Generate a reply, as a stream if there is a writer for it. Raises ApiError."""
+        if writer is not None:
+            replies = self.begin(exchange, asks)
+            try:
+                return EventStream(write_stream(replies, await first_piece(replies), writer), media_type)
+            except Exception as error:
+                raise as_api_error(error) from None
+        replies = await self.run(exchange, asks)
         generations = [generation for _, generation in sorted(replies.generations.items())]
         return JSONResponse(form.whole(generations, replies.usage()))
 

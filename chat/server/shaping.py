@@ -70,7 +70,7 @@ class Shaping:
         The token that ends a reply has a log probability, too: who asks for one token gets one.
         """
         if shape is None:
-            return Output(logprobs=logprobs, reports_end=True)
+            return Output(logprobs=logprobs, continues_text=True, reports_end=True)
         output, _ = self.shape(_NoText(), (), shape, ToolFields(), logprobs)
         return Output(grammar=output.grammar, logprobs=logprobs, reports_end=True)
 

@@ -100,7 +100,9 @@ async def write_stream(replies: Replies, first: Piece | None, writer: Writer) ->
     """
     try:
         opening = writer.begin()
-        yield opening + (writer.wait() if first is None else writer.add(first, replies.usage))
+        opening += writer.wait() if first is None else writer.add(first, replies.usage)
+        if opening:
+            yield opening
         async for piece in replies.pieces():
             events = writer.wait() if piece is None else writer.add(piece, replies.usage)
             if events:

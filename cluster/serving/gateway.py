@@ -34,7 +34,16 @@ from hybridmem.cluster.serving.stored import check_stored
 
 MOST_TRIES = 4
 """A request is sent to at most this many replicas, if each dies in the middle of it."""
-_COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses")
+_COUNTED = (
+    "/api/chat",
+    "/api/generate",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/messages",
+    "/v1/responses",
+    "/v1/score",
+)
 """Requests at these paths count against the limits of the gateway and of their key."""
 
 

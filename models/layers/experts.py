@@ -14,6 +14,7 @@ from hybridmem.memory import FormatError
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.weights.checkpoint import Checkpoint
+from hybridmem.models.weights.coded import as_floats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -116,7 +117,7 @@ class MixtureOfExperts:
     ) -> None:  # fmt: skip
         if not 1 <= n_chosen <= len(experts):
             raise FormatError(f"num_experts_per_tok is {n_chosen}, but there are {len(experts)} experts")
-        self._router = router
+        self._router = as_floats(router)
         self._experts = experts
         self._n_chosen = n_chosen
         self._route = route(n_chosen)

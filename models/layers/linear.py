@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridmem.models.layers.dry import joined
 from hybridmem.models.layers.norms import GatedNorm, RMSNorm
-from hybridmem.models.products.choice import hold
+from hybridmem.models.products.choice import hold_joined, rows_of
 from hybridmem.models.weights.checkpoint import Checkpoint
-from hybridmem.models.weights.formats import wanted_format
+from hybridmem.models.weights.formats import WeightFormat, wanted_format
 
 if TYPE_CHECKING:
-    from hybridmem.models.products.choice import HeldWeight
     from hybridmem.models.products.few_rows import CompiledProduct
+    from hybridmem.models.products.quantised import QuantisedWeight
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -61,27 +60,35 @@ class Linear:
         weights: (n_out, n_in), or several that share their input, (n_out_i, n_in): their outputs are concatenated.
         bias: (n_out,) or None.
         activation: its name in transformers' configs, or None.
+        format: of the weights; by default what `weights_in` asks for.
     """
 
-    def __init__(self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
-        weight = joined(*weights)
-        self.n_out, self.n_in = weight.shape
-        self._weight: Tensor | HeldWeight = weight
+    def __init__(
+        self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None,
+        format: WeightFormat | None = None,
+    ) -> None:  # fmt: skip
+        self.n_out, self.n_in = sum(len(weight) for weight in weights), weights[0].shape[1]
+        self._weight = held = hold_joined(weights, format or wanted_format())
         fused: Container[str | None] = ()
-        if (held := hold(weight, wanted_format() or "auto")) is not None:
-            self._weight, fused = held, held.FUSED
+        if not isinstance(held, Tensor):
+            fused = held.FUSED
             bias = None if bias is None else bias.to(held.bias_dtype)
         self._bias = None if bias is None else bias.contiguous()
         self._fused = activation if activation in fused else None
         self._activation = None if activation is None or self._fused else activation_by(activation)
         self.compiled: CompiledProduct | None = None
-        if self._activation is None and held is not None:
+        if self._activation is None and not isinstance(held, Tensor):
             self.compiled = held.compiled(self._bias, self._fused)
 
     @property
     def is_packed(self) -> bool:
         """True if the plain weights are not kept."""
         return not isinstance(self._weight, Tensor)
+
+    @property
+    def rows(self) -> Tensor | QuantisedWeight | None:
+        """Return what single rows of the weight can be read from; None if it is packed so that they cannot."""
+        return rows_of(self._weight)
 
     @staticmethod
     def load(

@@ -22,7 +22,8 @@ from hybridmem.memory.kernels.signature import Prepared
 from hybridmem.memory.state.access import States
 from hybridmem.models.layers.norms import SplitNorm
 from hybridmem.models.products.few_rows import CompiledProduct
-from hybridmem.models.products.few_rows_kernels import FIELDS, N_PADDED, codes_like, keep, product_by
+from hybridmem.models.products.few_rows_kernels import codes_like, product_by
+from hybridmem.models.products.fields import FIELDS, N_PADDED, keep
 
 if TYPE_CHECKING:
     from hybridmem.memory.recurrences import Mamba1
@@ -111,7 +112,7 @@ class _Call:
         is_for_it = (
             isinstance(norms, SplitNorm | None)
             and (norm is None or (norm.dtype == like.dtype and len(norm) == x_proj.n_out))
-            and x_proj.kind == dt_proj.kind
+            and x_proj.kind.is_called_like(dt_proj.kind)
             and x_proj.n_padded == x_proj.n_in == n_channels
             and x_proj.n_out == dt_rank + 2 * n_states
             and conv_bias.dtype == taps.dtype

@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from hybridmem.models.layers.linear import Linear
+from hybridmem.models.products.choice import hold_rows
 from hybridmem.models.weights.checkpoint import Checkpoint
+from hybridmem.models.weights.coded import CodedTensor
+from hybridmem.models.weights.formats import wanted_vocabulary_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from hybridmem.models.products.quantised import QuantisedWeight
 
 HEAD = "lm_head.weight"
 """Name of the head's weights in the checkpoints of most families."""
@@ -23,24 +28,25 @@ class Embedding:
     """Looks up the embeddings of tokens, in `dtype` and times `scale`.
 
     Attributes:
-        weight: (vocabulary, M), in any dtype.
+        weight: (vocabulary, M), in any dtype; or what holds such a weight for products too.
     """
 
-    weight: Tensor
+    weight: Tensor | QuantisedWeight
     dtype: torch.dtype
     scale: float = 1.0
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         """Return (T, M)."""
-        x_TM = self.weight[token_ids_T].to(self.dtype)
+        rows = self.weight[token_ids_T] if isinstance(self.weight, Tensor) else self.weight.rows(token_ids_T)
+        x_TM = rows.to(self.dtype)
         return x_TM if self.scale == 1.0 else x_TM * self.scale
 
 
 class Vocabulary:
     """Holds the token embedding and the output head, as one matrix if they are tied.
 
-    Single rows cannot be read from a packed head. Then the embedding stays mapped from the file, where a lookup reads
-    single rows.
+    Single rows cannot be read from a head of packed floats. Then the embedding stays mapped from the file, where a
+    lookup reads single rows.
 
     Args:
         name, head: names of the embedding and of the head's weights; the same if they are one matrix.
@@ -55,11 +61,11 @@ class Vocabulary:
         self._name, self._shape = name, (config.vocab_size, config.hidden_size)
         self._logits_scale, self._logits_cap = logits_scale, logits_cap
         weight = checkpoint.take(head, *self._shape)
-        self._head = Linear(weight)
-        is_shared = head == name and not self._head.is_packed
-        self.embed = Embedding(
-            weight if is_shared else self._take_rows(checkpoint, name), checkpoint.dtype, embedding_scale
-        )
+        self._head = Linear(weight, format=wanted_vocabulary_format())
+        rows: Tensor | QuantisedWeight | None = self._head.rows if head == name else None
+        if rows is None:
+            rows = self._take_rows(checkpoint, name)
+        self.embed = Embedding(rows, checkpoint.dtype, embedding_scale)
 
     @staticmethod
     def load(
@@ -73,8 +79,10 @@ class Vocabulary:
         """Return the embedding of this name, with the same scale: of an encoder, say, beside the decoder's."""
         return self.embed if name == self._name else replace(self.embed, weight=self._take_rows(checkpoint, name))
 
-    def _take_rows(self, checkpoint: Checkpoint, name: str) -> Tensor:
+    def _take_rows(self, checkpoint: Checkpoint, name: str) -> Tensor | QuantisedWeight:
         weight = checkpoint.take_as_stored(name, *self._shape)
+        if isinstance(weight, CodedTensor):
+            return hold_rows(weight.to(checkpoint.dtype), wanted_vocabulary_format())
         return weight if self._head.is_packed else weight.to(checkpoint.device, checkpoint.dtype)
 
     def logits(self, x_TM: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf
 from hybridmem.models.loading.quantised_checkpoints import find_coding
 from hybridmem.models.weights.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
+from hybridmem.models.weights.coded import CodedTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -23,10 +24,11 @@ _MOST_NUMBERS = 1 << 60
 
 
 class DryCheckpoint(Checkpoint):
-    """Has no files: every tensor that is taken exists, has the shape that is expected, and takes no memory.
+    """Reads no numbers: every tensor that is taken exists, has the shape that is expected, and takes no memory.
 
     Args:
-        files: a checkpoint of the same model, which says what is tied; without it the config does.
+        files: a checkpoint of the same model, which says what is tied, and stored in few bits; without it the config
+            says what is tied.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, files: Checkpoint | None = None) -> None:
@@ -37,7 +39,7 @@ class DryCheckpoint(Checkpoint):
         return 0
 
     def __contains__(self, name: str) -> bool:
-        return True
+        return self._stored is None or name in self._stored
 
     def tie(self, source: str, *names: str, is_tied: bool = True, own: Collection[str] = ()) -> tuple[str, ...]:
         if self._stored is not None and (is_tied or all(name in self._stored for name in names)):
@@ -55,17 +57,29 @@ class DryCheckpoint(Checkpoint):
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if math.prod(shape) >= _MOST_NUMBERS:
             raise FormatError(f"{name} of {self.folder} would have the shape {list(shape)}; correct config.json")
+        if dtype is None and self.keeps_bits and (coded := self._coded(name, shape)) is not None:
+            return coded
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def take_as_stored(self, name: str, *shape: int) -> Tensor:
         return self.take(name, *shape)
+
+    def _coded(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """Return a tensor that the files hold in few bits."""
+        if self._stored is None or name not in self._stored:
+            return None
+        try:
+            found = self._stored.take_as_stored(name, *shape)
+        except FormatError:
+            return None
+        return found.to(self.dtype) if isinstance(found, CodedTensor) else None
 
 
 def find_files(place: Path, config: PreTrainedConfig) -> Checkpoint | None:
     """Return the checkpoint of a folder or GGUF file, unread; None if there is none that can be read."""
     try:
         if is_gguf(place):
-            return GgufCheckpoint(GgufFile(place), config, torch.device("cpu"), torch.float32)
+            return GgufCheckpoint(GgufFile(place), config, torch.device("meta"), torch.float32)
         checkpoint = UnreadCheckpoint(place, torch.float32)
         if (coding := find_coding(config)) is not None:
             checkpoint.decode_with(coding)

@@ -5,6 +5,7 @@ transformers, the hub and progress bars are imported when they are needed: `impo
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Never
@@ -21,13 +22,14 @@ from hybridmem.models.loading.dry import DryCheckpoint
 from hybridmem.models.loading.folders import find_folder, read_config, unsupported
 from hybridmem.models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
 from hybridmem.models.loading.quantised_checkpoints import find_coding
-from hybridmem.models.products.choice import compile_ahead
+from hybridmem.models.products.choice import Kind, compile_ahead, noting_kinds
 from hybridmem.models.weights.checkpoint import (
     Checkpoint,
     LoadedCheckpoint,
     SampledCheckpoint,
     UnsupportedModelError,
 )
+from hybridmem.models.weights.coded import CodedTensor
 from hybridmem.models.weights.formats import WeightFormat, weights_in
 from hybridmem.models.weights.signature import signature_of
 
@@ -56,8 +58,9 @@ def load_model(
         path_or_hub_id: a folder with config.json and safetensors; a GGUF file, or a folder with one; "embedded" for the
             model that ships with the library; or a model id on the Hugging Face hub, downloaded once.
         dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto" takes the checkpoint's own.
-        weights: "int8" or "int4" rounds the weights of products to integers while they are read, on the CPU; "auto"
-            keeps them in `dtype`.
+        weights: how products hold weights. "auto" keeps the bits of the files on the CPU, also those of quantised
+            ones; "dense" makes them floats in `dtype`. "int8" or "int4" rounds what has more bits to integers while it
+            is read, on the CPU; heads and embeddings have 8 bits with "int4" too.
         progress: whether to show a bar on stderr; by default on a terminal, for larger checkpoints.
     Raises:
         FormatError: files are missing, damaged, or do not fit the config; the message names the tensor.
@@ -66,8 +69,7 @@ def load_model(
     Warns of tensors that nothing uses, and of heads and embeddings that differ although the config ties them: what the
     files hold is used.
     Cost: reads every tensor once. On the CPU matrices are laid out for their kernels one by one: memory holds the model
-    and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped. Weights that are stored
-    quantised become dense in `dtype` one by one.
+    and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped.
     """
     if unknown:
         refuse_arguments("load_model", (), unknown)
@@ -80,14 +82,15 @@ def load_model(
     is_shown = (
         Console(stderr=True).is_terminal and len(checkpoint) >= _PROGRESS_FROM_TENSORS if progress is None else progress
     )
+    kinds = Counter[Kind]()
     with Progress(console=Console(stderr=True), disable=not is_shown) as bar:
         task = bar.add_task(f"loading {folder.name}", total=len(checkpoint))
         checkpoint.on_taken = lambda: bar.advance(task)
-        with weights_in(weights, device):
+        with weights_in(weights, device), noting_kinds(kinds):
             model = build(model_class, config, checkpoint)
     checkpoint.warn_of_surprises()
     if device.type == "cpu":
-        compile_ahead(checkpoint.dtype, (weights,))  # so that no step waits for it
+        compile_ahead(kinds)  # so that no step waits for it
     return model
 
 
@@ -124,11 +127,12 @@ def from_transformers(
     for prefix, module in hf_model.named_modules():
         if getattr(module, "layers_are_rescaled", False) and hf_model.config.rescale_every > 0:
             _undo_rescaling(checkpoint, f"{prefix}.blocks", hf_model.config)
-    with weights_in(weights, device):
+    kinds = Counter[Kind]()
+    with weights_in(weights, device), noting_kinds(kinds):
         model = build(model_class, hf_model.config, checkpoint)
     checkpoint.warn_of_surprises()
     if device.type == "cpu":
-        compile_ahead(checkpoint.dtype, (weights,))  # so that no step waits for it
+        compile_ahead(kinds)  # so that no step waits for it
     return model
 
 
@@ -291,7 +295,9 @@ def weight_bytes(model: LanguageModel) -> int:
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        if isinstance(thing, Tensor):
+        if isinstance(thing, CodedTensor):
+            todo += thing.parts
+        elif isinstance(thing, Tensor):
             found[id(thing)] = thing
         elif isinstance(thing, list | tuple):
             todo += thing

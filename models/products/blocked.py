@@ -10,16 +10,17 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
 from hybridmem.memory.kernels.cpu.threads import use_threads
-from hybridmem.models.products import amx, blocked_kernels, epilogue, huge_pages, integer_vectors
+from hybridmem.models.products import amx, blocked_kernels, epilogue, huge_pages
 from hybridmem.models.products.few_rows import CompiledProduct
 from hybridmem.models.products.few_rows_kernels import ProductKind
 from hybridmem.models.products.kernels import KERNELS
+from hybridmem.models.weights.layouts import BLOCK
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
 
 
-_OUTPUTS = blocked_kernels.BLOCKS * integer_vectors.BLOCK
+_OUTPUTS = blocked_kernels.BLOCKS * BLOCK
 _PER_CODE = {torch.float32: 1, torch.bfloat16: 2}
 _CODES = {torch.float32: np.float32, torch.bfloat16: np.uint32}
 

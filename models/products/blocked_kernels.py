@@ -21,7 +21,8 @@ from numba import njit, prange, types
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import array_at, untyped_intrinsic
 from hybridmem.models.products.epilogue import block_epilogue
-from hybridmem.models.products.integer_vectors import BLOCK, FLOATS, PAIRS_OF_BFLOAT, ZEROS, call, in_every_lane
+from hybridmem.models.products.integer_vectors import FLOATS, PAIRS_OF_BFLOAT, ZEROS, call, in_every_lane
+from hybridmem.models.weights.layouts import BLOCK
 
 BLOCKS = 4
 """Blocks of outputs that are computed at once; outputs are padded to as many."""

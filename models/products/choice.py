@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, get_args
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hybridmem.memory.blocks.scoped import Scoped
 from hybridmem.models.products.packed import PackedWeight, packed_dtype
+from hybridmem.models.weights.coded import CodedTensor, Form, as_floats
 from hybridmem.models.weights.formats import WeightFormat
+from hybridmem.models.weights.gguf_forms import FORMS
+from hybridmem.models.weights.layouts import Layout
 
 if TYPE_CHECKING:
     from hybridmem.models.products.blocked import BlockedWeight
+    from hybridmem.models.products.joined import JoinedWeight
     from hybridmem.models.products.quantised import QuantisedWeight
 
-    HeldWeight = PackedWeight | BlockedWeight | QuantisedWeight
+    HeldWeight = PackedWeight | BlockedWeight | QuantisedWeight | JoinedWeight
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Says how a weight is held.
+
+    Attributes:
+        layout: of its integers; None for floats.
+        dtype: of the floats, or those for which the integers stand.
+        stored: the form in which its file has it; None for floats, and for what was made of floats.
+    """
+
+    layout: Layout | None
+    dtype: torch.dtype
+    stored: Form | None = None
+
+    def __str__(self) -> str:
+        """Say in which bits weights are held, and in which they are stored if these are others."""
+        floats = str(self.dtype).removeprefix("torch.")
+        if self.stored is None:
+            return floats if self.layout is None else f"{self.layout.n_bits} bits"
+        if self.layout == self.stored.layout:
+            return f"{self.stored.name}, as stored"
+        return f"{self.stored.name} as {floats if self.layout is None else f'integers of {self.layout.n_bits} bits'}"
+
+
+_kinds = Scoped[Counter[Kind] | None]("kinds of weights", None)
+
+
+def noting_kinds(kinds: Counter[Kind]) -> AbstractContextManager[None]:
+    """Count, by their kind, the numbers of all weights that are held meanwhile."""
+    return _kinds.set_to(kinds)
 
 
 def hold(weight: Tensor, format: WeightFormat) -> HeldWeight | None:
@@ -23,25 +64,114 @@ def hold(weight: Tensor, format: WeightFormat) -> HeldWeight | None:
 
     Modules that need numba are imported when they are used: others do without it.
     """
-    if format != "auto":
+    form: Form | None = None
+    if isinstance(weight, CodedTensor):
+        if (kept := _keep(weight, format)) is not None:
+            return kept
+        form, weight = weight.form, weight.dense()
+    if format != "auto" and format != "dense":
         from hybridmem.models.products.quantised import QuantisedWeight
 
-        return QuantisedWeight(weight, format)
+        rounded = QuantisedWeight.rounded(weight, format)
+        _note(Kind(rounded.layout, rounded.dtype, form), weight)
+        return rounded
+    _note(Kind(None, weight.dtype, form), weight)
     if (dtype := packed_dtype(weight)) is None:
         return None
     from hybridmem.models.products.kernels import choose
 
-    if (kernel := choose("auto", dtype)) is None:
+    if (kernel := choose(None, dtype)) is None:
         return PackedWeight(weight, dtype)
     from hybridmem.models.products.blocked import BlockedWeight
 
     return BlockedWeight(weight, dtype, kernel)
 
 
-def compile_ahead(dtype: torch.dtype, formats: Iterable[WeightFormat] = get_args(WeightFormat)) -> None:
-    """Compile what models of this dtype need for weights of these formats, or load it from disk."""
-    for format in formats:
-        if (held := hold(torch.zeros(1, 1, dtype=dtype), format)) is not None:
-            held.multiply(torch.zeros(1, 1, dtype=dtype), None, None)
-            if (product := held.compiled(None, None)) is not None:
-                product.compile()
+def hold_rows(weight: Tensor, format: WeightFormat) -> Tensor | QuantisedWeight:
+    """Return a weight of which single rows are read, in the bits in which it is stored if `format` keeps them."""
+    kept = _keep(weight, format) if isinstance(weight, CodedTensor) else None
+    return as_floats(weight) if kept is None else kept
+
+
+def rows_of(held: HeldWeight | Tensor) -> Tensor | QuantisedWeight | None:
+    """Return a weight if single rows of it can be read as it is held, else None."""
+    if isinstance(held, Tensor):
+        return held
+    if isinstance(held, PackedWeight):
+        return None
+    from hybridmem.models.products.quantised import QuantisedWeight
+
+    return held if isinstance(held, QuantisedWeight) else None
+
+
+def _keep(weight: CodedTensor, format: WeightFormat) -> QuantisedWeight | None:
+    """Return a weight in the bits in which it is stored; None if others are wanted, or no kernel is for these."""
+    from hybridmem.models.products.quantised import LAYOUTS, QuantisedWeight
+
+    if format == "dense" or (format != "auto" and weight.form.layout.n_bits > LAYOUTS[format].n_bits):
+        return None
+    if (held := QuantisedWeight.kept(weight)) is not None:
+        _note(Kind(held.layout, held.dtype, weight.form), weight)
+    return held
+
+
+def _note(kind: Kind, weight: Tensor) -> None:
+    if (kinds := _kinds.get()) is not None:
+        kinds[kind] += weight.numel()
+
+
+def hold_joined(weights: Sequence[Tensor], format: WeightFormat) -> HeldWeight | Tensor:
+    """Return weights (n_out_i, n_in) as one, as the fastest product reads it; a tensor for torch's own product.
+
+    Those that are stored alike become one weight. Others are joined as they are held.
+    """
+    alike = [list(group) for _, group in groupby(weights, _stored_as)]
+    if len(alike) > 1:
+        parts = [hold(_cat(group), format) for group in alike]
+        if all(part is not None for part in parts):
+            from hybridmem.models.products.joined import JoinedWeight
+
+            return JoinedWeight([part for part in parts if part is not None])
+        weights = [as_floats(weight) for weight in weights]
+    whole = _cat(weights)
+    return as_floats(whole) if (held := hold(whole, format)) is None else held
+
+
+def _stored_as(weight: Tensor) -> str | None:
+    return weight.form.name if isinstance(weight, CodedTensor) else None
+
+
+def _cat(weights: Sequence[Tensor]) -> Tensor:
+    """Return the weights one behind the other; of those on "meta" torch would import much for that."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    if first.is_meta and not isinstance(first, CodedTensor):
+        return first.new_empty(sum(len(weight) for weight in weights), *first.shape[1:])
+    return torch.cat(list(weights))
+
+
+def kinds_of(dtype: torch.dtype) -> list[Kind]:
+    """Return the kinds of weights of all formats, and of all forms in which GGUF files store few bits."""
+    from hybridmem.models.products.quantised import LAYOUTS
+
+    layouts = dict.fromkeys((*LAYOUTS.values(), *(form.layout for form in FORMS.values())))
+    return [Kind(layout, dtype) for layout in (None, *layouts)]
+
+
+def compile_ahead(kinds: Iterable[Kind]) -> None:
+    """Compile what products with weights of these kinds need, or load it from disk."""
+    for layout, dtype in dict.fromkeys((kind.layout, kind.dtype) for kind in kinds):
+        held: HeldWeight | None
+        if layout is None:
+            held = hold(torch.zeros(1, 1, dtype=dtype), "dense")
+        else:
+            from hybridmem.models.products.quantised import QuantisedWeight
+
+            held = own = QuantisedWeight.zeros(layout, dtype)
+            own.rows(torch.zeros(1, dtype=torch.int64))
+        if held is None:
+            continue
+        held.multiply(torch.zeros(1, 1, dtype=dtype), None, None)
+        if (product := held.compiled(None, None)) is not None:
+            product.compile()

@@ -15,7 +15,6 @@ from numba.core import cgutils
 from hybridmem.memory.kernels.cpu.numbers import element_at, rounded, untyped_intrinsic
 from hybridmem.memory.kernels.cpu.vector_math import EXP2, LOG2_E
 from hybridmem.models.products.integer_vectors import (
-    BLOCK,
     FLOATS,
     I16,
     I32,
@@ -26,6 +25,7 @@ from hybridmem.models.products.integer_vectors import (
     in_every_lane,
     multiplies_pairs,
 )
+from hybridmem.models.weights.layouts import BLOCK
 
 ACTIVATIONS = {None: 0, "silu": 1, "swish": 1, "relu": 2, "sigmoid": 3}
 """Numbers the activations that products apply to their sums, by names in transformers' configs."""

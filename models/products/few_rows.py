@@ -15,6 +15,8 @@ from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
 from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.models.products import amx, few_rows_kernels
 from hybridmem.models.products.few_rows_kernels import ProductKind
+from hybridmem.models.products.fields import SHORTS, product_fields
+from hybridmem.models.products.kernels import KERNELS
 
 PASSES_ADDRESSES = True
 """Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
@@ -84,6 +86,7 @@ class CompiledProduct:
         bias: (n_out,) float32, or empty.
         activation: its number in `epilogue.ACTIVATIONS`.
         n_multiple, n_per_code: inputs are padded to a multiple, and one code holds so many.
+        pieces: products whose outputs stand one behind the other, if the weight is several.
     """
 
     weight: tuple[np.ndarray, ...]
@@ -94,12 +97,14 @@ class CompiledProduct:
     kind: ProductKind
     n_multiple: int
     n_per_code: int
+    pieces: tuple[CompiledProduct, ...] = ()
+    _fields_of_pieces: np.ndarray | None = field(default=None, repr=False)
     _behind_norm: _Call | None = field(default=None, repr=False)
     _of_gated: _Call | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out calls: a copy has its weights at other addresses."""
-        return {**vars(self), "_behind_norm": None, "_of_gated": None}
+        return {**vars(self), "_fields_of_pieces": None, "_behind_norm": None, "_of_gated": None}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,12 +116,23 @@ class CompiledProduct:
         """The number of inputs with those that are added to reach a multiple."""
         return -(-self.n_in // self.n_multiple) * self.n_multiple
 
+    @property
+    def reads(self) -> torch.dtype:
+        """The dtype in which its kernel reads rows."""
+        return self.pieces[0].reads if self.pieces else KERNELS[self.kind.kernel].rows
+
     def fields(self) -> list[int]:
         """Describe this product in integers: see `few_rows_kernels.product_fields`."""
         n, kernel_at = self.n_padded // self.n_per_code, few_rows_kernels.product_address(self.kind)
-        return few_rows_kernels.product_fields(
-            self.weight, self.bias, self.activation, n, self.n_out, self.n_padded, kernel_at
-        )
+        return product_fields(self.arrays(), self.bias, self.activation, n, self.n_out, self.n_padded, kernel_at)
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Return the arrays that kernels are given: the weight's own, or the fields of its pieces."""
+        if not self.pieces:
+            return self.weight
+        if self._fields_of_pieces is None:
+            self._fields_of_pieces = np.array([piece.fields() for piece in self.pieces], np.int64).reshape(-1)
+        return self._fields_of_pieces.view(np.uint8), SHORTS
 
     def compile(self) -> None:
         """Compile what is called for few rows, or load it from disk."""
@@ -178,7 +194,7 @@ class CompiledProduct:
         """Return what calls of a norm and products of its rows have in common; None if kernels are not for them."""
         call = self._behind_norm
         if call is None or call.norm is not norm or call.others != others:
-            if any(other.kind != self.kind for other in others):
+            if not all(other.kind.is_called_like(self.kind) for other in others):
                 return None
             if (weight := self._prepared(norm.weights)) is None:
                 return None

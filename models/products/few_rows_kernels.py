@@ -23,6 +23,21 @@ from hybridmem.memory.kernels.cpu.norms import norm_row
 from hybridmem.memory.kernels.cpu.numbers import array_at, get, put
 from hybridmem.memory.kernels.cpu.rows import as_array, copy_
 from hybridmem.models.products import amx, epilogue
+from hybridmem.models.products.fields import (
+    ACTIVATION,
+    BIAS,
+    CODES,
+    FIELDS,
+    FLOATS,
+    KERNEL,
+    N_OUT,
+    N_PADDED,
+    SCALES,
+    SHORTS,
+    N,
+    field_array,
+    keep,
+)
 from hybridmem.models.products.kernels import KERNELS
 
 
@@ -41,11 +56,21 @@ class ProductKind:
     def has_tiles(self) -> bool:
         return KERNELS[self.kernel].has_tiles
 
+    def is_called_like(self, other: ProductKind) -> bool:
+        """True if kernels of both are given the same types of arguments, so that one call may reach either."""
+        if self == other:
+            return True
+        are_integers = self.codes.itemsize == other.codes.itemsize == 1
+        return are_integers and self.rows is other.rows and self.has_tiles is other.has_tiles
+
 
 @cache
 def codes_like(dtype: np.dtype) -> np.ndarray:
-    """Return an empty array of a type of codes, by which kernels know it."""
-    return np.empty(0, dtype)
+    """Return an empty array of a type of codes, by which kernels know it.
+
+    Kernels of all layouts of integers are called alike, at addresses: what calls them does not know the layout.
+    """
+    return np.empty(0, np.uint8 if dtype.itemsize == 1 else dtype)
 
 
 @cache
@@ -60,35 +85,8 @@ def product_address(kind: ProductKind) -> int:
     if scales:
         rows = np.empty((1, 1), like.dtype)
         return address_of(product, codes, *scales, rows, no_bias, i, i, rows)
-    own = _FLOATS if kind.codes == np.float32 else like
+    own = FLOATS if kind.codes == np.float32 else like
     return address_of(product, codes, i, i, i, no_bias, i, i, i, i, own)
-
-
-FIELDS = 11
-"""The number of a product's fields, which compiled code reads its weight and sizes from: see `product_fields`.
-
-They are one array of integers, because each array that a call is given has an object to be read, and between two calls
-the weights push such objects out of the caches.
-"""
-
-_CODES, _SCALES, _BIAS, _ACTIVATION, _N, _N_OUT, N_PADDED, _KERNEL = 0, 2, 4, 6, 7, 8, 9, 10
-_FLOATS, _SHORTS = np.empty(0, np.float32), np.empty(0, np.uint16)
-
-
-def product_fields(
-    weight: tuple[np.ndarray, ...], bias: np.ndarray, activation: int, n: int, n_out: int, n_padded: int, kernel_at: int
-) -> list[int]:
-    """Describe a product in integers for compiled code; its arrays must live as long as these are used.
-
-    Args:
-        weight: arrays of codes, and of scales if they are integers.
-        n_padded: inputs of a row, of which the last may be zeros; n counts their codes, or inputs where weights are
-            integers and there are no tiles.
-        kernel_at: from `product_address`.
-    """
-    scales = weight[1] if len(weight) == 2 else _SHORTS
-    arrays = [number for array in (weight[0], scales, bias) for number in (array.ctypes.data, len(array))]
-    return [*arrays, activation, n, n_out, n_padded, kernel_at]
 
 
 def _by_any_weight(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):
@@ -114,53 +112,48 @@ def _choose(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, lik
     return _tiles if has_tiles else _blocks
 
 
-@njit(inline="always")
-def _array(fields, at, like):
-    """Return the array whose address and length are two fields."""
-    return array_at(fields[at], fields[at + 1], like)
-
-
 def _integer_tiles(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):
-    call_at(fields[first + _KERNEL], (
-        _array(fields, first + _CODES, codes_like), _array(fields, first + _SCALES, _SHORTS), x_at, n_rows,
-        fields[first + _N], shape, _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, out_at,
-        fields[first + _N_OUT], like,
+    call_at(fields[first + KERNEL], (
+        field_array(fields, first + CODES, codes_like), field_array(fields, first + SCALES, SHORTS), x_at, n_rows,
+        fields[first + N], shape, field_array(fields, first + BIAS, FLOATS), fields[first + ACTIVATION], n_parts,
+        out_at, fields[first + N_OUT], like,
     ))  # fmt: skip
 
 
 def _integers(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):
-    n, n_out = fields[first + _N], fields[first + _N_OUT]
+    n, n_out = fields[first + N], fields[first + N_OUT]
     x, out = array_at(x_at, n_rows * n, like), array_at(out_at, n_rows * n_out, like)
-    call_at(fields[first + _KERNEL], (
-        _array(fields, first + _CODES, codes_like), _array(fields, first + _SCALES, _SHORTS), x.reshape((n_rows, n)),
-        _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, out.reshape((n_rows, n_out)),
+    call_at(fields[first + KERNEL], (
+        field_array(fields, first + CODES, codes_like), field_array(fields, first + SCALES, SHORTS),
+        x.reshape((n_rows, n)), field_array(fields, first + BIAS, FLOATS), fields[first + ACTIVATION], n_parts,
+        out.reshape((n_rows, n_out)),
     ))  # fmt: skip
 
 
 def _tiles(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):
-    call_at(fields[first + _KERNEL], (
-        _array(fields, first + _CODES, codes_like), x_at, n_rows, fields[first + _N], shape,
-        _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, out_at, fields[first + _N_OUT],
+    call_at(fields[first + KERNEL], (
+        field_array(fields, first + CODES, codes_like), x_at, n_rows, fields[first + N], shape,
+        field_array(fields, first + BIAS, FLOATS), fields[first + ACTIVATION], n_parts, out_at, fields[first + N_OUT],
     ))  # fmt: skip
 
 
 def _blocks(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):
-    call_at(fields[first + _KERNEL], (
-        _array(fields, first + _CODES, codes_like), x_at, n_rows, fields[first + _N],
-        _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, out_at, fields[first + _N_OUT],
+    call_at(fields[first + KERNEL], (
+        field_array(fields, first + CODES, codes_like), x_at, n_rows, fields[first + N],
+        field_array(fields, first + BIAS, FLOATS), fields[first + ACTIVATION], n_parts, out_at, fields[first + N_OUT],
         like,
     ))  # fmt: skip
 
 
 def _blocks_of_floats(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like):
-    n_inputs, n_outputs = n_rows * fields[first + _N], n_rows * fields[first + _N_OUT]
+    n_inputs, n_outputs = n_rows * fields[first + N], n_rows * fields[first + N_OUT]
     x, out = array_at(x_at, n_inputs, like), array_at(out_at, n_outputs, like)
     rows, results = np.empty(n_inputs, np.float32), np.empty(n_outputs, np.float32)
     copy_(rows, x)
-    call_at(fields[first + _KERNEL], (
-        _array(fields, first + _CODES, codes_like), rows.ctypes.data, n_rows, fields[first + _N],
-        _array(fields, first + _BIAS, _FLOATS), fields[first + _ACTIVATION], n_parts, results.ctypes.data,
-        fields[first + _N_OUT], _FLOATS,
+    call_at(fields[first + KERNEL], (
+        field_array(fields, first + CODES, codes_like), rows.ctypes.data, n_rows, fields[first + N],
+        field_array(fields, first + BIAS, FLOATS), fields[first + ACTIVATION], n_parts, results.ctypes.data,
+        fields[first + N_OUT], FLOATS,
     ))  # fmt: skip
     copy_(out, results)
     keep(rows)
@@ -199,7 +192,7 @@ def _gated(y, gate, n_rows, n_inputs, norm_weight, eps, n_part, n_padded, like):
 @njit(error_model="numpy")
 def _add_product(fields, first, codes_like, x_at, n_rows, shape, n_parts, like, residual_at, out_at, out_like):
     """Multiply rows by the weight whose fields begin at `first`, and set out to residual plus the results."""
-    n = n_rows * fields[first + _N_OUT]
+    n = n_rows * fields[first + N_OUT]
     product = np.empty(n, like.dtype)
     product_by(fields, first, codes_like, x_at, n_rows, shape, n_parts, product.ctypes.data, like)
     residual, out = array_at(residual_at, n, out_like), array_at(out_at, n, out_like)
@@ -258,7 +251,7 @@ def gated_mlp(fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, lik
     """
     up_at, down_at = 2 + FIELDS, 2 + 2 * FIELDS
     normed = _normed(x_at, n_rows, fields[1], x_like, fields[0], eps, fields[2 + N_PADDED], like)
-    n_inner = fields[2 + _N_OUT]
+    n_inner = fields[2 + N_OUT]
     gate, up = np.empty(n_rows * n_inner, like.dtype), np.empty(n_rows * n_inner, like.dtype)
     product_by(fields, 2, codes_like, normed.ctypes.data, n_rows, shape, n_parts, gate.ctypes.data, like)
     product_by(fields, up_at, codes_like, normed.ctypes.data, n_rows, shape, n_parts, up.ctypes.data, like)
@@ -268,9 +261,3 @@ def gated_mlp(fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, lik
     keep(gate)
     keep(up)
     keep(gated)
-
-
-@njit(inline="never")
-def keep(array):
-    """Keep an array until here: what only has its address does not."""
-    return len(array)

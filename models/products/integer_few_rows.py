@@ -20,10 +20,8 @@ from hybridmem.models.products import amx
 from hybridmem.models.products.amx import I64
 from hybridmem.models.products.epilogue import block_epilogue
 from hybridmem.models.products.integer_vectors import (
-    BLOCK,
     F32,
     FLOATS,
-    GROUP,
     I8,
     I16,
     I32,
@@ -32,9 +30,11 @@ from hybridmem.models.products.integer_vectors import (
     Emitter,
     every,
     in_every_lane,
+    layout_of_codes,
 )
 from hybridmem.models.products.row_ranges import multiply_back
 from hybridmem.models.products.tile_kernels import add_while
+from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS
 
 binding.initialize_native_asmparser()  # it reads `_add_pairs`
 
@@ -64,12 +64,16 @@ def _add_pair_in_memory(b: ir.IRBuilder, sums: ir.Value, weights: ir.Value, row:
     return b.asm(kind, f"vpdpwssd {4 * pair}($3){{1to16}}, $2, $0", "=v,0,v,r", [sums, weights, row], False)
 
 
+_Chains = dict[tuple[int, int], ir.Value]
+"""Sums of integers, by how far their weights are shifted and a number."""
+
+
 class _Groups:
     """Emits the sums of rows over groups of 32 inputs of blocks, in vectors of a block's sixteen outputs.
 
     Args:
         blocks: addresses of codes and scales.
-        rows: addresses of integers, units and offsets.
+        rows: addresses of integers, units and sums of integers.
         ahead_bytes: how far ahead weights are asked for; None if they are not.
     """
 
@@ -83,44 +87,74 @@ class _Groups:
         """Return totals plus the sums of a group: of the first block's rows, then of the next block's."""
         b, emitter, own = self._emitter.b, self._emitter, iter(totals)
         units = [in_every_lane(b, b.load(b.gep(unit, [group]), align=4)) for _, unit, _ in self._rows]
+        rows_sums = [self._sums_of_row(row, group) for _, _, row in self._rows]
         found = list[ir.Value]()
-        for (_, scales), integers in zip(self._blocks, self._sums(group), strict=True):
-            scale = emitter.scales(b.gep(scales, [b.mul(group, I64(BLOCK))]))
-            for unit, integer in zip(units, integers, strict=True):
-                found.append(emitter.fma(b.fmul(b.sitofp(integer, FLOATS), unit), scale, next(own)))
+        for (_, scales), integers in zip(self._blocks, self._sums(group, rows_sums), strict=True):
+            own_scales = emitter.scales(scales, group)
+            for unit, own_sums, row_sums in zip(units, integers, rows_sums, strict=True):
+                total = next(own)
+                for integer, row_sum, (scale, minimum) in zip(own_sums, row_sums, own_scales, strict=True):
+                    total = emitter.fma(b.fmul(b.sitofp(integer, FLOATS), unit), scale, total)
+                    if minimum is not None:
+                        inputs = b.fmul(b.sitofp(in_every_lane(b, row_sum), FLOATS), unit)
+                        total = emitter.fma(inputs, minimum, total)
+                found.append(total)
         return found
 
-    def _sums(self, group: ir.Value) -> list[list[ir.Value]]:
-        """Return a vector of integers for each block and row.
+    def _sums_of_row(self, row: ir.Value, group: ir.Value) -> list[ir.Value | None]:
+        """Return the sums of a row's integers that share a scale; nothing where these do not count."""
+        b, layout, halves = self._emitter.b, self._emitter.layout, self._n_halves
+        if not layout.zero and layout.minimum is None:
+            return [None] * halves
+        both = [b.load(b.gep(row, [b.add(b.mul(group, I64(2)), I64(half))]), align=4) for half in range(2)]
+        return list(both) if halves == 2 else [b.add(*both)]
 
-        Each product waits for the one before it in its sum, so where there are few they have several sums each.
+    def _sums(self, group: ir.Value, rows_sums: list[list[ir.Value | None]]) -> list[list[list[ir.Value]]]:
+        """Return vectors of integers for each block and row: one for all inputs that share a scale.
+
+        Each product waits for the one before it in its sum, so where there are few they have several sums each. Codes
+        that are taken from the higher bits of their words have sums of their own, which count so much more.
         """
-        b, is_4 = self._emitter.b, self._emitter.n_bits == 4
-        n_bytes = GROUP * BLOCK * self._emitter.n_bits // 8
-        codes = [b.gep(own, [b.mul(group, I64(n_bytes))]) for own, _ in self._blocks]
+        b, layout, halves = self._emitter.b, self._emitter.layout, self._n_halves
+        codes = [b.gep(own, [b.mul(group, I64(layout.code_bytes))]) for own, _ in self._blocks]
         if self._ahead_bytes is not None:
             for own in codes:
-                for line in range(0, n_bytes, 64):
+                for line in range(0, layout.code_bytes, 64):
                     amx.prefetch(b, b.gep(own, [I64(self._ahead_bytes + line)]))
         inputs = [b.bitcast(b.gep(row, [b.mul(group, I64(GROUP))]), I32.as_pointer()) for row, _, _ in self._rows]
-        offsets = [in_every_lane(b, b.load(b.gep(own, [group]), align=4)) if is_4 else None for _, _, own in self._rows]
-        n_chains = 2 if is_4 else self._n_chains  # codes of 4 bits in odd places count sixteenfold
-        sums = [[[offset] + [None] * (n_chains - 1) for offset in offsets] for _ in codes]
+        chains: list[list[list[_Chains]]] = [
+            [[self._start(row_sum) for row_sum in row] for row in rows_sums] for _ in codes
+        ]
         for pair, weights in enumerate(zip(*map(self._emitter.words, codes), strict=True)):
+            half, chain = pair * halves // PAIRS, pair % self._n_chains
             for row, x in enumerate(inputs):
                 both = None if len(codes) == 1 else in_every_lane(b, b.load(b.gep(x, [I64(pair)]), align=4))
-                for chains, own in zip(sums, weights, strict=True):
-                    old, integers = chains[row][pair % n_chains] or _NOTHING, b.bitcast(own, INTS)
-                    chains[row][pair % n_chains] = (
+                for own, (word, shift) in zip(chains, weights, strict=True):
+                    place = own[row][half]
+                    key = (shift, 0 if shift or layout.n_bits < 8 else chain)
+                    old, integers = place.get(key, _NOTHING), b.bitcast(word, INTS)
+                    place[key] = (
                         _add_pair_in_memory(b, old, integers, x, pair) if both is None
                         else _add_pairs(b, old, both, integers)
                     )  # fmt: skip
-        return [[self._sum(chains, is_4=is_4) for chains in own] for own in sums]
+        return [[[self._sum(place) for place in row] for row in own] for own in chains]
 
-    def _sum(self, parts: list[ir.Value], *, is_4: bool) -> ir.Value:
-        b, total = self._emitter.b, parts[0]
-        for part in parts[1:]:
-            total = b.add(total, b.ashr(part, every(4)) if is_4 else part)
+    @property
+    def _n_halves(self) -> int:
+        return GROUP // self._emitter.layout.group
+
+    def _start(self, row_sum: ir.Value | None) -> _Chains:
+        """Return the sum with which products begin: codes are more than weights by that of zero."""
+        if not self._emitter.layout.zero:
+            return {}
+        zero = self._emitter.b.mul(row_sum, I32(-self._emitter.layout.zero))
+        return {(0, 0): in_every_lane(self._emitter.b, zero)}
+
+    def _sum(self, chains: _Chains) -> ir.Value:
+        b, total = self._emitter.b, None
+        for (shift, _), part in chains.items():
+            own = b.ashr(part, every(shift)) if shift else part
+            total = own if total is None else b.add(total, own)
         return total
 
 
@@ -132,38 +166,40 @@ def sums_of(n_rows: int, n_blocks: int, ahead_bytes: int | None = AHEAD_BYTES) -
     """
 
     @untyped_intrinsic
-    def multiply(typing_context, codes, first_code, n_groups, scales, first_scale, rows, row, units, offsets, sums):
+    def multiply(
+        typing_context, codes, first_code, n_groups, scales, first_scale, block_scales, rows, row, units, row_sums, sums
+    ):  # fmt: skip
         """Multiply rows from `row` on by blocks of 16 outputs, and store their sums; not checked.
 
-        `rows`, `units` and `offsets` are those of `row_units.as_integers`. Each group of inputs counts times its scale.
-        `sums` gets 16 numbers for each row of the first block, then those of the next block.
+        `rows`, `units` and `row_sums` are those of `row_units.as_integers`. `sums` gets 16 numbers for each row of the
+        first block, then those of the next block.
         """
 
         def codegen(context, builder, signature, arguments):
-            b, emitter = builder, Emitter(builder, 8 if codes.dtype == types.int8 else 4, is_paired=True)
-            n_groups = arguments[2]
+            b, emitter = builder, Emitter(builder, layout_of_codes(codes), is_paired=True)
+            n_groups, block_scales = arguments[2], arguments[5]
 
             def pointer(i: int, at: ir.Value, element: ir.Type) -> ir.Value:
                 return b.bitcast(amx.pointer(context, b, signature, arguments, i, at), element.as_pointer())
 
             def block(i: int) -> list[ir.Value]:
-                code = b.mul(n_groups, I64(i * GROUP * BLOCK * emitter.n_bits // 8))
-                scale = b.mul(n_groups, I64(i * BLOCK))
+                code, scale = b.mul(n_groups, I64(i * emitter.layout.code_bytes)), b.mul(block_scales, I64(i))
                 return [pointer(0, b.add(arguments[1], code), I8), pointer(3, b.add(arguments[4], scale), I16)]
 
             def row(i: int) -> list[ir.Value]:
-                group = b.mul(b.add(arguments[6], I64(i)), n_groups)
-                return [pointer(5, b.mul(group, I64(GROUP)), I16), pointer(7, group, F32), pointer(8, group, I32)]
+                group = b.mul(b.add(arguments[7], I64(i)), n_groups)
+                places = pointer(8, group, F32), pointer(9, b.mul(group, I64(2)), I32)
+                return [pointer(6, b.mul(group, I64(GROUP)), I16), *places]
 
             groups = _Groups(emitter, [block(i) for i in range(n_blocks)], [row(i) for i in range(n_rows)], ahead_bytes)
             totals = [ZEROS] * n_rows * n_blocks
             _, totals = add_while(b, lambda group, _, own: groups.add(group, own), I64(0), n_groups, 1, totals)
             for i, total in enumerate(totals):
-                b.store(total, pointer(9, I64(BLOCK * i), FLOATS), align=4)
+                b.store(total, pointer(10, I64(BLOCK * i), FLOATS), align=4)
             return context.get_dummy_value()
 
         at = types.int64
-        return types.void(codes, at, at, scales, at, rows, at, units, offsets, sums), codegen
+        return types.void(codes, at, at, scales, at, at, rows, at, units, row_sums, sums), codegen
 
     return multiply
 
@@ -174,40 +210,43 @@ _one_by_four, _two_by_four, _four_by_two = sums_of(1, 4), sums_of(2, 4), sums_of
 
 @njit(error_model="numpy")
 def multiply_blocks(
-    codes, scales, integers, units, offsets, factors, first, last, n_groups, block_codes, bias, activation, out, n_rows,
-    n_out,
+    codes, scales, integers, units, row_sums, factors, first, last, n_groups, block_codes, bias, activation, out,
+    n_rows, n_out,
 ):  # fmt: skip
     """Set out = activation(x W^T + bias) of at most `MOST_ROWS` rows, for outputs of blocks from `first` to `last`.
 
     Several blocks at once share what is loaded of the rows, and their weights come in as many streams.
 
     Args:
-        integers, units, offsets: what `row_units.as_integers` returns.
+        integers, units, row_sums: what `row_units.as_integers` returns.
         factors: from `row_ranges.in_range`.
         block_codes: codes of a block.
         others: as for `integer_tile_kernels.product`.
     """
     sums, o = np.empty(16 * BLOCK, np.float32), first
+    block_scales = len(scales) // (len(codes) // block_codes)
     while o < last:
-        code, scale, t = o * block_codes, o * n_groups * BLOCK, 0
+        code, scale, t = o * block_codes, o * block_scales, 0
         n_blocks = 4 if last - o >= 4 else 1
         while t < n_rows:
             n = 4 if n_rows - t >= 4 else min(n_rows - t, 2)
             if n_blocks == 1 and n == 1:
-                _one(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+                _one(codes, code, n_groups, scales, scale, block_scales, integers, t, units, row_sums, sums)
             elif n_blocks == 1 and n == 2:
-                _two(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+                _two(codes, code, n_groups, scales, scale, block_scales, integers, t, units, row_sums, sums)
             elif n_blocks == 1:
-                _four(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+                _four(codes, code, n_groups, scales, scale, block_scales, integers, t, units, row_sums, sums)
             elif n == 1:
-                _one_by_four(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+                _one_by_four(codes, code, n_groups, scales, scale, block_scales, integers, t, units, row_sums, sums)
             elif n == 2:
-                _two_by_four(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+                _two_by_four(codes, code, n_groups, scales, scale, block_scales, integers, t, units, row_sums, sums)
             else:
                 for i in range(0, 4, 2):
-                    own_code, own_scale = code + i * block_codes, scale + i * n_groups * BLOCK
+                    own_code, own_scale = code + i * block_codes, scale + i * block_scales
                     own = sums[4 * i * BLOCK :]
-                    _four_by_two(codes, own_code, n_groups, scales, own_scale, integers, t, units, offsets, own)
+                    _four_by_two(
+                        codes, own_code, n_groups, scales, own_scale, block_scales, integers, t, units, row_sums, own
+                    )
             for i in range(n_blocks):
                 channel = (o + i) * BLOCK
                 multiply_back(sums, i * n * BLOCK, n, factors, t)

@@ -16,7 +16,8 @@ from numba import njit, prange, types
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import as_float, element_at, get, put, untyped_intrinsic
 from hybridmem.models.products.amx import I64
-from hybridmem.models.products.integer_vectors import BLOCK, FLOATS, GROUP, I8, I16, INTS, ROUNDER, ZEROS, call, every
+from hybridmem.models.products.integer_vectors import FLOATS, I8, I16, INTS, ROUNDER, ZEROS, call, every
+from hybridmem.models.weights.layouts import BLOCK, GROUP
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
@@ -42,7 +43,7 @@ def _nearest(b: ir.IRBuilder, x: ir.Value, n_bits: int) -> ir.Value:
     return b.fsub(b.fadd(x, ROUNDER), ROUNDER)
 
 
-def _transposed(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
+def transposed(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
     """Return sixteen vectors of which each has one lane of all the given ones, by exchanges of ever smaller squares."""
     step = BLOCK // 2
     while step:
@@ -69,7 +70,7 @@ def _read(typing_context, weight, first, n_in, group):
         rows = [b.gep(source, [b.mul(arguments[2], I64(n_bytes * lane))]) for lane in range(BLOCK)]
         for part in range(n_bytes // 2):  # of 64 bytes: sixteen numbers of 32 bits, or sixteen pairs of 16 bits
             places = (b.bitcast(b.gep(row, [I64(64 * part)]), INTS.as_pointer()) for row in rows)
-            for i, x in enumerate(_transposed(b, [b.load(place, align=n_bytes) for place in places])):
+            for i, x in enumerate(transposed(b, [b.load(place, align=n_bytes) for place in places])):
                 if n_bytes == 4:
                     numbers = [b.bitcast(x, FLOATS)]
                 else:

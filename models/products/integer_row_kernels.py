@@ -1,4 +1,4 @@
-"""Compiles products with weights of 8 and 4 bits for processors that add products of integers (AVX512_VNNI), not tiles.
+"""Compiles products with weights of 2 to 8 bits for processors that add products of integers (AVX512_VNNI), not tiles.
 
 Weights of few rows go from memory through registers as integers, in two instructions for 32 of them, where turning them
 into bfloat16 takes six: so few rows wait for memory only. Many rows are multiplied as pairs of bfloat16, if the
@@ -14,10 +14,11 @@ from numba import njit, prange
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.models.products.epilogue import block_epilogue
 from hybridmem.models.products.integer_few_rows import MOST_ROWS, sums_of
-from hybridmem.models.products.integer_vectors import BLOCK, GROUP, multiplies_pairs
-from hybridmem.models.products.quantised_kernels import multiply_part
+from hybridmem.models.products.integer_vectors import multiplies_pairs
+from hybridmem.models.products.quantised_kernels import multiply_part, sums_of_rows
 from hybridmem.models.products.row_ranges import in_range, multiply_back
 from hybridmem.models.products.row_units import as_integers, in_units
+from hybridmem.models.weights.layouts import BLOCK, GROUP
 
 _AHEAD_BYTES = 4096
 """The distance at which weights are prefetched for few rows; many keep the processor busy until they come."""
@@ -29,12 +30,12 @@ _MOST_AS_INTEGERS = MOST_ROWS if multiplies_pairs() else 1 << 62
 """The most rows of a product whose numbers become integers; without pairs those of any."""
 
 _one, _two, _four = (sums_of(n, 1, _AHEAD_BYTES) for n in (1, 2, 4))
-_all_at_once = sums_of(_AT_ONCE, 1, None)
+_all_at_once = sums_of(_AT_ONCE, 1, _AHEAD_BYTES)
 
 
 @compiled(parallel=True, error_model="numpy")
 def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
-    """Set out = activation(x W^T + bias), with a scale for each group of an output.
+    """Set out = activation(x W^T + bias), with scales for groups of an output's inputs.
 
     Args:
         x_TI: rows of bfloat16, of a multiple of 32 inputs.
@@ -46,50 +47,54 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
         return
     x, factors = in_range(x_TI.reshape(-1), n_rows, n_in)
     if n_rows <= _MOST_AS_INTEGERS:
-        integers, units, offsets = as_integers(x.view(np.uint32))
+        integers, units, row_sums = as_integers(x.view(np.uint32))
         for part in prange(n_parts):
             _multiply_part(
-                codes, scales, integers, units, offsets, factors, n_in, bias, activation, part, n_parts, out, n_rows,
+                codes, scales, integers, units, row_sums, factors, n_in, bias, activation, part, n_parts, out, n_rows,
                 n_out,
             )  # fmt: skip
         return
     rounded = np.empty_like(x)
     for t in prange(n_rows):
         in_units(x, t * n_in, n_in // GROUP, rounded)
+    float_sums = sums_of_rows(codes, rounded, n_rows, n_in)
     for part in prange(n_parts):
-        _multiply_many(codes, scales, rounded, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out)
+        _multiply_many(
+            codes, scales, rounded, float_sums, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out
+        )
 
 
 @njit(error_model="numpy")
 def _multiply_part(
-    codes, scales, integers, units, offsets, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out
+    codes, scales, integers, units, row_sums, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out
 ):
     """Multiply all rows, rounded to integers by `as_integers`, by the weights of one part of the outputs."""
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
-    block_codes, sums = len(codes) // n_blocks, np.empty(_AT_ONCE * BLOCK, np.float32)
+    block_codes, block_scales = len(codes) // n_blocks, len(scales) // n_blocks
+    sums = np.empty(_AT_ONCE * BLOCK, np.float32)
     for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
-        code, scale, channel, t = o * block_codes, o * n_groups * BLOCK, o * BLOCK, 0
+        code, scale, channel, t = o * block_codes, o * block_scales, o * BLOCK, 0
         while t < n_rows:
             left = n_rows - t
             if left >= _AT_ONCE:
                 n = _AT_ONCE
-                _all_at_once(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+                _all_at_once(codes, code, n_groups, scales, scale, block_scales, integers, t, units, row_sums, sums)
             elif left >= 4:
                 n = 4
-                _four(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+                _four(codes, code, n_groups, scales, scale, block_scales, integers, t, units, row_sums, sums)
             elif left >= 2:
                 n = 2
-                _two(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+                _two(codes, code, n_groups, scales, scale, block_scales, integers, t, units, row_sums, sums)
             else:
                 n = 1
-                _one(codes, code, n_groups, scales, scale, integers, t, units, offsets, sums)
+                _one(codes, code, n_groups, scales, scale, block_scales, integers, t, units, row_sums, sums)
             multiply_back(sums, 0, n, factors, t)
             block_epilogue(sums, 0, n, bias, activation, channel, out, t * n_out + channel, n_out)
             t += n
 
 
 @njit(error_model="numpy")
-def _never_called(codes, scales, x, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out):
+def _never_called(codes, scales, x, row_sums, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out):
     """Take the place of `multiply_part` where compiled code must not name AVX512_BF16; nothing calls it there."""
 
 

@@ -1,28 +1,23 @@
-"""Emits the code that turns integers of 8 and 4 bits into vectors of numbers, and multiplies these.
+"""Emits the code that turns integers of a few bits into vectors of numbers, and multiplies these.
 
-Sixteen outputs form a block, and lie in the lanes of a vector. Layout, for each block and each group of 32 inputs in it
-(512 or 256 bytes):
-    8 bits: 16 pairs of inputs; a pair has 16 outputs of two bytes, the first input's first.
-    4 bits: 4 times 32 words of 16 bits, for 16 outputs and the two inputs of a pair; a word holds these for 4 pairs.
+Sixteen outputs form a block, and lie in the lanes of a vector; `models.weights.layouts` says how codes and scales lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
-GROUP = 32
-"""Inputs that share a scale."""
+from hybridmem.memory.kernels.cpu.numbers import as_float
+from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS, Layout, layout_of, spare_bits, whole_pairs
 
-BLOCK = 16
-"""Outputs that are computed at once."""
-
-PAIRS = GROUP // 2
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _BYTES, _SHORTS, INTS, FLOATS = (ir.VectorType(kind, BLOCK) for kind in (I8, I16, I32, F32))
 _WORDS, _PAIRS_OF_BYTES = ir.VectorType(I16, 2 * BLOCK), ir.VectorType(I8, 2 * BLOCK)
@@ -74,10 +69,6 @@ def _as_short(bits: int) -> int:
     return bits - (1 << 16) if bits >> 15 else bits
 
 
-_BFLOAT_OF_CODE = [_as_short(int(np.float32((code & 15) - 8).view(np.uint32) >> 16)) for code in range(32)]
-"""bfloat16 of the integers -8 .. 7, twice: a lookup uses five bits of its index, of which the fifth does not count."""
-
-
 def call(b: ir.IRBuilder, name: str, returns: ir.Type, *values: ir.Value) -> ir.Value:
     """Call an intrinsic of LLVM by its name."""
     kind = ir.FunctionType(returns, [value.type for value in values])
@@ -91,6 +82,11 @@ def in_every_lane(b: ir.IRBuilder, x: ir.Value, n: int = BLOCK) -> ir.Value:
     return b.shuffle_vector(b.insert_element(nothing, x, I32(0)), nothing, first)
 
 
+def layout_of_codes(kind: Any) -> Layout:
+    """Return the layout of codes, whose arrays have this type in compiled code."""
+    return layout_of(next(iter(kind.dtype.fields)))
+
+
 class Emitter:
     """Emits vectors of a block's weights, and what is done with them.
 
@@ -98,39 +94,61 @@ class Emitter:
         is_paired: weights become pairs of bfloat16, which holds these integers exactly; else float32.
     """
 
-    def __init__(self, builder: ir.IRBuilder, n_bits: int, *, is_paired: bool) -> None:
-        self.b, self.n_bits, self.is_paired = builder, n_bits, is_paired
+    def __init__(self, builder: ir.IRBuilder, layout: Layout, *, is_paired: bool) -> None:
+        self.b, self.layout, self.is_paired = builder, layout, is_paired
         self._has_halves = "+avx512fp16" in _features()
 
     def weights(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
-        """Yield each pair of inputs of the group at `codes`: one vector of pairs, or two of float32."""
-        words = None
+        """Yield each pair of inputs of 32 at `codes`: one vector of pairs, or two of float32."""
+        if self.layout.n_bits == 8:
+            yield from (self._bytes(codes, pair) for pair in range(PAIRS))
+            return
+        words = self._words(codes)
         for pair in range(PAIRS):
-            if self.n_bits == 4 and pair % 4 == 0:
-                words = self._load(codes, 16 * pair, INTS)
-            yield self._bytes(codes, pair) if words is None else self._nibbles(words, pair % 4)
+            yield self._pair_of(*self._place(words, pair))
 
-    def words(self, codes: ir.Value) -> Iterator[ir.Value]:
-        """Yield each pair of inputs of the group at `codes` as 16-bit integers: codes themselves, without conversion.
+    def words(self, codes: ir.Value) -> Iterator[tuple[ir.Value, int]]:
+        """Yield each pair of inputs of 32 as 16-bit integers, and by how many bits these are shifted to the left.
 
-        Those of 4 bits are not negative: they are 8 more than the weight, and in odd places sixteen times as large.
+        Codes are not changed, unless a table says what they stand for: those of fewer than 8 bits are not negative.
         """
-        b, words = self.b, None
+        b, n_bits = self.b, self.layout.n_bits
+        if n_bits == 8:
+            for pair in range(PAIRS):
+                yield b.sext(self._load(codes, 2 * BLOCK * pair, _PAIRS_OF_BYTES), _WORDS), 0
+            return
+        words, shifted = self._words(codes), {}
         for pair in range(PAIRS):
-            place = pair % 4
-            if self.n_bits == 8:
-                yield b.sext(self._load(codes, 2 * BLOCK * pair, _PAIRS_OF_BYTES), _WORDS)
+            word, shift = self._place(words, pair)
+            if self.layout.table is not None:
+                yield self._looked_up(_in_turn(self.layout.table, 2 * BLOCK), self._shifted(word, shift)), 0
                 continue
-            if place == 0:
-                words = self._load(codes, 16 * pair, _WORDS)
-            elif place == 2:
-                words = b.lshr(words, _words(8))
-            yield b.and_(words, _words(0xF0 if place % 2 else 0xF))
+            # Two codes of a word at a time are taken from where they are.
+            even = shift // (2 * n_bits) * 2 * n_bits
+            if (id(word), even) not in shifted:
+                shifted[id(word), even] = self._shifted(word, even)
+            yield b.and_(shifted[id(word), even], _words((1 << n_bits) - 1 << shift - even)), shift - even
 
-    def scales(self, scales: ir.Value) -> ir.Value:
-        """Return the 16 scales at a place as float32."""
-        short = self._load(scales, 0, _SHORTS)
-        return self.b.bitcast(self.b.shl(self.b.zext(short, INTS), every(16)), FLOATS)
+    def scales(self, scales: ir.Value, group: ir.Value) -> list[tuple[ir.Value, ir.Value | None]]:
+        """Return scales and minima of 32 inputs, or of their two halves, as float32.
+
+        Args:
+            scales: where those of the block begin.
+            group: the number of the 32 inputs.
+        """
+        layout, b = self.layout, self.b
+        if layout.is_by_row:
+            return [(self._float(scales, 0), None)]
+        n_halves, n_groups = GROUP // layout.group, layout.unit_inputs // layout.group
+        if layout.unit_inputs < GROUP:
+            units = [b.add(b.mul(group, I64(n_halves)), I64(half)) for half in range(n_halves)]
+            return [self._scale(b.gep(scales, [b.mul(unit, I64(layout.unit_shorts))]), I64(0)) for unit in units]
+        per_unit = layout.unit_inputs // GROUP
+        unit, own = (group, I64(0)) if per_unit == 1 else (b.udiv(group, I64(per_unit)), b.urem(group, I64(per_unit)))
+        at = b.gep(scales, [b.mul(unit, I64(layout.unit_shorts))])
+        firsts = [I64(half) if n_groups == n_halves else b.add(b.mul(own, I64(n_halves)), I64(half))
+                  for half in range(n_halves)]  # fmt: skip
+        return [self._scale(at, first) for first in firsts]
 
     def multiply_add(self, weight: ir.Value, x: ir.Value, sums: ir.Value) -> ir.Value:
         if self.is_paired:
@@ -144,6 +162,74 @@ class Emitter:
         """Return a number, or a pair of two bfloat16, in every lane."""
         every = in_every_lane(self.b, x)
         return self.b.bitcast(every, PAIRS_OF_BFLOAT) if self.is_paired else every
+
+    def _scale(self, unit: ir.Value, group: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+        """Return the scale and the minimum of a group of the unit that begins there."""
+        layout, b = self.layout, self.b
+        scale, minimum = self._float(unit, 0), None
+        factors = b.bitcast(b.gep(unit, [I64(layout.n_floats * layout.float_shorts)]), I8.as_pointer())
+        own = b.gep(factors, [b.mul(group, I64(layout.n_factors * BLOCK))])
+        if layout.minimum == "zero":
+            minimum = b.fneg(b.fmul(scale, self._factor(own, BLOCK * int(layout.has_factors))))
+        elif layout.minimum == "float":
+            minimum = self._float(unit, 1)
+        elif layout.minimum == "factor":
+            minimum = b.fneg(b.fmul(self._float(unit, 1), self._factor(own, BLOCK * int(layout.has_factors))))
+        if layout.has_factors:
+            scale = b.fmul(scale, self._factor(own, 0))
+        return scale, minimum
+
+    def _float(self, unit: ir.Value, number: int) -> ir.Value:
+        at = self.b.gep(unit, [I64(number * self.layout.float_shorts)])
+        if self.layout.scale == "float32":
+            return self._load(at, 0, FLOATS)
+        kind = types.uint16 if self.layout.scale == "bfloat16" else types.int16
+        return as_float(self.b, kind, self._load(at, 0, _SHORTS))
+
+    def _factor(self, factors: ir.Value, at: int) -> ir.Value:
+        return self.b.sitofp(self.b.sext(self._load(factors, at, _BYTES), INTS), FLOATS)
+
+    def _words(self, codes: ir.Value) -> list[ir.Value]:
+        return [self._load(codes, 4 * BLOCK * i, _WORDS) for i in range(self.layout.n_bits)]
+
+    def _place(self, words: list[ir.Value], pair: int) -> tuple[ir.Value, int]:
+        """Return the word in which a pair's codes are, and their lowest bit; a new word for those in no word."""
+        b, n_bits = self.b, self.layout.n_bits
+        if pair < whole_pairs(n_bits):
+            return words[pair // (16 // n_bits)], pair % (16 // n_bits) * n_bits
+        found: ir.Value | None = None
+        bits = spare_bits(n_bits, pair)
+        for word, bit, n in _runs(bits):
+            target = bits.index((word, bit))
+            own = b.and_(self._shifted(words[word], bit - target), _words((1 << n) - 1 << target))
+            found = own if found is None else b.or_(found, own)
+        return found, 0
+
+    def _shifted(self, word: ir.Value, n: int) -> ir.Value:
+        return self.b.lshr(word, _words(n)) if n else word
+
+    def _pair_of(self, word: ir.Value, shift: int) -> list[ir.Value]:
+        """Return the numbers of a pair whose codes are in a word, without their zero."""
+        b, layout = self.b, self.layout
+        numbers = layout.table or [code - layout.zero for code in range(1 << layout.n_bits)]
+        if self.is_paired:
+            halves = [_as_short(int(np.float32(number).view(np.uint32) >> 16)) for number in numbers]
+            return [b.bitcast(self._looked_up(halves, self._shifted(word, shift)), PAIRS_OF_BFLOAT)]
+        whole = b.bitcast(word, INTS)
+        shifted = [b.lshr(whole, every(shift + 16 * k)) if shift + k else whole for k in range(2)]
+        if has_many_registers() and len(numbers) <= BLOCK:
+            table = ir.Constant(FLOATS, _in_turn([float(number) for number in numbers], BLOCK))
+            return [call(b, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, codes) for codes in shifted]
+        codes_of_two = (b.and_(codes, every((1 << layout.n_bits) - 1)) for codes in shifted)
+        return [b.sitofp(b.sub(codes, every(layout.zero)), FLOATS) for codes in codes_of_two]
+
+    def _looked_up(self, numbers: Sequence[int], codes: ir.Value) -> ir.Value:
+        """Return the 16-bit numbers of codes, whose higher bits do not count."""
+        whole = _in_turn(numbers, 2 * BLOCK)
+        parts = [ir.Constant(_WORDS, whole[i : i + 2 * BLOCK]) for i in range(0, len(whole), 2 * BLOCK)]
+        if len(parts) == 1:
+            return call(self.b, "llvm.x86.avx512.permvar.hi.512", _WORDS, parts[0], codes)
+        return call(self.b, "llvm.x86.avx512.vpermi2var.hi.512", _WORDS, parts[0], codes, parts[1])
 
     def _bytes(self, codes: ir.Value, pair: int) -> list[ir.Value]:
         b, at = self.b, 2 * BLOCK * pair
@@ -168,21 +254,23 @@ class Emitter:
         biased = b.select(b.icmp_signed("!=", words, _words(0)), b.add(shifted, _words(112 << 7)), shifted)
         return b.bitcast(biased, PAIRS_OF_BFLOAT)
 
-    def _nibbles(self, words: ir.Value, place: int) -> list[ir.Value]:
-        b = self.b
-        if self.is_paired:
-            codes = b.lshr(b.bitcast(words, _WORDS), ir.Constant(_WORDS, [4 * place] * 2 * BLOCK))
-            table = ir.Constant(_WORDS, _BFLOAT_OF_CODE)
-            return [b.bitcast(call(self.b, "llvm.x86.avx512.permvar.hi.512", _WORDS, table, codes), PAIRS_OF_BFLOAT)]
-        if has_many_registers():
-            shifted = (b.lshr(words, every(4 * place + 16 * k)) for k in range(2))
-            table = ir.Constant(FLOATS, [float(code - 8) for code in range(BLOCK)])
-            return [call(b, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, codes) for codes in shifted]
-        codes_of_two = (b.and_(b.lshr(words, every(4 * place + 16 * k)), every(15)) for k in range(2))
-        return [b.sitofp(b.sub(codes, every(8)), FLOATS) for codes in codes_of_two]
+    def _load(self, at: ir.Value, n_bytes: int, kind: ir.Type) -> ir.Value:
+        own = self.b.bitcast(at, I8.as_pointer())
+        return self.b.load(self.b.bitcast(self.b.gep(own, [I64(n_bytes)]), kind.as_pointer()), align=1)
 
-    def _load(self, codes: ir.Value, at: int, kind: ir.Type) -> ir.Value:
-        return self.b.load(self.b.bitcast(self.b.gep(codes, [I64(at)]), kind.as_pointer()), align=1)
+
+def _runs(bits: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield the word, the lowest bit and the length of each run of neighbouring bits."""
+    start = 0
+    for i in range(1, len(bits) + 1):
+        if i == len(bits) or bits[i] != (bits[i - 1][0], bits[i - 1][1] + 1):
+            yield *bits[start], i - start
+            start = i
+
+
+def _in_turn(numbers: Sequence[Any], n: int) -> list[Any]:
+    """Return the numbers again and again, n of them or more."""
+    return list(numbers) * max(1, n // len(numbers))
 
 
 def _words(number: int) -> ir.Constant:

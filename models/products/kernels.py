@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -19,10 +19,11 @@ from hybridmem.models.products import (
     integer_row_kernels,
     integer_tile_kernels,
     integer_vectors,
+    joined_kernels,
     quantised_kernels,
     tile_kernels,
 )
-from hybridmem.models.weights.formats import IntegerFormat, WeightFormat
+from hybridmem.models.weights.layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,15 @@ class Kernel:
 
     Attributes:
         product: the compiled function.
-        formats, weights: it is for weights of these formats, which have one of these dtypes.
+        layouts: says whether it is for integers in a layout; None if it is for weights that are floats.
+        weights: the dtypes of weights, or of what integers stand for.
         rows: the dtype in which it reads rows.
         applies: says whether compiled code may use it on this processor, and should.
         has_tiles: True if it is given `amx.shape`.
     """
 
     product: Any
-    formats: tuple[WeightFormat, ...]
+    layouts: Callable[[Layout], bool] | None
     weights: tuple[torch.dtype, ...]
     rows: torch.dtype
     applies: Callable[[], bool]
@@ -55,25 +57,48 @@ def _multiplies_pairs_fastest() -> bool:
 
 
 _F32, _BF16, _ANY = torch.float32, torch.bfloat16, (torch.float32, torch.bfloat16, torch.float16)
-_ROUNDED: tuple[WeightFormat, ...] = get_args(IntegerFormat)
+
+
+def _is_by_group(layout: Layout) -> bool:
+    return not layout.is_by_row
+
+
+def _has_no_table(layout: Layout) -> bool:
+    return layout.table is None or integer_vectors.has_many_registers()
+
+
+def _never(_: Layout) -> bool:
+    """Weights of several layouts are joined, and not chosen (`joined`)."""
+    return False
+
 
 KERNELS = {
-    "tiles": Kernel(tile_kernels.product, ("auto",), (_BF16,), _BF16, _multiplies_tiles, has_tiles=True),
-    "pairs": Kernel(blocked_kernels.product, ("auto",), (_BF16,), _BF16, _multiplies_pairs_fastest),
-    "float32": Kernel(blocked_kernels.product, ("auto",), (_F32,), _F32, integer_vectors.has_many_registers),
+    "tiles": Kernel(tile_kernels.product, None, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True),
+    "pairs": Kernel(blocked_kernels.product, None, (_BF16,), _BF16, _multiplies_pairs_fastest),
+    "float32": Kernel(blocked_kernels.product, None, (_F32,), _F32, integer_vectors.has_many_registers),
     "integers in tiles": Kernel(
-        integer_tile_kernels.product, _ROUNDED, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True
+        integer_tile_kernels.product, lambda _: True, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True
     ),
-    "integers": Kernel(integer_row_kernels.product, ("int8", "int4"), (_BF16,), _BF16, integer_vectors.adds_integers),
-    "integers as pairs": Kernel(quantised_kernels.product, _ROUNDED, (_BF16,), _BF16, integer_vectors.multiplies_pairs),
-    "integers as float32": Kernel(quantised_kernels.product, _ROUNDED, _ANY, _F32, lambda: True),
+    "integers": Kernel(integer_row_kernels.product, _is_by_group, (_BF16,), _BF16, integer_vectors.adds_integers),
+    "integers as pairs": Kernel(
+        quantised_kernels.product, lambda _: True, (_BF16,), _BF16, integer_vectors.multiplies_pairs
+    ),
+    "integers as float32": Kernel(quantised_kernels.product, _has_no_table, _ANY, _F32, lambda: True),
+    "pieces": Kernel(joined_kernels.product, _never, _ANY, _F32, lambda: True),
+    "pieces in tiles": Kernel(
+        joined_kernels.product_in_tiles, _never, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True
+    ),
 }
-"""Name -> kernel, the fastest of each format and dtype first."""
+"""Name -> kernel, the fastest of each kind of weights first."""
 
 
-def choose(format: WeightFormat, dtype: torch.dtype) -> str | None:
-    """Return the name of the kernel for weights of this format and dtype; None if compiled ones are not the fastest."""
+def choose(layout: Layout | None, dtype: torch.dtype) -> str | None:
+    """Return the name of the kernel for weights of this dtype, or of integers in a layout that stand for such.
+
+    None if compiled ones are not the fastest, or there is none.
+    """
     for name, kernel in KERNELS.items():
-        if format in kernel.formats and dtype in kernel.weights and kernel.applies():
+        is_for = layout is None if kernel.layouts is None else layout is not None and kernel.layouts(layout)
+        if is_for and dtype in kernel.weights and kernel.applies():
             return name
     return None

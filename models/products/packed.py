@@ -51,6 +51,7 @@ class PackedWeight:
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.dtype = self.bias_dtype = dtype
+        self.n_out = weight.shape[0]
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), _TYPICAL_ROWS)
         self._repeats_rows = weight.numel() >= _LARGE
 

@@ -13,8 +13,9 @@ from llvmlite import ir
 from numba import njit, prange, types
 
 from hybridmem.memory.kernels.cpu.numbers import element_at, get, put, untyped_intrinsic
-from hybridmem.models.products.integer_vectors import BLOCK, GROUP, I16, I32, I64, call
+from hybridmem.models.products.integer_vectors import I16, I32, I64, call
 from hybridmem.models.products.tile_kernels import add_while
+from hybridmem.models.weights.layouts import BLOCK, GROUP
 
 _BIAS, _REACH = 127, 90
 _SHIFT, _BACK = np.float32(2.0**64), np.float32(2.0**-64)

@@ -16,20 +16,18 @@ from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
 from hybridmem.models.products import amx
 from hybridmem.models.products.amx import I64
 from hybridmem.models.products.integer_vectors import (
-    BLOCK,
     F32,
     FLOATS,
-    GROUP,
     I16,
     I32,
     INTS,
-    PAIRS,
     ROUNDER,
     call,
     every,
     in_every_lane,
 )
 from hybridmem.models.products.tile_kernels import repeat
+from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS
 
 _LEAST, _MOST = 12, 241
 """Exponents of a group's largest number, with bfloat16's bias of 127, for which its sums are neither denormal nor
@@ -84,12 +82,12 @@ class _Rounded:
 
 
 @untyped_intrinsic
-def _to_integers(typing_context, x, n_groups, integers, units, offsets):
-    """Set integers, units and offsets of groups of bfloat16, see `as_integers`; not checked."""
+def _to_integers(typing_context, x, n_groups, integers, units, sums):
+    """Set integers, units and sums of groups of bfloat16, see `as_integers`; not checked."""
 
     def codegen(context, builder, signature, arguments):
         b = builder
-        source, target, units, offsets = (
+        source, target, units, sums = (
             b.bitcast(amx.pointer(context, b, signature, arguments, i, I64(0)), element.as_pointer())
             for i, element in ((0, I16), (2, I16), (3, F32), (4, I32))
         )
@@ -101,13 +99,15 @@ def _to_integers(typing_context, x, n_groups, integers, units, offsets):
             b.store(words, b.bitcast(b.gep(target, [first]), _WORDS.as_pointer()), align=2)
             b.store(rounded.unit, b.gep(units, [group]), align=4)
             every = b.sext(words, ir.VectorType(I32, 2 * BLOCK))
-            total = call(b, "llvm.vector.reduce.add.v32i32", I32, every)
-            b.store(b.mul(total, I32(-8)), b.gep(offsets, [group]), align=4)
+            for half, lanes in enumerate(_HALVES):
+                own = b.shuffle_vector(every, every, ir.Constant(INTS, lanes))
+                total = call(b, "llvm.vector.reduce.add.v16i32", I32, own)
+                b.store(total, b.gep(sums, [b.add(b.mul(group, I64(2)), I64(half))]), align=4)
 
         repeat(b, arguments[1], write)
         return context.get_dummy_value()
 
-    return types.void(x, types.int64, integers, units, offsets), codegen
+    return types.void(x, types.int64, integers, units, sums), codegen
 
 
 @untyped_intrinsic
@@ -134,15 +134,16 @@ def in_units(typing_context, x, first, n_groups, rounded):
 
 @njit(error_model="numpy")
 def as_integers(pairs):
-    """Return rows as integers (int16), the units of their groups, and -8 times the sums of their groups' integers.
+    """Return rows as integers (int16), the units of their groups, and the sums of each half of a group's integers.
 
-    A weight of 4 bits is its code less 8: with these sums codes may be multiplied as they are.
+    A code is more than its weight by that of zero, or the weight is more by a minimum: with these sums codes may be
+    multiplied as they are.
 
     Args:
         pairs: of bfloat16; rows are of a multiple of 32 inputs, at least one.
     """
     n_groups = len(pairs) // PAIRS
     integers = np.empty(2 * len(pairs), np.int16)
-    units, offsets = np.empty(n_groups, np.float32), np.empty(n_groups, np.int32)
-    _to_integers(pairs, n_groups, integers, units, offsets)
-    return integers, units, offsets
+    units, sums = np.empty(n_groups, np.float32), np.empty(2 * n_groups, np.int32)
+    _to_integers(pairs, n_groups, integers, units, sums)
+    return integers, units, sums

@@ -17,7 +17,7 @@ from hybridmem.models.products import amx
 from hybridmem.models.products.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from hybridmem.models.products.blocked_kernels import BLOCKS, SHORTS
 from hybridmem.models.products.epilogue import Rows, block_epilogue, two_block_epilogue
-from hybridmem.models.products.integer_vectors import BLOCK, PAIRS
+from hybridmem.models.weights.layouts import BLOCK, PAIRS
 
 CACHED_ROW_BYTES = 1 << 20
 """Rows that are multiplied by all weights of a thread before the next: they stay in the second-level cache."""

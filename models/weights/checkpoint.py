@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridmem.memory.errors import FormatError, HybridMemoryError
+from hybridmem.models.weights.coded import as_floats
+from hybridmem.models.weights.formats import wanted_format
 from hybridmem.models.weights.signature import sample_of
 from hybridmem.models.weights.tied_weights import TiedWeights, equal_in
 
@@ -181,10 +183,14 @@ class Checkpoint:
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor `name`, of this `shape`, on the checkpoint's device, in `dtype` or the checkpoint's.
 
+        If no dtype is wanted, a tensor that is stored in fewer bits may be a `CodedTensor`, which keeps them.
+
         Raises:
             FormatError: the tensor is missing or has another shape; the message names both shapes.
         """
         tensor = self.take_as_stored(name, *shape)
+        if dtype is not None:
+            tensor = as_floats(tensor)
         if name in self._factors:
             factor = torch.as_tensor(self._factors[name], dtype=torch.float32)
             tensor = tensor.float() * factor.view(-1, *[1] * (tensor.dim() - 1))
@@ -217,6 +223,11 @@ class Checkpoint:
         if name not in self._taken:
             self._taken[name] = sample_of(tensor, self.dtype, self._factors.get(name))
             self.on_taken()
+
+    @property
+    def keeps_bits(self) -> bool:
+        """True if tensors that are stored in few bits are taken in these."""
+        return self.device.type in ("cpu", "meta") and wanted_format() != "dense"
 
     @property
     def samples(self) -> Mapping[str, bytes]:

@@ -13,26 +13,31 @@ from hybridmem.memory.errors import SpecError
 IntegerFormat = Literal["int8", "int8-row", "int4"]
 """Integers of 8 or 4 bits with a scale for each group of 32 inputs; "int8-row" has one for all inputs of an output."""
 
-WeightFormat = Literal["auto", IntegerFormat]
-"""Formats of `load_model(weights=...)`; "auto" is the model's dtype."""
+WeightFormat = Literal["auto", "dense", IntegerFormat]
+"""Formats of `load_model(weights=...)`: "auto" keeps the bits of the files, "dense" the model's dtype."""
 
-_format = Scoped[IntegerFormat | None]("weights", None)
+_format = Scoped[WeightFormat]("weights", "auto")
 
 
 def weights_in(weights: WeightFormat, device: torch.device) -> AbstractContextManager[None]:
-    """Let every product that is made meanwhile round its weights; "auto" leaves them as they are.
+    """Let every product that is made meanwhile hold its weights in this format.
 
     Raises:
         SpecError: there is no such format, or it is not for this device.
     """
-    formats = "auto", *get_args(IntegerFormat)
+    formats = "auto", "dense", *get_args(IntegerFormat)
     if weights not in formats:
         raise SpecError(f"weights={weights!r}; give {', '.join(map(repr, formats))}")
-    if weights != "auto" and device.type not in ("cpu", "meta"):
+    if weights not in ("auto", "dense") and device.type not in ("cpu", "meta"):
         raise SpecError(f"weights={weights!r} is for the CPU, not for {device}; give weights='auto' there")
-    return _format.set_to(None if weights == "auto" else weights)
+    return _format.set_to(weights)
 
 
-def wanted_format() -> IntegerFormat | None:
+def wanted_format() -> WeightFormat:
     """Return the format that `weights_in` asks for."""
     return _format.get()
+
+
+def wanted_vocabulary_format() -> WeightFormat:
+    """Return the format of heads and embeddings: 8 bits where others have 4, since they lose most by fewer bits."""
+    return "int8" if _format.get() == "int4" else _format.get()

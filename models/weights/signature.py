@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hybridmem.models.weights.coded import CodedTensor
 from hybridmem.models.weights.formats import wanted_format
 
 if TYPE_CHECKING:
@@ -56,13 +57,16 @@ def sample_of(tensor: Tensor, dtype: torch.dtype, factor: float | Tensor | None 
     if tensor.is_meta:
         return b""
     at = _places(tensor.numel())
-    numbers = torch.take(tensor.detach(), at.to(tensor.device)).cpu()
+    if isinstance(tensor, CodedTensor):
+        numbers, form = tensor.take_at(at), tensor.form.name
+    else:
+        numbers, form = torch.take(tensor.detach(), at.to(tensor.device)).cpu(), ""
     if factor is not None:
         factors = torch.as_tensor(factor, dtype=torch.float32).view(-1)
         numbers = numbers.float() * factors[at * len(factors) // max(1, tensor.numel())]
     if numbers.is_floating_point():
         numbers = numbers.to(dtype)
-    return repr(tuple(tensor.shape)).encode() + numbers.view(torch.uint8).numpy().tobytes()
+    return f"{tuple(tensor.shape)}{form}".encode() + numbers.view(torch.uint8).numpy().tobytes()
 
 
 def signature_of(config: PreTrainedConfig, dtype: torch.dtype, samples: Mapping[str, bytes]) -> str | None:
@@ -78,7 +82,8 @@ def signature_of(config: PreTrainedConfig, dtype: torch.dtype, samples: Mapping[
     found = {(re.sub(r"\d+", "#", name), sample) for name, sample in samples.items() if not _HEADS.fullmatch(name)}
     for name, sample in sorted(found):
         digest.update(name.encode() + b"\0" + sample)
-    return f"{wanted_format() or str(dtype).removeprefix('torch.')}:{digest.hexdigest()[:32]}"
+    format = str(dtype).removeprefix("torch.") if wanted_format() in ("auto", "dense") else wanted_format()
+    return f"{format}:{digest.hexdigest()[:32]}"
 
 
 def _options_of(config: PreTrainedConfig) -> dict[str, Any]:

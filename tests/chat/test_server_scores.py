@@ -114,3 +114,55 @@ def test_the_likeliest_of_several_tokens_with_one_text_is_told() -> None:
     chosen = Chosen(4, -3.0, top=((1, -0.5), (2, -1.0), (3, -1.5)))
     told = completion_logprobs(tokens, [chosen], "b")
     assert told is not None and told["top_logprobs"] == [{"\ufffd": -0.5, " a": -1.5, "b": -3.0}]
+
+
+def test_choices_are_scored_behind_one_computation_of_their_prompt(
+    plain_server: Running, tokenizer: Tokenizer, logprobs_of: Any
+) -> None:
+    plain_server.forget()
+    told = "My cat is called Zoe. My dog is called Rex. " * 4
+    question = f"<|user|>{told}What is my cat called?<|end|><|assistant|>"
+    prompt = tokenizer.encode(question)
+    choices = [f"Your cat is called {name}." for name in ("Rex", "Zoe", "Milo", "Zoe Zoe")]
+    n_before = plain_server.engine.stats.n_fed
+    found = plain_server.call("POST", "/v1/score", {"model": MODEL, "prompt": question, "choices": choices}).json
+    n_choices = 0
+    for choice, data in zip(choices, found["data"], strict=True):
+        ids = tokenizer.encode(choice, add_special_tokens=False)
+        rows_SV = logprobs_of([*prompt, *ids])[len(prompt) - 1 :]
+        expected = [float(row[token]) for row, token in zip(rows_SV, ids, strict=False)]
+        assert data["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+        assert data["score"] == pytest.approx(sum(expected), abs=1e-4)
+        assert data["is_greedy"] == all(int(row.argmax()) == i for row, i in zip(rows_SV, ids, strict=False))
+        assert "".join(data["tokens"]) == data["choice"] == choice
+        n_choices += len(ids)
+    assert found["best"] == 1 and found["data"][1]["is_greedy"]
+    # Behind the last token of the prompt, each choice has its own first token.
+    assert plain_server.engine.stats.n_fed - n_before <= len(prompt) + n_choices + len(choices)
+
+
+def test_choices_of_messages_and_of_token_ids(plain_server: Running, tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "My cat is called Zoe."}]
+    choices: list[Any] = ["Okay, noted.", "Okay, <|end|>", tokenizer.encode("Okay", add_special_tokens=False)]
+    found = plain_server.call("POST", "/v1/score", {"model": MODEL, "messages": messages, "choices": choices}).json
+    assert found["best"] in (0, 2) and [len(data["tokens"]) > 1 for data in found["data"]] == [True, True, False]
+    assert "<|end|>" not in found["data"][1]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"choices": []}, "choices"),
+        ({"choices": "a"}, "choices"),
+        ({"choices": [5]}, "choices"),
+        ({"choices": ["a"] * 257}, "choices"),
+        ({"choices": [""]}, "choices"),
+        ({"choices": [[10**6]]}, "choices"),
+        ({"choices": ["a"], "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ({"choices": ["a"], "text_1": "a"}, "text_1"),
+        ({"choices": ["cat " * 5000]}, "choices"),
+    ],
+)
+def test_wrong_choices_are_named(plain_server: Running, change: dict[str, Any], param: str) -> None:
+    answer = plain_server.call("POST", "/v1/score", {"model": MODEL, "prompt": "My cat"} | change)
+    assert (answer.status, answer.error["param"]) == (400, param)

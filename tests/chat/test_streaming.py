@@ -6,6 +6,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from tokenizers import Tokenizer as Tokenizers
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from hybridmem.chat.engine.streaming import TextStream
 from hybridmem.chat.prompts import Tokenizer
@@ -105,3 +108,14 @@ def test_random_tokens_give_the_text_of_all_of_them(tokenizer: Tokenizer) -> Non
 def test_without_a_tokenizer_there_is_no_text() -> None:
     text_stream, pieces = stream(None, [1, 2, 3])
     assert pieces == [""] * 4 and text_stream.text == ""
+
+
+@pytest.mark.parametrize("n_before", [1, 2, 3])
+def test_a_text_that_continues_another_keeps_its_first_space(n_before: int) -> None:
+    """SentencePiece's decoders leave out the space before the first word, because there it is the tokenizer's own."""
+    backend = Tokenizers(models.WordLevel({"▁The": 0, "▁is": 1, "▁Paris": 2, ",": 3, "<s>": 4}, "<s>"))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    for before, expected in ((([4, 0, 1][-n_before:]), " Paris, The"), ((), "Paris, The")):
+        own = TextStream(tokenizer, before=before)
+        assert "".join([*map(own.add, [2, 3, 0]), own.flush()]) == own.text == expected

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridmem.chat.commands.threads import set_threads
+from hybridmem.chat.engine.threads import set_threads
 from hybridmem.memory import HybridMemory
 from tests.toy import Toy
 
@@ -28,7 +28,8 @@ def threads() -> Iterator[None]:
         ({4: 9, 2: 5, 1: 6}, 1),
         ({4: 20, 2: 22, 1: 40}, 2),
         ({4: 20, 2: 38, 1: 70}, 4),
-        ({4: 900, 2: 900, 1: 900}, 4),  # nothing else is tried: the start would take long
+        ({4: 900, 2: 900, 1: 900}, 4),  # two are not tried: the start would take long
+        ({4: 2900, 2: 900, 1: 900}, 1),  # large, on a busy machine
         ({4: 900, 2: 900, 1: 6}, 1),  # threads that wait for each other on a busy machine
     ],
 )

@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import scripts  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).parent.parent.parent
 TABLE = ROOT / "docs" / "results" / "clients.md"
@@ -41,6 +42,8 @@ These features cannot work with the embedded model, which knows a small world an
   `functions` and `function_call`, which OpenAI replaced by `tools`; the server refuses them by name.
 """
 _TOLD: dict[str, dict[str, str]] = {}
+_VERSIONS: dict[str, str] = {}
+"""The versions of clients that are no packages of Python."""
 
 
 @pytest.fixture(scope="session")
@@ -59,8 +62,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "0",
     ]
     command += ["--sessions", str(folder / "sessions")]
-    environment = {name: value for name, value in os.environ.items() if name != "HYBRID_MEMORY_PYTHON"}
-    server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=scripts.environment())
     try:
         yield f"{_wait_for(server, Path(log.name))}/v1"
     finally:
@@ -78,6 +80,15 @@ def _wait_for(server: subprocess.Popen[bytes], log: Path) -> str:
         assert server.poll() is None, log.read_text()
         time.sleep(0.1)
     raise AssertionError(f"no server after 300 s: {log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[scripts.ScriptedServer]:
+    """A server whose replies the users prescribe."""
+    server = scripts.ScriptedServer(tmp_path_factory.mktemp("scripted"))
+    server.start()
+    yield server
+    server.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +109,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if report.when == "call" and package is not None:
         words = (item.function.__doc__ or "").strip().split("\n")[0].rstrip(".")  # type: ignore[attr-defined]
         rows = _TOLD.setdefault(package, {})
+        _VERSIONS[package] = getattr(item.module, "VERSION", "")  # type: ignore[attr-defined]
         if words:
             rows[words] = "" if report.passed and rows.get(words, "") == "" else "**fails**"
 
@@ -107,8 +119,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     wanted = {path.stem for path in Path(__file__).parent.glob("test_*.py")}
     if len(_TOLD) < len(wanted):
         return
-    lines = [
-        f"| {package} | {version(package)} | {'; '.join(f'{words} {mark}'.strip() for words, mark in rows.items())} |"
-        for package, rows in sorted(_TOLD.items())
-    ]
+    lines = []
+    for package, rows in sorted(_TOLD.items(), key=lambda pair: pair[0].lower()):
+        works = "; ".join(f"{words} {mark}".strip() for words, mark in rows.items())
+        lines.append(f"| {package} | {_VERSIONS.get(package) or version(package)} | {works} |")
     TABLE.write_text(_HEAD + "\n".join(lines) + "\n" + _TAIL)

@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, *((torch.float16,) if IS_FULL else ()))
 SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (50, 640)
 
 
-BY_INTEGERS = [name for name, kernel in KERNELS.items() if "int8" in kernel.formats]
+BY_INTEGERS = [name for name, kernel in KERNELS.items() if kernel.layouts is not None]
 
 
 @pytest.fixture(params=BY_INTEGERS)
@@ -50,7 +50,7 @@ def test_a_product_is_that_of_the_rounded_weights(
 ) -> None:
     """With and without a bias, for numbers of rows around those of the kernel's tiles, in float32 too."""
     n_out, n_in = shape
-    weight = QuantisedWeight(drawn(*shape, dtype=dtype) / n_in**0.5, format)
+    weight = QuantisedWeight.rounded(drawn(*shape, dtype=dtype) / n_in**0.5, format)
     for n_rows in (0, 1, 2, 4, 5, 8, 9, 16, 31, 67):
         for x, bias in ((drawn(n_rows, n_in, dtype=dtype), None), (drawn(n_rows, n_in), drawn(n_out))):
             y = weight.multiply(x, bias)
@@ -91,7 +91,7 @@ has_exact_sums = pytest.mark.skipif(
 @pytest.mark.parametrize("n_out", [5, 64, 100])
 def test_sums_of_groups_are_exact(format: IntegerFormat, n_out: int) -> None:
     """Rows keep twelve bits below the largest number of a group; what a group adds is rounded once."""
-    weight = QuantisedWeight(drawn(n_out, 330, dtype=torch.bfloat16), format)
+    weight = QuantisedWeight.rounded(drawn(n_out, 330, dtype=torch.bfloat16), format)
     x = (torch.randn(19, 330) * torch.logspace(-4, 4, 330)[torch.randperm(330)]).bfloat16()
     x[7] = 255.0  # all weights times the largest significand: sums of a group that just fit
     groups, weights = F.pad(x.double(), (0, 22)).view(19, 11, 32), F.pad(weight.dense().double(), (0, 22))
@@ -109,7 +109,7 @@ def test_sums_of_groups_are_exact(format: IntegerFormat, n_out: int) -> None:
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_numbers_at_the_ends_of_their_range_spoil_no_other_row_or_group(format: IntegerFormat) -> None:
     """Sums of groups that are too small beside their row are zero, of what is no number NaN, in their rows."""
-    weight = QuantisedWeight(drawn(20, 96, dtype=torch.bfloat16), format)
+    weight = QuantisedWeight.rounded(drawn(20, 96, dtype=torch.bfloat16), format)
     x = drawn(20, 96, dtype=torch.bfloat16)
     plain = weight.multiply(x, None)
     x[0, 40], x[1, 40], x[2, 40], x[3, :32] = float("nan"), float("inf"), -float("inf"), 2.0**-116
@@ -127,7 +127,7 @@ def test_numbers_at_the_ends_of_their_range_spoil_no_other_row_or_group(format: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_any_size_have_their_products(format: IntegerFormat, dtype: torch.dtype, instructions: None) -> None:
     """Up to the largest number, beside rows of zeros and others: sums are finite wherever the product is."""
-    weight, largest = QuantisedWeight(drawn(20, 96, dtype=dtype) / 30, format), torch.finfo(dtype).max
+    weight, largest = QuantisedWeight.rounded(drawn(20, 96, dtype=dtype) / 30, format), torch.finfo(dtype).max
     for n_rows in (1, 3, 9, 40):
         x = (torch.rand(n_rows, 96) + 1) / 2 * torch.randn(n_rows, 96).sign()
         sizes = torch.tensor([largest, 1e37, 1e36, 1e-36, 0.0, 1.0, 1e30, 3e38])[torch.arange(n_rows) % 8, None]
@@ -149,7 +149,7 @@ def test_weights_are_rounded_to_the_nearest_integer_of_their_group(format: Integ
     """Groups of zeros and of one size stay; of others the error is bounded by the largest weight."""
     weight = torch.randn(48, 96) * torch.logspace(-34, 36, 48)[:, None]
     weight[3, 32:64], weight[4, :32] = 0.0, 0.25
-    rounded = QuantisedWeight(weight, format).dense()
+    rounded = QuantisedWeight.rounded(weight, format).dense()
     n_groups = 1 if format == "int8-row" else 3
     groups, errors = (x.double().view(48, n_groups, -1) for x in (weight, rounded - weight))
     largest = groups.abs().amax(-1, keepdim=True)
@@ -157,7 +157,7 @@ def test_weights_are_rounded_to_the_nearest_integer_of_their_group(format: Integ
     most = {"int8": 0.0055, "int8-row": 0.007, "int4": 0.085}[format]
     units = largest.clamp(min=1e-38)
     assert (errors / units).square().sum() <= (groups / units).square().sum() * most**2
-    assert QuantisedWeight(torch.full((3, 40), 1e-38), format).dense().eq(0).all()
+    assert QuantisedWeight.rounded(torch.full((3, 40), 1e-38), format).dense().eq(0).all()
     if n_groups == 1:
         return
     assert rounded[3, 32:64].eq(0).all() and (rounded[4, :32] - 0.25).abs().max() < 0.25 / 200
@@ -167,7 +167,7 @@ def test_four_bits_are_no_worse_than_any_one_scale_from_the_largest_weight() -> 
     weight = torch.randn(64, 256)
     groups = weight.view(64, 8, 32)
     signed = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    ours = (QuantisedWeight(weight, "int4").dense() - weight).view_as(groups).square().sum(-1)
+    ours = (QuantisedWeight.rounded(weight, "int4").dense() - weight).view_as(groups).square().sum(-1)
     for divisor in (7.0, 8.0, 9.0):
         scale = -signed / divisor
         theirs = ((groups / scale).round().clamp(-8, 7) * scale - groups).square().sum(-1)
@@ -179,7 +179,7 @@ def test_four_bits_are_no_worse_than_any_one_scale_from_the_largest_weight() -> 
 def test_a_weight_that_is_no_number_reaches_its_output(format: IntegerFormat, spoilt: float) -> None:
     weight = torch.randn(40, 64)
     weight[19, 5] = spoilt
-    y = QuantisedWeight(weight, format).multiply(torch.ones(2, 64), None)
+    y = QuantisedWeight.rounded(weight, format).multiply(torch.ones(2, 64), None)
     assert y[:, 19].isnan().all() and y[:, torch.arange(40) != 19].isfinite().all()
 
 
@@ -187,7 +187,7 @@ def test_a_weight_that_is_no_number_reaches_its_output(format: IntegerFormat, sp
 @pytest.mark.parametrize("activation", ["silu", "swish", "relu", "sigmoid", "tanh", "gelu", "relu2"])
 def test_an_activation_is_applied(format: IntegerFormat, activation: str) -> None:
     weight, x = 3 * torch.randn(24, 64), torch.randn(5, 64)
-    plain = Linear(QuantisedWeight(weight, format).dense(), activation=activation)
+    plain = Linear(QuantisedWeight.rounded(weight, format).dense(), activation=activation)
     assert_kernel_close(made(format, weight, activation=activation)(x), plain(x))
 
 
@@ -230,7 +230,7 @@ def test_it_takes_the_bytes_of_its_bits_and_a_dry_model_knows_them(tmp_path: Pat
     for format, bits in (("int8", 8.5), ("int8-row", 8 + 16 / 512), ("int4", 4.5)):
         linear = made(format, torch.randn(512, 512))  # type: ignore[arg-type]
         assert weight_bytes(linear) == 512 * 512 * bits / 8  # type: ignore[arg-type]
-        on_meta = QuantisedWeight(torch.empty(512, 512, device="meta"), format)  # type: ignore[arg-type]
+        on_meta = QuantisedWeight.rounded(torch.empty(512, 512, device="meta"), format)  # type: ignore[arg-type]
         assert weight_bytes(on_meta) == weight_bytes(linear)  # type: ignore[arg-type]
 
 
@@ -241,7 +241,7 @@ def test_a_loaded_model_of_transformers_can_be_rounded() -> None:
 
 @pytest.mark.parametrize("weights", ["int5", None, 8, ""])
 def test_other_formats_are_refused(weights: Any) -> None:
-    with pytest.raises(SpecError, match=r"weights=.*'auto', 'int8', 'int8-row', 'int4'"):
+    with pytest.raises(SpecError, match=r"weights=.*'auto', 'dense', 'int8', 'int8-row', 'int4'"):
         load_model("embedded", weights=weights)
 
 

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import cache
 from glob import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +57,8 @@ def sources_digest(folder: Path) -> str:
         digest.update(f"{path.relative_to(folder).as_posix()} {path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
+
+_digest_beside = cache(sources_digest)
 
 # Computed at import: files may change while a process runs, but what it compiles later is still the code of before.
 _BUILD = repr(
@@ -138,8 +141,8 @@ class KernelCache(_Cache):
         self._name = f"{source.stem}.{function.__qualname__}"
         self._is_free = is_free
         self._locks: tuple[Path | None, FileLock] | None = None
-        # The source may be outside of the folder of `_BUILD`.
-        self._source = hashlib.sha256(source.read_bytes()).hexdigest()
+        # The source may be outside of the folder of `_BUILD`, and contain functions of the files beside it.
+        self._source = _digest_beside(source.parent)
 
     @property
     def cache_path(self) -> Path | None:

@@ -27,6 +27,8 @@ class GgufCheckpoint(Checkpoint):
     Floats of 16 or 32 bits are read as they are. Those in fewer bits become floats in the checkpoint's dtype, one
     tensor at a time. (Sources of names and changes: the `gguf` package's tables, and llama.cpp's `conversion` folder.)
 
+    On "meta" nothing is read: tensors take no memory.
+
     Args:
         config: what `read_gguf_config` returns for the file.
     """
@@ -109,12 +111,21 @@ class GgufCheckpoint(Checkpoint):
     def _read(self, name: str) -> Tensor:
         sources = self._sources(name)
         if expert := expert_of(name):
-            return self._file.read(sources[0], self.dtype, expert[1])
-        parts = [self._file.read(source, self.dtype) for source in sources]
+            return self._read_stored(sources[0], expert[1])
+        parts = [self._read_stored(source) for source in sources]
         if name.endswith(_QKVZ):
             return interleave_by_key_head(self._config, *parts)
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
         return undo(self._file.architecture, self._config, name, tensor)
+
+    def _read_stored(self, source: str, index: int | None = None) -> Tensor:
+        """Return a tensor of the file, or one entry of its first axis, in its own bits if those are kept."""
+        coded = self._file.read_coded(source, self.dtype, index) if self.keeps_bits else None
+        if self.device.type == "meta":
+            shape = self._file.shape(source)[0 if index is None else 1 :]
+            whole = torch.empty(shape, dtype=self.dtype, device="meta")
+            return whole if coded is None else coded.to("meta")
+        return self._file.read(source, self.dtype, index) if coded is None else coded
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

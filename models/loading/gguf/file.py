@@ -17,6 +17,8 @@ from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.gguf.header import Header, StoredTensor
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
+from hybridmem.models.weights.coded import CodedTensor
+from hybridmem.models.weights.gguf_forms import FORMS
 
 SUFFIX = ".gguf"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -125,6 +127,14 @@ class GgufFile:
     def is_quantised(self) -> bool:
         """True if any tensor has fewer than 16 bits a number."""
         return any(t.type.name not in ("F32", "F16", "BF16") for t in self._tensors.values())
+
+    def read_coded(self, name: str, dtype: torch.dtype, index: int | None = None) -> CodedTensor | None:
+        """Return a tensor as `read` does, but mapped, in the file's own few bits; None if it has no such bits."""
+        stored, form = self._tensors[name], FORMS.get(self.stored_dtype(name))
+        if form is None:
+            return None
+        data = stored.data if index is None else stored.data[index]
+        return CodedTensor(form, [torch.from_numpy(data)], stored.shape[-1], dtype)
 
     def read(self, name: str, dtype: torch.dtype, index: int | None = None) -> Tensor:
         """Return a tensor, or one entry of its first axis: in its own dtype if it is a float, else in `dtype`."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hybridmem.models.weights.coded import CodedTensor
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -25,6 +27,8 @@ _QUERY_OR_KEY = re.compile(r"\.([qk])_proj\.(weight|bias)$")
 
 def undo(architecture: str, config: PreTrainedConfig, name: str, tensor: Tensor) -> Tensor:
     """Return the tensor as a checkpoint of Hugging Face has it."""
+    if tensor.is_meta and not isinstance(tensor, CodedTensor):
+        return tensor  # it has no numbers, and its shape stays
     if name.endswith(".A_log"):
         tensor = (-tensor.float()).log()
     if architecture in _PERMUTED and (match := _QUERY_OR_KEY.search(name)):
@@ -56,6 +60,10 @@ def _untiled(config: PreTrainedConfig, part: str, tensor: Tensor) -> Tensor:
         return _grouped(tensor, n_keys, width)
     if part in ("in_proj_qkv.weight", "conv1d.weight"):
         return torch.cat((tensor[:n_qk], _grouped(tensor[n_qk:], n_keys, width)))
+    if part == "out_proj.weight" and isinstance(tensor, CodedTensor):
+        n_heads = tensor.shape[1] // width
+        moved = tensor.with_inputs(_grouped(torch.arange(n_heads), n_keys, 1), width)
+        return _untiled(config, part, tensor.dense()) if moved is None else moved
     if part == "out_proj.weight":
         return _grouped(tensor.T, n_keys, width).T
     return tensor

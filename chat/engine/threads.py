@@ -1,4 +1,8 @@
-"""Chooses the number of threads for a server's model. Other threads read and write its connections."""
+"""Chooses the number of threads for a model on the CPU, by measuring steps.
+
+Threads wait for each other at every product, and do so by asking again and again. Beside other work one of them often
+has no processor, and then all of them stand still: a step can take ten times as long as with one thread.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ from hybridmem.models import LanguageModel
 
 _GAIN = 1.5
 """Doubling the threads must make a step at least this many times faster. Measured with real requests, a smaller gain is
-a loss: the server's own threads then take processors from the model's threads, and these wait for each other.
+a loss: a server's own threads then take processors from the model's threads, and these wait for each other.
 """
 _LARGE_SECONDS = 0.2
-"""A step that takes longer than this many seconds with one thread gets all threads: it gains from each."""
+"""A step that takes longer than this many seconds with one thread gains from each thread. So all are tried at once."""
 _N_SEQUENCES, _N_PROMPT, _N_STEPS = 4, 16, 5
 
 
@@ -28,7 +32,7 @@ def set_threads(
 
     Args:
         n_threads: the number. None: measure steps of a few sequences, and take the fewest threads that are hardly
-            slower, at most as many as torch has.
+            slower, at most as many as torch has. Other work on the machine counts, as it is at that moment.
         clock: returns seconds. Tests replace it.
     Cost: about twenty steps. They leave nothing in the memory.
     """
@@ -43,8 +47,9 @@ def _find_number(model: LanguageModel, memory: HybridMemory, most: int, clock: C
     n_threads = 1
     torch.set_num_threads(1)
     seconds = _step_seconds(model, memory, clock)
-    if seconds > _LARGE_SECONDS:
-        return most
+    if seconds > _LARGE_SECONDS and most > 1:
+        torch.set_num_threads(most)
+        return most if _step_seconds(model, memory, clock) <= seconds else 1
     while n_threads < most:
         n_more = min(2 * n_threads, most)
         torch.set_num_threads(n_more)

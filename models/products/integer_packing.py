@@ -1,0 +1,276 @@
+"""Lays out integers as kernels read them: codes as files store them become codes of the same weights, one for one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange, types
+from torch import Tensor
+
+from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import element_at, untyped_intrinsic
+from hybridmem.models.products.integer_rounding import transposed
+from hybridmem.models.products.integer_vectors import I8, I16, I64, INTS, every, in_every_lane, layout_of_codes
+from hybridmem.models.weights.coded import Form, Scales, Term
+from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS, Layout, spare_bits, whole_pairs
+
+_BYTES, _SHORTS = ir.VectorType(I8, BLOCK), ir.VectorType(I16, BLOCK)
+_FORMS: dict[str, Form] = {}
+
+
+@cache
+def _stored_dtype(form: Form) -> np.dtype:
+    """Return the type of arrays of what a file stores, by whose field compiled code knows the form."""
+    name = f"{form.block_bytes} bytes: {form.terms}"
+    _FORMS[name] = form
+    return np.dtype([(name, np.uint8)])
+
+
+@untyped_intrinsic
+def _sizes(typing_context, stored):
+    """Return the inputs of a block, and its bytes."""
+    form = _FORMS[next(iter(stored.dtype.fields))]
+
+    def codegen(context, builder, signature, arguments):
+        return context.make_tuple(builder, signature.return_type, [I64(form.n_block), I64(form.block_bytes)])
+
+    return types.UniTuple(types.int64, 2)(stored), codegen
+
+
+@untyped_intrinsic
+def _read_block(typing_context, stored, at, group, row):
+    """Set group[32 i : 32 (i + 1)] of a row, for each 32 inputs i of a block at `at`, to their codes; not checked.
+
+    The 16 rows of 32 inputs lie one behind the other.
+    """
+    form = _FORMS[next(iter(stored.dtype.fields))]
+
+    def codegen(context, builder, signature, arguments):
+        b = builder
+        source = b.bitcast(element_at(context, b, stored, *arguments[:2]), I8.as_pointer())
+        target = element_at(context, b, group, arguments[2], b.mul(arguments[3], I64(GROUP)))
+        for i, terms in enumerate(form.terms):
+            codes = None
+            for term in terms:
+                own = _term(b, source, term)
+                codes = own if codes is None else b.or_(codes, own)
+            place = b.gep(target, [I64(i // 2 * BLOCK * GROUP + i % 2 * BLOCK)])
+            b.store(b.zext(codes, _SHORTS), b.bitcast(place, _SHORTS.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(stored, types.int64, group, types.int64), codegen
+
+
+def _term(b: ir.IRBuilder, block: ir.Value, term: Term) -> ir.Value:
+    place = b.gep(block, [I64(term.offset)])
+    if term.is_bits:
+        bits = in_every_lane(b, b.load(b.bitcast(place, I16.as_pointer()), align=1))
+        own = b.lshr(bits, ir.Constant(_SHORTS, list(range(BLOCK))))
+        bits = b.trunc(b.and_(own, ir.Constant(_SHORTS, [1] * BLOCK)), _BYTES)
+    else:
+        own = b.load(b.bitcast(place, _BYTES.as_pointer()), align=1)
+        shifted = b.lshr(own, ir.Constant(_BYTES, [term.shift] * BLOCK))
+        bits = b.and_(shifted, ir.Constant(_BYTES, [term.mask - (term.mask >> 7 << 8)] * BLOCK))
+    return b.shl(bits, ir.Constant(_BYTES, [term.up] * BLOCK))
+
+
+@untyped_intrinsic
+def _write_group(typing_context, group, first, codes, at):
+    """Write the codes of a block's 32 inputs, which lie in 16 rows from `first` on, to `codes`; not checked."""
+    n_bits = layout_of_codes(codes).n_bits
+
+    def codegen(context, builder, signature, arguments):
+        b = builder
+        source = b.bitcast(element_at(context, b, group, *arguments[:2]), INTS.as_pointer())
+        target = b.bitcast(element_at(context, b, codes, *arguments[2:]), I8.as_pointer())
+        pairs = transposed(b, [b.load(b.gep(source, [I64(row)]), align=2) for row in range(BLOCK)])
+        if n_bits == 8:
+            for pair, own in enumerate(pairs):
+                both = b.or_(b.and_(own, every(0xFF)), b.and_(b.lshr(own, every(8)), every(0xFF00)))
+                place = b.gep(target, [I64(2 * BLOCK * pair)])
+                b.store(b.trunc(both, _SHORTS), b.bitcast(place, _SHORTS.as_pointer()), align=1)
+            return context.get_dummy_value()
+        words, per_word = [every(0)] * n_bits, 16 // n_bits
+        for pair, own in enumerate(pairs):
+            if pair < whole_pairs(n_bits):
+                word = pair // per_word
+                words[word] = b.or_(words[word], b.shl(own, every(pair % per_word * n_bits)))
+                continue
+            for i, (word, bit) in enumerate(spare_bits(n_bits, pair)):
+                one = b.and_(b.lshr(own, every(i)), every(0x10001))
+                words[word] = b.or_(words[word], b.shl(one, every(bit)))
+        for i, word in enumerate(words):
+            b.store(word, b.bitcast(b.gep(target, [I64(4 * BLOCK * i)]), INTS.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(group, types.int64, codes, types.int64), codegen
+
+
+@compiled(parallel=True, error_model="numpy")
+def _lay_out(stored, n_out, table, n_parts, codes):
+    """Write the codes of all rows of `stored`; those of outputs that there are not are zero.
+
+    Args:
+        table: what is written for each code, or empty.
+    """
+    n_block, block_bytes = _sizes(stored)
+    n_blocks, per_row = (n_out + BLOCK - 1) // BLOCK, len(stored) // n_out // block_bytes
+    n_groups, row_bytes = n_block // GROUP, len(stored) // n_out
+    group_bytes = len(codes) // (n_blocks * per_row * n_groups)
+    for part in prange(n_parts):
+        group = np.zeros(n_groups * BLOCK * GROUP, np.uint16)
+        for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
+            if (o + 1) * BLOCK > n_out:
+                group[:] = np.uint16(0)
+            for k in range(per_row):
+                for row in range(min(BLOCK, n_out - o * BLOCK)):
+                    _read_block(stored, (o * BLOCK + row) * row_bytes + k * block_bytes, group, row)
+                if len(table) > 0:
+                    _look_up(group, table)
+                for g in range(n_groups):
+                    at = ((o * per_row + k) * n_groups + g) * group_bytes
+                    _write_group(group, g * BLOCK * GROUP, codes, at)
+
+
+@njit(error_model="numpy")
+def _look_up(codes, table):
+    for i in range(len(codes)):
+        codes[i] = table[codes[i]]
+
+
+def lay_out_codes(form: Form, stored: Tensor, layout: Layout, n_parts: int, codes: np.ndarray) -> None:
+    """Write codes of a form's first part (rows, bytes), which stand for the same integers in another layout.
+
+    Args:
+        layout: the form's own, or one of 8 bits without a table.
+        codes: of the layout's type.
+    """
+    table: list[int] = []
+    if layout != form.layout:
+        own = form.layout
+        table = [number & 0xFF for number in own.table or [code - own.zero for code in range(1 << own.n_bits)]]
+    array = stored.contiguous().view(-1).numpy().view(_stored_dtype(form))
+    _lay_out(array, stored.shape[0], np.array(table, np.uint16), n_parts, codes)
+
+
+def lay_out_scales(form: Form, parts: Sequence[Tensor], layout: Layout, n_in: int, n_parts: int, out: Tensor) -> None:
+    """Write scales of a form's parts, of one row for each output, to `out`, int16.
+
+    Those of outputs and inputs that there are not are zero.
+    """
+    if not form.floats:
+        _write_scales(layout, form.scales(parts), n_in, out)
+        return
+    terms = [
+        (i * layout.n_factors + k, term.offset, term.shift, term.mask, term.up)
+        for i, group in enumerate(form.factors) for k, own in enumerate(group) for term in own
+    ]  # fmt: skip
+    _lay_out_scales(
+        parts[0].contiguous().view(-1).numpy(), len(parts[0]), form.block_bytes, np.array(form.floats),
+        np.array(terms, np.int64).reshape(-1, 5), len(form.factors) * layout.n_factors, form.bias, form.is_exponent,
+        n_parts, out.numpy().view(np.uint16),
+    )  # fmt: skip
+
+
+@compiled(parallel=True, error_model="numpy")
+def _lay_out_scales(stored, n_out, block_bytes, floats, terms, n_factors, bias, is_exponent, n_parts, out):
+    """Write the floats and factors of blocks in which both are among the codes.
+
+    Args:
+        terms: the number of a factor, and where some of its bits are: see `coded.Term`.
+        n_factors: of all groups of a block.
+    """
+    n_blocks, row_bytes = (n_out + BLOCK - 1) // BLOCK, len(stored) // n_out
+    per_row = row_bytes // block_bytes
+    unit, n_floats = len(floats) * BLOCK + n_factors * BLOCK // 2, len(floats)
+    factors = out.view(np.int8)
+    for part in prange(n_parts):
+        bits = np.empty(BLOCK, np.int32)
+        for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
+            n_rows = min(BLOCK, n_out - o * BLOCK)
+            for k in range(per_row):
+                first, at = o * BLOCK * row_bytes + k * block_bytes, (o * per_row + k) * unit
+                if n_rows < BLOCK:
+                    out[at : at + unit] = np.uint16(0)
+                for i in range(n_floats):
+                    for lane in range(n_rows):
+                        place = first + lane * row_bytes + floats[i]
+                        byte = np.uint16(stored[place])
+                        if is_exponent:
+                            short = np.uint16(0x20 << byte) if byte < 2 else np.uint16((byte - 1) << 7)
+                        else:
+                            short = byte | np.uint16(stored[place + 1]) << 8
+                        out[at + i * BLOCK + lane] = short
+                factor_at = 2 * (at + n_floats * BLOCK)
+                for lane in range(BLOCK * n_factors):
+                    factors[factor_at + lane] = np.int8(0)
+                for i in range(len(terms)):
+                    number, offset, shift, mask, up = terms[i]
+                    for lane in range(n_rows):
+                        bits[lane] = stored[first + lane * row_bytes + offset]
+                    for lane in range(n_rows):
+                        own = factor_at + number * BLOCK + lane
+                        factors[own] |= np.int8((bits[lane] >> shift & mask) << up)
+                if bias != 0:
+                    for lane in range(BLOCK * n_factors):
+                        factors[factor_at + lane] += np.int8(bias)
+
+
+def _write_scales(layout: Layout, scales: Scales, n_in: int, out: Tensor) -> None:
+    """Write scales that are in tensors of their own."""
+    n_blocks, n_units = ceil_div(len(scales.floats), BLOCK), layout.n_units(n_in)
+    per_unit = 1 if layout.is_by_row else layout.unit_inputs // layout.group
+    own = out.view(n_blocks, n_units, layout.unit_shorts)
+    n_shorts = layout.n_floats * layout.float_shorts
+    floats = _by_block(scales.floats, n_blocks, n_units)  # block, unit, float, lane
+    own[:, :, :n_shorts] = floats.contiguous().view(torch.int16).flatten(2)
+    if layout.n_factors:
+        factors = _by_block(scales.factors, n_blocks, n_units * per_unit).contiguous()
+        own[:, :, n_shorts:] = factors.view(torch.int16).view(n_blocks, n_units, -1)
+
+
+def _by_block(numbers: Tensor, n_blocks: int, n: int) -> Tensor:
+    """Return (blocks, n, k, 16) of (rows, up to n, k): zeros where there are none."""
+    if numbers.shape[:2] != (n_blocks * BLOCK, n):
+        whole = numbers.new_zeros(n_blocks * BLOCK, n, numbers.shape[2])
+        whole[: len(numbers), : numbers.shape[1]] = numbers
+        numbers = whole
+    return numbers.view(n_blocks, BLOCK, n, -1).permute(0, 2, 3, 1)
+
+
+def read_codes(layout: Layout, codes: Tensor, n_out: int, n_in: int) -> Tensor:
+    """Return codes as they are laid out, (n_out, n_in): the plain torch with which kernels are compared."""
+    n_blocks, n_groups, n_bits = ceil_div(n_out, BLOCK), ceil_div(n_in, GROUP), layout.n_bits
+    if n_bits == 8:
+        found = codes.view(torch.int8).view(n_blocks, n_groups, PAIRS, BLOCK, 2)
+    else:
+        words = codes.view(torch.int16).view(n_blocks, n_groups, n_bits, BLOCK, 2).int() & 0xFFFF
+        per_word, pairs = 16 // n_bits, []
+        for pair in range(PAIRS):
+            if pair < whole_pairs(n_bits):
+                pairs.append(words[:, :, pair // per_word] >> pair % per_word * n_bits & (1 << n_bits) - 1)
+                continue
+            places = enumerate(spare_bits(n_bits, pair))
+            bits = [(words[:, :, word] >> bit & 1) << i for i, (word, bit) in places]
+            pairs.append(torch.stack(bits).sum(0))
+        found = torch.stack(pairs, 2)
+    return found.permute(0, 3, 1, 2, 4).reshape(n_blocks * BLOCK, n_groups * GROUP)[:n_out, :n_in]
+
+
+def read_scales(layout: Layout, scales: Tensor, n_out: int, n_in: int) -> Scales:
+    """Return scales as they are laid out."""
+    n_blocks, n_units = ceil_div(n_out, BLOCK), layout.n_units(n_in)
+    own = scales.view(n_blocks, n_units, layout.unit_shorts)
+    n_shorts = layout.n_floats * layout.float_shorts
+    kind: Any = getattr(torch, layout.scale)
+    floats = own[:, :, :n_shorts].contiguous().view(kind).view(n_blocks, n_units, layout.n_floats, BLOCK)
+    n = layout.n_factors
+    factors = own[:, :, n_shorts:].contiguous().view(torch.int8).view(n_blocks, -1 if n else 0, n, BLOCK)
+    numbers = (x.permute(0, 3, 1, 2).flatten(0, 1)[:n_out] for x in (floats, factors))
+    return Scales(*numbers)

@@ -1,0 +1,79 @@
+"""Joins weights that share their rows but not their layout: their outputs stand one behind the other.
+
+A layer's values may be stored in more bits than its queries and keys, for instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridmem.models.products import epilogue
+from hybridmem.models.products.few_rows import CompiledProduct
+from hybridmem.models.products.few_rows_kernels import ProductKind
+from hybridmem.models.products.quantised import QuantisedWeight, multiply_by
+
+if TYPE_CHECKING:
+    from hybridmem.models.products.choice import HeldWeight
+
+PASSES_ADDRESSES = True
+"""Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
+
+
+class JoinedWeight:
+    """Holds several weights (n_out_i, n_in) as one of (sum of n_out_i, n_in).
+
+    Integers that are read by the same rows are multiplied in one call.
+
+    Attributes:
+        FUSED: activations that all parts apply before sums are rounded.
+    """
+
+    bias_dtype = torch.float32
+
+    def __init__(self, parts: Sequence[HeldWeight]) -> None:
+        self._parts = list(parts)
+        self.n_out: int = sum(part.n_out for part in parts)
+        self.FUSED: tuple[str, ...] = tuple(
+            name for name in epilogue.FUSED if all(name in part.FUSED for part in parts)
+        )
+        pieces = [part.product() for part in parts if isinstance(part, QuantisedWeight) and not part.codes.is_meta]
+        self._product = _joined(pieces) if len(pieces) == len(parts) else None
+
+    def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct | None:
+        """Return the product for few rows; None if there is none for all parts."""
+        if self._product is None or self._product.reads is not self._product.dtype:
+            return None
+        return _with(self._product, bias, activation)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
+        if self._product is not None:
+            return multiply_by(_with(self._product, bias, activation), x)
+        biases = [None] * len(self._parts) if bias is None else bias.split([part.n_out for part in self._parts])
+        found = [
+            part.multiply(x, None if own is None else own.to(part.bias_dtype), activation)
+            for part, own in zip(self._parts, biases, strict=True)
+        ]
+        return torch.cat(found, 1)
+
+
+def _joined(pieces: Sequence[CompiledProduct]) -> CompiledProduct | None:
+    """Return the product with all pieces; None if their kernels are called differently."""
+    first = pieces[0]
+    if not all(piece.kind.is_called_like(first.kind) and piece.reads is first.reads for piece in pieces):
+        return None
+    kind = ProductKind(np.dtype(np.uint8), first.dtype, "pieces in tiles" if first.kind.has_tiles else "pieces")
+    n_out = sum(piece.n_out for piece in pieces)
+    return replace(first, weight=(), n_out=n_out, kind=kind, pieces=tuple(pieces))
+
+
+def _with(product: CompiledProduct, bias: Tensor | None, activation: str | None) -> CompiledProduct:
+    product.arrays()  # once for all
+    own = epilogue.NO_BIAS if bias is None else bias.numpy()
+    return replace(product, bias=own, activation=epilogue.ACTIVATIONS[activation])

@@ -1,0 +1,58 @@
+"""Compiles products with several weights that share their rows: each writes its part of the outputs.
+
+To what calls them they are one weight, whose codes are the fields of its pieces (`fields`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from hybridmem.memory.kernels.cpu.addresses import call_at
+from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.numbers import array_at, move
+from hybridmem.models.products.fields import CODES, FIELDS, KERNEL, N_OUT, SCALES, SHORTS, field_array, keep
+
+_BYTES = np.empty(0, np.uint8)
+
+
+@compiled(error_model="numpy")
+def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
+    """Set out = activation(x W^T + bias). Arguments are those of `quantised_kernels.product`."""
+    n_rows, n_out = out_TO.shape
+    fields, out, first = codes.view(np.int64), out_TO.reshape(-1), 0
+    for at in range(0, len(fields), FIELDS):
+        n = fields[at + N_OUT]
+        own = out[first : first + n] if n_rows == 1 else np.empty(n_rows * n, out.dtype)
+        call_at(fields[at + KERNEL], (
+            field_array(fields, at + CODES, _BYTES), field_array(fields, at + SCALES, SHORTS), x_TI,
+            bias[first : first + n], activation, n_parts, own.reshape((n_rows, n)),
+        ))  # fmt: skip
+        if n_rows > 1:
+            _spread(own, n_rows, n, out, first, n_out)
+        first += n
+
+
+@compiled(error_model="numpy")
+def product_in_tiles(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out, like):
+    """Do the same with kernels that multiply tiles. Arguments are those of `integer_tile_kernels.product`."""
+    fields, out, first = codes.view(np.int64), array_at(out_at, n_rows * n_out, like), 0
+    for at in range(0, len(fields), FIELDS):
+        n = fields[at + N_OUT]
+        own = out[first : first + n] if n_rows == 1 else np.empty(n_rows * n, out.dtype)
+        call_at(fields[at + KERNEL], (
+            field_array(fields, at + CODES, _BYTES), field_array(fields, at + SCALES, SHORTS), x_at, n_rows, n_pairs,
+            shape, bias[first : first + n], activation, n_parts, own.ctypes.data, n, like,
+        ))  # fmt: skip
+        if n_rows > 1:
+            _spread(own, n_rows, n, out, first, n_out)
+        keep(own)
+        first += n
+
+
+@njit(error_model="numpy")
+def _spread(own, n_rows, n, out, first, n_out):
+    """Copy a piece's outputs to their places in rows of all outputs."""
+    for t in range(n_rows):
+        for i in range(n):
+            move(out[t * n_out + first : t * n_out + first + n], own[t * n : (t + 1) * n], i)

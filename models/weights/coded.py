@@ -1,0 +1,350 @@
+"""Holds weights in the few bits in which a file stores them, as tensors whose rows can be chosen and joined.
+
+Products keep these bits (`models.products`); everything else sees the floats that they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridmem.models.weights.layouts import GROUP, Layout
+
+_AT_ONCE = 1 << 22
+"""Numbers that become floats at once: temporary tensors take a few times their bytes."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """Says where some bits of the codes of 16 inputs are: code |= (byte >> shift & mask) << up.
+
+    Attributes:
+        offset: of the first of 16 bytes in a block of the file; or of two bytes, each of whose bits is an input's.
+            Factors of a group have one byte.
+    """
+
+    offset: int
+    shift: int = 0
+    mask: int = 0xFF
+    up: int = 0
+    is_bits: bool = False
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Holds what codes are multiplied by: floats of units, and factors of groups, as `Layout` describes them.
+
+    Attributes:
+        floats: (rows, units, 1 or 2), of the layout's type.
+        factors: (rows, groups, 0 to 2), int8.
+    """
+
+    floats: Tensor
+    factors: Tensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """Describes how a file stores weights in few bits: in blocks of codes, with scales among them or in other tensors.
+
+    Attributes:
+        name: as the file's format calls it.
+        layout: in which products hold the same codes and scales.
+        block_bytes: of a block.
+        terms: for each 16 inputs of a block, where their codes are.
+        floats: offsets of a block's floats; none if floats and factors are tensors of their own.
+        factors: for each group of a block and each of its factors, where its bits are.
+        bias: is added to factors.
+        is_exponent: a float is a byte that says a power of two, and codes count twice (MXFP4).
+    """
+
+    name: str
+    layout: Layout
+    block_bytes: int
+    terms: tuple[tuple[Term, ...], ...]
+    floats: tuple[int, ...] = ()
+    factors: tuple[tuple[tuple[Term, ...], ...], ...] = ()
+    bias: int = 0
+    is_exponent: bool = False
+
+    @property
+    def n_block(self) -> int:
+        """Inputs of a block."""
+        return 16 * len(self.terms)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Return the layouts in which the same weights can be held exactly, the smallest first."""
+        own = self.layout
+        if own.n_bits == 8 or (own.table is None and own.minimum is not None):
+            return (own,)
+        return own, replace(own, n_bits=8, zero=0, table=None)
+
+    def codes(self, stored: Tensor) -> Tensor:
+        """Return codes (rows, inputs) of the first part, as they are stored: uint8, or int8 if a code has 8 bits."""
+        blocks = stored.view(len(stored), -1, self.block_bytes)
+        found = blocks.new_zeros(*blocks.shape[:2], self.n_block)
+        for i, terms in enumerate(self.terms):
+            own = found[:, :, 16 * i : 16 * i + 16]
+            for term in terms:
+                if term.is_bits:
+                    both = blocks[:, :, term.offset : term.offset + 2].repeat_interleave(8, -1)
+                    bits = both >> torch.arange(8, dtype=torch.uint8).repeat(2) & 1
+                else:
+                    bits = blocks[:, :, term.offset : term.offset + 16] >> term.shift & term.mask
+                own |= bits << term.up
+        return found.flatten(1).view(torch.int8 if self.layout.n_bits == 8 else torch.uint8)
+
+    def scales(self, parts: Sequence[Tensor]) -> Scales:
+        """Return the scales of all parts, of which each has a row for each output."""
+        if not self.floats:
+            floats, factors = (part.view(len(part), -1, n) if n else part.view(len(part), -1, 0) for part, n in (
+                (parts[1], self.layout.n_floats), (parts[2], self.layout.n_factors)
+            ))  # fmt: skip
+            return Scales(floats, factors)
+        blocks = parts[0].view(len(parts[0]), -1, self.block_bytes)
+        if self.is_exponent:
+            floats = powers_of_two(blocks[:, :, self.floats[0], None])
+        else:
+            own = [blocks[:, :, at : at + 2].contiguous().view(torch.float16) for at in self.floats]
+            floats = torch.cat(own, -1)
+        factors = blocks.new_zeros(*blocks.shape[:2], len(self.factors), self.layout.n_factors)
+        for i, group in enumerate(self.factors):
+            for k, terms in enumerate(group):
+                for term in terms:
+                    factors[:, :, i, k] |= (blocks[:, :, term.offset] >> term.shift & term.mask) << term.up
+        return Scales(floats, factors.flatten(1, 2).view(torch.int8) + self.bias)
+
+
+def plain_form(name: str, layout: Layout) -> Form:
+    """Return the form of three tensors: codes of one byte each, whole groups of 32, floats and factors."""
+    return Form(name, layout, GROUP, ((Term(0),), (Term(16),)))
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """Return, in bfloat16, half of the powers of two that bytes say with a bias of 127."""
+    wide = exponents.to(torch.int16)
+    return torch.where(wide < 2, 0x20 << wide.clamp(max=1), wide - 1 << 7).to(torch.int16).view(torch.bfloat16)
+
+
+def weights_of(layout: Layout, codes: Tensor, scales: Scales) -> Tensor:
+    """Return what codes (rows, inputs) stand for, in float32."""
+    n_in = codes.shape[1]
+    group = layout.group or n_in
+    if layout.table is None:
+        numbers = codes.float() - layout.zero
+    else:
+        numbers = torch.tensor(layout.table, dtype=torch.float32)[codes.long()]
+    factors, floats = scales.factors.float(), scales.floats.float()
+    per_unit = max(1, layout.unit_inputs // group)
+    floats = floats.repeat_interleave(per_unit, 1)[:, : -(-n_in // group)]
+    factors = factors[:, : floats.shape[1]]
+    scale, minimum = floats[:, :, 0], None
+    if layout.minimum == "zero":
+        minimum = -scale * factors[:, :, -1]
+    elif layout.minimum == "factor":
+        minimum = -floats[:, :, 1] * factors[:, :, -1]
+    elif layout.minimum == "float":
+        minimum = floats[:, :, 1]
+    if layout.has_factors:
+        scale = scale * factors[:, :, 0]
+    found = numbers * scale.repeat_interleave(group, 1)[:, :n_in]
+    return found if minimum is None else found + minimum.repeat_interleave(group, 1)[:, :n_in]
+
+
+class CodedTensor(Tensor):
+    """Holds a tensor in few bits: all axes but the last can be divided, reordered and joined as of any tensor.
+
+    Other functions of torch see floats of its dtype, which take memory for as long as they are used.
+
+    Attributes:
+        form: how it is stored.
+        parts: tensors whose last axes hold the bits of a row of inputs.
+    """
+
+    form: Form
+    parts: tuple[Tensor, ...]
+
+    @staticmethod
+    def __new__(cls, form: Form, parts: Sequence[Tensor], n_in: int, dtype: torch.dtype) -> CodedTensor:
+        shape = (*parts[0].shape[:-1], n_in)
+        own: CodedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)
+        own.form, own.parts = form, tuple(parts)
+        return own
+
+    def __init__(self, form: Form, parts: Sequence[Tensor], n_in: int, dtype: torch.dtype) -> None:
+        """Make a tensor of these parts, which have one row for each row of it."""
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"CodedTensor({self.form.name}, shape={list(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(int(part.nbytes) for part in self.parts)
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Return the parts as matrices with one row for each output."""
+        return tuple(part.reshape(-1, part.shape[-1]) for part in self.parts)
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the floats, in this dtype or the tensor's own, rounded once."""
+        found = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+        if self.is_meta:
+            return found
+        parts, out = self.rows(), found.view(-1, self.shape[-1])
+        step = max(1, _AT_ONCE // max(1, self.shape[-1]))
+        for start in range(0, len(out), step):
+            here = [part[start : start + step].contiguous() for part in parts]
+            codes = self.form.codes(here[0])[:, : self.shape[-1]]
+            out[start : start + step] = weights_of(self.form.layout, codes, self.form.scales(here))
+        return found
+
+    def with_inputs(self, order: Tensor, width: int) -> CodedTensor | None:
+        """Return a matrix whose inputs are reordered in pieces of `width`; None if that would change a scale's inputs.
+
+        Args:
+            order: the pieces, each once.
+        """
+        form, n_in = self.form, self.shape[-1]
+        if n_in != len(order) * width or width % GROUP or self.dim() != 2:
+            return None
+        if form.floats and width % form.n_block == 0:
+            (blocks,) = self.rows()
+            return self.like([blocks.view(len(blocks), len(order), -1)[:, order].flatten(1)])
+        layout = form.layout
+        if layout.is_by_row or (layout.has_factors and width <= layout.group) or layout.unit % width:
+            return None
+        return self._plain(width)._with_pieces(order)
+
+    def _with_pieces(self, order: Tensor) -> CodedTensor:
+        """Return a matrix of a plain form whose inputs are reordered in pieces of whole units."""
+        return self.like([part.view(len(part), len(order), -1)[:, order].flatten(1) for part in self.parts])
+
+    def _plain(self, unit: int) -> CodedTensor:
+        """Return the matrix in a plain form in which so many inputs share a float, or less if they did."""
+        rows, layout = self.rows(), self.form.layout
+        scales, n_in = self.form.scales(rows), self.shape[-1]
+        if layout.unit > unit:
+            n_times, layout = layout.unit // unit, replace(layout, unit=unit)
+            scales = Scales(scales.floats.repeat_interleave(n_times, 1), scales.factors)
+        codes = self.form.codes(rows[0]).view(torch.uint8)
+        parts = codes, scales.floats.flatten(1), scales.factors.flatten(1)
+        return CodedTensor(plain_form(self.form.name, layout), parts, n_in, self.dtype)
+
+    def take_at(self, indices: Tensor) -> Tensor:
+        """Return the numbers at these places of the tensor, counted through all its rows."""
+        rows, places = torch.unique(indices // self.shape[-1], return_inverse=True)
+        own = self.like([part[rows] for part in self.rows()]).dense()
+        return own[places, indices % self.shape[-1]]
+
+    def like(self, parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> CodedTensor:
+        """Return a tensor of other rows in the same form."""
+        return CodedTensor(self.form, parts, self.shape[-1], dtype or self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (rule := _RULES.get(func)) is not None and (found := rule(*args, **kwargs)) is not None:
+            return found
+        args, kwargs = torch.utils._pytree.tree_map(as_floats, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def as_floats(x: Any) -> Any:
+    """Return the floats of a tensor in few bits; other things as they are."""
+    return x.dense() if isinstance(x, CodedTensor) else x
+
+
+def _before_last(x: CodedTensor, *dims: int) -> bool:
+    """True if these are axes other than the last one."""
+    return all(dim % x.dim() < x.dim() - 1 for dim in dims)
+
+
+def _of_each(x: CodedTensor, function: Callable[[Tensor], Any]) -> Any:
+    """Apply a function to each part; it returns a tensor, or several."""
+    found = [function(part) for part in x.parts]
+    if isinstance(found[0], Tensor):
+        return x.like(found)
+    return [x.like(parts) for parts in zip(*found, strict=True)]
+
+
+def _view(x: CodedTensor, shape: Sequence[int]) -> CodedTensor | None:
+    n_in, whole = x.shape[-1], list(shape)
+    if -1 in whole:
+        whole[whole.index(-1)] = x.numel() // -prod(whole)
+    return _of_each(x, lambda part: part.reshape(*whole[:-1], -1)) if whole and whole[-1] == n_in else None
+
+
+def _permute(x: CodedTensor, dims: Sequence[int]) -> CodedTensor | None:
+    keeps_last = len(dims) == x.dim() and dims[-1] % x.dim() == x.dim() - 1
+    return _of_each(x, lambda part: part.permute(*dims)) if keeps_last else None
+
+
+def _transpose(x: CodedTensor, one: int, other: int) -> CodedTensor | None:
+    at = one % x.dim(), other % x.dim()
+    return _of_each(x, lambda part: part.transpose(*at)) if _before_last(x, one, other) else None
+
+
+def _slice(
+    x: CodedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> CodedTensor | None:
+    at = (*[slice(None)] * (dim % x.dim()), slice(start, end, step))
+    return _of_each(x, lambda part: part[at]) if _before_last(x, dim) else None
+
+
+def _select(x: CodedTensor, dim: int, index: int) -> CodedTensor | None:
+    return _of_each(x, lambda part: part.select(dim % x.dim(), index)) if _before_last(x, dim) else None
+
+
+def _split(x: CodedTensor, size: Any, dim: int = 0) -> Any:
+    return _of_each(x, lambda part: torch.split(part, size, dim % x.dim())) if _before_last(x, dim) else None
+
+
+def _unbind(x: CodedTensor, dim: int = 0) -> Any:
+    return _of_each(x, lambda part: part.unbind(dim % x.dim())) if _before_last(x, dim) else None
+
+
+def _index(x: CodedTensor, indices: Sequence[Tensor | None]) -> CodedTensor | None:
+    own = tuple(slice(None) if index is None else index for index in indices)
+    return _of_each(x, lambda part: part[own]) if len(own) < x.dim() else None
+
+
+def _unsqueeze(x: CodedTensor, dim: int) -> CodedTensor | None:
+    at = dim % (x.dim() + 1)
+    return _of_each(x, lambda part: part.unsqueeze(at)) if at < x.dim() else None
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> CodedTensor | None:
+    coded = [x for x in tensors if isinstance(x, CodedTensor)]
+    first = coded[0]
+    if len(coded) < len(tensors) or any(x.form != first.form for x in coded) or not _before_last(first, dim):
+        return None
+    own = [x.parts for x in coded]
+    return first.like([torch.cat(parts, dim % first.dim()) for parts in zip(*own, strict=True)])
+
+
+def _copy(x: CodedTensor, *_: Any, dtype: torch.dtype | None = None, device: Any = None, **__: Any) -> Any:
+    """Change the dtype of the floats for which the bits stand."""
+    moves = device is not None and torch.device(device).type not in ("cpu", "meta")
+    if moves or (dtype is not None and not dtype.is_floating_point):
+        return None
+    return x.like(x.parts if device is None else [part.to(device) for part in x.parts], dtype)
+
+
+_ATEN = torch.ops.aten
+_RULES: dict[Any, Callable[..., Any]] = {
+    _ATEN.view.default: _view, _ATEN._unsafe_view.default: _view, _ATEN.reshape.default: _view,
+    _ATEN.permute.default: _permute, _ATEN.transpose.int: _transpose, _ATEN.slice.Tensor: _slice,
+    _ATEN.select.int: _select, _ATEN.split.Tensor: _split, _ATEN.split_with_sizes.default: _split,
+    _ATEN.unbind.int: _unbind, _ATEN.index.Tensor: _index, _ATEN.unsqueeze.default: _unsqueeze, _ATEN.cat.default: _cat,
+    _ATEN._to_copy.default: _copy, _ATEN.detach.default: _copy, _ATEN.alias.default: _copy, _ATEN.clone.default: _copy,
+}  # fmt: skip
+"""What functions of torch do that change rows alone; None where they do more."""

@@ -1,0 +1,144 @@
+"""Describes the layouts of weights that are held as integers, as kernels of products read them.
+
+A weight is scale * (code - zero), plus a minimum in some layouts; or scale * table[code]. Sixteen outputs form a block,
+and a block is read from its first group of 32 inputs to its last. Codes and scales are two arrays.
+
+Codes, for each block and each 32 inputs in it: 64 bytes for each bit of a code.
+    8 bits, signed: 16 pairs of inputs; a pair has 16 outputs of two bytes, the first input's first.
+    fewer bits, not negative: as many words of 16 bits as a code has bits, each for 16 outputs and the two inputs of a
+        pair. A word holds codes of as many pairs as fit, from its lowest bit on. Codes of the last pairs, which do not
+        fit into whole words, lie in the highest bits of all words (`spare_bits`).
+
+Scales, for each block and each unit of inputs in it, in 16 bits: a float for each output, and another one where there
+are minima as floats or as factors of these. Behind them, for each group of the unit, what groups have: 16 factors of
+the scale, if a unit has several groups, and 16 of the minimum, in 8 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+BLOCK, GROUP, PAIRS = 16, 32, 16
+"""Outputs of a block; inputs that are read at once, and their pairs."""
+
+Minimum = Literal["float", "factor", "zero"]
+"""A minimum is a float of its own; or minus a float of the unit times a factor of the group; or minus the scale times
+an integer of the group, which is the code of zero."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Describes one layout.
+
+    Attributes:
+        n_bits: of a code: 2 to 6, or 8.
+        scale: the type of floats.
+        group: inputs that share a scale, 16 or 32; or 0 if all inputs of an output do.
+        unit: inputs that share a float: more than `group`, if the group's scale is a factor times it.
+        zero: the code of weights that are zero, without a table.
+        minimum: how minima are stored; None without.
+        table: the integers that codes of 4 bits stand for.
+    """
+
+    n_bits: int
+    scale: Literal["bfloat16", "float16", "float32"] = "float16"
+    group: int = 32
+    unit: int = 0
+    zero: int = 0
+    minimum: Minimum | None = None
+    table: tuple[int, ...] | None = None
+
+    @cached_property
+    def name(self) -> str:
+        """Say all that kernels are compiled for."""
+        parts = [f"{self.n_bits} bits", f"{self.scale} a {self.unit or self.group or 'row'}"]
+        parts += [f"factors a {self.group}"] if self.has_factors else []
+        parts += [f"zero {self.zero}"] if self.zero else []
+        parts += [f"minimum {self.minimum}"] if self.minimum else []
+        parts += ["table " + " ".join(map(str, self.table))] if self.table else []
+        return ", ".join(parts)
+
+    @property
+    def has_factors(self) -> bool:
+        """True if groups have factors of a scale that several share."""
+        return self.unit > self.group > 0
+
+    @property
+    def is_by_row(self) -> bool:
+        """True if all inputs of an output share a scale."""
+        return self.group == 0
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of a block's 32 inputs."""
+        return self.n_bits * GROUP * BLOCK // 8
+
+    @property
+    def float_shorts(self) -> int:
+        """16-bit numbers of one float of each output of a block."""
+        return 2 * BLOCK if self.scale == "float32" else BLOCK
+
+    @property
+    def n_floats(self) -> int:
+        """How many floats a unit has."""
+        return 2 if self.minimum in ("float", "factor") else 1
+
+    @property
+    def n_factors(self) -> int:
+        """How many 8-bit numbers a group has."""
+        return int(self.has_factors) + int(self.minimum in ("factor", "zero"))
+
+    @property
+    def unit_inputs(self) -> int:
+        """Inputs of a unit."""
+        return max(self.unit, self.group)
+
+    @property
+    def unit_shorts(self) -> int:
+        """16-bit numbers of a block's unit."""
+        n_groups = 1 if self.is_by_row else self.unit_inputs // self.group
+        return self.n_floats * self.float_shorts + self.n_factors * n_groups * BLOCK // 2
+
+    def n_units(self, n_in: int) -> int:
+        """Return how many units so many inputs have: whole groups of 32."""
+        return 1 if self.is_by_row else -(-(-(-n_in // GROUP) * GROUP) // self.unit_inputs)
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        """The type of arrays of codes: compiled code knows the layout by the name of its one field."""
+        _LAYOUTS[self.name] = self
+        return np.dtype([(self.name, np.uint8)])
+
+
+_LAYOUTS: dict[str, Layout] = {}
+
+
+def layout_of(name: str) -> Layout:
+    """Return the layout whose `dtype` has a field of this name."""
+    return _LAYOUTS[name]
+
+
+def whole_pairs(n_bits: int) -> int:
+    """Return how many pairs have a word's whole codes; the others are in `spare_bits`."""
+    return n_bits * (16 // n_bits)
+
+
+def spare_bits(n_bits: int, pair: int) -> list[tuple[int, int]]:
+    """Return where a code lies that fits into no word: for each of its bits from the lowest, a word and a bit of it."""
+    n_spare = 16 % n_bits
+    n_low = 16 - whole_pairs(n_bits)  # pairs whose lowest bits are in the word of their number
+    own = pair - whole_pairs(n_bits)
+    found = [(own, 16 - n_spare + bit) for bit in range(n_spare)]
+    for bit in range(n_bits - n_spare):
+        at = own * (n_bits - n_spare) + bit
+        found.append((n_low + at // n_spare, 16 - n_spare + at % n_spare))
+    return found
+
+
+INT8 = Layout(8, "bfloat16")
+INT8_BY_ROW = Layout(8, "bfloat16", group=0)
+INT4 = Layout(4, "bfloat16", zero=8)

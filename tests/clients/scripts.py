@@ -1,0 +1,136 @@
+"""Starts the server with prescribed replies, and programs of other projects that npm installs.
+
+    npm install --prefix .node-clients @anthropic-ai/claude-code @openai/codex
+
+`NODE_CLIENTS` names another folder. Programs that are not there are skipped by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+NODE = Path(os.environ.get("NODE_CLIENTS", ROOT / ".node-clients"))
+_SECONDS = 300
+
+
+def environment() -> dict[str, str]:
+    """The environment of a server, which refuses variables that name no option of it."""
+    return {name: value for name, value in os.environ.items() if name != "HYBRID_MEMORY_PYTHON"}
+
+
+def program(name: str) -> Path:
+    """The program of this name; its test is skipped if it is not there."""
+    path = NODE / "node_modules" / ".bin" / name
+    if not path.exists():
+        pytest.skip(f"{name} is not in {NODE}: see tests/clients/scripts.py")
+    return path
+
+
+def version_of(package: str) -> str:
+    path = NODE / "node_modules" / package / "package.json"
+    return str(json.loads(path.read_text())["version"]) if path.exists() else ""
+
+
+def steps(tool: str, argument: str) -> str:
+    """A user's message after which two tools are called, and then something is said."""
+    calls = [{"name": tool, "arguments": {argument: f"echo {word}-$((40 + 2))"}} for word in ("one", "two")]
+    return "Do it. " + " ".join(f"[[CALL {json.dumps(call)}]]" for call in calls) + " [[SAY All is done.]]"
+
+
+@dataclass
+class ScriptedServer:
+    """The server of `scripted.py`, which may be stopped and started again at the same port.
+
+    Attributes:
+        folder: holds the model, the log, and the prefixes that outlive a restart.
+    """
+
+    folder: Path
+    port: int = 0
+    options: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if not self.port:
+            with socket.create_server(("127.0.0.1", 0)) as taken:
+                self.port = taken.getsockname()[1]
+        python = os.environ.get("HYBRID_MEMORY_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
+        command = [python, str(Path(__file__).parent / "scripted.py"), str(self.folder / "model"), *self.options]
+        command += ["--port", str(self.port), "--budget", "1GiB", "--alias", "claude-*", "--alias", "embedded"]
+        command += ["--access-log", "json", "--prefixes", str(self.folder / "prefixes"), "--prefix-bytes", "1GiB"]
+        log = self.folder / "log.txt"
+        with log.open("w") as out:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=environment())
+        end = time.monotonic() + _SECONDS
+        while "answers at" not in log.read_text():
+            assert self.process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.terminate()
+        self.process.wait(_SECONDS)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def requests(self) -> list[dict[str, int]]:
+        """The requests so far that had a prompt, by the access log: their tokens, and those that were cached."""
+        lines = (self.folder / "log.txt").read_text().split("\n")
+        found = [json.loads(line) for line in lines if line.startswith("{") and "prompt_tokens" in line]
+        return [{name: each[name] for name in ("status", "prompt_tokens", "cached_tokens")} for each in found]
+
+    def wait_until_idle(self) -> None:
+        """No generation goes on."""
+        end = time.monotonic() + _SECONDS
+        while self._n_generations():
+            assert time.monotonic() < end, "a generation goes on"
+            time.sleep(0.1)
+
+    def wait_until_busy(self) -> None:
+        end = time.monotonic() + _SECONDS
+        while not self._n_generations():
+            assert time.monotonic() < end, "no generation has begun"
+            time.sleep(0.1)
+
+    def _n_generations(self) -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            found = re.findall(r"^hybrid_memory_generations\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)
+        assert len(found) == 3
+        return sum(map(float, found))
+
+
+def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
+    """What a program prints; it must not fail."""
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def cancel(command: list[str], folder: Path, env: dict[str, str], server: ScriptedServer) -> None:
+    """Start a program, and end it while the server writes its reply; nothing of it goes on."""
+    server.wait_until_idle()
+    with subprocess.Popen(
+        command, cwd=folder, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    ) as begun:  # fmt: skip
+        server.wait_until_busy()
+        time.sleep(1)
+        os.killpg(begun.pid, signal.SIGKILL)  # Codex is a program that starts another one.
+    server.wait_until_idle()
