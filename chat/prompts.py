@@ -184,6 +184,10 @@ def render_guarded(
     if not parse_special:
         messages, options, read = protect(tokenizer, messages, options)
     try:
-        return read(apply_template(tokenizer, messages, add_generation_prompt=awaits_reply, **options))
+        bare = getattr(tokenizer, "unbounded", tokenizer)
+        text = apply_template(bare, messages, add_generation_prompt=awaits_reply, **options)
     except _OF_TEMPLATES as error:
         raise FormatError(f"this chat template refuses the messages: {str(error).rstrip('.')}") from error
+    if (check := getattr(tokenizer, "check_text", None)) is not None:  # A server's tokenizer refuses long texts.
+        check(text)
+    return read(text)

@@ -15,7 +15,7 @@ from hybridmem.chat.server.formats import finish_reason_of
 from hybridmem.chat.server.logprobs import chat_logprobs, prompt_logprobs
 from hybridmem.chat.server.replies import Piece
 from hybridmem.chat.tools.calls import CallPart
-from hybridmem.chat.tools.reading import Part, ReplyReader
+from hybridmem.chat.tools.reading import Part, Reader
 
 
 @dataclass
@@ -43,7 +43,7 @@ def new_call_id() -> str:
     return f"call_{uuid4().hex[:24]}"
 
 
-def read_whole(reader: ReplyReader, text: str) -> Said:
+def read_whole(reader: Reader, text: str) -> Said:
     """Read the text of a whole reply."""
     said = Said()
     for part in (*reader.feed(text), *reader.close()):
@@ -64,12 +64,12 @@ class ChatFormat:
 
     model: str
     tokens: TokenBytes
-    new_reader: Callable[[], ReplyReader]
+    new_reader: Callable[[], Reader]
     has_reasoning: bool = True
     scored_prompt: list[int] | None = None
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
-    _readers: dict[int, ReplyReader] = field(default_factory=dict)
+    _readers: dict[int, Reader] = field(default_factory=dict)
     _untold: dict[int, list[Chosen]] = field(default_factory=dict)  # The text of these tokens has not been sent yet.
 
     def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from hybridmem.chat.server.tool_fields import ToolFields
 from hybridmem.chat.tools.calls import CallFormat
 from hybridmem.chat.tools.families import BARE, find_habits
 from hybridmem.chat.tools.grammars import Required, Shape, make_grammar
-from hybridmem.chat.tools.reading import ReplyReader
+from hybridmem.chat.tools.reading import Reader, make_reader
 from hybridmem.memory import SpecError
 
-NewReader = Callable[[], ReplyReader]
+NewReader = Callable[[], Reader]
 _TAIL_TOKENS = 8
 
 
@@ -62,7 +62,7 @@ class Shaping:
             message = f"Unsupported parameter: '{param}': {error}."
             raise ApiError(400, message, param=param, code="unsupported_parameter") from None
         output = Output(grammar=grammar, logprobs=logprobs, shows_special=habits.shows_special)
-        return output, partial(ReplyReader, habits, asked.offered_tools, calls, is_thinking=is_thinking)
+        return output, partial(make_reader, habits, asked.offered_tools, calls, is_thinking=is_thinking)
 
     def plain(self, shape: Shape | None, logprobs: int | None) -> Output:
         """Return the options for the engine, for text that continues a prompt. Raises ApiError as `shape`.

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from hybridmem.chat.prompts import Message, Tokenizer
+from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.server.errors import RETRY, ApiError, ContextError
 
 T = TypeVar("T")
@@ -150,10 +150,9 @@ class _Bounded:
         self._texts.check_bytes(self._n_bytes, self._param)
         return list(self.unbounded.encode(text, **options))
 
-    def apply_chat_template(self, messages: list[Message], **options: Any) -> str:
-        text = str(self.unbounded.apply_chat_template(messages, **{**self.template_options, **options}))
+    def check_text(self, text: str) -> None:
+        """Refuse a rendered text that is too long to be encoded."""
         self._texts.check_bytes(len(text.encode(errors="surrogatepass")), self._param)
-        return text
 
 
 def find_longest_token(tokenizer: Tokenizer) -> int:

@@ -1,17 +1,130 @@
-"""Renders chat templates, and finds out what they write."""
+"""Renders chat templates, and finds out what they write.
+
+Templates agree on little more than roles and contents. Everybody here passes messages in one form: contents are texts
+(their parts joined, null as ""), and the arguments of calls are objects. A template that wants another form gets it:
+contents as lists of parts, arguments as text, or ids of nine letters and digits. A template is a program of the
+checkpoint, and may raise anything.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from jinja2.exceptions import SecurityError
+
+from hybridmem.chat.special_tokens.lists import render_with_lists
+
+Message = dict[str, Any]
+Form = Callable[[Message], Message]
 _ROLES = "user", "assistant", "system", "tool", "developer"
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
-def apply_template(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
-    """Return messages as text. A template is a program of the checkpoint, and may raise anything."""
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> str:
+    """Return messages as text, in the form that the tokenizer's template wants. Raises whatever the template does."""
+    first = _form_of(tokenizer)
+    try:
+        return _render(tokenizer, [first(message) for message in messages], options)
+    except Exception:
+        if any("tool_calls" in message or "tool_call_id" in message for message in messages):
+            for form in _FORMS:
+                with suppress(Exception):
+                    return _render(tokenizer, [form(message) for message in messages], options)
+        raise
+
+
+def _render(tokenizer: Any, messages: list[Message], options: dict[str, Any]) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except SecurityError as error:
+        if "'list'" not in str(error):
+            raise
+        return render_with_lists(tokenizer, messages, options)
+
+
+# The forms of messages that some templates want.
+
+
+def _as_they_are(message: Message) -> Message:
+    return message
+
+
+def _with_short_ids(message: Message) -> Message:
+    """Return a message whose calls have ids of nine letters and digits. An id always becomes the same one."""
+    told = dict(message)
+    if isinstance(message.get("tool_call_id"), str):
+        told["tool_call_id"] = _short(message["tool_call_id"])
+    if isinstance(calls := message.get("tool_calls"), list):
+        told["tool_calls"] = [{**call, "id": _short(str(call.get("id")))} for call in calls]
+    return told
+
+
+def _short(call_id: str) -> str:
+    return call_id if _SHORT_ID.fullmatch(call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return a message whose calls have their arguments as text."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_text(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def _with_both(message: Message) -> Message:
+    return _with_text_arguments(_with_short_ids(message))
+
+
+def _with_parts(message: Message) -> Message:
+    """Return a message whose content is a list of parts."""
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+_FORMS: tuple[Form, ...] = (_with_short_ids, _with_text_arguments, _with_both)
+_forms: WeakKeyDictionary[Any, tuple[str, Form]] = WeakKeyDictionary()
+
+
+def _form_of(tokenizer: Any) -> Form:
+    """Return the form that a template wants. It is found out once for each tokenizer and template."""
+    template = template_text(tokenizer)
+    try:
+        known = _forms.get(tokenizer)
+    except TypeError:  # Some stand-ins for tokenizers cannot be kept in a table.
+        return _as_they_are
+    if known is None or known[0] != template:
+        known = _forms[tokenizer] = template, _find_form(tokenizer)
+    return known[1]
+
+
+def _find_form(tokenizer: Any) -> Form:
+    word, arguments = "x7e2x", {"x7e3x": "x7e4x"}
+    asked: Message = {"role": "user", "content": word}
+    function = {"name": "x7e5x", "arguments": arguments}
+    called: Message = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": function}]}
+    with suppress(Exception):
+        if word not in _render(tokenizer, [asked], {}) and word in _render(tokenizer, [_with_parts(asked)], {}):
+            return _with_parts
+    with suppress(Exception):
+        if str(arguments) in _render(tokenizer, [asked, called], {}):  # It is not JSON that the template has written.
+            return _with_text_arguments
+    return _as_they_are
+
+
+# What templates write.
 
 
 def template_text(tokenizer: Any) -> str:
@@ -21,15 +134,27 @@ def template_text(tokenizer: Any) -> str:
 
 
 def find_turn_end(tokenizer: Any) -> int | None:
-    """Return the token that the chat template writes right behind a reply; None if that is no added token."""
-    reply = "x7e2"
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}, {"role": "user", "content": "b"}]
-    # A template is a program of the checkpoint, and may refuse this chat.
+    """Return the token that the chat template writes right behind a reply; None if that is no added token.
+
+    A mark that also stands behind thoughts does not end a reply.
+    """
+    reply, thought = "x7e2", "x7e6"
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": reply}
+    thinking = {**said, "reasoning_content": thought, "thinking": thought}
     with suppress(Exception):
-        rendered = apply_template(tokenizer, chat, add_generation_prompt=True)
-        first = tokenizer.encode(rendered.partition(reply)[2].lstrip(), add_special_tokens=False)[0]
-        return int(first) if first in tokenizer.added_tokens_decoder else None
+        rendered = apply_template(tokenizer, [asked, said, {"role": "user", "content": "b"}])
+        first = _first_token(tokenizer, rendered, reply)
+        with suppress(Exception):
+            thought_through = apply_template(tokenizer, [asked, thinking])
+            if thought in thought_through and _first_token(tokenizer, thought_through, thought) == first:
+                first = _first_token(tokenizer, thought_through, reply)
+        return first if first in tokenizer.added_tokens_decoder else None
     return None
+
+
+def _first_token(tokenizer: Any, text: str, behind: str) -> int:
+    """Return the token that stands behind a word. Raises IndexError if there is none."""
+    return int(tokenizer.encode(text.partition(behind)[2].lstrip(), add_special_tokens=False)[0])
 
 
 def rendered_samples(tokenizer: Any) -> str:
@@ -39,7 +164,7 @@ def rendered_samples(tokenizer: Any) -> str:
     """
     template = getattr(tokenizer, "chat_template", None)
     names = [None] if isinstance(template, str) else [*(template or ())]
-    chats: list[list[dict[str, Any]]] = [[{"role": role, "content": "x"}] for role in _ROLES]
+    chats: list[list[Message]] = [[{"role": role, "content": "x"}] for role in _ROLES]
     chats += [[*chats[0], *chat] for chat in chats[1:]]
     chats.append([{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")])
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
@@ -49,10 +174,8 @@ def rendered_samples(tokenizer: Any) -> str:
     tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": schema}}
     texts = list[str]()
     for name, chat, awaits_reply in product(names, chats, (False, True)):
-        # A template is a program of the checkpoint, and refuses most of these orders of roles.
+        # A template refuses most of these orders of roles.
         with suppress(Exception):
-            more = {"tools": [tool]} if chat is chats[-1] else {}
-            texts.append(
-                apply_template(tokenizer, chat, chat_template=name, add_generation_prompt=awaits_reply, **more)
-            )
+            options = {"chat_template": name, "add_generation_prompt": awaits_reply}
+            texts.append(apply_template(tokenizer, chat, **options | ({"tools": [tool]} if chat is chats[-1] else {})))
     return "\n".join(texts)

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
+ID, INDEX = "\N{SYMBOL FOR START OF TEXT}", "\N{SYMBOL FOR END OF TEXT}"
+"""They stand for a call's id and for its number in the texts around calls."""
+_VARIABLE = {ID: "/[A-Za-z0-9]{9}/", INDEX: "/[0-9]+/"}
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _MOST_DEPTH = 200
 """Objects and arrays may be nested this deep, as in the bodies of requests."""
@@ -84,6 +87,15 @@ class CallPart:
     id: str = ""
 
 
+@dataclass(frozen=True)
+class Part:
+    """Holds a piece of a reply, as one of thoughts, content or a call."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: CallPart | None = None
+
+
 class Block(Protocol):
     """Reads the text behind a mark that begins calls."""
 
@@ -114,9 +126,8 @@ class Literals:
     """
 
     def __init__(self, token_ids: Mapping[str, int]) -> None:
-        self._ids = token_ids
-        names = sorted((name for name in token_ids if name.strip()), key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, names))) if names else None
+        self._terms = {name: f"<[{i}]>" for name, i in token_ids.items() if name.strip()} | _VARIABLE
+        self._names = re.compile("|".join(map(re.escape, sorted(self._terms, key=len, reverse=True))))
 
     def __call__(self, text: str) -> str:
         """Return the terms that match a text."""
@@ -133,8 +144,8 @@ class Literals:
     def _parts(self, text: str) -> list[tuple[str, bool]]:
         """Cut a text into tokens and what stands between them."""
         parts, at = list[tuple[str, bool]](), 0
-        for found in self._names.finditer(text) if self._names is not None else ():
-            parts += [(text[at : found.start()], False), (f"<[{self._ids[found[0]]}]>", True)]
+        for found in self._names.finditer(text):
+            parts += [(text[at : found.start()], False), (self._terms[found[0]], True)]
             at = found.end()
         return [part for part in [*parts, (text[at:], False)] if part[0]]
 
@@ -169,3 +180,8 @@ class CallFormat(Protocol):
     def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
         """Return Lark rules. Their rule `calls` matches one call of one of the tools, or several."""
         ...
+
+
+def n_begun(text: str, mark: str) -> int:
+    """Count the characters at the end of a text that may be the beginning of a mark."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -6,9 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridmem.chat.tools.calls import Literals
+from hybridmem.chat.tools.calls import ID, INDEX, Literals
 
-_PIECE = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|\s+|[^<\[\s]+|.", re.DOTALL)
+MARK = re.compile(r"<[\w|｜/][^<>\s]*>|\[/?[A-Z_]+\]")
+"""What most families write around calls and their parts."""
+_PIECE = re.compile(rf"{MARK.pattern}|\s+|[^<\[\s]+|.", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Frame:
         closing: stands behind each call.
         join: stands between two calls.
         end: stands behind the last call of a block.
+        is_single: whether a reply has one call only.
     """
 
     begin: str = ""
@@ -28,6 +31,7 @@ class Frame:
     closing: str = ""
     join: str = ""
     end: str = ""
+    is_single: bool = False
 
     @property
     def mark(self) -> str:
@@ -37,7 +41,10 @@ class Frame:
     @property
     def stop(self) -> str:
         """Return the text behind which a block has ended. It is empty if the block is a list that ends by itself."""
-        return self.end.strip().lstrip("]}").strip() or ("" if self.begin.strip() else self.closing.strip())
+        end = self.end.strip()
+        inner = end.lstrip("]}").strip()
+        end = inner if not inner or MARK.match(inner) else end
+        return end or ("" if self.begin.strip() else self.closing.strip())
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -50,7 +57,7 @@ class Frame:
             calls: the names of the rules of the calls.
         """
         one = _terms(literals(self.opening), f"({' | '.join(calls)})", literals(self.closing))
-        more = f"({_terms(literals(self.join), 'call')})*" if is_parallel else ""
+        more = f"({_terms(literals(self.join), 'call')})*" if is_parallel and not self.is_single else ""
         return f"calls: {_terms(literals(self.begin), 'call', more, literals(self.end))}\ncall: {one}"
 
 
@@ -65,4 +72,5 @@ def pieces(text: str) -> list[str]:
 
 def flexible(text: str) -> str:
     """Return a pattern for a text, in which any white space may stand for white space."""
-    return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
+    pattern = r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
+    return pattern.replace(re.escape(ID), r"[A-Za-z0-9_-]*").replace(re.escape(INDEX), r"\d+")

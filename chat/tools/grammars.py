@@ -10,6 +10,7 @@ from typing import Any, Literal
 from hybridmem.chat.sampling.grammar import Grammar, GrammarError, Grammars, json_rule
 from hybridmem.chat.tools.calls import CallFormat, Literals, Tool
 from hybridmem.chat.tools.families import Habits
+from hybridmem.chat.tools.harmony import content_opening, thoughts_rule
 
 MOST_GRAMMAR = 64 << 10
 """A schema, pattern or grammar may have this many characters."""
@@ -60,20 +61,23 @@ def make_grammar(
         return None
     if shape is not None and len(json.dumps(shape.value)) > MOST_GRAMMAR:
         raise GrammarError(f"it has more than {MOST_GRAMMAR:,} characters")
-    if calls is None and not is_thinking:
+    if calls is None and not is_thinking and not habits.has_channels:
         assert shape is not None, "there is one of the two"
         return _alone(grammars, shape)
 
     literals = Literals(habits.token_ids)
     bodies, rules = [], []
     if shape is not None and not must_call:
-        bodies.append("content")
+        bodies.append(f"{content_opening(literals)} content" if habits.has_channels else "content")
         rules.append(f"content: {_content(shape)}")
     if calls is not None:
         bodies.append("calls")
         rules.append(calls.format.rules(calls.tools, literals, is_parallel=calls.is_parallel))
-    start = f"start: {'thought ' if is_thinking else ''}({' | '.join(bodies)})"
-    if is_thinking:
+    may_think = "thought? " if habits.has_channels else "thought " if is_thinking else ""
+    start = f"start: {may_think}({' | '.join(bodies)})"
+    if habits.has_channels:
+        rules.append(thoughts_rule(literals))
+    elif is_thinking:
         thoughts, how = literals.until(habits.thoughts.end)
         rules += [f"thought: thoughts gap\nthoughts{how}: {thoughts}", "gap: /\\n{0,2}/"]
     return grammars.lark("\n".join([start, *rules]))

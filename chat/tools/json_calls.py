@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridmem.chat.tools.calls import Block, CallPart, Literals, Tool, parse_json
+from hybridmem.chat.tools.example import NAME, Example
 from hybridmem.chat.tools.frames import Frame
 from hybridmem.chat.tools.tool_schemas import arguments_rule
 
@@ -78,6 +79,35 @@ class JsonCalls:
         elif self.id_key:
             closing = f"{json.dumps(f', {key}: ')} call_id {closing}"
         return f"{opening} {arguments_rule(tool)} {closing}"
+
+
+def infer_json_calls(example: Example) -> JsonCalls | None:
+    """Return the format of the calls in an example. None: they are no objects of JSON."""
+    spans, found, at = list[tuple[int, int]](), list[dict[str, Any]](), 0
+    while (at := example.text.find("{", at)) >= 0:
+        try:
+            value, end = json.JSONDecoder().raw_decode(example.text, at)
+        except ValueError:
+            at += 1
+            continue
+        if isinstance(value, dict) and (NAME in value or NAME in value.values()):
+            spans.append((at, end))
+            found.append(value)
+            at = end
+        at += 1
+    if len(spans) != example.n_calls:
+        return None
+    call, frame = found[0], example.frame(spans)
+    keys = list(call)
+    if NAME in call:
+        return JsonCalls(frame, name_key="", is_bare=not frame.mark)
+    name_key = keys[list(call.values()).index(NAME)]
+    arguments_key = next((key for key in keys if isinstance(call[key], dict | str) and key in _ARGUMENTS), "")
+    id_key = next((key for key in keys if key in _IDS), "")
+    if name_key not in _NAMES or not arguments_key:
+        return None
+    is_first = bool(id_key) and keys.index(id_key) < keys.index(name_key)
+    return JsonCalls(frame, name_key, arguments_key, id_key, is_id_first=is_first, is_bare=not frame.mark)
 
 
 class JsonBlock:

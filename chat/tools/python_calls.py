@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridmem.chat.tools.calls import Block, CallPart, Literals, Tool, parse_json
+from hybridmem.chat.tools.example import ITEM, LIST_KEY, NAME, NUMBER, NUMBER_KEY, TEXT, TEXT_KEY, Example
 from hybridmem.chat.tools.frames import Frame
 from hybridmem.chat.tools.json_calls import call_of
 from hybridmem.chat.tools.schemas import literal_of
@@ -51,6 +52,17 @@ class PythonCalls:
         rules = [rule for i, tool in enumerate(tools) for rule in _rules_of(i, tool)]
         frame = self.frame.rule([f"call{i}" for i in range(len(tools))], literals, is_parallel=is_parallel)
         return "\n".join([frame, *rules])
+
+
+def infer_python_calls(example: Example) -> PythonCalls | None:
+    """Return the format of the calls in an example. None: they are not written as in Python."""
+    quoted = [re.escape(repr(value)) for value in (TEXT, NUMBER, [ITEM])]
+    keys = (TEXT_KEY, NUMBER_KEY, LIST_KEY)
+    arguments = r",\s*".join(f"{key}={value}" for key, value in zip(keys, quoted, strict=True))
+    calls = list(re.finditer(rf"{NAME}\({arguments}\)", example.text))
+    if len(calls) != example.n_calls:
+        return None
+    return PythonCalls(example.frame([call.span() for call in calls]))
 
 
 def _rules_of(i: int, tool: Tool) -> list[str]:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Protocol
 
-from hybridmem.chat.tools.calls import Block, CallFormat, CallPart, Tool
+from hybridmem.chat.tools.calls import Block, CallFormat, CallPart, Tool, n_begun
+from hybridmem.chat.tools.calls import Part as Part
 from hybridmem.chat.tools.families import Habits
-
-
-@dataclass(frozen=True)
-class Part:
-    """Holds a piece of a reply, as one of thoughts, content or a call."""
-
-    content: str = ""
-    reasoning: str = ""
-    call: CallPart | None = None
+from hybridmem.chat.tools.harmony import HarmonyReader
 
 
 class ReplyReader:
@@ -150,7 +144,7 @@ class ReplyReader:
 
     def _n_suspect(self) -> int:
         """Count the characters at the end of the held text that may be the beginning of a mark."""
-        return max((_n_begun(self._held, mark) for mark in self._searched()), default=0)
+        return max((n_begun(self._held, mark) for mark in self._searched()), default=0)
 
     def _pass_mark(self, mark: str) -> list[Part]:
         if self._is_thinking and mark == self._thoughts.end:
@@ -241,6 +235,20 @@ class ReplyReader:
         return [*parts, Part(reasoning=text) if self._is_thinking else Part(content=text)]
 
 
-def _n_begun(text: str, mark: str) -> int:
-    """Count the characters at the end that may be the beginning of a mark."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+class Reader(Protocol):
+    """Declares what readers of replies have in common."""
+
+    @property
+    def has_calls(self) -> bool: ...
+    def feed(self, text: str) -> list[Part]: ...
+    def close(self) -> list[Part]: ...
+    def count_thoughts(self, bytes_of: Callable[[int], bytes], token_ids: Sequence[int]) -> int: ...
+
+
+def make_reader(
+    habits: Habits, tools: Sequence[Tool] = (), calls: CallFormat | None = None, *, is_thinking: bool = False
+) -> Reader:
+    """Return the reader of a new reply. The arguments are those of `ReplyReader`."""
+    if habits.has_channels:
+        return HarmonyReader(tools, has_calls=calls is not None)
+    return ReplyReader(habits, tools, calls, is_thinking=is_thinking)

@@ -27,6 +27,18 @@ from functools import cached_property
 from typing import Any
 
 from hybridmem.chat.tools.calls import Block, CallPart, Literals, Tool
+from hybridmem.chat.tools.example import (
+    ITEM,
+    LIST_KEY,
+    NAME,
+    NUMBER,
+    NUMBER_KEY,
+    TEXT,
+    TEXT_KEY,
+    Example,
+    common_end,
+    spread_index,
+)
 from hybridmem.chat.tools.frames import Frame, flexible
 from hybridmem.chat.tools.schemas import allowed_by, value_of
 from hybridmem.chat.tools.tool_schemas import argument_rule, properties_of, required_of
@@ -112,6 +124,28 @@ class XmlCalls:
     @cached_property
     def patterns(self) -> Patterns:
         return Patterns(self)
+
+
+def infer_xml_calls(example: Example) -> XmlCalls | None:
+    """Return the format of the calls in an example. None: their arguments do not stand between marks."""
+    word = r"((?:(?!{}).)*?)"
+    gap = word.format(NAME)
+    pattern = re.compile(
+        f"{NAME}{gap}{TEXT_KEY}{gap}{TEXT}{gap}{NUMBER_KEY}{gap}{NUMBER}{gap}{LIST_KEY}{gap}\\[.{ITEM}.\\]", re.DOTALL
+    )
+    calls = list(pattern.finditer(example.text))
+    if len(calls) != example.n_calls:
+        return None
+    after_name = spread_index([call[1] for call in calls])
+    _, text_end, between, number_end, between_too, list_end = calls[0].groups()
+    key_begin = common_end(after_name, between)
+    value_end = between.removesuffix(key_begin)
+    if between != between_too or not key_begin.strip() or not value_end.strip():
+        return None
+    ends = [call.end() + len(value_end) * example.text.startswith(value_end, call.end()) for call in calls]
+    frame = example.frame([(call.start(), end) for call, end in zip(calls, ends, strict=True)])
+    key_ends = tuple(dict.fromkeys((text_end, number_end, list_end)))
+    return XmlCalls(frame, after_name.removesuffix(key_begin), key_begin, key_ends, value_end)
 
 
 class Patterns:

@@ -16,7 +16,7 @@ from hybridmem.chat.server.messages.errors import message_error
 from hybridmem.chat.server.replies import Piece
 from hybridmem.chat.server.streams import Usage
 from hybridmem.chat.tools.calls import parse_json
-from hybridmem.chat.tools.reading import Part, ReplyReader
+from hybridmem.chat.tools.reading import Part, Reader
 
 Block = dict[str, Any]
 
@@ -71,12 +71,12 @@ class MessageFormat:
 
     model: str
     n_prompt: int
-    new_reader: Callable[[], ReplyReader]
+    new_reader: Callable[[], Reader]
     id: str = field(default_factory=lambda: f"msg_{uuid4().hex[:24]}")
     _open: Block | None = None  # The last block, while more of it may come.
     _n_blocks: int = 0
     _n_calls: int = 0
-    _reader: ReplyReader | None = None
+    _reader: Reader | None = None
     _generation: Generation | None = None
 
     def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from hybridmem.chat.engine.streaming import TextStream
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.server.replies import Piece
 from hybridmem.chat.server.sessions.writing import Writing
-from hybridmem.chat.tools.reading import ReplyReader
+from hybridmem.chat.tools.reading import Reader
 
 
 class Speaking:
@@ -20,7 +20,7 @@ class Speaking:
     """
 
     def __init__(
-        self, writing: Writing, reader: ReplyReader, tokenizer: Tokenizer | None, opening: tuple[int, ...],
+        self, writing: Writing, reader: Reader, tokenizer: Tokenizer | None, opening: tuple[int, ...],
         end_ids: tuple[int, ...], *, shows_special: bool,
     ) -> None:  # fmt: skip
         self._writing, self._reader = writing, reader
