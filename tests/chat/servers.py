@@ -74,8 +74,9 @@ class Answer:
 
     @property
     def events(self) -> list[str]:
-        """Of a stream, without what frames them."""
+        """Of a stream, without what frames them, and without comments."""
         *lines, empty = self.body.decode().split("\n\n")
+        lines = [line for line in lines if not line.startswith(":")]
         assert empty == "" and all(line.startswith("data: ") for line in lines)
         return [line.removeprefix("data: ") for line in lines]
 

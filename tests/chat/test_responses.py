@@ -28,7 +28,7 @@ OPEN_TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def server(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Running]:
-    with running(embedded, tokenizer, ServerOptions(default_tokens=32)) as server:
+    with running(embedded, tokenizer, ServerOptions(default_tokens=32, isolate=True)) as server:
         yield server
         server.settle()
         assert 'code="500"' not in server.call("GET", "/metrics").body.decode()

@@ -249,7 +249,9 @@ def _read(content: bytes, *, streams: bool) -> tuple[dict[int, str], str | None]
     if not streams:
         return {c["index"]: _text(c) for c in json.loads(content)["choices"]}, None
     events = content.decode().split("\n\n")
-    assert events.pop() == "" and all(event.startswith("data: ") for event in events)
+    assert events.pop() == ""
+    events = [event for event in events if not event.startswith(":")]  # Comments say that the prompt is computed.
+    assert all(event.startswith("data: ") for event in events)
     *events, last = [event.removeprefix("data: ") for event in events]
     choices: dict[int, str] = {}
     for event in map(json.loads, events):
