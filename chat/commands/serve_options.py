@@ -44,6 +44,9 @@ SERVE: tuple[Option, ...] = (
     Option("session_days", "number", 30.0, "Delete a session that nobody has used for this many days.", "server"),
     Option("alias", "texts", None,
            "Clients may call the model by this name, too, such as claude-*. The option may be repeated.", "server"),
+    Option("warm", "text", None,
+           "Compute the prompts in this file at the start and keep them, such as system prompts with tools: one "
+           "request of /v1/chat/completions or /v1/messages a line.", "server"),
     Option("trees", "flag", False,
            "Store chats and messages as well: the requests of an agent become a tree of its steps, at /v1/sessions and "
            "on the page.", "server"),

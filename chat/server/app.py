@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from hybridmem.chat.server.sessions.pins import Pins
 from hybridmem.chat.server.sessions.routes import session_routes
 from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.server.tokenizing import Tokenizing
+from hybridmem.chat.server.warming import Warming
 from hybridmem.chat.stored import SessionStore
 from hybridmem.chat.stored.database import model_signature
 
@@ -54,10 +56,17 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     if service.options.trees:
         service.recorder = Recorder(repository)
 
+    warming = Warming(service)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with keeping(repository, pins), service.lifespan(app):
-            yield
+            task = asyncio.create_task(warming.run())
+            try:
+                yield
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     app = FastAPI(
         title="hybrid-memory",

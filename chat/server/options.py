@@ -62,6 +62,7 @@ class ServerOptions:
         sessions: the folder that keeps stored sessions across restarts. None: they end with the server.
         session_bytes: the most bytes of the texts and token ids of all sessions. Beyond that, the sessions used longest
             ago are deleted.
+        warm: a file with one request a line, whose prompts are computed at the start and kept.
         trees: whether chats and messages are stored too, as trees of their agents' steps.
         session_days: a session that nobody has used for so many days is deleted. Sessions with a pinned node stay.
     Raises:
@@ -97,6 +98,7 @@ class ServerOptions:
     session_bytes: int = 1 << 30
     session_days: float = 30.0
     trees: bool = False
+    warm: str | None = None
 
     def __post_init__(self) -> None:
         if self.api_key is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from hybridmem.chat.server.keys import hash_key
 from hybridmem.chat.server.options import ServerOptions
 
 Header = Callable[[str], str | None]
@@ -39,18 +40,30 @@ class Owners:
 
     Attributes:
         has_keys: whether the server asks for keys. Without them, everybody on the server shares.
+        keys: the hashes of these keys.
     """
 
     has_keys: bool
     isolates: bool = False
+    keys: tuple[bytes, ...] = ()
 
     @staticmethod
     def of(options: ServerOptions) -> Owners:
-        return Owners(bool(options.all_keys), options.isolate)
+        keys = tuple(key.hash for key in options.all_keys)
+        return Owners(bool(keys), options.isolate, keys)
+
+    def of_everybody(self, cache_salt: str | None) -> list[bytes]:
+        """Return all owners of prefixes that requests with this salt can have: one for each key, or one for all.
+
+        Those of hints that are walls are not known before they come.
+        """
+        hints = (None, None) if self.isolates else ()
+        return [_digest(key, cache_salt, *hints) for key in (map(bytes.hex, self.keys) if self.keys else [None])]
 
     def of_prefixes(self, header: Header, asked: Sharing) -> bytes:
         """Return the owner of the prefixes that a request reuses and leaves."""
-        key = credential_of(header) if self.has_keys or self.isolates else None
+        shown = credential_of(header) if self.has_keys or self.isolates else None
+        key = None if shown is None else hash_key(shown.removeprefix("Bearer ").encode()).hex()
         hints = (asked.prompt_cache_key, asked.user) if self.isolates else ()
         return _digest(key, asked.cache_salt, *hints)
 
@@ -66,9 +79,12 @@ def session_named(header: Header) -> str | None:
 
 
 def credential_of(header: Header) -> str | None:
-    """Return the key that a client shows. It is the same in either header."""
-    authorization, key = header("authorization"), header("x-api-key")
-    return f"Bearer {key}" if not authorization and key else authorization
+    """Return what a client shows as its key: the key that access is decided by, in whichever header it comes."""
+    authorization = header("authorization")
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        key = header("x-api-key") or ""
+    return f"Bearer {key.strip()}" if key.strip() else authorization
 
 
 def _digest(*parts: str | None) -> bytes:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from hybridmem.chat.engine.engine import Engine, Generation
 from hybridmem.chat.engine.output import Output
-from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.prompts import Message, Tokenizer
 from hybridmem.chat.sampling.defaults import read_defaults
 from hybridmem.chat.sampling.token_bytes import TokenBytes
 from hybridmem.chat.server.asking import Asking
@@ -240,6 +240,12 @@ class Service:
             self.recorder.watch(request, asked, token_ids, new_reader)
         return asked, self.with_thoughts(ask, new_reader), new_reader
 
+    def encode_chat(self, texts: Tokenizer, asked: ChatRequest, messages: list[Message]) -> list[int]:
+        """Return the tokens of a chat. Raises FormatError if the template refuses it."""
+        return encode_messages(
+            texts, messages, parse_special=self.options.parse_special, continues=asked.continue_final_message
+        )
+
     async def ask_completion(
         self, request: Request, read: Callable[[bytes], CompletionRequest]
     ) -> tuple[CompletionRequest, list[Ask]]:
@@ -262,9 +268,7 @@ class Service:
         try:
             messages = [message.as_template_knows() for message in asked.messages]
             texts = asked.with_template(texts, self.shaping.habits.template)
-            token_ids = encode_messages(
-                texts, messages, parse_special=self.options.parse_special, continues=asked.continue_final_message
-            )
+            token_ids = self.encode_chat(texts, asked, messages)
         except FormatError as error:
             raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
         return asked, token_ids, *self.shaping.shape(texts, token_ids, asked.shape, asked, asked.n_logprobs)

@@ -15,7 +15,7 @@ from hybridmem.chat.tools.calls import ANY_OBJECT
 
 Tools = Annotated[list[dict[str, Any]], Field(max_length=1024)]
 
-_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "seed")
+_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "cache_salt")
 """Fields that have the same name and meaning in chats."""
 
 
@@ -45,7 +45,7 @@ class OutputConfig(Checked):
 class MessagesRequest(Checked):
     """Holds a request to POST /v1/messages, or to count the tokens of its prompt.
 
-    `min_p` and `seed` are ours, and mean what they mean in chats.
+    `min_p`, `seed` and `cache_salt` are ours, and mean what they mean in chats.
     """
 
     neutral: ClassVar[Neutral] = {
@@ -72,6 +72,7 @@ class MessagesRequest(Checked):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    cache_salt: str | None = None
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
