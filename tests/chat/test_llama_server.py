@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
 
 from hybridmem.chat.prompts import Tokenizer, load_tokenizer
 from hybridmem.models import EMBEDDED, LanguageModel
@@ -125,5 +126,5 @@ def renamed(texts: Tokenizer, token: int, name: str) -> Tokenizer:
     vocabulary[name] = token
     changed = type(texts.backend_tokenizer).from_str(json.dumps(told))
     changed.add_special_tokens([AddedToken(name, special=True)])
-    texts._tokenizer = changed
-    return texts
+    special = {"bos_token": texts.bos_token, "eos_token": texts.eos_token}
+    return PreTrainedTokenizerFast(tokenizer_object=changed, chat_template=texts.chat_template, **special)
