@@ -244,7 +244,7 @@ class Engine:
     def _add(self, choices: list[Request]) -> list[Generation]:
         streams = [
             TextStream(
-                self.tokenizer, each.stop, shows_special=each.output.shows_special,
+                self.tokenizer, each.stop, shows_special=each.output.shows_special, hidden_ids=each.output.hidden_ids,
                 before=each.token_ids[-CONTEXT_TOKENS:] if each.output.continues_text else (),
             )
             for each in choices

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hybridmem.chat.engine.arguments import read_stop_ids
 from hybridmem.chat.sampling.grammar import Grammar
 from hybridmem.chat.sampling.logprobs import MOST_LOGPROBS
+from hybridmem.chat.sampling.triggers import CallGrammar
 from hybridmem.memory import BatchError
 from hybridmem.memory.blocks.arguments import is_integer
 
@@ -19,9 +20,11 @@ class Output:
     Attributes:
         stop_ids: tokens that end the reply. None: the engine's.
         grammar: the grammar of the reply. The reply ends with "stop" only where the grammar may end.
+        calls: the grammar of calls in the reply, which may have other text around them.
         logprobs: how many alternatives are reported with each token, with log probabilities. None: no log probabilities
             at all.
         shows_special: special tokens have their names as text, except those that end the reply.
+        hidden_ids: special tokens that have no text, even if others have.
         continues_text: the reply's text goes on from that of the prompt, so it keeps a space before its first word.
             Otherwise SentencePiece's tokenizers leave it out, as at the beginning of a text.
         reports_end: whether the token that ends the reply has a log probability as well, although it has no text.
@@ -35,8 +38,10 @@ class Output:
 
     stop_ids: Iterable[int] | None = None
     grammar: Grammar | None = None
+    calls: CallGrammar | None = None
     logprobs: int | None = None
     shows_special: bool = False
+    hidden_ids: frozenset[int] = frozenset()
     continues_text: bool = False
     reports_end: bool = False
     prompt_logprobs: int | None = None

@@ -338,9 +338,10 @@ class Job:
     def make_sampler(self, known: Iterable[int]) -> Sampler:
         """Return the sampler of the reply to these tokens. It stays the same when the job starts again."""
         request = self.request
-        grammar = request.output.grammar
+        grammar, calls = request.output.grammar, request.output.calls
         matcher = None if grammar is None else grammar.matcher()
-        return Sampler(request.sampling, known, stop_ids=request.output.end_ids, matcher=matcher)
+        trigger = None if calls is None or grammar is not None else calls.watch()
+        return Sampler(request.sampling, known, stop_ids=request.output.end_ids, matcher=matcher, trigger=trigger)
 
     def take(self, choice: Chosen, end_ids: tuple[int, ...], now: float) -> str:
         """Add the token that was chosen, and return the text that it makes visible.

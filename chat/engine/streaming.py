@@ -25,6 +25,7 @@ class TextStream:
         tokenizer: decodes the tokens. None: there is no text at all.
         stop: strings that end the text. It is cut before the first of them.
         shows_special: whether special tokens appear in the text by their names.
+        hidden_ids: special tokens that have no text, even if others are shown.
         before: the last tokens of the text that this one continues; none if it is a text of its own.
     Attributes:
         text: all text that was returned so far.
@@ -33,13 +34,14 @@ class TextStream:
 
     def __init__(
         self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = (), *, shows_special: bool = False,
-        before: Sequence[int] = (),
+        hidden_ids: frozenset[int] = frozenset(), before: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.text = ""
         self.stopped_by: str | None = None
         self._tokenizer = tokenizer
         self._stop = stop
         self._skips_special = not shows_special
+        self._hidden_ids = hidden_ids if shows_special else frozenset()
         self._held = ""  # This text is decoded and not shown. It may be the start of a stop string.
         # Tokens are decoded together with those of the piece before: a space may depend on what stands to its left.
         self._window: list[int] = [*before]
@@ -59,7 +61,7 @@ class TextStream:
         Args:
             may_stop: whether to look for stop strings.
         """
-        if self._tokenizer is None or self.stopped_by is not None:
+        if self._tokenizer is None or self.stopped_by is not None or token_id in self._hidden_ids:
             return ""
         self._window.append(token_id)
         decoded = self._decode(self._window)

@@ -105,7 +105,7 @@ class Grammars:
             matcher.compute_bitmask()  # This fails if no reply can begin, as with {"$ref": "#"}.
         if matcher.is_error():
             raise GrammarError(_short(matcher.get_error()))
-        grammar = Grammar(matcher, self._signs, (self._n_vocab + 31) // 32)
+        grammar = Grammar(matcher, self._signs, (self._n_vocab + 31) // 32, self._vocabulary)
         with self._lock:
             self._kept[source] = grammar
             while len(self._kept) > _MOST_KEPT:
@@ -150,10 +150,15 @@ class Grammars:
 class Grammar:
     """Holds a grammar that was read. Any number of replies may follow it."""
 
-    def __init__(self, matcher: Any, signs: dict[str, int], n_words: int) -> None:
+    def __init__(self, matcher: Any, signs: dict[str, int], n_words: int, vocabulary: Any) -> None:
         self._matcher = matcher
         self._signs = signs
         self._n_words = n_words
+        self._vocabulary = vocabulary
+
+    def tokenize(self, text: bytes) -> list[int]:
+        """Return the tokens of a text in which no special tokens are looked for."""
+        return list(self._vocabulary.tokenize_bytes(text))
 
     def matcher(self) -> Matcher:
         """Return a matcher for a new reply."""
@@ -198,6 +203,11 @@ class Matcher:
     def is_stopped(self) -> bool:
         """Return whether the reply cannot go on."""
         return bool(self.library.is_stopped())
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether the text of the grammar has ended, or can no longer follow it."""
+        return self.is_stopped or self.error is not None
 
     @property
     def error(self) -> str | None:

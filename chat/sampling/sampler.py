@@ -22,6 +22,7 @@ from hybridmem.chat.sampling.processors import (
 )
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.sampling.token_counts import TokenCounts
+from hybridmem.chat.sampling.triggers import Trigger
 from hybridmem.memory import StepError
 
 _DRAWN_AT_ONCE = 64
@@ -41,6 +42,7 @@ class Sampler:
         prompt_ids: all tokens that the sequence holds. The repetition penalty needs them.
         stop_ids: tokens that end the reply. `min_tokens` and `length_decay` need them.
         matcher: follows the reply through its grammar. Tokens that do not fit are never chosen.
+        trigger: gives the sampler a matcher once the reply begins a call, for that call.
     Attributes:
         n_chosen: how many tokens were chosen so far.
     """
@@ -52,10 +54,12 @@ class Sampler:
         *,
         stop_ids: tuple[int, ...] = (),
         matcher: Matcher | None = None,
+        trigger: Trigger | None = None,
     ) -> None:
         self.sampling = sampling
         self.stop_ids = stop_ids
         self.matcher = matcher
+        self._trigger = trigger
         self.n_chosen = 0
         self.counts: TokenCounts | None = None
         if sampling.counts_tokens:
@@ -69,6 +73,7 @@ class Sampler:
         twin.__dict__.update(self.__dict__)
         twin.counts = self.counts and self.counts.copy()
         twin.matcher = self.matcher and self.matcher.copy()
+        twin._trigger = self._trigger and self._trigger.copy()
         return twin
 
     @property
@@ -134,6 +139,10 @@ class Sampler:
             self.counts.add(token_id)
         if self.matcher is not None:
             self.matcher.add(token_id)
+            if self._trigger is not None and self.matcher.is_done and not self._trigger.is_single:
+                self.matcher = None  # The call has ended, and the reply is free again.
+        elif self._trigger is not None:
+            self.matcher = self._trigger.add(token_id)
 
 
 def choose_rows(logits_SV: Tensor, samplers: Sequence[Sampler]) -> list[int | StepError]:

@@ -229,7 +229,9 @@ class Service:
         asked, token_ids, output, new_reader = await self.texts.run(
             len(body), lambda texts: self.read_chat(texts, body, read), param="messages"
         )
-        exchange_of(request.scope).note_left_out([*asked.left_out, *asked.left_out_of(self.shaping.habits.template)])
+        messages = [message.as_template_knows() for message in asked.messages]
+        notes = [*asked.left_out_of(self.shaping.habits.template), *self.shaping.notes_on(asked, messages)]
+        exchange_of(request.scope).note_left_out([*asked.left_out, *notes])
         owner = self.owners.of_prefixes(request.headers.get, asked)
         ask = self._ask(asked, token_ids, asked.wanted_tokens, owner, output, param="messages")
         if asked.prediction is not None:

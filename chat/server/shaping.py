@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from hybridmem.chat.engine.output import Output
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.grammar import GrammarError, Grammars
-from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.sampling.token_bytes import TokenBytes
+from hybridmem.chat.sampling.triggers import CallGrammar
+from hybridmem.chat.server.errors import ApiError, log
 from hybridmem.chat.server.tool_fields import ToolFields
 from hybridmem.chat.tools.calls import CallFormat
 from hybridmem.chat.tools.families import BARE, find_habits
-from hybridmem.chat.tools.grammars import Required, Shape, make_grammar
+from hybridmem.chat.tools.grammars import Required, Shape, make_calls_grammar, make_grammar
 from hybridmem.chat.tools.reading import Reader, make_reader
+from hybridmem.chat.tools.tool_schemas import left_out_of
 from hybridmem.memory import SpecError
 
+_LACKING = {
+    "reasoning_content": "this model's chat template does not show earlier thoughts",
+    "tool_calls": "this model's chat template does not show earlier calls",
+    "tools": "this model's chat template does not show tools",
+}
 NewReader = Callable[[], Reader]
 _TAIL_TOKENS = 8
 
@@ -27,6 +35,7 @@ class Shaping:
     def __init__(self, tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> None:
         self.habits = find_habits(tokenizer)
         self._grammars = Grammars(tokenizer, n_vocab, end_ids, is_guarded=True)
+        self._tokens = TokenBytes(tokenizer)
 
     def close(self) -> None:
         """End the process that tries the grammars of clients."""
@@ -61,8 +70,33 @@ class Shaping:
         except SpecError as error:
             message = f"Unsupported parameter: '{param}': {error}."
             raise ApiError(400, message, param=param, code="unsupported_parameter") from None
-        output = Output(grammar=grammar, logprobs=logprobs, shows_special=habits.shows_special)
+        begun = None
+        if grammar is None and required is not None:
+            begun = self._calls_grammar(required, is_thinking=is_thinking)
+        output = Output(
+            grammar=grammar,
+            calls=begun,
+            logprobs=logprobs,
+            shows_special=habits.shows_special,
+            hidden_ids=habits.hidden_ids(calls),
+        )
         return output, partial(make_reader, habits, asked.offered_tools, calls, is_thinking=is_thinking)
+
+    def _calls_grammar(self, calls: Required, *, is_thinking: bool) -> CallGrammar | None:
+        """Return the grammar of calls that the reply need not make. Where there can be none, calls are free."""
+        try:
+            return make_calls_grammar(self._grammars, self.habits, calls, self._tokens, is_thinking=is_thinking)
+        except (GrammarError, SpecError) as error:
+            log.info("calls are not constrained: %s", error)
+            return None
+
+    def notes_on(self, asked: ToolFields, messages: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+        """Return what of a request's tools, calls and thoughts does not reach the model, or is not enforced."""
+        notes = [note for tool in asked.offered_tools for note in left_out_of(tool)]
+        lacks = {name for name in self.habits.lacks if any(message.get(name) for message in messages)}
+        if asked.offered_tools and "tools" in self.habits.lacks:
+            lacks.add("tools")
+        return [*notes, *(f"{name}: {_LACKING[name]}" for name in sorted(lacks))]
 
     def plain(self, shape: Shape | None, logprobs: int | None) -> Output:
         """Return the options for the engine, for text that continues a prompt. Raises ApiError as `shape`.

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from hybridmem.chat.server.checked import Checked
 from hybridmem.chat.server.errors import ApiError, clip
 from hybridmem.chat.stored.items import joined_name
-from hybridmem.chat.tools.calls import ANY_OBJECT, Tool, parse_json
+from hybridmem.chat.tools.calls import NO_ARGUMENTS, Tool, parse_json
 
 MOST_TOOLS = 512
 _OF_TOOLS = ("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "output_schema")
@@ -50,10 +50,10 @@ def _read_tool(value: object) -> Tool:
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None) or not isinstance(function.get("description"), str | None):
         raise ValueError("a function's 'parameters' are a JSON Schema, and its 'description' is a string")
-    parameters = dict(parameters) if parameters else dict(ANY_OBJECT)
+    parameters = dict(parameters) if parameters else dict(NO_ARGUMENTS)
     parameters.setdefault("type", "object")
     told = {"name": name, "description": function.get("description") or "", "parameters": parameters}
-    return Tool(name, parameters, {"type": "function", "function": told})
+    return Tool(name, parameters, {"type": "function", "function": told}, is_strict=function.get("strict") is not False)
 
 
 def read_tool_choice(value: object) -> object:

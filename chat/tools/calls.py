@@ -13,7 +13,7 @@ from typing import Any, Protocol
 ID, INDEX = "\N{SYMBOL FOR START OF TEXT}", "\N{SYMBOL FOR END OF TEXT}"
 """They stand for a call's id and for its number in the texts around calls."""
 _VARIABLE = {ID: "/[A-Za-z0-9]{9}/", INDEX: "/[0-9]+/"}
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 _MOST_DEPTH = 200
 """Objects and arrays may be nested this deep, as in the bodies of requests."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -63,11 +63,13 @@ class Tool:
     Attributes:
         parameters: the JSON Schema of its arguments.
         definition: the form that chat templates know, {"type": "function", "function": {...}}.
+        is_strict: whether the client asks that arguments keep to the schema. They do if anything is constrained.
     """
 
     name: str
-    parameters: dict[str, Any] = field(default_factory=lambda: ANY_OBJECT)
+    parameters: dict[str, Any] = field(default_factory=lambda: NO_ARGUMENTS)
     definition: dict[str, Any] = field(default_factory=dict)
+    is_strict: bool = True
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,11 @@ class CallFormat(Protocol):
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the texts that begin a block. The block gets the text behind the first, and from the others on."""
+        ...
+
+    @property
+    def begun_by(self) -> str:
+        """Return the mark with which the text of its grammar begins. It is empty if there is none."""
         ...
 
     @property

@@ -38,6 +38,10 @@ class ElementCalls:
     item: str
 
     @property
+    def begun_by(self) -> str:
+        return self.frame.mark
+
+    @property
     def is_bare(self) -> bool:
         return False
 

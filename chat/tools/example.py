@@ -36,7 +36,7 @@ class Example:
         (start, end), *more = spans
         before, behind = self.text[:start], self.text[spans[-1][1] :]
         if not more:
-            return Frame(opening=_from_last_mark(before), closing=to_first_mark(behind), is_single=True)
+            return Frame(opening=self._from_last_mark(before), closing=self._to_first_mark(behind), is_single=True)
         between = self.text[end : more[0][0]]
         opening = common_end(before, between)
         begin, between = before.removesuffix(opening), between.removesuffix(opening)
@@ -45,7 +45,17 @@ class Example:
         join = between.removeprefix(closing)
         if not begin.strip():  # What stands behind the last call then belongs to the turn.
             return Frame(begin, opening, closing, join)
-        return Frame(_from_last_mark(begin), opening, closing, join, to_first_mark(behind))
+        return Frame(self._from_last_mark(begin), opening, closing, join, self._to_first_mark(behind))
+
+    def _from_last_mark(self, text: str) -> str:
+        """Leave out earlier marks, such as those around thoughts that there are not."""
+        marks = list(MARK.finditer(text))
+        return text[marks[-1].start() :] if len(marks) > 1 and self.text.count(marks[-1][0]) == 1 else text
+
+    def _to_first_mark(self, text: str) -> str:
+        """Leave out later marks, such as the end of the turn."""
+        mark = MARK.search(text)
+        return text if mark is not None and self.text.count(mark[0]) > self.n_calls else to_first_mark(text)
 
 
 def spread_index(texts: Sequence[str]) -> str:
@@ -56,13 +66,6 @@ def spread_index(texts: Sequence[str]) -> str:
         if others and others[0] == general.replace(INDEX, str(int(number[0]) + 1)):
             return general
     return first
-
-
-def _from_last_mark(text: str) -> str:
-    """Leave out earlier marks, such as those around thoughts that there are not."""
-    marks = list(MARK.finditer(text))
-    is_clear = len(marks) > 1 and text.count(marks[-1][0]) == 1
-    return text[marks[-1].start() :] if is_clear else text
 
 
 def to_first_mark(text: str) -> str:

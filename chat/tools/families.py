@@ -12,7 +12,7 @@ from hybridmem.chat.tools.element_calls import infer_element_calls
 from hybridmem.chat.tools.example import NAME, Example
 from hybridmem.chat.tools.frames import Frame
 from hybridmem.chat.tools.gemma_calls import infer_gemma_calls
-from hybridmem.chat.tools.harmony import CHANNEL, END, MESSAGE, THOUGHTS_BEGIN, HarmonyCalls
+from hybridmem.chat.tools.harmony import CHANNEL, END, MESSAGE, START, THOUGHTS_BEGIN, HarmonyCalls
 from hybridmem.chat.tools.json_calls import JsonCalls, infer_json_calls
 from hybridmem.chat.tools.named_calls import NamedCalls, infer_named_calls
 from hybridmem.chat.tools.probing import Probe
@@ -82,6 +82,17 @@ class Habits:
     token_ids: Mapping[str, int] = field(default_factory=dict)
     has_channels: bool = False
     lacks: frozenset[str] = frozenset()
+
+    def hidden_ids(self, calls: CallFormat | None) -> frozenset[int]:
+        """Return the special tokens that are no marks of a reply with such calls, and have no text in it."""
+        texts = self._marks_of_thoughts + (calls.literals if calls is not None else ())
+        return frozenset(self.token_ids[name] for name in self.special if not any(name in text for text in texts))
+
+    @property
+    def _marks_of_thoughts(self) -> tuple[str, ...]:
+        if self.has_channels:
+            return CHANNEL, MESSAGE, START, END
+        return (self.thoughts.begin, self.thoughts.end) if self.thinks else ()
 
 
 def find_habits(tokenizer: Any) -> Habits:

@@ -36,7 +36,7 @@ class Frame:
     @property
     def mark(self) -> str:
         """Return the text that begins a block, up to its first white space or bracket. Models vary these."""
-        return (self.begin + self.opening).strip().partition("\n")[0].split(" ")[0].rstrip("[{")
+        return (self.begin.strip() or self.opening.strip()).partition("\n")[0].partition(" ")[0].rstrip("[{")
 
     @property
     def stop(self) -> str:
@@ -56,9 +56,13 @@ class Frame:
         Args:
             calls: the names of the rules of the calls.
         """
-        one = _terms(literals(self.opening), f"({' | '.join(calls)})", literals(self.closing))
-        more = f"({_terms(literals(self.join), 'call')})*" if is_parallel and not self.is_single else ""
-        return f"calls: {_terms(literals(self.begin), 'call', more, literals(self.end))}\ncall: {one}"
+        opening, join, begin = self.opening, self.join, self.begin.lstrip()
+        if not begin:  # White space before the first mark only separates it from what was before.
+            opening = self.opening.lstrip()
+            join += self.opening.removesuffix(opening)
+        one = _terms(literals(opening), f"({' | '.join(calls)})", literals(self.closing))
+        more = f"({_terms(literals(join), 'call')})*" if is_parallel and not self.is_single else ""
+        return f"calls: {_terms(literals(begin), 'call', more, literals(self.end))}\ncall: {one}"
 
 
 def _terms(*terms: str) -> str:

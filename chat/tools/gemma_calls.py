@@ -36,6 +36,10 @@ class GemmaCalls:
     quote: str
 
     @property
+    def begun_by(self) -> str:
+        return self.frame.mark
+
+    @property
     def is_bare(self) -> bool:
         return False
 
@@ -105,9 +109,7 @@ def joined_members(members: Mapping[str, str], required: Sequence[str], comma: s
     terms = f" {comma} ".join(first)
     if first:
         return terms + "".join(f" ({comma} {other})?" for other in others)
-    ways = [
-        " ".join([other, *(f"({comma} {later})?" for later in others[i + 1 :])]) for i, other in enumerate(others)
-    ]
+    ways = [" ".join([other, *(f"({comma} {later})?" for later in others[i + 1 :])]) for i, other in enumerate(others)]
     return f"({' | '.join(ways)})?" if ways else ""
 
 

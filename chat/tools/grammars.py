@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridmem.chat.sampling.grammar import Grammar, GrammarError, Grammars, json_rule
+from hybridmem.chat.sampling.token_bytes import TokenBytes
+from hybridmem.chat.sampling.triggers import CallGrammar, Mark
 from hybridmem.chat.tools.calls import CallFormat, Literals, Tool
 from hybridmem.chat.tools.families import Habits
 from hybridmem.chat.tools.harmony import content_opening, thoughts_rule
@@ -81,6 +83,26 @@ def make_grammar(
         thoughts, how = literals.until(habits.thoughts.end)
         rules += [f"thought: thoughts gap\nthoughts{how}: {thoughts}", "gap: /\\n{0,2}/"]
     return grammars.lark("\n".join([start, *rules]))
+
+
+def make_calls_grammar(
+    grammars: Grammars, habits: Habits, calls: Required, tokens: TokenBytes, *, is_thinking: bool
+) -> CallGrammar | None:
+    """Return the grammar of the calls that a reply may make, or None if no mark tells where one begins.
+
+    Raises:
+        GrammarError: something cannot be enforced. The message names it.
+    """
+    begin = calls.format.begun_by
+    if not begin:
+        return None
+    literals, ids = Literals(habits.token_ids), habits.token_ids
+    rules = calls.format.rules(calls.tools, literals, is_parallel=calls.is_parallel)
+    thoughts = (Mark.of(habits.thoughts.begin, ids), Mark.of(habits.thoughts.end, ids)) if habits.thinks else None
+    return CallGrammar(
+        grammars.lark(f"start: calls\n{rules}"), Mark.of(begin, ids), tokens, thoughts, is_thinking,
+        is_single=not calls.is_parallel,
+    )  # fmt: skip
 
 
 def _alone(grammars: Grammars, shape: Shape) -> Grammar:

@@ -1,6 +1,6 @@
 """Reads and constrains replies in the format of gpt-oss, which consist of messages in channels:
 
-<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{...}
+<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{}
 
 The channel "analysis" holds thoughts, and "final" the content. A message to a function is a call.
 """
@@ -36,6 +36,10 @@ class HarmonyCalls:
     named: NamedCalls
 
     @property
+    def begun_by(self) -> str:
+        return f"to={_FUNCTIONS}"
+
+    @property
     def is_bare(self) -> bool:
         return False
 
@@ -52,9 +56,13 @@ class HarmonyCalls:
 
     def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
         """Return the rules of one call. The token that ends it ends the reply, so it is no part of the grammar."""
-        opening, name_end = literals(self.named.frame.opening), literals(self.named.name_end)
-        ways = [f"({json.dumps(tool.name)} {name_end} {arguments_rule(tool)})" for tool in tools]
-        return f"calls: {opening} ({' | '.join(ways)})"
+        # The channel may stand before or behind the function, and a word about the arguments' form behind it.
+        channel, form = f"{literals(CHANNEL)} /[a-z]+/", f"{literals('<|constrain|>')} /[ a-z]+/"
+        name_end = f"/( [ a-z]*)?/ ({channel} /( [ a-z]*)?/)? ({form})? {literals(MESSAGE)}"
+        opening, usual_end = literals(self.named.frame.opening), literals(self.named.name_end)
+        usual = [f"({json.dumps(tool.name)} {usual_end} {arguments_rule(tool)})" for tool in tools]
+        begun = [f"({json.dumps(tool.name)} {name_end} {arguments_rule(tool)})" for tool in tools]
+        return f"calls: {opening} ({' | '.join(usual)}) | {json.dumps(self.begun_by)} ({' | '.join(begun)})"
 
 
 def thoughts_rule(literals: Literals) -> str:

@@ -53,6 +53,10 @@ class JsonCalls:
         return tuple(mark for mark in (self.frame.mark, *self.other_marks) if mark)
 
     @property
+    def begun_by(self) -> str:
+        return self.frame.mark
+
+    @property
     def literals(self) -> tuple[str, ...]:
         return (*self.frame.texts, *self.other_marks)
 

@@ -1,7 +1,7 @@
 """Reads and constrains calls that are written as a name and an object of JSON with the arguments, each between marks.
 
-Mistral writes [TOOL_CALLS]name[ARGS]{...}, DeepSeek <｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>, and
-Kimi-K2 <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>.
+Mistral writes [TOOL_CALLS]name[ARGS]{...}, Kimi-K2 <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}
+<|tool_call_end|>, and DeepSeek the same with other marks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hybridmem.chat.tools.calls import ID, INDEX, Block, CallPart, Literals, Tool
+from hybridmem.chat.tools.calls import ID, Block, CallPart, Literals, Tool
 from hybridmem.chat.tools.example import ARGUMENTS, NAME, Example, spread_index
 from hybridmem.chat.tools.frames import Frame, flexible
 from hybridmem.chat.tools.json_calls import Nesting
@@ -34,6 +34,10 @@ class NamedCalls:
 
     frame: Frame
     name_end: str
+
+    @property
+    def begun_by(self) -> str:
+        return self.frame.mark
 
     @property
     def is_bare(self) -> bool:
@@ -63,18 +67,18 @@ class NamedCalls:
         if ID in self.name_end:
             before, _, after = self.name_end.strip().partition(ID)
             name_end = rf"(?:{flexible(before)}(?P<id>[A-Za-z0-9_-]*))?{flexible(after)}"
-        opening = re.escape(self.inner_opening.strip()).replace(re.escape(ID), r"(?P<id>[A-Za-z0-9_-]*)")
-        prefix = self.inner_opening.strip().rpartition(">")[2]
-        if INDEX in self.name_end and prefix:  # The id of a Kimi is "functions.name:0".
-            number, _, after = self.name_end.strip().partition(INDEX)
-            opening = re.escape(self.inner_opening.strip().removesuffix(prefix)) + rf"(?P<id>{re.escape(prefix)}"
-            name_end = rf"{re.escape(number)}\d+)\s*{flexible(after)}"
-        return re.compile(rf"\s*(?:{opening})\s*(?P<name>{_WORD})\s*{name_end}\s*(?=\{{)")
+        opening = flexible(self.inner_opening.strip())
+        if ID in self.inner_opening:
+            before, _, after = self.inner_opening.strip().partition(ID)
+            opening = rf"{flexible(before)}(?P<id>[A-Za-z0-9_-]*){flexible(after)}"
+        return re.compile(rf"\s*{opening}\s*(?P<name>{_WORD})\s*{name_end}\s*(?=\{{)")
 
     @cached_property
     def inner_opening(self) -> str:
         """Return what stands between the mark, or an earlier call, and the function's name."""
-        return self.frame.opening if self.frame.begin.strip() else self.frame.opening.strip().removeprefix(self.frame.mark)
+        return (
+            self.frame.opening if self.frame.begin.strip() else self.frame.opening.strip().removeprefix(self.frame.mark)
+        )
 
 
 def infer_named_calls(example: Example) -> NamedCalls | None:

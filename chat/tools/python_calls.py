@@ -34,6 +34,10 @@ class PythonCalls:
     frame: Frame = LFM_FRAME
 
     @property
+    def begun_by(self) -> str:
+        return self.frame.mark
+
+    @property
     def is_bare(self) -> bool:
         return False
 
@@ -214,11 +218,19 @@ def _arguments_of(text: str, at: int, tool: Tool | None) -> tuple[dict[str, Any]
             raise ValueError("an argument has no name")
         start = key.end() if key is not None else at
         end = _end_of_value(text, start)
-        arguments[name] = literal_of(text[start:end].strip())
+        arguments[name] = _value_of(text[start:end].strip())
         at = end
         while at < len(text) and (text[at].isspace() or text[at] == ","):
             at += 1
     return arguments, at + 1
+
+
+def _value_of(text: str) -> Any:
+    """Return the value of a literal. Its strings may have line breaks, which Python does not allow."""
+    try:
+        return literal_of(text)
+    except ValueError:
+        return literal_of(text.replace("\n", "\\n"))
 
 
 def _end_of_value(text: str, start: int) -> int:

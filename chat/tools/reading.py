@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -41,16 +40,10 @@ class ReplyReader:
         self._n_calls = self._n_before = 0  # These count calls in the whole reply, and before the block.
         self._held = ""
         self._is_after_mark = is_thinking
-        names = sorted(habits.special - self._marks(), key=len, reverse=True) if habits.shows_special else []
-        self._others = re.compile("|".join(map(re.escape, names))) if names else None
 
     @property
     def has_calls(self) -> bool:
         return self._n_calls > 0
-
-    def _marks(self) -> set[str]:
-        marks = {self._thoughts.begin.strip(), self._thoughts.end.strip()} if self._habits.thinks else set()
-        return marks | ({*self._calls.marks, *self._calls.literals} if self._calls is not None else set())
 
     def feed(self, text: str) -> list[Part]:
         """Return the parts that the new text completes."""
@@ -226,7 +219,6 @@ class ReplyReader:
                 return []
             parts = self._as_thoughts()
             self._is_after_mark = False
-        text = self._others.sub("", text) if self._others is not None else text
         if self._is_after_mark:  # Models put white space between marks and text.
             text = text.lstrip("\n") if self._is_thinking else text.lstrip()
             self._is_after_mark = not text

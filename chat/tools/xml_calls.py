@@ -71,6 +71,10 @@ class XmlCalls:
     value_end: str = "\n</parameter>\n"
 
     @property
+    def begun_by(self) -> str:
+        return self.frame.mark
+
+    @property
     def is_bare(self) -> bool:
         return False
 
@@ -145,6 +149,8 @@ def infer_xml_calls(example: Example) -> XmlCalls | None:
     ends = [call.end() + len(value_end) * example.text.startswith(value_end, call.end()) for call in calls]
     frame = example.frame([(call.start(), end) for call, end in zip(calls, ends, strict=True)])
     key_ends = tuple(dict.fromkeys((text_end, number_end, list_end)))
+    if len(key_ends) > 2:  # The mark names each type, and it is not known by which names.
+        return None
     return XmlCalls(frame, after_name.removesuffix(key_begin), key_begin, key_ends, value_end)
 
 

@@ -62,7 +62,7 @@ def test_what_is_harmless_is_accepted(plain_server: Running, change: dict[str, A
         ({"truncation": "auto", "max_tool_calls": 3}, ["truncation", "max_tool_calls"]),
         ({"include": ["web_search_call.action.sources"]}, ["include"]),
         ({"include": ["reasoning.encrypted_content"], "max_output_tokens": -1}, []),
-        ({"tools": [FLAT, {"type": "web_search", "external_web_access": False}]}, ["tools"]),
+        ({"tools": [FLAT, {"type": "web_search", "external_web_access": False}]}, ["tools", "tools"]),
         ({"reasoning": {"effort": "high"}}, ["reasoning.effort"]),
         ({"input": [*CAT, {"type": "web_search_call", "id": "ws_1", "status": "completed"}]}, ["input"]),
     ],

@@ -11,7 +11,7 @@ from hybridmem.chat.server.checked import ANY, Checked, Neutral, read_request
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.messages.blocks import ChatMessage, read_messages, read_system, with_system_first
 from hybridmem.chat.server.schema import ChatRequest
-from hybridmem.chat.tools.calls import ANY_OBJECT
+from hybridmem.chat.tools.calls import NO_ARGUMENTS
 
 Tools = Annotated[list[dict[str, Any]], Field(max_length=1024)]
 
@@ -125,7 +125,7 @@ def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
     kind = tool.get("type") or "custom"
     if kind != "custom":
         return tool
-    schema = tool.get("input_schema", ANY_OBJECT)
+    schema = tool.get("input_schema", NO_ARGUMENTS)
     about = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
     return {"type": "function", "function": about | {"parameters": schema}}
 

@@ -19,7 +19,7 @@ from hybridmem.chat.server.ollama.errors import ollama_error
 from hybridmem.chat.server.replies import Piece
 from hybridmem.chat.server.streams import Usage
 from hybridmem.chat.tools.calls import parse_json
-from hybridmem.chat.tools.reading import Part, ReplyReader
+from hybridmem.chat.tools.reading import Part, Reader
 
 
 def now() -> str:
@@ -39,8 +39,8 @@ class OllamaFormat:
     model: str
     is_chat: bool
     tokens: TokenBytes
-    new_reader: Callable[[], ReplyReader] | None
-    _reader: ReplyReader | None = None
+    new_reader: Callable[[], Reader] | None
+    _reader: Reader | None = None
     _calls: list[list[str]] = field(default_factory=list)  # The name and the arguments of each call so far.
     _n_told: int = 0  # So many calls have been sent. A call is sent when it is whole.
     _reason: str | None = None

@@ -34,7 +34,7 @@ def new_response(asked: SampledRequest, response_id: str, *, model: str, store: 
 def _as_tool(tool: Tool) -> dict[str, Any]:
     function = tool.definition["function"]
     about = {"name": tool.name, "description": function["description"], "parameters": tool.parameters}
-    return {"type": "function", **about, "strict": True}
+    return {"type": "function", **about, "strict": tool.is_strict}
 
 
 def _choice_of(asked: SampledRequest) -> Any:

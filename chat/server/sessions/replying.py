@@ -65,7 +65,7 @@ class Made:
     replies: Replies
     prompt: Prompt
     speaking: Speaking
-    skips_special: bool
+    output: Output
 
 
 class Replying:
@@ -97,7 +97,9 @@ class Replying:
         """Generate a reply, and send it whole or as a stream. Raises ApiError."""
         service, asked, opening = self._repository.service, self._asked, self._place.opening
         prompt, output, new_reader = await self._make_prompt(n_bytes=len(await request.body()))
-        exchange_of(request.scope).note_left_out([*asked.left_out, *asked.left_out_of(service.shaping.habits.template)])
+        exchange_of(request.scope).note_left_out(
+            [*asked.left_out, *asked.left_out_of(service.shaping.habits.template), *service.shaping.notes_on(asked)]
+        )
         token_ids = [*prompt.token_ids, *opening]
         limits = service.options.default_tokens, service.context_tokens
         n_reply = check_length(len(token_ids), asked.max_output_tokens, *limits, param="input")
@@ -111,12 +113,12 @@ class Replying:
         self._response |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         speaking = Speaking(
             self._writing, new_reader(), service.engine.tokenizer, opening, asked.stop_ids(service.asking.end_ids),
-            shows_special=output.shows_special,
+            shows_special=output.shows_special, hidden_ids=output.hidden_ids,
         )  # fmt: skip
         replies = service.begin(exchange_of(request.scope), [ask])
         if self._place.is_stored:
             self._response["hybrid_memory"] = {"session": self._session.id, "history": prompt.history}
-        made = Made(replies, prompt, speaking, skips_special=not output.shows_special)
+        made = Made(replies, prompt, speaking, output)
         if asked.stream:
             return EventStream(self._stream(made))
         try:
@@ -214,7 +216,10 @@ class Replying:
             return said
 
         def cut(texts: Any) -> list[int] | None:
-            decode = partial(texts.decode, skip_special_tokens=made.skips_special)
+            def decode(ids: list[int]) -> str:
+                shown = [i for i in ids if i not in made.output.hidden_ids]
+                return str(texts.decode(shown, skip_special_tokens=not made.output.shows_special))
+
             return tokens_of_text(said, generation.text, decode)
 
         return await self._repository.service.texts.run(0, cut) if not self._place.opening else None

@@ -17,15 +17,16 @@ class Speaking:
         opening: the token ids of an earlier reply with which it begins.
         end_ids: tokens that end a reply. They have no text.
         shows_special: whether special tokens appear as text, which the reader knows.
+        hidden_ids: special tokens that do not.
     """
 
     def __init__(
         self, writing: Writing, reader: Reader, tokenizer: Tokenizer | None, opening: tuple[int, ...],
-        end_ids: tuple[int, ...], *, shows_special: bool,
+        end_ids: tuple[int, ...], *, shows_special: bool, hidden_ids: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         self._writing, self._reader = writing, reader
         self._end_ids = frozenset(end_ids)
-        self._stream = TextStream(tokenizer, shows_special=shows_special) if opening else None
+        self._stream = TextStream(tokenizer, shows_special=shows_special, hidden_ids=hidden_ids) if opening else None
         self._opening = opening
         self._n_tokens = self._n_characters = 0
 

@@ -1,0 +1,116 @@
+"""Constrains a part of a reply: from a mark that begins a call to the end of that call.
+
+Before the mark the reply is free, and costs no masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+
+from hybridmem.chat.sampling.grammar import Grammar, Matcher
+from hybridmem.chat.sampling.token_bytes import TokenBytes
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Holds a mark in a reply.
+
+    Attributes:
+        text: its text.
+        token_id: the token that it is. None: it is ordinary text.
+    """
+
+    text: str
+    token_id: int | None = None
+
+    @classmethod
+    def of(cls, text: str, token_ids: Mapping[str, int]) -> Mark:
+        return cls(text, token_ids.get(text))
+
+    def end_in(self, token_id: int, tail: bytes, n_new: int) -> int | None:
+        """Return how many bytes of the newest token stand behind the mark. None: the token does not complete it.
+
+        Args:
+            tail: the bytes of the reply up to this token, at least as many as those of the mark and of the token.
+            n_new: how many bytes the token has.
+        """
+        if self.token_id is not None:
+            return 0 if token_id == self.token_id else None
+        wanted = self.text.encode()
+        at = tail.find(wanted, max(0, len(tail) - n_new - len(wanted) + 1))
+        return len(tail) - at - len(wanted) if at >= 0 else None
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """Holds the grammar of calls, which counts once a reply has begun one.
+
+    Attributes:
+        grammar: begins with the mark.
+        begin: the mark.
+        thoughts: the marks around thoughts, in which no call begins. None: the model has no thoughts.
+        is_thinking: whether the reply begins inside of thoughts.
+        is_single: whether the reply ends behind its first call.
+    """
+
+    grammar: Grammar
+    begin: Mark
+    tokens: TokenBytes
+    thoughts: tuple[Mark, Mark] | None = None
+    is_thinking: bool = False
+    is_single: bool = False
+
+    def watch(self) -> Trigger:
+        """Return what follows a new reply."""
+        return Trigger(self)
+
+
+class Trigger:
+    """Follows one reply up to the beginnings of its calls."""
+
+    def __init__(self, calls: CallGrammar) -> None:
+        self._calls = calls
+        self._tail = b""
+        self._is_thinking = calls.is_thinking
+        self._may_think = calls.thoughts is not None and not calls.is_thinking
+        marks = [calls.begin, *(calls.thoughts or ())]
+        self._n_kept = max(len(mark.text.encode()) for mark in marks)
+
+    def copy(self) -> Trigger:
+        return copy(self)
+
+    @property
+    def is_single(self) -> bool:
+        return self._calls.is_single
+
+    def add(self, token_id: int) -> Matcher | None:
+        """Advance by a token. Return a matcher that stands behind this token if it begins a call."""
+        piece = self._calls.tokens.of(token_id)
+        self._tail = self._tail[-self._n_kept :] + piece
+        if self._calls.thoughts is not None and (self._is_thinking or self._may_think):
+            begin, end = self._calls.thoughts
+            if self._may_think:
+                self._is_thinking = begin.end_in(token_id, self._tail, len(piece)) is not None
+                self._may_think = not self._is_thinking and begin.text.encode().startswith(self._tail.lstrip())
+            elif end.end_in(token_id, self._tail, len(piece)) is not None:
+                self._is_thinking = False
+            if self._is_thinking:
+                return None
+        n_behind = self._calls.begin.end_in(token_id, self._tail, len(piece))
+        return None if n_behind is None else self._begin(self._tail[len(self._tail) - n_behind :])
+
+    def _begin(self, behind: bytes) -> Matcher | None:
+        """Return a matcher behind the mark and these bytes. None: the reply does not keep to the grammar there."""
+        self._tail = b""
+        mark, grammar = self._calls.begin, self._calls.grammar
+        matcher = grammar.matcher()
+        text = behind if mark.token_id is not None else mark.text.encode() + behind
+        ids = [] if mark.token_id is None else [mark.token_id]
+        ids += grammar.tokenize(text) if text else []
+        if matcher.count_allowed(ids) < len(ids):
+            return None
+        for each in ids:
+            matcher.add(each)
+        return None if matcher.error else matcher
