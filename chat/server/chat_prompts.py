@@ -12,26 +12,29 @@ from itertools import pairwise, takewhile
 
 from hybridmem.chat.prompts import Message, Tokenizer, encode_chat, render
 from hybridmem.chat.special_tokens import special_tokens_of
-from hybridmem.chat.tools.families import THINK_BEGIN, THINK_END
+from hybridmem.chat.tools.families import Thoughts
 from hybridmem.memory import FormatError
 
 _TAIL_TOKENS = 8
+_THOUGHTS = Thoughts()
 _JOINT = "\n\n"
 
 
 def encode_messages(
-    texts: Tokenizer, messages: list[Message], *, parse_special: bool = False, continues: bool = False
-) -> list[int]:
+    texts: Tokenizer, messages: list[Message], *, parse_special: bool = False, continues: bool = False,
+    thoughts: Thoughts = _THOUGHTS,
+) -> list[int]:  # fmt: skip
     """Return the token ids of a chat up to the beginning of the reply.
 
     Args:
         continues: whether the last message is the beginning of the reply, which goes on behind its last character.
+        thoughts: the texts around the model's thoughts.
     Raises:
         FormatError: as `encode_chat`, for the messages as they were given.
     """
     if continues:
         ids = encode_messages(texts, messages[:-1], parse_special=parse_special)
-        return ids + _begin_reply(texts, ids, messages[-1])
+        return ids + _begin_reply(texts, ids, messages[-1], thoughts)
     if not _is_unusual(messages):
         return encode_chat(texts, messages, parse_special=parse_special)
     first: FormatError | None = None
@@ -46,13 +49,15 @@ def encode_messages(
     return encode_chat(texts, messages, parse_special=parse_special)
 
 
-def _begin_reply(texts: Tokenizer, ids: list[int], message: Message) -> list[int]:
+def _begin_reply(texts: Tokenizer, ids: list[int], message: Message, thoughts: Thoughts) -> list[int]:
     """Return the token ids of the beginning of a reply. Thoughts that the prompt has opened are closed before it."""
-    is_thinking = str(texts.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)).rstrip().endswith(THINK_BEGIN)
-    thoughts = str(message.get("reasoning_content") or "")
-    mark = special_tokens_of(texts, "assistant")
-    opened = [*mark.encode_text(thoughts), *texts.encode(f"\n{THINK_END}\n\n", add_special_tokens=False)]
-    return (opened if is_thinking else []) + mark.encode_text(message["content"])
+    special = special_tokens_of(texts, "assistant")
+    tail = str(texts.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)).rstrip()
+    if not tail.endswith(thoughts.begin.strip()):
+        return special.encode_text(message["content"])
+    thought = special.encode_text(str(message.get("reasoning_content") or ""))
+    end = list(texts.encode(f"\n{thoughts.end.strip()}\n\n", add_special_tokens=False))
+    return thought + end + special.encode_text(message["content"])
 
 
 def _is_unusual(messages: list[Message]) -> bool:

@@ -245,8 +245,9 @@ class Service:
     def encode_chat(self, texts: Tokenizer, asked: ChatRequest, messages: list[Message]) -> list[int]:
         """Return the tokens of a chat. Raises FormatError if the template refuses it."""
         return encode_messages(
-            texts, messages, parse_special=self.options.parse_special, continues=asked.continue_final_message
-        )
+            texts, messages, parse_special=self.options.parse_special, continues=asked.continue_final_message,
+            thoughts=self.shaping.habits.thoughts,
+        )  # fmt: skip
 
     async def ask_completion(
         self, request: Request, read: Callable[[bytes], CompletionRequest]

@@ -67,7 +67,7 @@ class PromptReader:
         self._texts = Texts(tokenizer, _MOST_TOKENS, max_long=max(1, max_requests // 2))
         self._parse_special = parse_special
         self._owners = owners or Owners(has_keys=False)
-        self._template = find_habits(tokenizer).template
+        self._habits = find_habits(tokenizer)
 
     def close(self) -> None:
         self._texts.close()
@@ -102,10 +102,11 @@ class PromptReader:
 
     def _read_messages_of(self, texts: Tokenizer, request: ForwardedRequest, asked: ChatRequest) -> Reading:
         messages = [message.as_template_knows() for message in asked.messages]
-        texts = asked.with_template(texts, self._template)
+        texts = asked.with_template(texts, self._habits.template)
         token_ids = encode_messages(
-            texts, messages, parse_special=self._parse_special, continues=asked.continue_final_message
-        )
+            texts, messages, parse_special=self._parse_special, continues=asked.continue_final_message,
+            thoughts=self._habits.thoughts,
+        )  # fmt: skip
         return self._reading(token_ids, asked, request)
 
     def _read_completion(self, texts: Tokenizer, request: ForwardedRequest) -> Reading:

@@ -44,7 +44,8 @@ def left_out(answer: Answer) -> list[str]:
         ({"reasoning_effort": "none"}, ["reasoning_effort"]),
         ({"enable_thinking": True}, ["enable_thinking"]),
         ({"chat_template_kwargs": {"enable_thinking": True}}, ["enable_thinking"]),
-        ({"tools": [LOOK, {"type": "web_search"}, {"type": "mcp", "server_label": "x"}]}, ["tools", "tools"]),
+        # The embedded model's template leaves all tools out, which is the third note.
+        ({"tools": [LOOK, {"type": "web_search"}, {"type": "mcp", "server_label": "x"}]}, ["tools"] * 3),
         ({"web_search_options": {"search_context_size": "low"}}, ["web_search_options"]),
     ],
 )
@@ -188,6 +189,22 @@ def test_every_message_reaches_a_model_whose_template_knows_few_orders() -> None
     assert arranged(Strict(knows_systems=False), *agent) == told.replace("[user]", f"[user]{systems}")
     with pytest.raises(FormatError, match="System message must be at the beginning"):
         arranged(Refusing(knows_systems=True), *agent)
+
+
+class Thinking(Strict):
+    """Its template opens thoughts before each reply."""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return super().apply_chat_template(messages, **options) + "[assistant]<think>\n"
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        return bytes(token_ids).decode()
+
+
+def test_a_reply_that_goes_on_has_done_its_thinking() -> None:
+    given = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "So", "reasoning_content": "Hm."}]
+    thinking = bytes(encode_messages(Thinking(knows_systems=True), given, continues=True)).decode()
+    assert thinking == "[user]a[assistant]<think>\nHm.\n</think>\n\nSo"
 
 
 class Refusing(Strict):
