@@ -70,7 +70,8 @@ class Script:
         kind, text = steps[min(behind.count(_RESULT), len(steps) - 1)]
         if kind != "CALL":
             return kind, text
-        return kind, f"<tool_call>\n{json.dumps(json.loads(text))}\n</tool_call>"
+        call = json.loads(text.replace('\\"', '"'))  # opencode puts what users say into quotation marks.
+        return kind, f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
 def main(folder: Path, *options: str) -> None:

@@ -1,6 +1,6 @@
 """Starts the server with prescribed replies, and programs of other projects that npm installs.
 
-    npm install --prefix .node-clients @anthropic-ai/claude-code @openai/codex
+    npm install --prefix .node-clients @anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code
 
 `NODE_CLIENTS` names another folder. Programs that are not there are skipped by name.
 """
@@ -43,9 +43,10 @@ def version_of(package: str) -> str:
     return str(json.loads(path.read_text())["version"]) if path.exists() else ""
 
 
-def steps(tool: str, argument: str) -> str:
+def steps(tool: str, argument: str, **more: object) -> str:
     """A user's message after which two tools are called, and then something is said."""
-    calls = [{"name": tool, "arguments": {argument: f"echo {word}-$((40 + 2))"}} for word in ("one", "two")]
+    commands = [{argument: f"echo {word}-$((40 + 2))", **more} for word in ("one", "two")]
+    calls = [{"name": tool, "arguments": arguments} for arguments in commands]
     return "Do it. " + " ".join(f"[[CALL {json.dumps(call)}]]" for call in calls) + " [[SAY All is done.]]"
 
 
@@ -116,8 +117,8 @@ class ScriptedServer:
 def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
     """What a program prints; it must not fail."""
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=_SECONDS, check=False,
+        command, cwd=folder, env=os.environ | env | {"PWD": str(folder)}, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

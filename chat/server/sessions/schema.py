@@ -65,7 +65,7 @@ def _read_text(value: object) -> object:
 class Reasoning(Checked):
     """Holds the `reasoning` of a response. There are no summaries of thoughts: the thoughts themselves are sent."""
 
-    neutral: ClassVar[Neutral] = {"context": ANY, "generate_summary": ANY, "summary": ANY}
+    neutral: ClassVar[Neutral] = {"context": ANY, "generate_summary": ANY, "mode": ANY, "summary": ANY}
     effort: str | None = None
 
 
