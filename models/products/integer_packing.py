@@ -229,9 +229,9 @@ def _write_scales(layout: Layout, scales: Scales, n_in: int, out: Tensor) -> Non
     own = out.view(n_blocks, n_units, layout.unit_shorts)
     n_shorts = layout.n_floats * layout.float_shorts
     floats = _by_block(scales.floats, n_blocks, n_units)  # block, unit, float, lane
-    own[:, :, :n_shorts] = floats.contiguous().view(torch.int16).flatten(2)
+    own[:, :, :n_shorts] = floats.flatten().view(torch.int16).view(n_blocks, n_units, -1)
     if layout.n_factors:
-        factors = _by_block(scales.factors, n_blocks, n_units * per_unit).contiguous()
+        factors = _by_block(scales.factors, n_blocks, n_units * per_unit).flatten()
         own[:, :, n_shorts:] = factors.view(torch.int16).view(n_blocks, n_units, -1)
 
 
@@ -241,7 +241,7 @@ def _by_block(numbers: Tensor, n_blocks: int, n: int) -> Tensor:
         whole = numbers.new_zeros(n_blocks * BLOCK, n, numbers.shape[2])
         whole[: len(numbers), : numbers.shape[1]] = numbers
         numbers = whole
-    return numbers.view(n_blocks, BLOCK, n, -1).permute(0, 2, 3, 1)
+    return numbers.view(n_blocks, BLOCK, n, numbers.shape[2]).permute(0, 2, 3, 1)
 
 
 def read_codes(layout: Layout, codes: Tensor, n_out: int, n_in: int) -> Tensor:

@@ -41,6 +41,9 @@ def _places(n_bits: int) -> np.ndarray:
 @cache
 def _numbers(layout: Layout) -> np.ndarray:
     """Return the integers that codes stand for, if they are few."""
+    if layout.float8 is not None:
+        every = torch.arange(256, dtype=torch.uint8).view(getattr(torch, layout.float8)).float()
+        return np.asarray(every)
     if layout.n_bits == 8:
         return np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
     own = layout.table or [code - layout.zero for code in range(1 << layout.n_bits)]
@@ -87,14 +90,14 @@ def _gather_row(codes, floats, factors, index, sizes, places, numbers, out):
     group_bytes = n_bits * GROUP * BLOCK // 8
     for start in range(0, len(out), group):
         own, of_unit = (block * n_units + start // unit) * unit_shorts, start % unit // group
-        scale, least = get(floats, own // per_float + lane), _ZERO
+        scale, least, zero = get(floats, own // per_float + lane), _ZERO, _ZERO
         at = 2 * (own + n_floats * per_float * BLOCK) + of_unit * n_factors * BLOCK + lane
         if minimum == 1:
             least = get(floats, own // per_float + BLOCK + lane)
         elif minimum == 2:
             least = -get(floats, own // per_float + BLOCK + lane) * np.float32(factors[at + has_factors * BLOCK])
         elif minimum == 3:
-            least = -scale * np.float32(factors[at + has_factors * BLOCK])
+            zero = np.float32(factors[at + has_factors * BLOCK])
         if has_factors:
             scale *= np.float32(factors[at])
         for e in range(start, min(start + group, len(out))):
@@ -107,4 +110,4 @@ def _gather_row(codes, floats, factors, index, sizes, places, numbers, out):
                     place = places[pair, i]
                     byte = codes[first + 4 * BLOCK * (place // 16) + 4 * lane + 2 * side + place % 16 // 8]
                     code |= (np.int64(byte) >> place % 8 & 1) << i
-            out[e] = numbers[code] * scale + least
+            out[e] = (numbers[code] - zero) * scale + least
