@@ -91,6 +91,10 @@ class _Groups:
         found = list[ir.Value]()
         for (_, scales), integers in zip(self._blocks, self._sums(group, rows_sums), strict=True):
             own_scales = emitter.scales(scales, group)
+            if self._ahead_bytes is not None:
+                n_shorts = emitter.layout.unit_shorts * GROUP // max(GROUP, emitter.layout.unit_inputs)
+                place = b.gep(scales, [b.add(b.mul(group, I64(n_shorts)), I64(8 * n_shorts))])
+                amx.prefetch(b, b.bitcast(place, I8.as_pointer()))
             for unit, own_sums, row_sums in zip(units, integers, rows_sums, strict=True):
                 total = next(own)
                 for integer, row_sum, (scale, minimum) in zip(own_sums, row_sums, own_scales, strict=True):

@@ -25,7 +25,9 @@ _SCALE_TYPES = {"bfloat16": np.uint16, "float16": np.int16, "float32": np.float3
 
 @cache
 def _places(n_bits: int) -> np.ndarray:
-    """Return, for each pair and each bit of its code, 16 times its word plus its place in it."""
+    """Return, for each pair and each bit of its code, 16 times its word plus its place in it; nothing for 8 bits."""
+    if n_bits == 8:
+        return np.empty((0, 0), np.int64)
     found = np.zeros((PAIRS, n_bits), np.int64)
     for pair in range(PAIRS):
         per_word = 16 // n_bits
@@ -53,19 +55,22 @@ def _numbers(layout: Layout) -> np.ndarray:
 _MINIMA = {None: 0, "float": 1, "factor": 2, "zero": 3}
 
 
+@cache
+def _sizes(layout: Layout, n_in: int) -> np.ndarray:
+    """Return the sizes that kernels read: one array for all calls, so that a recorded step finds it again."""
+    return np.array([
+        layout.n_bits, ceil_div(n_in, GROUP), layout.unit_inputs or n_in, layout.group or n_in, layout.n_units(n_in),
+        layout.unit_shorts, layout.n_floats, layout.n_factors, int(layout.has_factors), _MINIMA[layout.minimum],
+    ])  # fmt: skip
+
+
 def gather(layout: Layout, codes: Tensor, scales: Tensor, n_out: int, n_in: int, indices: Tensor) -> Tensor:
     """Return rows (T, n_in) float32 of a weight, of indices (T,)."""
     rows = torch.empty(len(indices), n_in)
-    n_units = layout.n_units(n_in)
-    numbers = np.array([
-        layout.n_bits, ceil_div(n_in, GROUP), layout.unit_inputs or n_in, layout.group or n_in, n_units,
-        layout.unit_shorts, layout.n_floats, layout.n_factors, int(layout.has_factors), _MINIMA[layout.minimum],
-    ])  # fmt: skip
-    floats = as_array(scales).view(_SCALE_TYPES[layout.scale])
-    places = np.empty((0, 0), np.int64) if layout.n_bits == 8 else _places(layout.n_bits)
     _gather(
-        as_array(codes), floats, as_array(scales).view(np.int8), as_array(indices), n_out, numbers, places,
-        _numbers(layout), use_threads(rows.numel() * 4), as_array(rows),
+        as_array(codes), as_array(scales).view(_SCALE_TYPES[layout.scale]), as_array(scales).view(np.int8),
+        as_array(indices), n_out, _sizes(layout, n_in), _places(layout.n_bits), _numbers(layout),
+        use_threads(rows.numel() * 4), as_array(rows),
     )  # fmt: skip
     return rows
 
