@@ -1,6 +1,6 @@
-"""Makes dense weights of checkpoints that store them quantised: compressed-tensors, GPTQ, AWQ and FP8.
+"""Reads weights of checkpoints that store them quantised: compressed-tensors, GPTQ, AWQ and FP8.
 
-Every format comes down to codes, a grid of scales and perhaps one of zero points: weight = (code - zero) * scale.
+Every format comes down to codes, a grid of scales and perhaps one of zero points (`stored_codes`).
 What is stored decides which tensors are quantised, so lists of modules to leave out are not needed. Activations are
 not quantised, whatever the config says of them.
 """
@@ -18,15 +18,13 @@ from torch import Tensor
 from hybridmem.memory.blocks.arguments import is_integer
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.errors import FormatError
+from hybridmem.models.loading.stored_codes import StoredCodes
 from hybridmem.models.weights.checkpoint import CODE_DTYPES, Coding, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _REMEDY = "give a checkpoint quantised with compressed-tensors, gptq, awq or fp8, or one in 16 or 32 bits"
-_MOST_ELEMENTS = 1 << 23
-"""Elements that are multiplied at once: their float32 products take 32 MiB beside the dense tensor."""
-
 _UNUSED: tuple[str, ...] = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point",
     ".activation_scale",
@@ -98,65 +96,6 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     for i in range(n_codes):
         codes[..., i] = words >> bits * i & (1 << bits) - 1
     return codes.flatten(-2)
-
-
-def _dequantise(
-    name: str, codes: Tensor, scale: Tensor, zero: Tensor | None, block: tuple[int | None, int | None],
-    dtype: torch.dtype, group_of: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return (codes - zero) * scale in `dtype`, computed in float32 and rounded once.
-
-    Args:
-        codes: (..., rows, columns).
-        scale, zero: one for each block of rows and columns; without trailing axes of one element, if they like.
-        block: rows and columns that share a scale; None for all of them.
-        group_of: (columns,) the group of each column, if a group's columns are not neighbours.
-    """
-    if codes.dim() < 2:
-        raise FormatError(f"{name} of shape {list(codes.shape)} is quantised, but has no rows and columns")
-    *lead, n_rows, n_columns = codes.shape
-    rows, columns = block[0] or n_rows, block[1] or n_columns
-    grid = (*lead, ceil_div(n_rows, rows), ceil_div(n_columns, columns))
-    group_of = _check_groups(name, group_of, n_columns, grid[-1])
-    is_even = group_of is None and n_columns % columns == 0
-
-    def by_row(part: str, stored: Tensor) -> Tensor:
-        """(all rows, groups) of (..., blocks of rows, groups)."""
-        shaped = stored.reshape(stored.shape + (1,) * (len(grid) - stored.dim()))
-        if shaped.shape != grid and not (block == (None, None) and stored.numel() == 1):
-            raise FormatError(
-                f"{name} of shape {list(codes.shape)} has a {part} of shape {list(stored.shape)}, but its "
-                f"quantization_config says {list(grid)}; download the checkpoint again"
-            )
-        return shaped.float().expand(grid).repeat_interleave(rows, -2)[..., :n_rows, :].reshape(-1, grid[-1])
-
-    def by_column(part: Tensor) -> Tensor:
-        if group_of is not None:
-            return part[:, group_of]
-        return part[:, :, None] if is_even else part.repeat_interleave(columns, -1)[:, :n_columns]
-
-    scales, zeros = by_row("scale", scale), None if zero is None else by_row("zero point", zero)
-    codes = codes.reshape(-1, n_columns)
-    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    step = max(1, _MOST_ELEMENTS // max(1, n_columns))
-    for start in range(0, len(codes), step):
-        here = slice(start, start + step)
-        numbers = codes[here].float().view(-1, *((grid[-1], columns) if is_even else (n_columns,)))
-        if zeros is not None:
-            numbers -= by_column(zeros[here])
-        weight[here] = numbers.mul_(by_column(scales[here])).view(-1, n_columns)
-    return weight.view(*lead, n_rows, n_columns)
-
-
-def _check_groups(name: str, group_of: Tensor | None, n_columns: int, n_groups: int) -> Tensor | None:
-    """Return the groups of columns, or None if they are unset (-1)."""
-    if group_of is None or group_of.is_meta or bool((group_of == -1).all()):
-        return None
-    if group_of.shape != (n_columns,):
-        raise FormatError(f"{name} has groups (g_idx) of {list(group_of.shape)} for {n_columns} columns")
-    if not 0 <= int(group_of.min()) <= int(group_of.max()) < n_groups:
-        raise FormatError(f"{name} has groups (g_idx) up to {int(group_of.max())}, but scales of {n_groups}")
-    return group_of.long()
 
 
 def _gather(names: Collection[str], key: str, dense: str, ends: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -274,7 +213,7 @@ class CompressedTensors:
             name: parts for name, parts in plain if name not in packed and (name in names or name.endswith(".weight"))
         }
 
-    def join(self, name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def join(self, name: str, parts: Mapping[str, Tensor]) -> StoredCodes:
         scheme = max(self._schemes, key=lambda scheme: scheme.rank(name.removesuffix(".weight")))
         _need(name, parts, *scheme.needed)
         scale, zero = _part(name, parts, "scale"), parts.get("zero_point")
@@ -288,14 +227,15 @@ class CompressedTensors:
                 raise FormatError(f"{name} of shape {shape} cannot be {list(words.shape)} words of {32 // bits} codes")
             codes = _unpack(words, bits)[..., : shape[-1]]
             # Packed codes and zero points have an offset that makes them unsigned; without zero points it is the zero.
-            offset = torch.full((), float(1 << bits - 1), device=codes.device)
+            offset = 1 << bits - 1
             if zero is None:
-                zero = offset.expand(scale.shape)
-            elif zero.dtype is torch.int32:
+                return StoredCodes(name, codes, scale, offset, scheme.block, parts.get("g_idx"), bits)
+            if zero.dtype is torch.int32:
                 zero = _unpack(zero.transpose(-1, -2), bits)[..., : shape[-2]].transpose(-1, -2)
             else:
-                zero = zero.float() + offset
-        return _dequantise(name, codes, scale, zero, scheme.block, dtype, parts.get("g_idx"))
+                zero = zero.to(torch.int16) + offset
+            return StoredCodes(name, codes, scale, zero, scheme.block, parts.get("g_idx"), bits)
+        return StoredCodes(name, codes, scale, zero, scheme.block, parts.get("g_idx"))
 
 
 # The others; GPTQ and AWQ store weights with axes (columns, rows): products are x W
@@ -330,14 +270,14 @@ class Gptq:
     def find_parts(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         return dict(_gather(names, ".qweight", ".weight", (".qweight", ".qzeros", ".scales", ".g_idx")))
 
-    def join(self, name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def join(self, name: str, parts: Mapping[str, Tensor]) -> StoredCodes:
         codes = _unpack(_part(name, parts, "qweight", torch.int32, n_dims=2).t(), self.bits)
         zero = _unpack(_part(name, parts, "qzeros", torch.int32, n_dims=2), self.bits)
         # They were subtracted from modulo 2^bits: a zero point of 0 is stored as the largest code.
         zero = (zero + self.one) & (1 << self.bits) - 1
         scale = _part(name, parts, "scales", n_dims=2)
         _need(name, parts, *["g_idx"] * self.is_ordered)
-        return _dequantise(name, codes, scale.t(), zero.t(), (1, self.size), dtype, parts.get("g_idx"))
+        return StoredCodes(name, codes, scale.t(), zero.t(), (1, self.size), parts.get("g_idx"), self.bits)
 
 
 @dataclass(frozen=True)
@@ -360,11 +300,11 @@ class Awq:
     def find_parts(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         return dict(_gather(names, ".qweight", ".weight", (".qweight", ".qzeros", ".scales")))
 
-    def join(self, name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def join(self, name: str, parts: Mapping[str, Tensor]) -> StoredCodes:
         codes = self._unpack(_part(name, parts, "qweight", torch.int32, n_dims=2))
         zero = self._unpack(_part(name, parts, "qzeros", torch.int32, n_dims=2))
         scale = _part(name, parts, "scales", n_dims=2)
-        return _dequantise(name, codes.t(), scale.t(), zero.t(), (1, self.size), dtype)
+        return StoredCodes(name, codes.t(), scale.t(), zero.t(), (1, self.size), None, 4)
 
     def _unpack(self, words: Tensor) -> Tensor:
         return _unpack(words, 4).view(*words.shape, 8)[..., list(self._NIBBLE_OF)].flatten(-2)
@@ -392,7 +332,7 @@ class Float8:
         others = _gather(names, "_scale", "", ("", "_scale"))
         return inverse | {name: parts for name, parts in others if name in names or name.endswith(".weight")}
 
-    def join(self, name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def join(self, name: str, parts: Mapping[str, Tensor]) -> StoredCodes:
         codes = _part(name, parts, "", torch.float8_e4m3fn, torch.float8_e5m2)
         scale = _part(name, parts, "scale_inv" if "scale_inv" in parts else "scale")
-        return _dequantise(name, codes, scale, None, self.block, dtype)
+        return StoredCodes(name, codes, scale, None, self.block)

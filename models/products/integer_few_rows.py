@@ -91,6 +91,10 @@ class _Groups:
         found = list[ir.Value]()
         for (_, scales), integers in zip(self._blocks, self._sums(group, rows_sums), strict=True):
             own_scales = emitter.scales(scales, group)
+            if self._ahead_bytes is not None:
+                n_shorts = emitter.layout.unit_shorts * GROUP // max(GROUP, emitter.layout.unit_inputs)
+                place = b.gep(scales, [b.add(b.mul(group, I64(n_shorts)), I64(8 * n_shorts))])
+                amx.prefetch(b, b.bitcast(place, I8.as_pointer()))
             for unit, own_sums, row_sums in zip(units, integers, rows_sums, strict=True):
                 total = next(own)
                 for integer, row_sum, (scale, minimum) in zip(own_sums, row_sums, own_scales, strict=True):
@@ -103,7 +107,7 @@ class _Groups:
 
     def _sums_of_row(self, row: ir.Value, group: ir.Value) -> list[ir.Value | None]:
         """Return the sums of a row's integers that share a scale; nothing where these do not count."""
-        b, layout, halves = self._emitter.b, self._emitter.layout, self._n_halves
+        b, layout, halves = self._emitter.b, self._emitter.layout, self._emitter.layout.n_parts
         if not layout.zero and layout.minimum is None:
             return [None] * halves
         both = [b.load(b.gep(row, [b.add(b.mul(group, I64(2)), I64(half))]), align=4) for half in range(2)]
@@ -115,7 +119,7 @@ class _Groups:
         Each product waits for the one before it in its sum, so where there are few they have several sums each. Codes
         that are taken from the higher bits of their words have sums of their own, which count so much more.
         """
-        b, layout, halves = self._emitter.b, self._emitter.layout, self._n_halves
+        b, layout, halves = self._emitter.b, self._emitter.layout, self._emitter.layout.n_parts
         codes = [b.gep(own, [b.mul(group, I64(layout.code_bytes))]) for own, _ in self._blocks]
         if self._ahead_bytes is not None:
             for own in codes:
@@ -138,10 +142,6 @@ class _Groups:
                         else _add_pairs(b, old, both, integers)
                     )  # fmt: skip
         return [[[self._sum(place) for place in row] for row in own] for own in chains]
-
-    @property
-    def _n_halves(self) -> int:
-        return GROUP // self._emitter.layout.group
 
     def _start(self, row_sum: ir.Value | None) -> _Chains:
         """Return the sum with which products begin: codes are more than weights by that of zero."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -27,7 +28,8 @@ _FORMS: dict[str, Form] = {}
 @cache
 def _stored_dtype(form: Form) -> np.dtype:
     """Return the type of arrays of what a file stores, by whose field compiled code knows the form."""
-    name = f"{form.block_bytes} bytes: {form.terms}"
+    where = form.terms, form.floats, form.factors, form.bias, form.is_exponent
+    name = f"{form.block_bytes} bytes: {hashlib.sha256(repr(where).encode()).hexdigest()[:32]}"
     _FORMS[name] = form
     return np.dtype([(name, np.uint8)])
 
@@ -73,10 +75,14 @@ def _term(b: ir.IRBuilder, block: ir.Value, term: Term) -> ir.Value:
         bits = in_every_lane(b, b.load(b.bitcast(place, I16.as_pointer()), align=1))
         own = b.lshr(bits, ir.Constant(_SHORTS, list(range(BLOCK))))
         bits = b.trunc(b.and_(own, ir.Constant(_SHORTS, [1] * BLOCK)), _BYTES)
-    else:
-        own = b.load(b.bitcast(place, _BYTES.as_pointer()), align=1)
-        shifted = b.lshr(own, ir.Constant(_BYTES, [term.shift] * BLOCK))
-        bits = b.and_(shifted, ir.Constant(_BYTES, [term.mask - (term.mask >> 7 << 8)] * BLOCK))
+        return b.shl(bits, ir.Constant(_BYTES, [term.up] * BLOCK))
+    return _shifted(b, b.load(b.bitcast(place, _BYTES.as_pointer()), align=1), term)
+
+
+def _shifted(b: ir.IRBuilder, bytes_: ir.Value, term: Term) -> ir.Value:
+    """Return the bits of a term, where they belong in a code or factor."""
+    bits = b.lshr(bytes_, ir.Constant(_BYTES, [term.shift] * BLOCK))
+    bits = b.and_(bits, ir.Constant(_BYTES, [term.mask - (term.mask >> 7 << 8)] * BLOCK))
     return b.shl(bits, ir.Constant(_BYTES, [term.up] * BLOCK))
 
 
@@ -162,64 +168,84 @@ def lay_out_codes(form: Form, stored: Tensor, layout: Layout, n_parts: int, code
 def lay_out_scales(form: Form, parts: Sequence[Tensor], layout: Layout, n_in: int, n_parts: int, out: Tensor) -> None:
     """Write scales of a form's parts, of one row for each output, to `out`, int16.
 
-    Those of outputs and inputs that there are not are zero.
+    Those of inputs that there are not are zero.
     """
     if not form.floats:
         _write_scales(layout, form.scales(parts), n_in, out)
         return
-    terms = [
-        (i * layout.n_factors + k, term.offset, term.shift, term.mask, term.up)
-        for i, group in enumerate(form.factors) for k, own in enumerate(group) for term in own
-    ]  # fmt: skip
-    _lay_out_scales(
-        parts[0].contiguous().view(-1).numpy(), len(parts[0]), form.block_bytes, np.array(form.floats),
-        np.array(terms, np.int64).reshape(-1, 5), len(form.factors) * layout.n_factors, form.bias, form.is_exponent,
-        n_parts, out.numpy().view(np.uint16),
-    )  # fmt: skip
+    array = parts[0].contiguous().view(-1).numpy().view(_stored_dtype(form))
+    _lay_out_scales(array, len(parts[0]), n_parts, out.numpy().view(np.uint16))
+
+
+@untyped_intrinsic
+def _write_unit(typing_context, stored, first, row_bytes, n_rows, out, place):
+    """Write the floats and factors of a block of the file, of 16 rows of which there are `n_rows`; not checked."""
+    form = _FORMS[next(iter(stored.dtype.fields))]
+
+    def codegen(context, builder, signature, arguments):
+        b = builder
+        source = b.bitcast(element_at(context, b, stored, *arguments[:2]), I8.as_pointer())
+        target = b.bitcast(element_at(context, b, out, *arguments[4:]), I8.as_pointer())
+        last = b.sub(arguments[3], I64(1))
+        rows = []
+        for lane in range(BLOCK):
+            own = b.select(b.icmp_signed("<", I64(lane), last), I64(lane), last)
+            rows.append(b.gep(source, [b.mul(own, arguments[2])]))
+        columns = _columns(b, rows, form)
+
+        def store(vector: ir.Value, at: int) -> int:
+            b.store(vector, b.bitcast(b.gep(target, [I64(at)]), vector.type.as_pointer()), align=1)
+            return at + vector.type.count * vector.type.element.width // 8
+
+        at = 0
+        for offset in form.floats:
+            low = b.zext(columns[offset], _SHORTS)
+            if form.is_exponent:  # half of the power of two, in bfloat16
+                one, many = (ir.Constant(_SHORTS, [n] * BLOCK) for n in (1, 7))
+                small = b.shl(ir.Constant(_SHORTS, [0x20] * BLOCK), low)
+                number = b.select(b.icmp_unsigned(">", low, one), b.shl(b.sub(low, one), many), small)
+            else:
+                high = b.shl(b.zext(columns[offset + 1], _SHORTS), ir.Constant(_SHORTS, [8] * BLOCK))
+                number = b.or_(low, high)
+            at = store(number, at)
+        for terms in (terms for group in form.factors for terms in group):
+            factor = ir.Constant(_BYTES, [0] * BLOCK)
+            for term in terms:
+                factor = b.or_(factor, _shifted(b, columns[term.offset], term))
+            at = store(b.add(factor, ir.Constant(_BYTES, [form.bias] * BLOCK)), at)
+        return context.get_dummy_value()
+
+    i = types.int64
+    return types.void(stored, i, i, i, out, i), codegen
+
+
+def _columns(b: ir.IRBuilder, rows: list[ir.Value], form: Form) -> dict[int, ir.Value]:
+    """Return the bytes of blocks that scales are made of: offset -> that byte of each row."""
+    width = 1 if form.is_exponent else 2
+    wanted = {offset + i for offset in form.floats for i in range(width)}
+    wanted |= {term.offset for group in form.factors for terms in group for term in terms}
+    columns: dict[int, ir.Value] = {}
+    for offset in sorted(wanted):
+        if offset not in columns:
+            start = min(offset, form.block_bytes - BLOCK)
+            places = [b.bitcast(b.gep(row, [I64(start)]), _BYTES.as_pointer()) for row in rows]
+            found = transposed(b, [b.load(place, align=1) for place in places])
+            columns |= {start + i: own for i, own in enumerate(found)}
+    return columns
 
 
 @compiled(parallel=True, error_model="numpy")
-def _lay_out_scales(stored, n_out, block_bytes, floats, terms, n_factors, bias, is_exponent, n_parts, out):
-    """Write the floats and factors of blocks in which both are among the codes.
-
-    Args:
-        terms: the number of a factor, and where some of its bits are: see `coded.Term`.
-        n_factors: of all groups of a block.
-    """
+def _lay_out_scales(stored, n_out, n_parts, out):
+    """Write the floats and factors of blocks in which both are among the codes."""
+    _, block_bytes = _sizes(stored)
     n_blocks, row_bytes = (n_out + BLOCK - 1) // BLOCK, len(stored) // n_out
     per_row = row_bytes // block_bytes
-    unit, n_floats = len(floats) * BLOCK + n_factors * BLOCK // 2, len(floats)
-    factors = out.view(np.int8)
+    unit = len(out) // (n_blocks * per_row)
     for part in prange(n_parts):
-        bits = np.empty(BLOCK, np.int32)
         for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
-            n_rows = min(BLOCK, n_out - o * BLOCK)
+            first, n_rows = o * BLOCK * row_bytes, min(BLOCK, n_out - o * BLOCK)
             for k in range(per_row):
-                first, at = o * BLOCK * row_bytes + k * block_bytes, (o * per_row + k) * unit
-                if n_rows < BLOCK:
-                    out[at : at + unit] = np.uint16(0)
-                for i in range(n_floats):
-                    for lane in range(n_rows):
-                        place = first + lane * row_bytes + floats[i]
-                        byte = np.uint16(stored[place])
-                        if is_exponent:
-                            short = np.uint16(0x20 << byte) if byte < 2 else np.uint16((byte - 1) << 7)
-                        else:
-                            short = byte | np.uint16(stored[place + 1]) << 8
-                        out[at + i * BLOCK + lane] = short
-                factor_at = 2 * (at + n_floats * BLOCK)
-                for lane in range(BLOCK * n_factors):
-                    factors[factor_at + lane] = np.int8(0)
-                for i in range(len(terms)):
-                    number, offset, shift, mask, up = terms[i]
-                    for lane in range(n_rows):
-                        bits[lane] = stored[first + lane * row_bytes + offset]
-                    for lane in range(n_rows):
-                        own = factor_at + number * BLOCK + lane
-                        factors[own] |= np.int8((bits[lane] >> shift & mask) << up)
-                if bias != 0:
-                    for lane in range(BLOCK * n_factors):
-                        factors[factor_at + lane] += np.int8(bias)
+                _write_unit(stored, first + k * block_bytes, row_bytes, n_rows, out, (o * per_row + k) * unit)
 
 
 def _write_scales(layout: Layout, scales: Scales, n_in: int, out: Tensor) -> None:
@@ -229,9 +255,9 @@ def _write_scales(layout: Layout, scales: Scales, n_in: int, out: Tensor) -> Non
     own = out.view(n_blocks, n_units, layout.unit_shorts)
     n_shorts = layout.n_floats * layout.float_shorts
     floats = _by_block(scales.floats, n_blocks, n_units)  # block, unit, float, lane
-    own[:, :, :n_shorts] = floats.contiguous().view(torch.int16).flatten(2)
+    own[:, :, :n_shorts] = floats.flatten().view(torch.int16).view(n_blocks, n_units, -1)
     if layout.n_factors:
-        factors = _by_block(scales.factors, n_blocks, n_units * per_unit).contiguous()
+        factors = _by_block(scales.factors, n_blocks, n_units * per_unit).flatten()
         own[:, :, n_shorts:] = factors.view(torch.int16).view(n_blocks, n_units, -1)
 
 
@@ -241,7 +267,7 @@ def _by_block(numbers: Tensor, n_blocks: int, n: int) -> Tensor:
         whole = numbers.new_zeros(n_blocks * BLOCK, n, numbers.shape[2])
         whole[: len(numbers), : numbers.shape[1]] = numbers
         numbers = whole
-    return numbers.view(n_blocks, BLOCK, n, -1).permute(0, 2, 3, 1)
+    return numbers.view(n_blocks, BLOCK, n, numbers.shape[2]).permute(0, 2, 3, 1)
 
 
 def read_codes(layout: Layout, codes: Tensor, n_out: int, n_in: int) -> Tensor:

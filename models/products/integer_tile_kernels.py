@@ -34,7 +34,7 @@ from hybridmem.models.products.quantised_kernels import sums_of_rows
 from hybridmem.models.products.row_ranges import in_range, multiply_back
 from hybridmem.models.products.row_units import as_integers, in_units
 from hybridmem.models.products.tile_kernels import CACHED_ROW_BYTES, add_while, repeat
-from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS, Layout
+from hybridmem.models.weights.layouts import BLOCK, PAIRS
 
 _GROUPS = 4
 """Groups of a block that are unpacked at once. More would fit into the first-level cache, but memory is read while they
@@ -52,11 +52,6 @@ _HALVES = np.empty(0, np.uint16)
 """The type of rows' numbers."""
 
 
-def _tiles_of(layout: Layout) -> int:
-    """Return how many tiles 32 inputs of a block become: one for those that share a scale."""
-    return 1 if layout.is_by_row else GROUP // layout.group
-
-
 @untyped_intrinsic
 def _sizes(typing_context, codes):
     """Return the tiles of 32 inputs of a block, and the inputs whose sums count times minima; 0 if there are none.
@@ -64,7 +59,7 @@ def _sizes(typing_context, codes):
     No tiles stand for weights of which all inputs of an output share a scale.
     """
     layout = layout_of_codes(codes)
-    numbers = 0 if layout.is_by_row else _tiles_of(layout), 0 if layout.minimum is None else layout.group
+    numbers = 0 if layout.is_by_row else layout.n_parts, layout.summed_inputs
 
     def codegen(context, builder, signature, arguments):
         return context.make_tuple(builder, signature.return_type, list(map(I64, numbers)))
@@ -81,7 +76,7 @@ def _unpack(typing_context, codes, first_code, n_groups, panel):
 
     def codegen(context, builder, signature, arguments):
         b, emitter = builder, Emitter(builder, layout_of_codes(codes), is_paired=True)
-        n_bytes, n_tiles = emitter.layout.code_bytes, _tiles_of(emitter.layout)
+        n_bytes, n_tiles = emitter.layout.code_bytes, emitter.layout.n_parts
         source, target = (
             amx.pointer(context, b, signature, arguments, i, at) for i, at in ((0, arguments[1]), (3, I64(0)))
         )
@@ -126,7 +121,7 @@ class _Groups:
 
     def add(self, first: ir.Value, n: int, totals: list[ir.Value]) -> list[ir.Value]:
         """Return totals plus the sums of n groups, in their order."""
-        b, n_tiles, totals = self.emitter.b, _tiles_of(self.emitter.layout), list(totals)
+        b, n_tiles, totals = self.emitter.b, self.emitter.layout.n_parts, list(totals)
         for i in range(n * n_tiles):
             group = b.add(first, I64(i // n_tiles))
             tile = b.add(b.mul(first, I64(n_tiles)), I64(i))
@@ -171,7 +166,7 @@ def _add_groups(
         )  # fmt: skip
         places = [pointer(13, b.add(arguments[14], I64(BLOCK * row)), FLOATS) for row in range(ROWS)]
         totals = [b.load(place, align=4) for place in places]
-        at_once = _AT_ONCE // _tiles_of(emitter.layout)
+        at_once = _AT_ONCE // emitter.layout.n_parts
         group, totals = add_while(b, groups.add, zero, arguments[3], at_once, totals)
         _, totals = add_while(b, groups.add, group, arguments[3], 1, totals)
         for place, total in zip(places, totals, strict=True):

@@ -139,16 +139,15 @@ class Emitter:
         layout, b = self.layout, self.b
         if layout.is_by_row:
             return [(self._float(scales, 0), None)]
-        n_halves, n_groups = GROUP // layout.group, layout.unit_inputs // layout.group
+        n_halves = layout.n_parts
         if layout.unit_inputs < GROUP:
             units = [b.add(b.mul(group, I64(n_halves)), I64(half)) for half in range(n_halves)]
             return [self._scale(b.gep(scales, [b.mul(unit, I64(layout.unit_shorts))]), I64(0)) for unit in units]
         per_unit = layout.unit_inputs // GROUP
         unit, own = (group, I64(0)) if per_unit == 1 else (b.udiv(group, I64(per_unit)), b.urem(group, I64(per_unit)))
         at = b.gep(scales, [b.mul(unit, I64(layout.unit_shorts))])
-        firsts = [I64(half) if n_groups == n_halves else b.add(b.mul(own, I64(n_halves)), I64(half))
-                  for half in range(n_halves)]  # fmt: skip
-        return [self._scale(at, first) for first in firsts]
+        first = b.udiv(b.mul(own, I64(GROUP)), I64(layout.group)) if layout.has_factors else I64(0)
+        return [self._scale(at, b.add(first, I64(half))) for half in range(n_halves)]
 
     def multiply_add(self, weight: ir.Value, x: ir.Value, sums: ir.Value) -> ir.Value:
         if self.is_paired:
@@ -225,6 +224,11 @@ class Emitter:
 
     def _looked_up(self, numbers: Sequence[int], codes: ir.Value) -> ir.Value:
         """Return the 16-bit numbers of codes, whose higher bits do not count."""
+        if not has_many_registers():
+            found = _words(numbers[0])
+            for code, number in enumerate(numbers[1:], 1):
+                found = self.b.select(self.b.icmp_signed("==", codes, _words(code)), _words(number), found)
+            return found
         whole = _in_turn(numbers, 2 * BLOCK)
         parts = [ir.Constant(_WORDS, whole[i : i + 2 * BLOCK]) for i in range(0, len(whole), 2 * BLOCK)]
         if len(parts) == 1:
@@ -233,6 +237,8 @@ class Emitter:
 
     def _bytes(self, codes: ir.Value, pair: int) -> list[ir.Value]:
         b, at = self.b, 2 * BLOCK * pair
+        if self.layout.float8 is not None:
+            return self._floats8(self._load(codes, at, _PAIRS_OF_BYTES))
         if self.is_paired and self._has_halves:
             return [self._by_halves(self._load(codes, at, _PAIRS_OF_BYTES))]
         if self.is_paired:
@@ -241,6 +247,29 @@ class Emitter:
         both = b.sext(self._load(codes, at, _SHORTS), INTS)
         first = b.ashr(b.shl(both, every(24)), every(24))
         return [b.sitofp(x, FLOATS) for x in (first, b.ashr(both, every(8)))]
+
+    def _floats8(self, codes: ir.Value) -> list[ir.Value]:
+        """Return the numbers of 32 floats of 8 bits, which bfloat16 holds exactly.
+
+        Their bits are those of bfloat16, whose exponent has another bias; the smallest have no exponent.
+        """
+        b, is_e4m3 = self.b, self.layout.float8 == "float8_e4m3fn"
+        n_mantissa, bias = (3, 7) if is_e4m3 else (2, 15)
+        words = b.zext(codes, _WORDS)
+        sizes = b.and_(words, _words(0x7F))
+        moved = b.add(b.shl(sizes, _words(7 - n_mantissa)), _words(127 - bias << 7))
+        smallest = [np.float32(i * 2.0 ** (1 - bias - n_mantissa)) for i in range(1 << n_mantissa)]
+        halves = [_as_short(int(number.view(np.uint32) >> 16)) for number in smallest]
+        is_small = b.icmp_unsigned("<", sizes, _words(1 << n_mantissa))
+        moved = b.select(is_small, self._looked_up(halves, sizes), moved)
+        largest = 0x7F if is_e4m3 else 0x7C  # from here on they are NaN, or first infinite
+        ends = b.shl(b.sub(sizes, _words(largest - (1 if is_e4m3 else 0))), _words(5))
+        moved = b.select(b.icmp_unsigned(">=", sizes, _words(largest)), b.or_(ends, _words(0x7F80)), moved)
+        signed = b.or_(moved, b.shl(b.and_(words, _words(0x80)), _words(8)))
+        if self.is_paired:
+            return [b.bitcast(signed, PAIRS_OF_BFLOAT)]
+        whole = b.bitcast(signed, INTS)
+        return [b.bitcast(x, FLOATS) for x in (b.shl(whole, every(16)), b.and_(whole, every(-65536)))]
 
     def _by_halves(self, codes: ir.Value) -> ir.Value:
         """Return pairs of bfloat16 by way of float16, which takes two thirds of the instructions.

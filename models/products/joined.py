@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,7 +44,12 @@ class JoinedWeight:
             name for name in epilogue.FUSED if all(name in part.FUSED for part in parts)
         )
         pieces = [part.product() for part in parts if isinstance(part, QuantisedWeight) and not part.codes.is_meta]
+        self._last: tuple[Tensor | None, str | None, CompiledProduct] | None = None
         self._product = _joined(pieces) if len(pieces) == len(parts) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what has the arrays of the parts: a copy has its own."""
+        return {**vars(self), "_last": None}
 
     def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct | None:
         """Return the product for few rows; None if there is none for all parts."""
@@ -55,7 +60,9 @@ class JoinedWeight:
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
         if self._product is not None:
-            return multiply_by(_with(self._product, bias, activation), x)
+            if (last := self._last) is None or last[0] is not bias or last[1] != activation:
+                self._last = last = bias, activation, _with(self._product, bias, activation)
+            return multiply_by(last[2], x)
         biases = [None] * len(self._parts) if bias is None else bias.split([part.n_out for part in self._parts])
         found = [
             part.multiply(x, None if own is None else own.to(part.bias_dtype), activation)

@@ -59,8 +59,13 @@ def _multiplies_pairs_fastest() -> bool:
 _F32, _BF16, _ANY = torch.float32, torch.bfloat16, (torch.float32, torch.bfloat16, torch.float16)
 
 
+def _has_exact_sums(layout: Layout) -> bool:
+    """True if weights are integers, so that their products with rounded rows are."""
+    return layout.float8 is None
+
+
 def _is_by_group(layout: Layout) -> bool:
-    return not layout.is_by_row
+    return not layout.is_by_row and _has_exact_sums(layout)
 
 
 def _has_no_table(layout: Layout) -> bool:
@@ -72,7 +77,7 @@ KERNELS = {
     "pairs": Kernel(blocked_kernels.product, None, (_BF16,), _BF16, _multiplies_pairs_fastest),
     "float32": Kernel(blocked_kernels.product, None, (_F32,), _F32, integer_vectors.has_many_registers),
     "integers in tiles": Kernel(
-        integer_tile_kernels.product, lambda _: True, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True
+        integer_tile_kernels.product, _has_exact_sums, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True
     ),
     "integers": Kernel(integer_row_kernels.product, _is_by_group, (_BF16,), _BF16, integer_vectors.adds_integers),
     "integers as pairs": Kernel(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ class QuantisedWeight:
 
     def __init__(self, layout: Layout, n_out: int, n_in: int, dtype: torch.dtype, *, is_dry: bool = False) -> None:
         self.layout, self.n_out, self.n_in, self.dtype = layout, n_out, n_in, dtype
+        self._last: tuple[Tensor | None, str | None, CompiledProduct] | None = None  # making one takes microseconds
         n_blocks = ceil_div(n_out, BLOCK)
         empty = partial(torch.empty, device="meta") if is_dry else huge_pages.empty
         self.codes: Tensor = empty(n_blocks * ceil_div(n_in, GROUP) * layout.code_bytes, dtype=torch.uint8)
@@ -57,6 +59,10 @@ class QuantisedWeight:
         name = choose(layout, dtype)
         assert name is not None, "one of the kernels is for every processor"
         self._kind = ProductKind(layout.dtype, dtype, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what has the weight's arrays: a copy has its own."""
+        return {**vars(self), "_last": None}
 
     @staticmethod
     def zeros(layout: Layout, dtype: torch.dtype) -> QuantisedWeight:
@@ -125,7 +131,9 @@ class QuantisedWeight:
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
-        return multiply_by(self.product(bias, activation), x)
+        if (last := self._last) is None or last[0] is not bias or last[1] != activation:
+            self._last = last = bias, activation, self.product(bias, activation)
+        return multiply_by(last[2], x)
 
     def product(self, bias: Tensor | None = None, activation: str | None = None) -> CompiledProduct:
         """Return the product for any number of rows."""

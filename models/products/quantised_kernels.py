@@ -164,8 +164,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
 @untyped_intrinsic
 def _summed_inputs(typing_context, codes):
     """Return how many inputs of a row are summed for the minima of weights; 0 if they have none."""
-    layout = layout_of_codes(codes)
-    n = 0 if layout.minimum is None else layout.group
+    n = layout_of_codes(codes).summed_inputs
 
     def codegen(context, builder, signature, arguments):
         return I64(n)

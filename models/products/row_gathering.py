@@ -25,7 +25,9 @@ _SCALE_TYPES = {"bfloat16": np.uint16, "float16": np.int16, "float32": np.float3
 
 @cache
 def _places(n_bits: int) -> np.ndarray:
-    """Return, for each pair and each bit of its code, 16 times its word plus its place in it."""
+    """Return, for each pair and each bit of its code, 16 times its word plus its place in it; nothing for 8 bits."""
+    if n_bits == 8:
+        return np.empty((0, 0), np.int64)
     found = np.zeros((PAIRS, n_bits), np.int64)
     for pair in range(PAIRS):
         per_word = 16 // n_bits
@@ -41,6 +43,9 @@ def _places(n_bits: int) -> np.ndarray:
 @cache
 def _numbers(layout: Layout) -> np.ndarray:
     """Return the integers that codes stand for, if they are few."""
+    if layout.float8 is not None:
+        every = torch.arange(256, dtype=torch.uint8).view(getattr(torch, layout.float8)).float()
+        return np.asarray(every)
     if layout.n_bits == 8:
         return np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
     own = layout.table or [code - layout.zero for code in range(1 << layout.n_bits)]
@@ -50,19 +55,22 @@ def _numbers(layout: Layout) -> np.ndarray:
 _MINIMA = {None: 0, "float": 1, "factor": 2, "zero": 3}
 
 
+@cache
+def _sizes(layout: Layout, n_in: int) -> np.ndarray:
+    """Return the sizes that kernels read: one array for all calls, so that a recorded step finds it again."""
+    return np.array([
+        layout.n_bits, ceil_div(n_in, GROUP), layout.unit_inputs or n_in, layout.group or n_in, layout.n_units(n_in),
+        layout.unit_shorts, layout.n_floats, layout.n_factors, int(layout.has_factors), _MINIMA[layout.minimum],
+    ])  # fmt: skip
+
+
 def gather(layout: Layout, codes: Tensor, scales: Tensor, n_out: int, n_in: int, indices: Tensor) -> Tensor:
     """Return rows (T, n_in) float32 of a weight, of indices (T,)."""
     rows = torch.empty(len(indices), n_in)
-    n_units = layout.n_units(n_in)
-    numbers = np.array([
-        layout.n_bits, ceil_div(n_in, GROUP), layout.unit_inputs or n_in, layout.group or n_in, n_units,
-        layout.unit_shorts, layout.n_floats, layout.n_factors, int(layout.has_factors), _MINIMA[layout.minimum],
-    ])  # fmt: skip
-    floats = as_array(scales).view(_SCALE_TYPES[layout.scale])
-    places = np.empty((0, 0), np.int64) if layout.n_bits == 8 else _places(layout.n_bits)
     _gather(
-        as_array(codes), floats, as_array(scales).view(np.int8), as_array(indices), n_out, numbers, places,
-        _numbers(layout), use_threads(rows.numel() * 4), as_array(rows),
+        as_array(codes), as_array(scales).view(_SCALE_TYPES[layout.scale]), as_array(scales).view(np.int8),
+        as_array(indices), n_out, _sizes(layout, n_in), _places(layout.n_bits), _numbers(layout),
+        use_threads(rows.numel() * 4), as_array(rows),
     )  # fmt: skip
     return rows
 
@@ -87,14 +95,14 @@ def _gather_row(codes, floats, factors, index, sizes, places, numbers, out):
     group_bytes = n_bits * GROUP * BLOCK // 8
     for start in range(0, len(out), group):
         own, of_unit = (block * n_units + start // unit) * unit_shorts, start % unit // group
-        scale, least = get(floats, own // per_float + lane), _ZERO
+        scale, least, zero = get(floats, own // per_float + lane), _ZERO, _ZERO
         at = 2 * (own + n_floats * per_float * BLOCK) + of_unit * n_factors * BLOCK + lane
         if minimum == 1:
             least = get(floats, own // per_float + BLOCK + lane)
         elif minimum == 2:
             least = -get(floats, own // per_float + BLOCK + lane) * np.float32(factors[at + has_factors * BLOCK])
         elif minimum == 3:
-            least = -scale * np.float32(factors[at + has_factors * BLOCK])
+            zero = np.float32(factors[at + has_factors * BLOCK])
         if has_factors:
             scale *= np.float32(factors[at])
         for e in range(start, min(start + group, len(out))):
@@ -107,4 +115,4 @@ def _gather_row(codes, floats, factors, index, sizes, places, numbers, out):
                     place = places[pair, i]
                     byte = codes[first + 4 * BLOCK * (place // 16) + 4 * lane + 2 * side + place % 16 // 8]
                     code |= (np.int64(byte) >> place % 8 & 1) << i
-            out[e] = numbers[code] * scale + least
+            out[e] = (numbers[code] - zero) * scale + least

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridmem.memory.errors import FormatError, HybridMemoryError
-from hybridmem.models.weights.coded import as_floats
+from hybridmem.models.weights.coded import CodedTensor, as_floats
 from hybridmem.models.weights.formats import wanted_format
 from hybridmem.models.weights.signature import sample_of
 from hybridmem.models.weights.tied_weights import TiedWeights, equal_in
@@ -86,8 +86,20 @@ class Coding(Protocol):
         """Return, by the name of each dense tensor, its parts: what they are -> their names among `names`."""
         ...
 
-    def join(self, name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the dense tensor of these parts; parts on "meta" give one there. Raises FormatError."""
+    def join(self, name: str, parts: Mapping[str, Tensor]) -> Joined:
+        """Return the tensor of these parts. Raises FormatError."""
+        ...
+
+
+class Joined(Protocol):
+    """Holds a quantised tensor; parts on "meta" give one there."""
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the dense tensor. Raises FormatError."""
+        ...
+
+    def coded(self, dtype: torch.dtype) -> CodedTensor | None:
+        """Return the tensor in its own bits; None if nothing reads it so. Raises FormatError."""
         ...
 
 
@@ -238,7 +250,9 @@ class Checkpoint:
         """Map the tensor, or make it of its parts."""
         if self._coding is not None and name in self._parts:
             parts = {part: self._map(*stored) for part, stored in self._parts[name].items()}
-            return self._coding.join(name, parts, self.dtype)
+            stored = self._coding.join(name, parts)
+            coded = stored.coded(self.dtype) if self.keeps_bits else None
+            return stored.dense(self.dtype) if coded is None else coded
         tensor = self._map(self._file_of[name], name)
         if tensor.dtype in CODE_DTYPES:
             raise FormatError(
@@ -291,7 +305,7 @@ class Checkpoint:
         """Return whether two stored tensors hold the same numbers in the checkpoint's dtype."""
         if (name in self._parts) != (other in self._parts):
             return False  # one was rounded when it was quantised
-        return equal_in(self.dtype, self._read(name), self._read(other))
+        return equal_in(self.dtype, as_floats(self._read(name)), as_floats(self._read(other)))
 
     @property
     def differing(self) -> Mapping[str, str]:

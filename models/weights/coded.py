@@ -103,10 +103,10 @@ class Form:
     def scales(self, parts: Sequence[Tensor]) -> Scales:
         """Return the scales of all parts, of which each has a row for each output."""
         if not self.floats:
-            floats, factors = (part.view(len(part), -1, n) if n else part.view(len(part), -1, 0) for part, n in (
-                (parts[1], self.layout.n_floats), (parts[2], self.layout.n_factors)
-            ))  # fmt: skip
-            return Scales(floats, factors)
+            floats, n_factors = parts[1].view(len(parts[1]), -1, self.layout.n_floats), self.layout.n_factors
+            if not n_factors:
+                return Scales(floats, floats.new_empty(len(floats), 1, 0, dtype=torch.int8))
+            return Scales(floats, parts[2].view(len(parts[2]), -1, n_factors))
         blocks = parts[0].view(len(parts[0]), -1, self.block_bytes)
         if self.is_exponent:
             floats = powers_of_two(blocks[:, :, self.floats[0], None])
@@ -122,7 +122,7 @@ class Form:
 
 
 def plain_form(name: str, layout: Layout) -> Form:
-    """Return the form of three tensors: codes of one byte each, whole groups of 32, floats and factors."""
+    """Return the form of tensors of codes, one byte each and whole groups of 32, of floats, and of factors if any."""
     return Form(name, layout, GROUP, ((Term(0),), (Term(16),)))
 
 
@@ -136,7 +136,9 @@ def weights_of(layout: Layout, codes: Tensor, scales: Scales) -> Tensor:
     """Return what codes (rows, inputs) stand for, in float32."""
     n_in = codes.shape[1]
     group = layout.group or n_in
-    if layout.table is None:
+    if layout.float8 is not None:
+        numbers = codes.view(getattr(torch, layout.float8)).float()
+    elif layout.table is None:
         numbers = codes.float() - layout.zero
     else:
         numbers = torch.tensor(layout.table, dtype=torch.float32)[codes.long()]
@@ -146,7 +148,7 @@ def weights_of(layout: Layout, codes: Tensor, scales: Scales) -> Tensor:
     factors = factors[:, : floats.shape[1]]
     scale, minimum = floats[:, :, 0], None
     if layout.minimum == "zero":
-        minimum = -scale * factors[:, :, -1]
+        numbers -= factors[:, :, -1].repeat_interleave(group, 1)[:, :n_in]
     elif layout.minimum == "factor":
         minimum = -floats[:, :, 1] * factors[:, :, -1]
     elif layout.minimum == "float":
@@ -234,7 +236,7 @@ class CodedTensor(Tensor):
             n_times, layout = layout.unit // unit, replace(layout, unit=unit)
             scales = Scales(scales.floats.repeat_interleave(n_times, 1), scales.factors)
         codes = self.form.codes(rows[0]).view(torch.uint8)
-        parts = codes, scales.floats.flatten(1), scales.factors.flatten(1)
+        parts = (codes, scales.floats.flatten(1), *([scales.factors.flatten(1)] if layout.n_factors else []))
         return CodedTensor(plain_form(self.form.name, layout), parts, n_in, self.dtype)
 
     def take_at(self, indices: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Describes the layouts of weights that are held as integers, as kernels of products read them.
 
-A weight is scale * (code - zero), plus a minimum in some layouts; or scale * table[code]. Sixteen outputs form a block,
-and a block is read from its first group of 32 inputs to its last. Codes and scales are two arrays.
+A weight is scale * (code - zero), plus a minimum in some layouts; or scale * table[code]; or scale * a float of 8 bits.
+Sixteen outputs form a block, and a block is read from its first 32 inputs to its last. Codes and scales are two arrays.
 
 Codes, for each block and each 32 inputs in it: 64 bytes for each bit of a code.
-    8 bits, signed: 16 pairs of inputs; a pair has 16 outputs of two bytes, the first input's first.
+    8 bits, signed or floats: 16 pairs of inputs; a pair has 16 outputs of two bytes, the first input's first.
     fewer bits, not negative: as many words of 16 bits as a code has bits, each for 16 outputs and the two inputs of a
         pair. A word holds codes of as many pairs as fit, from its lowest bit on. Codes of the last pairs, which do not
         fit into whole words, lie in the highest bits of all words (`spare_bits`).
@@ -37,11 +37,12 @@ class Layout:
     Attributes:
         n_bits: of a code: 2 to 6, or 8.
         scale: the type of floats.
-        group: inputs that share a scale, 16 or 32; or 0 if all inputs of an output do.
+        group: inputs that share a scale, 16 or a multiple of 32; or 0 if all inputs of an output do.
         unit: inputs that share a float: more than `group`, if the group's scale is a factor times it.
         zero: the code of weights that are zero, without a table.
         minimum: how minima are stored; None without.
         table: the integers that codes of 4 bits stand for.
+        float8: codes of 8 bits are floats of this type.
     """
 
     n_bits: int
@@ -51,11 +52,12 @@ class Layout:
     zero: int = 0
     minimum: Minimum | None = None
     table: tuple[int, ...] | None = None
+    float8: Literal["float8_e4m3fn", "float8_e5m2"] | None = None
 
     @cached_property
     def name(self) -> str:
         """Say all that kernels are compiled for."""
-        parts = [f"{self.n_bits} bits", f"{self.scale} a {self.unit or self.group or 'row'}"]
+        parts = [self.float8 or f"{self.n_bits} bits", f"{self.scale} a {self.unit or self.group or 'row'}"]
         parts += [f"factors a {self.group}"] if self.has_factors else []
         parts += [f"zero {self.zero}"] if self.zero else []
         parts += [f"minimum {self.minimum}"] if self.minimum else []
@@ -71,6 +73,16 @@ class Layout:
     def is_by_row(self) -> bool:
         """True if all inputs of an output share a scale."""
         return self.group == 0
+
+    @property
+    def n_parts(self) -> int:
+        """How many scales 32 inputs of an output have."""
+        return 1 if self.is_by_row else max(1, GROUP // self.group)
+
+    @property
+    def summed_inputs(self) -> int:
+        """How many inputs of a row are summed, because they count times a minimum; 0 without minima."""
+        return 0 if self.minimum is None else min(self.group, GROUP)
 
     @property
     def code_bytes(self) -> int:

@@ -27,9 +27,10 @@ from hybridmem.models.products.choice import Kind, noting_kinds
 from hybridmem.models.products.kernels import KERNELS
 from hybridmem.models.products.quantised import QuantisedWeight
 from hybridmem.models.weights.checkpoint import Checkpoint
-from hybridmem.models.weights.coded import CodedTensor
+from hybridmem.models.weights.coded import CodedTensor, plain_form
 from hybridmem.models.weights.formats import weights_in
 from hybridmem.models.weights.gguf_forms import FORMS
+from hybridmem.models.weights.layouts import Layout
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.families.granite_moe_hybrid import granite_config
 from tests.models.families.jamba import jamba_config
@@ -48,8 +49,34 @@ BY_INTEGERS = [name for name, kernel in KERNELS.items() if kernel.layouts is not
 ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 17, 31, 67)
 
 
+PLAIN = {
+    "4 bits with zero points": Layout(4, "float16", 128, minimum="zero"),
+    "4 bits by 64": Layout(4, "bfloat16", 64, zero=8),
+    "8 bits with zero points": Layout(8, "float32", 32, minimum="zero"),
+    "8 bits by channel": Layout(8, "float32", 256),
+    "8 bits by 16": Layout(8, "bfloat16", 16),
+    "e4m3": Layout(8, "float32", 128, float8="float8_e4m3fn"),
+    "e5m2": Layout(8, "bfloat16", 32, float8="float8_e5m2"),
+}
+"""How other checkpoints store weights: codes and scales are tensors of their own, and rows have any length."""
+
+
+def drawn_plain(name: str, n_out: int, n_in: int, dtype: torch.dtype) -> CodedTensor:
+    layout, n_whole = PLAIN[name], -(-n_in // 32) * 32
+    codes = torch.randint(0, 1 << layout.n_bits, (n_out, n_whole), dtype=torch.uint8)
+    if layout.float8 is not None:  # smaller than what is infinite or NaN
+        codes = codes & (0xFF ^ (0x40 if layout.float8 == "float8_e5m2" else 0x04))
+    n_groups = -(-n_whole // layout.group)
+    floats = ((torch.rand(n_out, n_groups) + 0.5) / 1000).to(getattr(torch, layout.scale))
+    zeros = torch.randint(-8, 8, (n_out, n_groups), dtype=torch.int8)
+    parts = (codes, floats, *([zeros] if layout.n_factors else []))
+    return CodedTensor(plain_form(name, layout), parts, n_in, dtype)
+
+
 def drawn(name: str, n_out: int, n_blocks: int, dtype: torch.dtype = torch.bfloat16) -> CodedTensor:
     """A weight of random blocks, whose floats are numbers of a usual size."""
+    if name in PLAIN:
+        return drawn_plain(name, n_out, (7, 150, 320)[n_blocks - 1], dtype)
     form, random = FORMS[name], np.random.default_rng(n_out + 100 * n_blocks)
     blocks = random.integers(0, 256, (n_out, n_blocks, form.block_bytes), dtype=np.uint8)
     for at in form.floats:
@@ -77,7 +104,7 @@ def test_blocks_stand_for_the_numbers_of_the_gguf_package(name: str) -> None:
         assert np.array_equal(found.numpy(), dequantize(raw, kind), equal_nan=True)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [*FORMS, *PLAIN])
 def test_they_are_laid_out_one_for_one(name: str) -> None:
     """And rows are read back from there; in 8 bits, too, where no kernel is for the form's own."""
     for n_out, n_blocks in ((1, 1), (17, 2), (48, 3)):
@@ -96,11 +123,20 @@ def test_rows_that_do_not_exist_are_refused() -> None:
             held.rows(torch.tensor([3, index]))
 
 
-def cases() -> list[Any]:
-    """The fastest kernel for all forms, and for some the others."""
-    able = [name for name in BY_INTEGERS if KERNELS[name].applies()]
-    some = FORMS if IS_FULL else ("Q4_1", "Q6_K")
-    return [(name, kernel) for name in FORMS for kernel in able if kernel == able[0] or name in some]
+MANY = [*FORMS, *PLAIN] if IS_FULL else [
+    "Q2_K", "Q3_K", "Q4_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS", "4 bits with zero points", "e4m3",
+]  # fmt: skip
+"""Compiling takes seconds for each: these have all numbers of bits, kinds of minima and of codes."""
+
+
+def cases() -> list[tuple[str, str]]:
+    """The fastest kernel, and for some all others."""
+    able, found = [name for name in BY_INTEGERS if KERNELS[name].applies()], []
+    for name in MANY:
+        layout = FORMS[name].layout if name in FORMS else PLAIN[name]
+        own = [kernel for kernel in able if (takes := KERNELS[kernel].layouts) is not None and takes(layout)]
+        found += [(name, kernel) for kernel in (own if IS_FULL or name in ("Q6_K", "e4m3") else own[:1])]
+    return found
 
 
 @pytest.mark.parametrize(("name", "kernel"), cases())
