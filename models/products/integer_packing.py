@@ -195,7 +195,7 @@ def _write_unit(typing_context, stored, first, row_bytes, n_rows, out, place):
 
         def store(vector: ir.Value, at: int) -> int:
             b.store(vector, b.bitcast(b.gep(target, [I64(at)]), vector.type.as_pointer()), align=1)
-            return at + vector.type.count * vector.type.element.width // 8
+            return at + int(vector.type.count * vector.type.element.width) // 8
 
         at = 0
         for offset in form.floats:

@@ -210,7 +210,8 @@ CALLS = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
     "<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{{ m.content | trim }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
-    "{% endfor %}<|im_end|>\n{% endfor %}{{ style or '' }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% endfor %}<|im_end|>\n{% endfor %}{{ style or '' }}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """A template with everything that may hold words of clients."""
 CUT_NAMES = ["<|im_end|>", "</tool_call>", '<|"|>', "<|IM_END|>", "<|im_", "<"]
