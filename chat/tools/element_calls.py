@@ -182,7 +182,7 @@ class _Elements:
         self._item, self._text, self._root = calls.item, text, root
         self._prefix = re.escape(calls.prefix)
         self._begin = re.compile(rf"\s*{self._prefix}<([^\s<>/]+)>")
-        self._next = re.compile(rf"\s*{self._prefix}</?[^\s<>]+")
+        self._following = re.compile(rf"\s*{self._prefix}</?[^\s<>]+")
 
     def members(self, at: int, schema: object) -> tuple[dict[str, Any], int]:
         """Return the elements from a place on, by their names, and where they end. Raises ValueError."""
@@ -206,7 +206,7 @@ class _Elements:
             return value, end.end()
         for end in re.finditer(rf"{self._prefix}</{re.escape(key)}>", self._text[at:]):
             after = at + end.end()
-            if self._next.match(self._text, after):  # Otherwise the mark is a part of the text.
+            if self._following.match(self._text, after):  # Otherwise the mark is a part of the text.
                 return self._scalar(self._text[at : at + end.start()], schema, types), after
         raise ValueError("an element has no end")
 

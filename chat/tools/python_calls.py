@@ -98,13 +98,13 @@ class PythonBlock:
     def __init__(self, stop: str, tools: Sequence[Tool]) -> None:
         self._stop, self._tools = stop, {tool.name: tool for tool in tools}
         self._text = ""
-        self._scan = _Scan()
+        self._strings = _Scan()
         self.rest: str | None = None
         self.is_text = False
 
     def feed(self, text: str) -> list[CallPart]:
         self._text += text
-        end = self._scan.find_outside(self._text, self._stop)
+        end = self._strings.find_outside(self._text, self._stop)
         if end is None:
             return []
         calls = self._read(self._text[:end])
