@@ -211,7 +211,7 @@ def test_the_page_about_containers_fills_the_folder_that_its_image_names(
         warmed.append((os.environ["HYBRID_MEMORY_CACHE"], tuple(names), dtype))
         return 0.0
 
-    compiled: list[torch.dtype] = []
+    compiled: list[list[choice.Kind]] = []
     monkeypatch.setattr(cpu, "warm_up", warm_up)
     monkeypatch.setattr(choice, "compile_ahead", compiled.append)
     monkeypatch.setenv("HYBRID_MEMORY_CACHE", "elsewhere")
@@ -222,7 +222,7 @@ def test_the_page_about_containers_fills_the_folder_that_its_image_names(
     (folder,) = re.findall(r"ENV HYBRID_MEMORY_CACHE=(.*)", image)
     assert result.exit_code == 0 and folder in result.stdout
     assert warmed == [(folder, NAMES, torch.float32), (folder, NAMES, torch.bfloat16)]
-    assert compiled == [torch.float32, torch.bfloat16]
+    assert [{kind.dtype for kind in kinds} for kinds in compiled] == [{torch.float32}, {torch.bfloat16}]
 
 
 def test_warmup_refuses_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def feed(memory: HybridMemory, sequence: Sequence, tokens: list[int]) -> Tensor:
 def save_family(memory: HybridMemory, sequence: Sequence, path: Path) -> None:
     """Save a sequence, a checkpoint of it, and a fork that has gone on."""
     fork = memory.fork(sequence)
-    memory.checkpoint(sequence)
+    memory.checkpoint(sequence, holds_tail=True)
     feed(memory, fork, TOKENS[:9])
     memory.save(sequence, path, checkpoints=True, forks={"fork": fork})
 
