@@ -274,7 +274,8 @@ class Service:
             token_ids = self.encode_chat(texts, asked, messages)
         except FormatError as error:
             raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
-        return asked, token_ids, *self.shaping.shape(texts, token_ids, asked.shape, asked, asked.n_logprobs)
+        output, new_reader = self.shaping.shape(texts, token_ids, asked.shape, asked, asked.n_logprobs)
+        return asked, token_ids, replace(output, continues_text=asked.continue_final_message), new_reader
 
     def _read_completion(
         self, texts: Tokenizer, body: bytes, read: Callable[[bytes], CompletionRequest]

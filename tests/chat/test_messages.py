@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from itertools import pairwise
@@ -277,6 +278,20 @@ def test_the_rest_of_a_message_is_written(plain_server: Running) -> None:
     whole = post(plain_server, {"messages": messages}).json["content"][0]["text"]
     rest = post(plain_server, {"messages": begun}).json["content"][0]["text"]
     assert "Zoe" in whole and whole == "Your cat is" + rest
+
+
+def test_the_rest_of_a_message_keeps_the_space_before_it(plain_server: Running) -> None:
+    """Tokenizers of SentencePiece would leave it out at the beginning of a text."""
+    begun = json.dumps({"model": MODEL, "messages": [*CAT, {"role": "assistant", "content": "Okay,"}]}).encode()
+    service, outputs = plain_server.service, []
+
+    async def read_both() -> None:
+        for body in (begun, json.dumps({"model": MODEL, "messages": CAT}).encode()):
+            read = await service.texts.run(0, lambda texts, body=body: service.read_chat(texts, body, read_chat))
+            outputs.append(read[2].continues_text)
+
+    asyncio.run(read_both())
+    assert outputs == [True, False]
 
 
 def test_a_loop_with_a_tool(plain_server: Running) -> None:
