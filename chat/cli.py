@@ -42,7 +42,12 @@ Model = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="The model and its memory live on this device, such as cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="Compute in float32, bfloat16 or float16; auto takes the checkpoint's own.")]
-Weights = Annotated[str, typer.Option(help="Round weights to int8, int8-row or int4 (CPU only); auto keeps --dtype.")]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="auto keeps the bits of the files, dense makes floats in --dtype; int8, int8-row or int4 round (CPU only)."
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(

@@ -53,7 +53,7 @@ def plan(
     weights: Annotated[
         str,
         Option(
-            help="The budget also holds the weights: auto (in --dtype), int8, int8-row or int4. With none, it is for "
+            help="The budget also holds the weights: auto (in the files' bits, else --dtype), dense (in --dtype), int8, int8-row or int4. With none, it is for "
             "memories alone."
         ),
     ] = "auto",

@@ -27,7 +27,9 @@ _STEP_TOKENS, _DRY_STEP_TOKENS = 256, 4096
 Option = typer.Option
 
 
-Weights = Annotated[str, Option(help="Round weights to int8, int8-row or int4. Dry runs have no weights.")]
+Weights = Annotated[
+    str, Option(help="auto keeps the bits of the files; dense, int8, int8-row or int4. Dry runs have no weights.")
+]
 System = Annotated[str | None, Option(help="All users share this system prompt, if the chat template has that role.")]
 MessageTokens = Annotated[
     int | None, Option(min=1, help="Make up messages with this mean length, instead of dialogues.")
