@@ -229,7 +229,7 @@ class Step:
             layer: index in `MemorySpec.layers`.
             rows: (T, *row_shape), the raw input. It must be enough to compute the state again.
             recurrence: (states, rows) -> (outputs, states). It owns the layer's weights, and may be called several
-                times.
+                times. The memory keeps the last one, which checkpoints may call between steps.
             name: which of the layer's recurrences, if it has several.
         Returns the outputs, (T, ...). Raises StepError as `attend` does, or if the recurrence did not write its end
         states, or has raised in this step.

@@ -21,13 +21,13 @@ from hybridmem.memory.interface import Encoded
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.attention import Attention, load_projections
 from hybridmem.models.layers.decoder import on_step
-from hybridmem.models.layers.dry import joined
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.mlp import MLP
 from hybridmem.models.layers.norms import LayerNorm
 from hybridmem.models.layers.vocabulary import HEAD, Embedding, Vocabulary
 from hybridmem.models.loading.architectures import register
 from hybridmem.models.weights.checkpoint import Checkpoint, check_numbers
+from hybridmem.models.weights.dry import joined
 
 if TYPE_CHECKING:
     from transformers import BartConfig

@@ -13,7 +13,6 @@ from hybridmem.memory.recurrences import DeltaRuleShape
 from hybridmem.models.layers.attention import Attention, Rotary, head_dim_of
 from hybridmem.models.layers.decoder import Block, Decoder, Mixer
 from hybridmem.models.layers.delta_mixer import DeltaInputs, DeltaMixer
-from hybridmem.models.layers.dry import joined
 from hybridmem.models.layers.experts import MixtureOfExperts, SharedExpert, load_experts, softmax_then_choose
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.mlp import GatedMLP
@@ -21,6 +20,7 @@ from hybridmem.models.layers.norms import RMSNorm, load_offset_norm
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.weights.dry import joined
 
 if TYPE_CHECKING:
     from transformers import Qwen3NextConfig

@@ -12,7 +12,6 @@ from hybridmem.memory import AttentionSpec, FormatError, Step
 from hybridmem.memory.recurrences import RGLRU, rg_lru_spec
 from hybridmem.models.layers.attention import Attention, Rotary, load_projections
 from hybridmem.models.layers.decoder import Block, Decoder, Mixer
-from hybridmem.models.layers.dry import joined
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.mamba_mixers import load_conv
 from hybridmem.models.layers.mlp import GatedMLP
@@ -20,6 +19,7 @@ from hybridmem.models.layers.norms import RMSNorm, load_offset_norm
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
 from hybridmem.models.weights.checkpoint import Checkpoint, check_numbers
+from hybridmem.models.weights.dry import joined
 
 if TYPE_CHECKING:
     from transformers import RecurrentGemmaConfig

@@ -53,8 +53,8 @@ def plan(
     weights: Annotated[
         str,
         Option(
-            help="The budget also holds the weights: auto (in the files' bits, else --dtype), dense (in --dtype), int8, int8-row or int4. With none, it is for "
-            "memories alone."
+            help="The budget also holds the weights: auto (in the files' bits, else --dtype), dense (in --dtype), "
+            "int8, int8-row or int4. With none, it is for memories alone."
         ),
     ] = "auto",
     is_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
@@ -66,7 +66,7 @@ def plan(
     from dataclasses import replace
 
     from hybridmem.chat.console import make_console
-    from hybridmem.chat.engine.context import find_context_tokens
+    from hybridmem.chat.engine.context import named_context_tokens
     from hybridmem.chat.planning.quantities import read_share, read_tokens
     from hybridmem.chat.planning.report import Question, make_report
     from hybridmem.chat.planning.view import print_plan
@@ -75,7 +75,7 @@ def plan(
 
     is_counted = weights != "none"
     language_model, architecture = _read_model(model, dtype, weights if is_counted else "auto")
-    own_context = find_context_tokens(language_model.config) or _USUAL_CONTEXT_TOKENS
+    own_context = named_context_tokens(language_model.config) or _USUAL_CONTEXT_TOKENS
     context_tokens = own_context if context == "auto" else read_tokens("--context", context)
     budget_bytes, taken = read_budget(budget), weight_bytes(language_model)
     spec = replace(language_model.memory_spec, device=_read_device(device), model=model).with_state_dtype(

@@ -12,7 +12,7 @@ import typer
 from hybridmem.chat.commands.fleet import FLEET, is_fleet, run_fleet
 from hybridmem.chat.commands.option_table import Chosen, command_of
 from hybridmem.chat.commands.serve_options import SERVE
-from hybridmem.chat.commands.start import find_extra, load, name_of, one_line_errors
+from hybridmem.chat.commands.start import choose_threads, find_extra, load, name_of, one_line_errors
 
 if TYPE_CHECKING:
     from hybridmem.chat.engine.engine import Engine
@@ -39,7 +39,6 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     """
     from hybridmem.chat.commands.serving import find_places, make_engine, memory_options
     from hybridmem.chat.engine.drafting import Speculation
-    from hybridmem.chat.engine.threads import set_threads
     from hybridmem.chat.server import ServerOptions
     from hybridmem.chat.server.embedding import find_pooling
     from hybridmem.memory import HybridMemory
@@ -53,7 +52,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     options = ServerOptions(**chosen.arguments_of("server") | more)
     model, tokenizer = load(*(chosen[name] for name in ("model", "device", "dtype", "weights")))
     memory = HybridMemory(model.memory_spec, **places.memory)
-    set_threads(model, memory, chosen["threads"])
+    choose_threads(model, memory, chosen["threads"])
     cache = PrefixCache(memory, max_bytes=places.prefix_bytes) if chosen["prefix_cache"] else None
     speculation = Speculation(looks_up=chosen["speculation"] == "prompt-lookup")
     sizes = chosen.arguments_of("engine") | {"speculation": speculation}

@@ -13,7 +13,8 @@ SERVE: tuple[Option, ...] = (
            'Name a checkpoint\'s folder, a hub id, or "embedded" for the small model that is included.'),
     Option("device", "text", "cpu", "The model and its memory live on this device, such as cpu or cuda."),
     Option("dtype", "text", "auto", "Compute in float32, bfloat16 or float16; auto takes the checkpoint's own."),
-    Option("weights", "text", "auto", "auto keeps the bits of the files, dense makes floats in --dtype; int8, int8-row or int4 round (CPU only)."),
+    Option("weights", "text", "auto",
+           "auto keeps the bits of the files, dense makes floats in --dtype; int8, int8-row or int4 round (CPU only)."),
     Option("threads", "whole", None,
            "The model uses this many threads on the CPU. By default, it uses as few as are hardly slower than "
            "more.", least=1),

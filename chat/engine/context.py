@@ -8,7 +8,7 @@ from typing import Any
 from hybridmem.memory import BatchError
 
 
-def find_context_tokens(config: Any) -> int | None:
+def named_context_tokens(config: Any) -> int | None:
     """Return the most tokens for which a model was made, by its config; None if the config names no limit.
 
     Recurrent models often name none. Where rotary positions are scaled, the limit is the larger of

@@ -34,7 +34,7 @@ from hybridmem.chat.engine.arguments import (
 )
 from hybridmem.chat.engine.callbacks import Callbacks
 from hybridmem.chat.engine.choose import Choose, choose_tokens
-from hybridmem.chat.engine.context import find_context_tokens, fit_reply
+from hybridmem.chat.engine.context import fit_reply, named_context_tokens
 from hybridmem.chat.engine.drafting import Drafting, Speculation
 from hybridmem.chat.engine.output import PLAIN, Output
 from hybridmem.chat.engine.requests import GREEDY, Generation, Job, OnToken, Request
@@ -124,7 +124,7 @@ class Engine:
         check_belonging(model, memory, prefixes)
         if context_tokens is not None:
             read_count("context_tokens", context_tokens, 1)
-        self.context_tokens = context_tokens or find_context_tokens(getattr(model, "config", None))
+        self.context_tokens = context_tokens or named_context_tokens(getattr(model, "config", None))
         self.model = model
         self.memory = memory
         self.prefixes = prefixes

@@ -15,14 +15,14 @@ from typing import Any
 
 from hybridmem.chat.tools.calls import Block, CallPart, Literals, Tool
 from hybridmem.chat.tools.example import ITEM, LIST_KEY, NAME, NUMBER, NUMBER_KEY, TEXT, TEXT_KEY, Example
-from hybridmem.chat.tools.frames import Frame
+from hybridmem.chat.tools.frames import FramedCalls
 from hybridmem.chat.tools.schemas import allowed_by, value_of
 from hybridmem.chat.tools.tool_schemas import properties_of, required_of
 from hybridmem.chat.tools.value_rules import ValueRules, branches
 
 
 @dataclass(frozen=True)
-class ElementCalls:
+class ElementCalls(FramedCalls):
     """Defines the format.
 
     Attributes:
@@ -32,22 +32,9 @@ class ElementCalls:
         item: the name of the elements of a list.
     """
 
-    frame: Frame
     name_end: str
     prefix: str
     item: str
-
-    @property
-    def begun_by(self) -> str:
-        return self.frame.mark
-
-    @property
-    def is_bare(self) -> bool:
-        return False
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return (self.frame.mark,)
 
     @property
     def literals(self) -> tuple[str, ...]:

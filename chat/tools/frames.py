@@ -65,6 +65,29 @@ class Frame:
         return f"calls: {_terms(literals(begin), 'call', more, literals(self.end))}\ncall: {one}"
 
 
+@dataclass(frozen=True)
+class FramedCalls:
+    """Defines what all formats have in common whose calls stand in a frame, and begin with its mark.
+
+    Attributes:
+        frame: what stands around a call.
+    """
+
+    frame: Frame
+
+    @property
+    def begun_by(self) -> str:
+        return self.frame.mark
+
+    @property
+    def is_bare(self) -> bool:
+        return False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.frame.mark,)
+
+
 def _terms(*terms: str) -> str:
     return " ".join(term for term in terms if term)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from hybridmem.chat.tools.calls import Block, CallPart, Literals, Tool, parse_json
 from hybridmem.chat.tools.example import ITEM, LIST_KEY, NAME, NUMBER, NUMBER_KEY, TEXT, TEXT_KEY, Example
-from hybridmem.chat.tools.frames import Frame
-from hybridmem.chat.tools.tool_schemas import properties_of, required_of
+from hybridmem.chat.tools.frames import FramedCalls
+from hybridmem.chat.tools.tool_schemas import joined_members, properties_of, required_of
 from hybridmem.chat.tools.value_rules import ValueRules
 
 _NAME = re.compile(r"\s*([^\s{}]+)\s*\{")
@@ -24,7 +24,7 @@ _WORDS = {"None": None, "True": True, "False": False}
 
 
 @dataclass(frozen=True)
-class GemmaCalls:
+class GemmaCalls(FramedCalls):
     """Defines the format.
 
     Attributes:
@@ -32,20 +32,7 @@ class GemmaCalls:
         quote: stands around texts.
     """
 
-    frame: Frame
     quote: str
-
-    @property
-    def begun_by(self) -> str:
-        return self.frame.mark
-
-    @property
-    def is_bare(self) -> bool:
-        return False
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return (self.frame.mark,)
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -102,17 +89,6 @@ class _Writer:
         return "whatever"
 
 
-def joined_members(members: Mapping[str, str], required: Sequence[str], comma: str) -> str:
-    """Return an expression for members with commas between them. Required ones come first; others may be left out."""
-    first = [members[key] for key in members if key in required]
-    others = [members[key] for key in members if key not in required]
-    terms = f" {comma} ".join(first)
-    if first:
-        return terms + "".join(f" ({comma} {other})?" for other in others)
-    ways = [" ".join([other, *(f"({comma} {later})?" for later in others[i + 1 :])]) for i, other in enumerate(others)]
-    return f"({' | '.join(ways)})?" if ways else ""
-
-
 def infer_gemma_calls(example: Example) -> GemmaCalls | None:
     """Return the format of the calls in an example. None: they are written otherwise."""
     quote = r"(\S+?)"
@@ -136,16 +112,14 @@ class GemmaBlock:
 
     def feed(self, text: str) -> list[CallPart]:
         self._text += text
-        while (end := self._find_end()) is not None:
-            if end < 0:
-                return []
-            call = self._read(self._text[:end])
-            if call is None:
-                self.is_text = True
-                return []
-            self.rest = self._text[end + len(self._stop) :]
-            return [call]
-        return []
+        if (end := self._find_end()) is None:
+            return []
+        call = self._read(self._text[:end])
+        if call is None:
+            self.is_text = True
+            return []
+        self.rest = self._text[end + len(self._stop) :]
+        return [call]
 
     def close(self) -> list[CallPart] | None:
         """Read a call that was cut behind its arguments."""

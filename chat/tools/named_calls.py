@@ -14,7 +14,7 @@ from functools import cached_property
 
 from hybridmem.chat.tools.calls import ID, Block, CallPart, Literals, Tool
 from hybridmem.chat.tools.example import ARGUMENTS, NAME, Example, spread_index
-from hybridmem.chat.tools.frames import Frame, flexible
+from hybridmem.chat.tools.frames import FramedCalls, flexible
 from hybridmem.chat.tools.json_calls import Nesting
 from hybridmem.chat.tools.tool_schemas import arguments_rule
 
@@ -24,7 +24,7 @@ _WORD = r"[^\s<>\[\]{}\"']+?"
 
 
 @dataclass(frozen=True)
-class NamedCalls:
+class NamedCalls(FramedCalls):
     """Defines the texts around the parts of a call.
 
     Attributes:
@@ -32,20 +32,7 @@ class NamedCalls:
         name_end: stands between the name and the arguments.
     """
 
-    frame: Frame
     name_end: str
-
-    @property
-    def begun_by(self) -> str:
-        return self.frame.mark
-
-    @property
-    def is_bare(self) -> bool:
-        return False
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return (self.frame.mark,)
 
     @property
     def literals(self) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from hybridmem.chat.tools.example import (
     ARGUMENTS,
     IDS,
     LIST_KEY,
-    LONG_IDS,
     NAME,
     NUMBER_KEY,
     TEXT_KEY,
@@ -98,12 +97,6 @@ class Probe:
             if own_begin:
                 return own_begin, own_end
         return None
-
-    def takes_long_ids(self) -> bool:
-        """Return whether the template takes the ids that this server gives to calls."""
-        if self._render([self._asked, *self._called(LONG_IDS)]):
-            return True
-        return not self._render([self._asked, *self._called(IDS)])
 
     def shows_tools(self) -> bool:
         """Return whether the template tells the model which tools there are."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from hybridmem.chat.tools.calls import Block, CallPart, Literals, Tool, parse_json
 from hybridmem.chat.tools.example import ITEM, LIST_KEY, NAME, NUMBER, NUMBER_KEY, TEXT, TEXT_KEY, Example
-from hybridmem.chat.tools.frames import Frame
+from hybridmem.chat.tools.frames import Frame, FramedCalls
 from hybridmem.chat.tools.json_calls import call_of
 from hybridmem.chat.tools.schemas import literal_of
-from hybridmem.chat.tools.tool_schemas import argument_rule, properties_of, required_of
+from hybridmem.chat.tools.tool_schemas import argument_rule, joined_members, properties_of, required_of
 
 _NAME = re.compile(r"\s*([^\s()\[\]{}\"',=]+)\s*\(\s*")
 _KEY = re.compile(r"\s*([^\s()\[\]{}\"',=]+|\"[^\"]*\"|'[^']*')\s*=\s*")
@@ -28,22 +28,10 @@ LFM_FRAME = Frame("<|tool_call_start|>[", join=", ", end="]<|tool_call_end|>")
 
 
 @dataclass(frozen=True)
-class PythonCalls:
+class PythonCalls(FramedCalls):
     """Defines the format in which a block holds a list of calls in Python's syntax."""
 
     frame: Frame = LFM_FRAME
-
-    @property
-    def begun_by(self) -> str:
-        return self.frame.mark
-
-    @property
-    def is_bare(self) -> bool:
-        return False
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return (self.frame.mark,)
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -74,22 +62,12 @@ def _rules_of(i: int, tool: Tool) -> list[str]:
 
     Values are written as JSON. Strings, numbers and lists are the same in Python, and the reader knows true and null.
     """
-    properties, names = properties_of(tool), required_of(tool)
-    required = [name for name in properties if name in names]
-    optional = [name for name in properties if name not in names]
-    rules = [
-        f"arg{i}_{k}: {json.dumps(name + '=')} {argument_rule(tool, properties[name])}"
-        for k, name in enumerate([*required, *optional])
-    ]
-    terms = ' ", " '.join(f"arg{i}_{k}" for k in range(len(required)))
-    more = range(len(required), len(properties))
-    if required:
-        terms += "".join(f' (", " arg{i}_{k})?' for k in more)
-    elif optional:
-        # Any argument may be the first, and later ones follow it.
-        ways = ["".join([f"arg{i}_{k}", *(f' (", " arg{i}_{later})?' for later in more if later > k)]) for k in more]
-        terms = f"({' | '.join(ways)})?"
-    return [f'call{i}: {json.dumps(tool.name + "(")} {terms} ")"', *rules]
+    rules, terms = list[str](), dict[str, str]()
+    for k, (name, schema) in enumerate(properties_of(tool).items()):
+        terms[name] = f"arg{i}_{k}"
+        rules.append(f"{terms[name]}: {json.dumps(name + '=')} {argument_rule(tool, schema)}")
+    arguments = joined_members(terms, required_of(tool), '", "')
+    return [f'call{i}: {json.dumps(tool.name + "(")} {arguments} ")"', *rules]
 
 
 class PythonBlock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridmem.chat.sampling.dates import DATA
@@ -103,3 +103,14 @@ def _left_out(schema: Any) -> Iterator[str]:
             yield from (found for inner in value.values() for found in _left_out(inner))
         elif key not in DATA:
             yield from _left_out(value)
+
+
+def joined_members(members: Mapping[str, str], required: Sequence[str], comma: str) -> str:
+    """Return an expression for members with commas between them. Required ones come first; others may be left out."""
+    first = [members[key] for key in members if key in required]
+    others = [members[key] for key in members if key not in required]
+    terms = f" {comma} ".join(first)
+    if first:
+        return terms + "".join(f" ({comma} {other})?" for other in others)
+    ways = [" ".join([other, *(f"({comma} {later})?" for later in others[i + 1 :])]) for i, other in enumerate(others)]
+    return f"({' | '.join(ways)})?" if ways else ""

@@ -39,7 +39,7 @@ from hybridmem.chat.tools.example import (
     common_end,
     spread_index,
 )
-from hybridmem.chat.tools.frames import Frame, flexible
+from hybridmem.chat.tools.frames import Frame, FramedCalls, flexible
 from hybridmem.chat.tools.schemas import allowed_by, value_of
 from hybridmem.chat.tools.tool_schemas import argument_rule, properties_of, required_of
 
@@ -53,7 +53,7 @@ QWEN_FRAME = Frame(opening="<tool_call>\n<function=", closing="</function>\n</to
 
 
 @dataclass(frozen=True)
-class XmlCalls:
+class XmlCalls(FramedCalls):
     """Defines the texts around the parts of a call.
 
     Attributes:
@@ -69,14 +69,6 @@ class XmlCalls:
     key_begin: str = "<parameter="
     key_ends: tuple[str, ...] = (">\n",)
     value_end: str = "\n</parameter>\n"
-
-    @property
-    def begun_by(self) -> str:
-        return self.frame.mark
-
-    @property
-    def is_bare(self) -> bool:
-        return False
 
     @cached_property
     def marks(self) -> tuple[str, ...]:

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import ROPE_INIT_FUNCTIONS, PreTrainedConfig
 
 from hybridmem.memory import UNROTATED, AttentionSpec, Rotation, Step
-from hybridmem.models.layers.dry import joined
 from hybridmem.models.layers.linear import Linear, add_product, add_scaled, normed_products
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.weights.dry import joined
 
 _FIXED_TYPES = ("linear", "yarn", "llama3")
 """Types of rotary scaling whose frequencies do not depend on the length of a sequence."""

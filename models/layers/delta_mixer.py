@@ -10,11 +10,11 @@ from torch import Tensor
 
 from hybridmem.memory import RecurrentSpec, Step
 from hybridmem.memory.recurrences import DeltaRule, DeltaRuleShape
-from hybridmem.models.layers.dry import joined, rates_of
 from hybridmem.models.layers.linear import Linear, add_product, normed_products
 from hybridmem.models.layers.mamba_mixers import load_conv
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.weights.checkpoint import Checkpoint
+from hybridmem.models.weights.dry import joined, rates_of
 
 
 @dataclass(frozen=True)

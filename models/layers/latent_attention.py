@@ -14,10 +14,10 @@ from torch import Tensor
 
 from hybridmem.memory import AttentionSpec, Step
 from hybridmem.models.layers.attention import Rotary
-from hybridmem.models.layers.dry import joined
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.weights.dry import joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -13,10 +13,10 @@ from torch import Tensor
 from hybridmem.memory import FormatError, RecurrentSpec, SpecError, Step
 from hybridmem.memory.kernels import Weights, rms_norm
 from hybridmem.memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamba1_spec
-from hybridmem.models.layers.dry import rates_of
 from hybridmem.models.layers.linear import Linear, add_product, normed_products
 from hybridmem.models.layers.norms import GatedNorm, SplitNorm
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.weights.dry import rates_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.memory.kernels import Weights, norm_parts, rms_norm
-from hybridmem.models.layers.dry import with_one_more
 from hybridmem.models.weights.checkpoint import Checkpoint
+from hybridmem.models.weights.dry import with_one_more
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from hybridmem.memory import RecurrentSpec, Step
 from hybridmem.memory.recurrences import TokenShift, token_shift_spec
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.decoder import Function, Mixer
-from hybridmem.models.layers.dry import joined
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.weights.checkpoint import Checkpoint
+from hybridmem.models.weights.dry import joined
 
 _SHIFT = TokenShift()
 

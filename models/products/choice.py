@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridmem.memory.blocks.scoped import Scoped
 from hybridmem.models.products.packed import PackedWeight, packed_dtype
 from hybridmem.models.weights.coded import CodedTensor, Form, as_floats
+from hybridmem.models.weights.dry import joined
 from hybridmem.models.weights.formats import WeightFormat
 from hybridmem.models.weights.gguf_forms import FORMS
 from hybridmem.models.weights.layouts import Layout
@@ -128,28 +129,18 @@ def hold_joined(weights: Sequence[Tensor], format: WeightFormat) -> HeldWeight |
     """
     alike = [list(group) for _, group in groupby(weights, _stored_as)]
     if len(alike) > 1:
-        parts = [hold(_cat(group), format) for group in alike]
+        parts = [hold(joined(*group), format) for group in alike]
         if all(part is not None for part in parts):
             from hybridmem.models.products.joined import JoinedWeight
 
             return JoinedWeight([part for part in parts if part is not None])
         weights = [as_floats(weight) for weight in weights]
-    whole = _cat(weights)
+    whole = joined(*weights)
     return as_floats(whole) if (held := hold(whole, format)) is None else held
 
 
 def _stored_as(weight: Tensor) -> str | None:
     return weight.form.name if isinstance(weight, CodedTensor) else None
-
-
-def _cat(weights: Sequence[Tensor]) -> Tensor:
-    """Return the weights one behind the other; of those on "meta" torch would import much for that."""
-    first = weights[0]
-    if len(weights) == 1:
-        return first
-    if first.is_meta and not isinstance(first, CodedTensor):
-        return first.new_empty(sum(len(weight) for weight in weights), *first.shape[1:])
-    return torch.cat(list(weights))
 
 
 def kinds_of(dtype: torch.dtype) -> list[Kind]:

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from typer.testing import CliRunner
 
 from hybridmem.chat.cli import app
-from hybridmem.chat.engine.context import find_context_tokens
+from hybridmem.chat.engine.context import named_context_tokens
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import load_tokenizer
 from hybridmem.chat.sampling.sampling import Sampling
@@ -65,9 +65,9 @@ def test_who_knows_better_names_the_context() -> None:
     ],
 )
 def test_the_config_names_it(config: dict[str, Any], n_tokens: int | None) -> None:
-    assert find_context_tokens(SimpleNamespace(**config)) == n_tokens
+    assert named_context_tokens(SimpleNamespace(**config)) == n_tokens
     text = PretrainedConfig()
-    assert find_context_tokens(text) is None
+    assert named_context_tokens(text) is None
 
 
 def test_a_chat_says_that_it_is_full_and_stays_as_it_was() -> None:

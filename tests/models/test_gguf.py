@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,19 @@ def test_what_a_file_holds_can_be_seen_without_loading_it(tmp_path: Path) -> Non
     )
     told = found.facts["weights that auto holds"]
     assert set(told) == {"Q8_0, as stored", "bfloat16"} and told["Q8_0, as stored"] > told["bfloat16"] > 0
+
+
+def test_without_the_package_of_names_it_is_said_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config and its tokenizer are read all the same."""
+    path = write_gguf(EMBEDDED, tmp_path / "embedded.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert load_tokenizer(path).encode("a") and read_gguf_config(GgufFile(path))
+    with pytest.raises(
+        UnsupportedModelError, match=r"needs the gguf package, which is not installed; install hybridmem\[gguf\]"
+    ):
+        load_model(path)
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:

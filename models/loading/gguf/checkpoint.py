@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.layers.dry import joined
-from hybridmem.models.loading.gguf.file import GgufFile
+from hybridmem.models.loading.gguf.file import GgufFile, import_gguf
 from hybridmem.models.loading.gguf.names import expert_of, known_name, layer_of
 from hybridmem.models.loading.gguf.undo import interleave_by_key_head, undo
 from hybridmem.models.weights.checkpoint import MOST_MAPPED_BYTES, Checkpoint
+from hybridmem.models.weights.dry import joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,12 +35,11 @@ class GgufCheckpoint(Checkpoint):
     """
 
     def __init__(self, file: GgufFile, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
+        gguf = import_gguf(file.path)
         self._start(file.path, device, dtype)
         self._file, self._config = file, config
-        kind = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}[file.architecture]
-        self._names = get_tensor_name_map(kind, int(file.own("block_count")))
+        kind = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[file.architecture]
+        self._names = gguf.get_tensor_name_map(kind, int(file.own("block_count")))
         self._used: set[str] = set()
         self._read_bytes = 0
 

@@ -6,6 +6,7 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ SUFFIX = ".gguf"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _AT_ONCE = 1 << 24
 """Numbers that are turned into floats at once: temporary arrays are a few times their bytes."""
+
+
+def import_gguf(path: Path) -> Any:
+    """Return the `gguf` package, whose tables and formulas for rare blocks are read. Raises UnsupportedModelError."""
+    try:
+        gguf = import_module("gguf")
+        import_module("gguf.quants")
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"{path} needs the gguf package, which is not installed; install hybridmem[gguf]"
+        ) from error
+    return gguf
 
 
 def is_gguf(path: Path) -> bool:
@@ -153,15 +166,13 @@ class GgufFile:
             return torch.from_numpy(np.array(data).view(np.uint16)).view(torch.bfloat16).reshape(shape)
         if (coded := self.read_coded(name, dtype, index)) is not None:
             return coded.dense()
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-
-        rows, number = data.reshape(-1, data.shape[-1]), GGMLQuantizationType(stored.number)
+        gguf = import_gguf(self.path)
+        rows, number = data.reshape(-1, data.shape[-1]), gguf.GGMLQuantizationType(stored.number)
         out = torch.empty(rows.shape[0], shape[-1], dtype=dtype)
         step = max(1, _AT_ONCE // shape[-1])
         try:
             for i in range(0, len(rows), step):
-                out[i : i + step] = torch.from_numpy(dequantize(rows[i : i + step], number))
+                out[i : i + step] = torch.from_numpy(gguf.quants.dequantize(rows[i : i + step], number))
         except NotImplementedError as error:
             raise UnsupportedModelError(
                 f"{name} in {self.path} is stored as {kind}, which the gguf package cannot read; give a file in "

@@ -133,7 +133,7 @@ class Header:
             return StoredTensor(name, shape, of, kind, numbers.reshape(shape))
         return StoredTensor(name, shape, of, kind, raw.reshape(*shape[:-1], n_last // of.n_numbers * of.n_bytes))
 
-    # Walking over values
+    # These methods walk over values, and make nothing of them.
 
     def _take(self, n_bytes: int) -> bytes:
         self._skip(n_bytes)
@@ -180,7 +180,7 @@ class Header:
             raise ValueError(f"{n:,} texts at byte {self._at} of {len(data)}") from None
         self._skip(at - self._at)
 
-    # Reading values
+    # These methods make Python's objects of values.
 
     def value_at(self, kind: int, at: int) -> Any:
         """Return the value at a byte of the file, which the pass over the header has checked."""

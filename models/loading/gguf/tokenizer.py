@@ -7,6 +7,7 @@ texts are cut), BPE over characters ("gemma4"), SentencePiece's BPE by scores ("
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -117,8 +118,7 @@ def _tokens_of(file: GgufFile) -> list[str]:
     """Return the tokens by their ids. Raises FormatError if two are spelled alike."""
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(file.value("tokenizer.ggml.tokens"))]
     if len(set(tokens)) < len(tokens):
-        seen = set[str]()
-        twice = next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value]
+        ((twice, _),) = Counter(tokens).most_common(1)
         raise FormatError(f"{file.path} has several tokens {twice!r}; convert the model again")
     return tokens
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybridmem.models.layers.dry import joined
 from hybridmem.models.weights.coded import CodedTensor
+from hybridmem.models.weights.dry import joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
