@@ -30,7 +30,10 @@ def test_the_next_turn_goes_to_the_replica_that_can_resume_it(url: str) -> None:
 
 
 def test_other_owners_prefixes_do_not_route(url: str) -> None:
+    """This fleet asks for no keys, so owners are told apart by their salts alone."""
     messages = [say("The secret of this chat is long enough that a router would want to resume it somewhere.")]
-    for key in ("one key", "another key"):
-        raw = client_of(url, key).chat.completions.with_raw_response.create(model="embedded", messages=messages)
+    for salt in ("one salt", "another salt"):
+        raw = client_of(url).chat.completions.with_raw_response.create(
+            model="embedded", messages=messages, extra_body={"cache_salt": salt}
+        )
         assert "; resumable=0/" in raw.headers["x-hybrid-memory-route"]
