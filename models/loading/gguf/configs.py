@@ -70,6 +70,45 @@ def _qwen3(file: GgufFile) -> Fields:
     return {name: value for name, value in _llama(file).items() if name != "mlp_bias"}
 
 
+def _gemma(file: GgufFile, *, period: int) -> Fields:
+    """Return what Gemma 2 and 3 have in common. Of each period of layers, all but the last attend to a window.
+
+    Their largest model divides scores by the root of another width than that of its heads, which no file says.
+    """
+    n_layers, head_dim = count_layers(file), head_dim_of(file)
+    pattern = file.own("attention.sliding_window_pattern", period)
+    has_window = (
+        pattern if isinstance(pattern, list) else [int(pattern) > 0 and (i + 1) % int(pattern) > 0 for i in range(n_layers)]
+    )
+    is_largest = n_layers == _LARGEST_GEMMAS[file.architecture]
+    caps = {name: file.own(name, is_needed=False) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    return {
+        **attention_fields(file), **rope_fields(file), **caps, "head_dim": head_dim, "rms_norm_eps": rms_eps(file),
+        "intermediate_size": file.own("feed_forward_length"), "attention_bias": has_part(file, "attn_q.bias"),
+        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in has_window],
+        "query_pre_attn_scalar": (
+            file.own("embedding_length") // largest(file.own("attention.head_count")) if is_largest else head_dim
+        ),
+    }  # fmt: skip
+
+
+_LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models with 27 billion parameters, by which llama.cpp knows them too."""
+
+
+def _gemma2(file: GgufFile) -> Fields:
+    return _gemma(file, period=2) | {"sliding_window": file.own("attention.sliding_window", 4096)}
+
+
+def _gemma3(file: GgufFile) -> Fields:
+    """Rotary embeddings are scaled in layers that attend to all tokens, and have another base in the others."""
+    window = file.own("attention.sliding_window", 0)
+    fields = _gemma(file, period=6 if window else 1)
+    in_windows = {"rope_type": "default", "rope_theta": float(file.own("rope.freq_base_swa", 10000.0))}
+    rope = {"full_attention": fields["rope_parameters"], "sliding_attention": in_windows}
+    return fields | {"rope_parameters": rope, "sliding_window": window or None}
+
+
 def _jamba(file: GgufFile) -> Fields:
     n_layers, n_model = count_layers(file), file.own("embedding_length")
     n_experts = file.own("expert_count", 0)
@@ -281,6 +320,8 @@ _BAMBA = ("BambaForCausalLM", "bamba", _bamba)
 
 _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
     "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2", _gemma2),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
     "jamba": ("JambaForCausalLM", "jamba", _jamba),
     "lfm2": ("Lfm2ForCausalLM", "lfm2", _lfm2),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PERMUTED = ("llama", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 """Architectures whose queries and keys are reordered, so that a rotary pair's two elements are neighbours."""
 
-_OFFSET_NORMS = ("qwen3next", "qwen35", "qwen35moe")
+_OFFSET_NORMS = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 """Architectures whose norms multiply by 1 + weight: the file has the sum."""
 
 _TILED_HEADS = ("qwen35", "qwen35moe")
