@@ -16,14 +16,13 @@ from gguf import (
     MODEL_ARCH_NAMES,
     GGMLQuantizationType,
     GGUFWriter,
-    get_tensor_name_map,
 )
 from gguf.quants import quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
-Tensors = dict[str, Tensor]
-_MOST_LAYERS = 32
+from tests.models.gguf_attending import ATTENDING, Tensors, attention_fields, pair_all, renamed, stack_experts
+
 _ONLY_F32 = r"(norm|conv1d|conv|ffn_gate_inp|time_mix_(w1|w2|lerp_fused))\.weight$"
 
 
@@ -131,30 +130,6 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
 
 
-def _renamed(arch: MODEL_ARCH, tensors: Tensors) -> Tensors:
-    names = get_tensor_name_map(arch, _MOST_LAYERS)
-    found = {}
-    for name, tensor in tensors.items():
-        new = names.get_name(name, (".weight", ".bias"))
-        assert new is not None, name
-        found[new] = tensor
-    return found
-
-
-def _paired(tensor: Tensor, n_heads: int) -> Tensor:
-    """Make the two elements of each rotary pair neighbours."""
-    halves = tensor.view(n_heads, 2, -1, *tensor.shape[1:])
-    return torch.stack((halves[:, 0], halves[:, 1]), 2).flatten(0, 2)
-
-
-def _pair_all(config: dict[str, Any], tensors: Tensors) -> Tensors:
-    n = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
-    return {
-        name: _paired(t, n[name.split("_proj")[0][-1]]) if "q_proj" in name or "k_proj" in name else t
-        for name, t in tensors.items()
-    }
-
-
 def _of_states(tensors: Tensors) -> Tensors:
     """Change what Mamba layers keep, as for llama.cpp's kernels."""
     found = {}
@@ -182,64 +157,16 @@ def _of_heads(config: dict[str, Any], tensors: Tensors) -> Tensors:
     return found
 
 
-def _stack_experts(tensors: Tensors, prefix: str) -> Tensors:
-    """Stack experts that are stored one by one, under llama.cpp's own names for that."""
-    found: Tensors = {}
-    stacks: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in tensors.items():
-        if f".{prefix}.experts." in name:
-            layer, number, part = name.split(".")[2], name.split(".experts.")[1].split(".")[0], name.split(".")[-2]
-            stacks.setdefault(f"model.layers.{layer}.mlp.experts.{part}.weight", {})[int(number)] = tensor
-        else:
-            found[name] = tensor
-    return found | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in stacks.items()}
-
-
-def _attention(config: dict[str, Any], layers: list[int] | None = None) -> dict[str, Any]:
-    n_layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
-    n_kv = config["num_key_value_heads"]
-    per_layer = n_kv if layers is None else [n_kv if i in layers else 0 for i in range(n_layers)]
-    rope = config.get("rope_parameters") or {}
-    return {
-        "attention.head_count": config["num_attention_heads"], "attention.head_count_kv": per_layer,
-        "context_length": config["max_position_embeddings"], "rope.freq_base": float(rope.get("rope_theta", 1e4)),
-    }  # fmt: skip
-
-
-def _llama(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
-    fields = _attention(config) | {
-        "feed_forward_length": config["intermediate_size"], "rope.dimension_count": config["head_dim"],
-        "attention.key_length": config["head_dim"],
-    }  # fmt: skip
-    found = _renamed(MODEL_ARCH.LLAMA, _pair_all(config, tensors))
-    rope = config["rope_parameters"]
-    if rope["rope_type"] == "llama3":
-        wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, config["head_dim"], 2) / config["head_dim"])
-        n_original, low, high = (
-            rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-        )
-        smooth = np.clip((n_original / wavelengths - low) / (high - low), 0, 1)
-        found["rope_freqs.weight"] = torch.tensor(1 / ((1 - smooth) / rope["factor"] + smooth)).float()
-    return MODEL_ARCH.LLAMA, fields, found
-
-
-def _qwen3(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
-    fields = _attention(config) | {
-        "feed_forward_length": config["intermediate_size"], "attention.key_length": config["head_dim"],
-    }  # fmt: skip
-    return MODEL_ARCH.QWEN3, fields, _renamed(MODEL_ARCH.QWEN3, tensors)
-
-
 def _jamba(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
     n_layers, offset, period = (config[k] for k in ("num_hidden_layers", "attn_layer_offset", "attn_layer_period"))
-    fields = _attention(config, list(range(offset, n_layers, period))) | {
+    fields = attention_fields(config, list(range(offset, n_layers, period))) | {
         "feed_forward_length": config["intermediate_size"], "expert_count": config["num_experts"],
         "expert_used_count": config["num_experts_per_tok"], "ssm.conv_kernel": config["mamba_d_conv"],
         "ssm.inner_size": config["mamba_expand"] * config["hidden_size"], "ssm.state_size": config["mamba_d_state"],
         "ssm.time_step_rank": config["mamba_dt_rank"],
     }  # fmt: skip
-    found = _stack_experts(_of_states(tensors), "feed_forward")
-    return MODEL_ARCH.JAMBA, fields, _renamed(MODEL_ARCH.JAMBA, found)
+    found = stack_experts(_of_states(tensors), "feed_forward")
+    return MODEL_ARCH.JAMBA, fields, renamed(MODEL_ARCH.JAMBA, found)
 
 
 def _mamba(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
@@ -248,7 +175,7 @@ def _mamba(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[s
         "ssm.state_size": config["state_size"], "ssm.time_step_rank": config["time_step_rank"],
         "attention.head_count": 0, "feed_forward_length": 0, "context_length": 2**20, "ssm.dt_b_c_rms": False,
     }  # fmt: skip
-    return MODEL_ARCH.MAMBA, fields, _renamed(MODEL_ARCH.MAMBA, _of_states(tensors))
+    return MODEL_ARCH.MAMBA, fields, renamed(MODEL_ARCH.MAMBA, _of_states(tensors))
 
 
 def _mamba2(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
@@ -258,7 +185,7 @@ def _mamba2(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[
         "ssm.group_count": config["n_groups"], "attention.head_count": 0, "feed_forward_length": 0,
         "context_length": 2**20,
     }  # fmt: skip
-    return MODEL_ARCH.MAMBA2, fields, _renamed(MODEL_ARCH.MAMBA2, _of_heads(config, tensors))
+    return MODEL_ARCH.MAMBA2, fields, renamed(MODEL_ARCH.MAMBA2, _of_heads(config, tensors))
 
 
 def _ssm(config: dict[str, Any]) -> dict[str, Any]:
@@ -273,7 +200,7 @@ def _granite(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict
     kinds = config.get("layer_types") or config["layers_block_type"]
     n_experts = config.get("num_local_experts") or 0
     layers = [i for i, kind in enumerate(kinds) if kind in ("attention", "full_attention")]
-    fields = _attention(config, layers) | _ssm(config) | {
+    fields = attention_fields(config, layers) | _ssm(config) | {
         "feed_forward_length": config["intermediate_size"], "expert_count": n_experts,
         "expert_shared_feed_forward_length": config["shared_intermediate_size"],
         "expert_used_count": config["num_experts_per_tok"], "attention.scale": config["attention_multiplier"],
@@ -282,7 +209,7 @@ def _granite(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict
     }  # fmt: skip
     fields = {key: float(value) if "scale" in key else value for key, value in fields.items()}
     found: Tensors = {}
-    for name, tensor in _of_heads(config, _pair_all(config, tensors)).items():
+    for name, tensor in _of_heads(config, pair_all(config, tensors)).items():
         layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
         shared = "_shexp" if n_experts else ""
         if name.endswith("input_linear.weight"):
@@ -292,7 +219,7 @@ def _granite(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict
         elif name.endswith("shared_mlp.output_linear.weight"):
             found[f"{layer}.ffn_down{shared}.weight"] = tensor
         else:
-            found |= _renamed(MODEL_ARCH.GRANITE_HYBRID, {name: tensor})
+            found |= renamed(MODEL_ARCH.GRANITE_HYBRID, {name: tensor})
     return MODEL_ARCH.GRANITE_HYBRID, fields, found
 
 
@@ -301,16 +228,16 @@ def _bamba(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[s
     n_layers, n_heads = config["num_hidden_layers"], config["num_attention_heads"]
     layers = [i for i in range(n_layers) if f"model.layers.{i}.self_attn.q_proj.weight" in tensors]
     share = config["rope_parameters"].get("partial_rotary_factor", 1.0)
-    fields = _attention(config, layers) | _ssm(config) | {
+    fields = attention_fields(config, layers) | _ssm(config) | {
         "feed_forward_length": config["intermediate_size"], "rope.scaling.finetuned": True,
         "rope.dimension_count": int(share * config["hidden_size"] // n_heads),
     }  # fmt: skip
-    found = _of_heads(config, _pair_all(config, tensors))
-    return MODEL_ARCH.GRANITE_HYBRID, fields, _renamed(MODEL_ARCH.GRANITE_HYBRID, found)
+    found = _of_heads(config, pair_all(config, tensors))
+    return MODEL_ARCH.GRANITE_HYBRID, fields, renamed(MODEL_ARCH.GRANITE_HYBRID, found)
 
 
 def _falcon_h1(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
-    fields = _attention(config) | _ssm(config) | {
+    fields = attention_fields(config) | _ssm(config) | {
         "ssm.inner_size": config["mamba_d_ssm"], "feed_forward_length": config["intermediate_size"],
         "attention.key_length": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
     }  # fmt: skip
@@ -329,19 +256,22 @@ def _falcon_h1(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, di
         name: tensor * factors[name.split(".")[-2]] if name.split(".")[-2] in factors else tensor
         for name, tensor in _of_heads(config, tensors).items()
     }
-    return MODEL_ARCH.FALCON_H1, fields, _renamed(MODEL_ARCH.FALCON_H1, found)
+    return MODEL_ARCH.FALCON_H1, fields, renamed(MODEL_ARCH.FALCON_H1, found)
 
 
 def _lfm2(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
     layers = [i for i, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
     width = next(t.shape[0] for name, t in tensors.items() if name.endswith("feed_forward.w1.weight"))
-    fields = _attention(config, layers) | {"feed_forward_length": width, "shortconv.l_cache": config["conv_L_cache"]}
-    return MODEL_ARCH.LFM2, fields, _renamed(MODEL_ARCH.LFM2, _of_states(tensors))
+    fields = attention_fields(config, layers) | {
+        "feed_forward_length": width,
+        "shortconv.l_cache": config["conv_L_cache"],
+    }
+    return MODEL_ARCH.LFM2, fields, renamed(MODEL_ARCH.LFM2, _of_states(tensors))
 
 
 def _lfm2_moe(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
     layers = [i for i, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
-    fields = _attention(config, layers) | {
+    fields = attention_fields(config, layers) | {
         "feed_forward_length": config["intermediate_size"], "expert_count": config["num_experts"],
         "expert_feed_forward_length": config["moe_intermediate_size"],
         "expert_used_count": config["num_experts_per_tok"],
@@ -350,12 +280,12 @@ def _lfm2_moe(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dic
     }  # fmt: skip
     parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
     found: Tensors = {}
-    for name, tensor in _stack_experts(_of_states(tensors), "feed_forward").items():
+    for name, tensor in stack_experts(_of_states(tensors), "feed_forward").items():
         *rest, part, _ = name.split(".")
         if ".experts." in name and part in parts:  # stacked
             name = ".".join((*rest, parts[part], "weight"))
         found[name + ".bias" if name.endswith("expert_bias") else name] = tensor
-    return MODEL_ARCH.LFM2MOE, fields, _renamed(MODEL_ARCH.LFM2MOE, found)
+    return MODEL_ARCH.LFM2MOE, fields, renamed(MODEL_ARCH.LFM2MOE, found)
 
 
 def _nemotron_h(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
@@ -363,7 +293,7 @@ def _nemotron_h(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, d
     layers = [i for i, kind in enumerate(kinds) if kind in ("attention", "full_attention")]
     has_experts = "moe" in kinds
     width = config["moe_intermediate_size"] if has_experts else config["intermediate_size"]
-    fields = _attention(config, layers) | {
+    fields = attention_fields(config, layers) | {
         "feed_forward_length": [width if kind in ("mlp", "moe") else 0 for kind in kinds],
         "attention.key_length": config["head_dim"], "ssm.conv_kernel": config["conv_kernel"],
         "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
@@ -383,9 +313,9 @@ def _nemotron_h(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, d
             fields["moe_latent_size"] = config["moe_latent_size"]
     arch = MODEL_ARCH.NEMOTRON_H_MOE if has_experts else MODEL_ARCH.NEMOTRON_H
     found: Tensors = {}
-    for name, tensor in _of_heads(config, _pair_all(config, _split_experts(tensors, "mixer"))).items():
+    for name, tensor in _of_heads(config, pair_all(config, _split_experts(tensors, "mixer"))).items():
         found[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
-    return arch, fields, _renamed(arch, found)
+    return arch, fields, renamed(arch, found)
 
 
 def _rwkv7(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
@@ -412,10 +342,10 @@ def _rwkv7(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[s
         elif part in ("k_k", "k_a", "r_k"):
             found[f"{layer}.time_mix_{part}.weight"] = tensor.flatten()
         elif not part.startswith("x_"):
-            renamed = name.replace("attn_norm", "ln1").replace("ffn_norm", "ln2").replace("g_norm", "ln_x")
-            renamed = renamed.replace(".attn.", ".attention.").replace(".ffn.", ".feed_forward.")
-            renamed += ".weight" if renamed.endswith("x_k") else ""
-            found |= _renamed(MODEL_ARCH.RWKV7, {renamed: tensor})
+            known = name.replace("attn_norm", "ln1").replace("ffn_norm", "ln2").replace("g_norm", "ln_x")
+            known = known.replace(".attn.", ".attention.").replace(".ffn.", ".feed_forward.")
+            known += ".weight" if known.endswith("x_k") else ""
+            found |= renamed(MODEL_ARCH.RWKV7, {known: tensor})
     return MODEL_ARCH.RWKV7, fields, found
 
 
@@ -427,7 +357,7 @@ def _qwen(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[st
         config[f"linear_{key}"] for key in ("num_value_heads", "num_key_heads", "value_head_dim", "key_head_dim")
     )
     share = config["rope_parameters"]["partial_rotary_factor"]
-    fields = _attention(config) | {
+    fields = attention_fields(config) | {
         "attention.key_length": config["head_dim"], "rope.dimension_count": int(share * config["head_dim"]),
         "ssm.conv_kernel": config["linear_conv_kernel_dim"], "ssm.state_size": d_k, "ssm.group_count": n_k,
         "ssm.time_step_rank": n_v, "ssm.inner_size": n_v * d_v,
@@ -471,14 +401,14 @@ def _qwen(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[st
             layer = f"blk.{name.split('.')[2]}"
             found |= {f"{layer}.attn_qkv.weight": torch.cat((q, k, v)), f"{layer}.attn_gate.weight": z}
         else:
-            found |= _renamed(arch, {name: tensor})
+            found |= renamed(arch, {name: tensor})
     return arch, fields, found
 
 
 def _split_experts(tensors: Tensors, prefix: str = "mlp") -> Tensors:
     """Stack experts, and part the halves of those that are stacked with gate and up in one."""
     found: Tensors = {}
-    for name, tensor in _stack_experts(tensors, prefix).items():
+    for name, tensor in stack_experts(tensors, prefix).items():
         if name.endswith("experts.gate_up_proj"):
             gate, up = tensor.chunk(2, 1)
             base = name.removesuffix("gate_up_proj")
@@ -490,6 +420,6 @@ def _split_experts(tensors: Tensors, prefix: str = "mlp") -> Tensors:
 
 _WRITERS = {
     "bamba": _bamba, "falcon_h1": _falcon_h1, "granitemoehybrid": _granite, "jamba": _jamba, "lfm2": _lfm2,
-    "lfm2_moe": _lfm2_moe, "llama": _llama, "mamba": _mamba, "mamba2": _mamba2, "nemotron_h": _nemotron_h,
-    "qwen3": _qwen3, "qwen3_5_moe_text": _qwen, "qwen3_5_text": _qwen, "qwen3_next": _qwen, "rwkv7": _rwkv7,
+    "lfm2_moe": _lfm2_moe, "mamba": _mamba, "mamba2": _mamba2, "nemotron_h": _nemotron_h,
+    "qwen3_5_moe_text": _qwen, "qwen3_5_text": _qwen, "qwen3_next": _qwen, "rwkv7": _rwkv7, **ATTENDING,
 }  # fmt: skip

@@ -41,5 +41,5 @@ def test_every_token_is_its_own_name(name: str, vocabularies: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bert-bge", "nomic-bert-moe"])
 def test_vocabularies_of_other_kinds_are_refused_by_name(name: str, vocabularies: Path) -> None:
-    with pytest.raises(FormatError, match="its kind is '(bert|t5)', and those of gpt2"):
+    with pytest.raises(FormatError, match=r"its kind is '(bert|t5)', and those of gpt2"):
         load_tokenizer(vocabularies / f"{name}.gguf")

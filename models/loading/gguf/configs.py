@@ -76,10 +76,9 @@ def _gemma(file: GgufFile, *, period: int) -> Fields:
     Their largest model divides scores by the root of another width than that of its heads, which no file says.
     """
     n_layers, head_dim = count_layers(file), head_dim_of(file)
-    pattern = file.own("attention.sliding_window_pattern", period)
-    has_window = (
-        pattern if isinstance(pattern, list) else [int(pattern) > 0 and (i + 1) % int(pattern) > 0 for i in range(n_layers)]
-    )
+    has_window = file.own("attention.sliding_window_pattern", period)
+    if not isinstance(has_window, list):
+        has_window = [has_window == 0 or i % has_window < has_window - 1 for i in range(n_layers)]
     is_largest = n_layers == _LARGEST_GEMMAS[file.architecture]
     caps = {name: file.own(name, is_needed=False) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
     return {
@@ -103,7 +102,9 @@ def _gemma2(file: GgufFile) -> Fields:
 def _gemma3(file: GgufFile) -> Fields:
     """Rotary embeddings are scaled in layers that attend to all tokens, and have another base in the others."""
     window = file.own("attention.sliding_window", 0)
-    fields = _gemma(file, period=6 if window else 1)
+    fields = _gemma(file, period=6)
+    if not window:
+        fields["layer_types"] = ["full_attention"] * count_layers(file)
     in_windows = {"rope_type": "default", "rope_theta": float(file.own("rope.freq_base_swa", 10000.0))}
     rope = {"full_attention": fields["rope_parameters"], "sliding_attention": in_windows}
     return fields | {"rope_parameters": rope, "sliding_window": window or None}

@@ -1,0 +1,112 @@
+"""Writes models that only attend, as llama.cpp's converter does, and what their tensors have in common with others'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import MODEL_ARCH, get_tensor_name_map
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+Written = tuple[MODEL_ARCH, dict[str, Any], Tensors]
+_MOST_LAYERS = 32
+
+
+def renamed(arch: MODEL_ARCH, tensors: Tensors) -> Tensors:
+    names = get_tensor_name_map(arch, _MOST_LAYERS)
+    found = {}
+    for name, tensor in tensors.items():
+        new = names.get_name(name, (".weight", ".bias"))
+        assert new is not None, name
+        found[new] = tensor
+    return found
+
+
+def _paired(tensor: Tensor, n_heads: int) -> Tensor:
+    """Make the two elements of each rotary pair neighbours."""
+    halves = tensor.view(n_heads, 2, -1, *tensor.shape[1:])
+    return torch.stack((halves[:, 0], halves[:, 1]), 2).flatten(0, 2)
+
+
+def pair_all(config: dict[str, Any], tensors: Tensors) -> Tensors:
+    n = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    return {
+        name: _paired(t, n[name.split("_proj")[0][-1]]) if "q_proj" in name or "k_proj" in name else t
+        for name, t in tensors.items()
+    }
+
+
+def stack_experts(tensors: Tensors, prefix: str) -> Tensors:
+    """Stack experts that are stored one by one, under llama.cpp's own names for that."""
+    found: Tensors = {}
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if f".{prefix}.experts." in name:
+            layer, number, part = name.split(".")[2], name.split(".experts.")[1].split(".")[0], name.split(".")[-2]
+            stacks.setdefault(f"model.layers.{layer}.mlp.experts.{part}.weight", {})[int(number)] = tensor
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in stacks.items()}
+
+
+def attention_fields(config: dict[str, Any], layers: list[int] | None = None) -> dict[str, Any]:
+    n_layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
+    n_kv = config["num_key_value_heads"]
+    per_layer = n_kv if layers is None else [n_kv if i in layers else 0 for i in range(n_layers)]
+    rope = config.get("rope_parameters") or {}
+    return {
+        "attention.head_count": config["num_attention_heads"], "attention.head_count_kv": per_layer,
+        "context_length": config["max_position_embeddings"], "rope.freq_base": float(rope.get("rope_theta", 1e4)),
+    }  # fmt: skip
+
+
+def _llama(config: dict[str, Any], tensors: Tensors) -> Written:
+    fields = attention_fields(config) | {
+        "feed_forward_length": config["intermediate_size"], "rope.dimension_count": config["head_dim"],
+        "attention.key_length": config["head_dim"],
+    }  # fmt: skip
+    found = renamed(MODEL_ARCH.LLAMA, pair_all(config, tensors))
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "llama3":
+        wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, config["head_dim"], 2) / config["head_dim"])
+        n_original, low, high = (
+            rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        )
+        smooth = np.clip((n_original / wavelengths - low) / (high - low), 0, 1)
+        found["rope_freqs.weight"] = torch.tensor(1 / ((1 - smooth) / rope["factor"] + smooth)).float()
+    return MODEL_ARCH.LLAMA, fields, found
+
+
+def _qwen3(config: dict[str, Any], tensors: Tensors) -> Written:
+    fields = attention_fields(config) | {
+        "feed_forward_length": config["intermediate_size"], "attention.key_length": config["head_dim"],
+    }  # fmt: skip
+    return MODEL_ARCH.QWEN3, fields, renamed(MODEL_ARCH.QWEN3, tensors)
+
+
+def _gemma(config: dict[str, Any], tensors: Tensors) -> Written:
+    """Write Gemma 2 or 3. Norms get the one that is added to their weights."""
+    is_third = config["model_type"] == "gemma3_text"
+    arch = MODEL_ARCH.GEMMA3 if is_third else MODEL_ARCH.GEMMA2
+    fields = attention_fields(config) | {
+        "feed_forward_length": config["intermediate_size"], "attention.key_length": config["head_dim"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config["layer_types"]],
+    }  # fmt: skip
+    fields |= {
+        name: config[name]
+        for name in ("attn_logit_softcapping", "final_logit_softcapping") if config.get(name) is not None
+    }  # fmt: skip
+    if is_third:
+        whole = config["rope_parameters"]["full_attention"]
+        fields["rope.freq_base"] = float(whole["rope_theta"])
+        if whole["rope_type"] == "linear":
+            fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(whole["factor"])}
+    moved = {name: tensor + 1 if name.endswith("norm.weight") else tensor for name, tensor in tensors.items()}
+    return arch, fields, renamed(arch, moved)
+
+
+ATTENDING = {"llama": _llama, "qwen3": _qwen3, "gemma2": _gemma, "gemma3_text": _gemma}
+"""What writes each type of model."""
