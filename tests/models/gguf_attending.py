@@ -51,6 +51,19 @@ def stack_experts(tensors: Tensors, prefix: str) -> Tensors:
     return found | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in stacks.items()}
 
 
+def split_experts(tensors: Tensors, prefix: str = "mlp") -> Tensors:
+    """Stack experts, and part the halves of those that are stacked with gate and up in one."""
+    found: Tensors = {}
+    for name, tensor in stack_experts(tensors, prefix).items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            base = name.removesuffix("gate_up_proj")
+            found |= {f"{base}gate_proj.weight": gate, f"{base}up_proj.weight": up}
+        else:
+            found[name + ".weight" if name.endswith("experts.down_proj") else name] = tensor
+    return found
+
+
 def attention_fields(config: dict[str, Any], layers: list[int] | None = None) -> dict[str, Any]:
     n_layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     n_kv = config["num_key_value_heads"]
@@ -108,5 +121,46 @@ def _gemma(config: dict[str, Any], tensors: Tensors) -> Written:
     return arch, fields, renamed(arch, moved)
 
 
-ATTENDING = {"llama": _llama, "qwen3": _qwen3, "gemma2": _gemma, "gemma3_text": _gemma}
+def _deepseek(config: dict[str, Any], tensors: Tensors) -> Written:
+    """Write DeepSeek-V2 or V3. Keys and values that are made of a latent are apart, and keys transposed."""
+    is_third, rope = config["model_type"] == "deepseek_v3", config["rope_parameters"]
+    n_heads, n_plain, n_latent = (config[k] for k in ("num_attention_heads", "qk_nope_head_dim", "kv_lora_rank"))
+    fields = attention_fields(config | {"num_key_value_heads": 1}) | {
+        "feed_forward_length": config["intermediate_size"], "attention.kv_lora_rank": n_latent,
+        "attention.key_length": n_latent + config["qk_rope_head_dim"],
+        "attention.key_length_mla": n_plain + config["qk_rope_head_dim"],
+        "attention.value_length_mla": config["v_head_dim"], "rope.dimension_count": config["qk_rope_head_dim"],
+        "leading_dense_block_count": config["first_k_dense_replace"], "expert_count": config["n_routed_experts"],
+        "expert_used_count": config["num_experts_per_tok"], "expert_shared_count": config["n_shared_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]), "expert_weights_norm": config["norm_topk_prob"],
+        "expert_gating_func": 2 if is_third else 1,
+    }  # fmt: skip
+    if config["q_lora_rank"]:
+        fields["attention.q_lora_rank"] = config["q_lora_rank"]
+    if config["n_group"]:
+        fields |= {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
+    if rope["rope_type"] == "yarn":
+        fields |= {
+            "rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_beta_fast": float(rope["beta_fast"]),
+            "rope.scaling.yarn_beta_slow": float(rope["beta_slow"]),
+            "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        }  # fmt: skip
+    found: Tensors = {}
+    for name, tensor in split_experts(tensors).items():
+        if name.endswith("kv_b_proj.weight"):
+            keys, values = tensor.view(n_heads, -1, n_latent).split([n_plain, config["v_head_dim"]], 1)
+            found[name.replace("kv_b", "k_b")] = keys.transpose(1, 2)
+            found[name.replace("kv_b", "v_b")] = values
+        else:
+            found[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
+    return MODEL_ARCH.DEEPSEEK2, fields, renamed(MODEL_ARCH.DEEPSEEK2, found)
+
+
+ATTENDING = {
+    "llama": _llama, "qwen3": _qwen3, "gemma2": _gemma, "gemma3_text": _gemma, "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+}  # fmt: skip
 """What writes each type of model."""

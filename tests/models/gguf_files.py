@@ -21,7 +21,15 @@ from gguf.quants import quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.models.gguf_attending import ATTENDING, Tensors, attention_fields, pair_all, renamed, stack_experts
+from tests.models.gguf_attending import (
+    ATTENDING,
+    Tensors,
+    attention_fields,
+    pair_all,
+    renamed,
+    split_experts,
+    stack_experts,
+)
 
 _ONLY_F32 = r"(norm|conv1d|conv|ffn_gate_inp|time_mix_(w1|w2|lerp_fused))\.weight$"
 
@@ -32,6 +40,7 @@ def write_gguf(
     kind: str = "F32",
     *,
     leave_out: str = "",
+    fuses_experts: bool = False,
     world_tokens: Sequence[bytes] = (),
     **changed: Any,
 ) -> Path:
@@ -41,12 +50,15 @@ def write_gguf(
         kind: the type of matrices, such as "Q8_0". Those whose rows are not whole blocks are F16, and what llama.cpp
             reads in F32 only is F32: norms, convolutions and decays.
         leave_out: a tensor that is not written.
+        fuses_experts: whether gates and first products of experts become one tensor.
         world_tokens: the tokenizer's tokens, as RWKV has them, behind the one that ends texts.
         changed: metadata that are written instead.
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     arch, fields, tensors = _WRITERS[config["model_type"]](config, tensors)
+    if fuses_experts:
+        tensors = _fused(tensors)
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
     if "attention.key_length" in fields:
         fields["attention.value_length"] = fields["attention.key_length"]
@@ -78,6 +90,17 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _fused(tensors: Tensors) -> Tensors:
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("ffn_gate_exps.weight"):
+            up = tensors[name.replace("_gate_", "_up_")]
+            found[name.replace("_gate_", "_gate_up_")] = torch.cat((tensor, up), 1)
+        elif not name.endswith("ffn_up_exps.weight"):
+            found[name] = tensor
+    return found
 
 
 def _dtype_of(name: str, data: np.ndarray, kind: GGMLQuantizationType) -> GGMLQuantizationType:
@@ -313,7 +336,7 @@ def _nemotron_h(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, d
             fields["moe_latent_size"] = config["moe_latent_size"]
     arch = MODEL_ARCH.NEMOTRON_H_MOE if has_experts else MODEL_ARCH.NEMOTRON_H
     found: Tensors = {}
-    for name, tensor in _of_heads(config, pair_all(config, _split_experts(tensors, "mixer"))).items():
+    for name, tensor in _of_heads(config, pair_all(config, split_experts(tensors, "mixer"))).items():
         found[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
     return arch, fields, renamed(arch, found)
 
@@ -381,7 +404,7 @@ def _qwen(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[st
         return torch.cat([heads[k * (n_v // n_k) + r] for r in range(n_v // n_k) for k in range(n_k)])
 
     found: Tensors = {}
-    for name, tensor in _of_states(_split_experts(tensors)).items():
+    for name, tensor in _of_states(split_experts(tensors)).items():
         part = name.split(".linear_attn.")[-1]
         if name.endswith("norm.weight") and part != "norm.weight":
             tensor = tensor + 1
@@ -403,19 +426,6 @@ def _qwen(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[st
         else:
             found |= renamed(arch, {name: tensor})
     return arch, fields, found
-
-
-def _split_experts(tensors: Tensors, prefix: str = "mlp") -> Tensors:
-    """Stack experts, and part the halves of those that are stacked with gate and up in one."""
-    found: Tensors = {}
-    for name, tensor in stack_experts(tensors, prefix).items():
-        if name.endswith("experts.gate_up_proj"):
-            gate, up = tensor.chunk(2, 1)
-            base = name.removesuffix("gate_up_proj")
-            found |= {f"{base}gate_proj.weight": gate, f"{base}up_proj.weight": up}
-        else:
-            found[name + ".weight" if name.endswith("experts.down_proj") else name] = tensor
-    return found
 
 
 _WRITERS = {

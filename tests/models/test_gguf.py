@@ -26,7 +26,8 @@ from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
 
 FAMILIES = (
-    "bamba", "gemma2", "gemma3", "gemma3-capped-tied",
+    "bamba", "deepseek-v2", "deepseek-v2-three-of-eight-experts-in-groups", "deepseek-v3",
+    "deepseek-v3-three-of-eight-experts-in-groups", "deepseek-v3-no-experts", "gemma2", "gemma3", "gemma3-capped-tied",
     "granite-moe-hybrid", "granite-moe-hybrid-rope-two-of-four-experts", "granite-moe-hybrid-no-experts", "jamba",
     "jamba-two-of-four-experts", "jamba-no-attention", "lfm2", "lfm2-biases-untied",
     "lfm2-moe-three-of-four-experts", "llama", "llama-biases-tied", "llama-3-rope", "mamba", "mamba-bias-untied",
@@ -47,6 +48,8 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Pat
     config = CONFIGS[name.removesuffix("-tied") if "gemma" in name else name]()
     if "gemma" in name:  # no file says another scale of scores than that of its heads' width
         config.query_pre_attn_scalar, config.tie_word_embeddings = config.head_dim, True
+    if "mscale" in (rope := getattr(config, "rope_parameters", None) or {}):
+        rope["mscale"] = rope["mscale_all_dim"]  # no file says both
     if hasattr(config, "time_step_limit"):
         config.time_step_limit = (0.0, float("inf"))  # llama.cpp knows no other
     if config.model_type == "lfm2_moe":
@@ -56,6 +59,15 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Pat
     model = load_model(write_gguf(folder, tmp_path / "model.gguf"))
     assert expected.std() > 0.5 and model.memory_spec.dtype == torch.float32
     assert (logits(model) - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "granite-moe-hybrid-rope-two-of-four-experts", "qwen3.5-moe"])
+def test_experts_whose_first_products_are_one_tensor(name: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, CONFIGS[name]())
+    expected = logits(load_model(write_gguf(folder, tmp_path / "apart.gguf")))
+    path = write_gguf(folder, tmp_path / "fused.gguf", fuses_experts=True)
+    assert any("ffn_gate_up_exps" in tensor for tensor in GgufFile(path))
+    assert torch.equal(logits(load_model(path)), expected)
 
 
 def test_falcon_h1_whose_factors_are_in_its_weights(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.gguf.file import GgufFile, import_gguf
 from hybridmem.models.loading.gguf.names import expert_of, known_name, layer_of
-from hybridmem.models.loading.gguf.undo import interleave_by_key_head, undo
+from hybridmem.models.loading.gguf.undo import interleave_by_key_head, keys_and_values, undo
 from hybridmem.models.weights.checkpoint import MOST_MAPPED_BYTES, Checkpoint
 from hybridmem.models.weights.dry import joined
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _QKVZ = ".linear_attn.in_proj_qkvz.weight"
+_KEYS_AND_VALUES = ".self_attn.kv_b_proj.weight"
 _HALVES = {"shared_mlp.input_linear": "shared_mlp", "block_sparse_moe.input_linear": "experts"}
 
 
@@ -84,16 +85,21 @@ class GgufCheckpoint(Checkpoint):
     def _sources(self, name: str) -> list[str]:
         """Return the names of the tensors in the file from which a tensor is made; empty if there can be none."""
         if expert := expert_of(name):
-            return self._mapped(expert[0])
+            found = self._mapped(expert[0])
+            return [self._fused(name)] if found and found[0] not in self._file and self._fused(name) else found
         for part in _HALVES:
             if name.endswith(f".{part}.weight"):
                 layer = f"blk.{layer_of(name)}.ffn"
+                if _HALVES[part] == "experts" and (fused := self._fused(name)):
+                    return [fused]
                 suffix = "_exps" if _HALVES[part] == "experts" else self._shared_suffix(name)
                 return [f"{layer}_gate{suffix}.weight", f"{layer}_up{suffix}.weight"]
         if name.endswith(".shared_mlp.output_linear.weight"):
             return [f"blk.{layer_of(name)}.ffn_down{self._shared_suffix(name)}.weight"]
         if name.endswith(_QKVZ):
             return [f"blk.{layer_of(name)}.{part}.weight" for part in ("attn_qkv", "attn_gate")]
+        if name.endswith(_KEYS_AND_VALUES) and f"blk.{layer_of(name)}.attn_k_b.weight" in self._file:
+            return [f"blk.{layer_of(name)}.{part}.weight" for part in ("attn_k_b", "attn_v_b")]
         if self._file.architecture == "rwkv7" and name.endswith(".x_x"):
             return [f"blk.{layer_of(name)}.time_mix_lerp_fused.weight"]
         return self._mapped(known_name(self._file.architecture, name))
@@ -101,6 +107,11 @@ class GgufCheckpoint(Checkpoint):
     def _shared_suffix(self, name: str) -> str:
         """Return what the file adds to the names of an expert for all tokens, if there are others beside it."""
         return "_shexp" if f"blk.{layer_of(name)}.ffn_down_exps.weight" in self._file else ""
+
+    def _fused(self, name: str) -> str:
+        """Return the tensor with the gates and, behind them, the first products of all experts, if the file has it."""
+        fused = f"blk.{layer_of(name)}.ffn_gate_up_exps.weight"
+        return fused if fused in self._file and not name.endswith(("down_proj.weight", "w2.weight")) else ""
 
     def _mapped(self, name: str) -> list[str]:
         for prefix in ("model.", "backbone."):
@@ -112,10 +123,16 @@ class GgufCheckpoint(Checkpoint):
     def _read(self, name: str) -> Tensor:
         sources = self._sources(name)
         if expert := expert_of(name):
-            return self._read_stored(sources[0], expert[1])
+            tensor = self._read_stored(sources[0], expert[1])
+            if sources == [self._fused(name)]:
+                n = len(tensor) // 2
+                return tensor[n:] if name.endswith(("up_proj.weight", "w3.weight")) else tensor[:n]
+            return tensor
         parts = [self._read_stored(source) for source in sources]
         if name.endswith(_QKVZ):
             return interleave_by_key_head(self._config, *parts)
+        if name.endswith(_KEYS_AND_VALUES) and len(parts) == 2:
+            return keys_and_values(*parts)
         tensor = joined(*parts, dim=-2)
         return undo(self._file.architecture, self._config, name, tensor)
 

@@ -44,7 +44,11 @@ def read_gguf_config(file: GgufFile) -> PreTrainedConfig:
             f"{file.path} holds a model of architecture {file.architecture!r}; these are read from GGUF files: "
             f"{', '.join(sorted(_ARCHITECTURES))}"
         )
-    model_class, model_type, describe = _BAMBA if _is_bamba(file) else _ARCHITECTURES[file.architecture]
+    model_class, model_type, describe = _ARCHITECTURES[file.architecture]
+    if _is_bamba(file):
+        model_class, model_type, describe = _BAMBA
+    elif _is_deepseek_v3(file):
+        model_class, model_type, describe = _DEEPSEEK_V3
     ARCHITECTURES[model_class]  # its module may bring a config that transformers lacks
     try:
         with compiler_when_called():
@@ -108,6 +112,51 @@ def _gemma3(file: GgufFile) -> Fields:
     in_windows = {"rope_type": "default", "rope_theta": float(file.own("rope.freq_base_swa", 10000.0))}
     rope = {"full_attention": fields["rope_parameters"], "sliding_attention": in_windows}
     return fields | {"rope_parameters": rope, "sliding_window": window or None}
+
+
+def _deepseek2(file: GgufFile) -> Fields:
+    """Return what DeepSeek-V2 and V3 have in common. As many keys as query heads are made of one latent for all."""
+    if file.own("attention.key_length_mla", is_needed=False) is None:
+        raise UnsupportedModelError(
+            f"{file.path} has no attention.key_length_mla, as files of DeepSeek before May 2025; convert it again"
+        )
+    if file.own("attention.temperature_scale", 0.0):
+        raise UnsupportedModelError(f"{file.path} scales scores by their positions, which is not implemented")
+    n_rotary, n_heads = int(file.own("rope.dimension_count")), largest(file.own("attention.head_count"))
+    rope = rope_fields(file, head_dim=n_rotary)
+    if (weight := file.own("rope.scaling.yarn_log_multiplier", 0.0)) and rope["rope_parameters"]["rope_type"] == "yarn":
+        # The converter multiplies it by 0.1. Published models have the same `mscale`, so that angles are not scaled.
+        rope["rope_parameters"] |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * weight, 6))
+    n_inner = largest(file.own("expert_feed_forward_length"))
+    n_dense = file.own("leading_dense_block_count", 0)
+    return {
+        **rope, "num_attention_heads": n_heads, "num_key_value_heads": n_heads, "rms_norm_eps": rms_eps(file),
+        "intermediate_size": largest(file.own("feed_forward_length")), "attention_bias": False,
+        "kv_lora_rank": file.own("attention.kv_lora_rank"), "qk_rope_head_dim": n_rotary, "head_dim": n_rotary,
+        "q_lora_rank": file.own("attention.q_lora_rank") if has_part(file, "attn_q_a.weight") else None,
+        "qk_nope_head_dim": file.own("attention.key_length_mla") - n_rotary,
+        "v_head_dim": file.own("attention.value_length_mla"),
+        "first_k_dense_replace": n_dense if file.own("expert_count", 0) else count_layers(file),
+        "n_routed_experts": file.own("expert_count", 0), "n_shared_experts": file.own("expert_shared_count", 0),
+        "num_experts_per_tok": file.own("expert_used_count", 0), "moe_intermediate_size": n_inner,
+        "n_group": file.own("expert_group_count", 1), "topk_group": file.own("expert_group_used_count", 1),
+        "norm_topk_prob": bool(file.own("expert_weights_norm", default=False)),
+        "routed_scaling_factor": float(file.own("expert_weights_scale", 1.0)),
+    }  # fmt: skip
+
+
+def _deepseek_v2(file: GgufFile) -> Fields:
+    fields = _deepseek2(file)
+    return fields | {"topk_method": "greedy" if fields["n_group"] == 1 else "group_limited_greedy"}
+
+
+def _is_deepseek_v3(file: GgufFile) -> bool:
+    """True if experts are chosen by their sigmoids; the file's architecture is that of DeepSeek-V2 for both."""
+    return file.architecture == "deepseek2" and file.own("expert_gating_func", _SOFTMAX) == _SIGMOID
+
+
+_SOFTMAX, _SIGMOID = 1, 2
+"""How experts are scored, as files say it."""
 
 
 def _jamba(file: GgufFile) -> Fields:
@@ -318,8 +367,10 @@ def _qwen3_next(file: GgufFile) -> Fields:
 
 
 _BAMBA = ("BambaForCausalLM", "bamba", _bamba)
+_DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek2)
 
 _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
+    "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek_v2),
     "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
     "gemma2": ("Gemma2ForCausalLM", "gemma2", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),

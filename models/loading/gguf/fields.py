@@ -76,11 +76,15 @@ def head_dim_of(file: GgufFile) -> int:
     return int(file.own("attention.key_length", file.own("embedding_length") // n_heads))
 
 
-def rope_fields(file: GgufFile) -> Fields:
-    """Return the rotary embedding's parameters, whose kind llama.cpp keeps in several ways."""
+def rope_fields(file: GgufFile, *, head_dim: int | None = None) -> Fields:
+    """Return the rotary embedding's parameters, whose kind llama.cpp keeps in several ways.
+
+    Args:
+        head_dim: how many elements of a head may be rotated; by default all.
+    """
     theta = float(file.own("rope.freq_base", 10000.0))
     kind = file.own("rope.scaling.type", "none")
-    head_dim = head_dim_of(file)
+    head_dim = head_dim or head_dim_of(file)
     share = file.own("rope.dimension_count", head_dim) / head_dim
     found: Fields = {"rope_theta": theta, "rope_type": "default"}
     if share != 1.0:
@@ -94,6 +98,9 @@ def rope_fields(file: GgufFile) -> Fields:
             "rope_type": "yarn", "factor": float(file.own("rope.scaling.factor")),
             "original_max_position_embeddings": int(file.own("rope.scaling.original_context_length")),
         }  # fmt: skip
+        for name, key in (("beta_fast", "beta_fast"), ("beta_slow", "beta_slow"), ("attention_factor", "attn_factor")):
+            if (value := file.own(f"rope.scaling.yarn_{key}", is_needed=False)) is not None:
+                found[name] = float(value)
     elif kind != "none":
         raise UnsupportedModelError(
             f"{file.path} scales rotary embeddings by {kind!r}; read are linear, yarn and llama3"

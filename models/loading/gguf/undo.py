@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybridmem.models.weights.coded import CodedTensor
+from hybridmem.models.weights.coded import CodedTensor, as_floats
 from hybridmem.models.weights.dry import joined
 
 if TYPE_CHECKING:
@@ -85,3 +85,9 @@ def interleave_by_key_head(config: PreTrainedConfig, qkv: Tensor, z: Tensor) -> 
         return joined(qkv, z)  # its shape will be refused, or is all that it has
     parts = (*torch.split(qkv, [n_q, n_q, n_v]), z)
     return torch.cat([part.reshape(n_keys, -1, part.shape[-1]) for part in parts], 1).flatten(0, 1)
+
+
+def keys_and_values(keys_HLN: Tensor, values_HVL: Tensor) -> Tensor:
+    """Return DeepSeek's kv_b_proj (heads x (N + V), L), whose keys the file has apart and transposed."""
+    keys, values = as_floats(keys_HLN).transpose(1, 2), as_floats(values_HVL)
+    return joined(keys, values, dim=1).flatten(0, 1)
