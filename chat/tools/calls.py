@@ -135,13 +135,18 @@ class Literals:
         """Return the terms that match a text."""
         return " ".join(part if is_token else json.dumps(part) for part, is_token in self._parts(text))
 
-    def until(self, text: str) -> tuple[str, str]:
-        """Return a term for any text up to a text, that one included, and the attributes of its rule."""
+    def until(self, text: str, most: int | None = None) -> tuple[str, str]:
+        """Return a term for any text up to a text, that one included, and the attributes of its rule.
+
+        Args:
+            most: so many characters stand before the text at most. None: any number.
+        """
         parts = self._parts(text)
         first = "" if not parts or parts[0][1] else _in_pattern(parts[0][0])
         after = " ".join(part if is_token else json.dumps(part) for part, is_token in parts[1 if first else 0 :])
         # Ordinary text has no tokens, so it ends before one. Without tokens, it ends where the text is complete.
-        return f"/(.|\\n)*{first}/ {after}".rstrip(), "" if after else "[lazy]"
+        times = "*" if most is None else f"{{0,{most}}}"
+        return f"/(.|\\n){times}{first}/ {after}".rstrip(), "" if after else "[lazy]"
 
     def _parts(self, text: str) -> list[tuple[str, bool]]:
         """Cut a text into tokens and what stands between them."""

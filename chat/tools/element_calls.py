@@ -46,13 +46,13 @@ class ElementCalls(FramedCalls):
     def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
         names = [f"call{i}" for i in range(len(tools))]
         writer = _Writer(self, literals)
-        rules = [self.frame.rule(names, literals, is_parallel=is_parallel), *writer.rules]
+        rules = [self.frame.rule(names, literals, is_parallel=is_parallel)]
         for name, tool in zip(names, tools, strict=True):
             values = ValueRules(f"{name}v", tool.parameters, writer)
             members = {key: values.of(schema) for key, schema in properties_of(tool).items()}
             body = f"{json.dumps(tool.name)} {literals(self.name_end)} {writer.elements(members, required_of(tool))}"
             rules += [f"{name}: {body}", *values.rules]
-        return "\n".join(rules)
+        return "\n".join([*rules, *writer.rules])
 
 
 class _Writer:
@@ -60,13 +60,18 @@ class _Writer:
 
     def __init__(self, calls: ElementCalls, literals: Literals) -> None:
         self._calls, self._literals, self._prefix = calls, literals, literals(calls.prefix)
-        text, how = literals.until(calls.prefix)
-        self.rules = [f"element_text{how}: {text}"]
+        self._texts: dict[int | None, str] = {}
+        self.text(None)
+
+    @property
+    def rules(self) -> list[str]:
+        return list(self._texts.values())
 
     def text(self, most: int | None) -> str:
-        if most is None or "[" not in self._prefix:
-            return "element_text"
-        return f"/(.|\\n){{0,{most}}}/ {self._prefix}"
+        name = "element_text" if most is None else f"element_text{most}"
+        text, how = self._literals.until(self._calls.prefix, most)
+        self._texts[most] = f"{name}{how}: {text}"
+        return name
 
     def word(self, text: str) -> str:
         return f"{json.dumps(text)} {self._prefix}"

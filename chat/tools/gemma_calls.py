@@ -44,29 +44,35 @@ class GemmaCalls(FramedCalls):
     def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
         names = [f"call{i}" for i in range(len(tools))]
         writer = _Writer(self.quote, literals)
-        rules = [self.frame.rule(names, literals, is_parallel=is_parallel), *writer.rules]
+        rules = [self.frame.rule(names, literals, is_parallel=is_parallel)]
         for name, tool in zip(names, tools, strict=True):
             values = ValueRules(f"{name}v", tool.parameters, writer)
             members = {key: values.of(schema) for key, schema in properties_of(tool).items()}
             rules += [f"{name}: {json.dumps(tool.name)} {writer.members(members, required_of(tool))}", *values.rules]
-        return "\n".join(rules)
+        return "\n".join([*rules, *writer.rules])
 
 
 class _Writer:
     def __init__(self, quote: str, literals: Literals) -> None:
-        self._quote = literals(quote)
-        text, how = literals.until(quote)
-        self.rules = [
-            f"quoted: {self._quote} quoted_end", f"quoted_end{how}: {text}",
+        self._quote, self._text, self._literals = literals(quote), quote, literals
+        self._texts: dict[int | None, str] = {}
+        self.text(None)
+
+    @property
+    def rules(self) -> list[str]:
+        """Return the rules of texts, and of values of any type."""
+        return [
+            *self._texts.values(),
             f'whatever: quoted | %json {{"type": ["number", "boolean", "null"]}} | {self.array("whatever", 0, None)}'
             ' | "{" (whatever_member ("," whatever_member)*)? "}"',
             'whatever_member: /[A-Za-z0-9_$-]+/ ":" whatever',
-        ]  # fmt: skip
+        ]
 
     def text(self, most: int | None) -> str:
-        if most is None or "[" not in self._quote:
-            return "quoted"
-        return f"{self._quote} /(.|\\n){{0,{most}}}/ {self._quote}"
+        name = "quoted" if most is None else f"quoted{most}"
+        text, how = self._literals.until(self._text, most)
+        self._texts[most] = f"{name}: {self._quote} {name}_end\n{name}_end{how}: {text}"
+        return name
 
     def word(self, text: str) -> str:
         return f"{self._quote} {json.dumps(text)} {self._quote}"

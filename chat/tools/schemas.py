@@ -70,6 +70,17 @@ def _allowed(schema: object, root: object, depth: int) -> Allowed:
     return _all_of(found)
 
 
+def longest_text(schema: object, root: object) -> int | None:
+    """Return how long a text may be whose length is all that a schema says of it. None: it says something else."""
+    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+        schema = resolve(schema["$ref"], root)
+    if not isinstance(schema, dict) or schema.get("type") != "string":
+        return None
+    most = schema.get("maxLength")
+    is_alone = not schema.keys() & {"enum", "const", "pattern", "format", "minLength", "anyOf", "oneOf", "allOf"}
+    return most if is_alone and type(most) is int and 0 <= most <= 10_000 else None
+
+
 def resolve(reference: str, root: object) -> object:
     """Return the part of a schema to which a reference points, such as "#/$defs/Name". None: there is none."""
     if not reference.startswith("#"):

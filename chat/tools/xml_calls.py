@@ -40,7 +40,7 @@ from hybridmem.chat.tools.example import (
     spread_index,
 )
 from hybridmem.chat.tools.frames import Frame, FramedCalls, flexible
-from hybridmem.chat.tools.schemas import allowed_by, value_of
+from hybridmem.chat.tools.schemas import allowed_by, longest_text, value_of
 from hybridmem.chat.tools.tool_schemas import argument_rule, properties_of, required_of
 
 _MOST_TRIES = 5_000
@@ -107,6 +107,10 @@ class XmlCalls(FramedCalls):
             key_end, texts = self.key_ends[0], allowed.literals
             if allowed.is_text:
                 rules.append(f"text{i}_{k}{how}: {any_text}")
+                body = f"text{i}_{k}"
+            elif (most := longest_text(schema, tool.parameters)) is not None:
+                bounded, how_bounded = literals.until(self.value_end, most)
+                rules.append(f"text{i}_{k}{how_bounded}: {bounded}")
                 body = f"text{i}_{k}"
             elif texts and all(isinstance(text, str) for text in texts):
                 body = f"({' | '.join(json.dumps(text) for text in texts)}) {literals(self.value_end)}"

@@ -181,7 +181,9 @@ def test_a_required_call_is_readable_whatever_is_drawn(
                 assert (name, arguments) == ("time", {})
 
 
-def draw_text(grammar: Any, tokenizer: Tokenizer, seed: int, opening: str) -> str:
+def draw_text(
+    grammar: Any, tokenizer: Tokenizer, seed: int, opening: str, *, shows_special: bool = False
+) -> str:  # fmt: skip
     sampler = Sampler(
         Sampling(temperature=1.0, seed=seed, length_decay=(20, 1.5)), stop_ids=(tokenizer.eos_token_id,),
         matcher=grammar.matcher(),
@@ -192,8 +194,8 @@ def draw_text(grammar: Any, tokenizer: Tokenizer, seed: int, opening: str) -> st
     generator = torch.Generator().manual_seed(seed)
     while not sampler.is_stopped:
         ids.append(sampler.choose(torch.randn(len(tokenizer), generator=generator)))
-        assert len(ids) < 800
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
+        assert len(ids) < 8000
+    return str(tokenizer.decode(ids, skip_special_tokens=not shows_special))
 
 
 def test_a_family_is_known_by_its_template_or_its_tokens(tokenizer: Tokenizer) -> None:
