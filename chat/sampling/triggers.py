@@ -5,7 +5,6 @@ Before the mark the reply is free, and costs no masks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 
@@ -19,15 +18,25 @@ class Mark:
 
     Attributes:
         text: its text.
-        token_id: the token that it is. None: it is ordinary text.
+        pieces: the tokens and the ordinary texts of which it consists.
     """
 
     text: str
-    token_id: int | None = None
+    pieces: tuple[int | str, ...]
 
-    @classmethod
-    def of(cls, text: str, token_ids: Mapping[str, int]) -> Mark:
-        return cls(text, token_ids.get(text))
+    @property
+    def token_id(self) -> int | None:
+        """Return the token that the mark is. None: it is not a single one."""
+        (first, *others) = self.pieces
+        return first if isinstance(first, int) and not others else None
+
+    def tokens(self, grammar: Grammar, behind: bytes) -> list[int]:
+        """Return the tokens of the mark and of the text behind it."""
+        texts = [*self.pieces]
+        if texts and isinstance(texts[-1], str):
+            behind = texts.pop().encode() + behind  # type: ignore[union-attr]
+        ids = [i for each in texts for i in ([each] if isinstance(each, int) else grammar.tokenize(each.encode()))]
+        return ids + (grammar.tokenize(behind) if behind else [])
 
     def end_in(self, token_id: int, tail: bytes, n_new: int) -> int | None:
         """Return how many bytes of the newest token stand behind the mark. None: the token does not complete it.
@@ -106,9 +115,7 @@ class Trigger:
         self._tail = b""
         mark, grammar = self._calls.begin, self._calls.grammar
         matcher = grammar.matcher()
-        text = behind if mark.token_id is not None else mark.text.encode() + behind
-        ids = [] if mark.token_id is None else [mark.token_id]
-        ids += grammar.tokenize(text) if text else []
+        ids = mark.tokens(grammar, behind)
         if matcher.count_allowed(ids) < len(ids):
             return None
         for each in ids:

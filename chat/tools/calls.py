@@ -148,6 +148,10 @@ class Literals:
         times = "*" if most is None else f"{{0,{most}}}"
         return f"/(.|\\n){times}{first}/ {after}".rstrip(), "" if after else "[lazy]"
 
+    def pieces(self, text: str) -> tuple[int | str, ...]:
+        """Return the tokens and the ordinary texts of which a text consists."""
+        return tuple(int(part[2:-2]) if is_token else part for part, is_token in self._parts(text))
+
     def _parts(self, text: str) -> list[tuple[str, bool]]:
         """Cut a text into tokens and what stands between them."""
         parts, at = list[tuple[str, bool]](), 0
@@ -173,6 +177,11 @@ class CallFormat(Protocol):
     @property
     def begun_by(self) -> str:
         """Return the mark with which the text of its grammar begins. It is empty if there is none."""
+        ...
+
+    @property
+    def has_blocks(self) -> bool:
+        """Return whether what begins with this mark may hold several calls."""
         ...
 
     @property

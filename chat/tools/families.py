@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from hybridmem.chat.special_tokens import template_text
-from hybridmem.chat.tools.calls import CallFormat
+from hybridmem.chat.tools.calls import CallFormat, Literals
 from hybridmem.chat.tools.element_calls import infer_element_calls
 from hybridmem.chat.tools.example import NAME, Example
 from hybridmem.chat.tools.frames import Frame
@@ -82,6 +83,10 @@ class Habits:
     token_ids: Mapping[str, int] = field(default_factory=dict)
     has_channels: bool = False
     lacks: frozenset[str] = frozenset()
+
+    @cached_property
+    def literals(self) -> Literals:
+        return Literals(self.token_ids)
 
     def hidden_ids(self, calls: CallFormat | None) -> frozenset[int]:
         """Return the special tokens that are no marks of a reply with such calls, and have no text in it."""

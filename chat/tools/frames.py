@@ -80,6 +80,10 @@ class FramedCalls:
         return self.frame.mark
 
     @property
+    def has_blocks(self) -> bool:
+        return bool(self.frame.begin.strip())
+
+    @property
     def is_bare(self) -> bool:
         return False
 

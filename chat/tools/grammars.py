@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from hybridmem.chat.sampling.grammar import Grammar, GrammarError, Grammars, json_rule
@@ -67,7 +68,7 @@ def make_grammar(
         assert shape is not None, "there is one of the two"
         return _alone(grammars, shape)
 
-    literals = Literals(habits.token_ids)
+    literals = habits.literals
     bodies, rules = [], []
     if shape is not None and not must_call:
         bodies.append(f"{content_opening(literals)} content" if habits.has_channels else "content")
@@ -96,13 +97,20 @@ def make_calls_grammar(
     begin = calls.format.begun_by
     if not begin:
         return None
-    literals, ids = Literals(habits.token_ids), habits.token_ids
-    rules = calls.format.rules(calls.tools, literals, is_parallel=calls.is_parallel)
-    thoughts = (Mark.of(habits.thoughts.begin, ids), Mark.of(habits.thoughts.end, ids)) if habits.thinks else None
+    literals = habits.literals
+    # Where each call has a mark of its own, its grammar ends with it, and the next mark begins a new one.
+    is_parallel = calls.is_parallel and calls.format.has_blocks
+    rules = calls.format.rules(calls.tools, literals, is_parallel=is_parallel)
+    mark, own = partial(_mark, literals), habits.thoughts
+    thoughts = (mark(own.begin), mark(own.end)) if habits.thinks else None
     return CallGrammar(
-        grammars.lark(f"start: calls\n{rules}"), Mark.of(begin, ids), tokens, thoughts, is_thinking,
+        grammars.lark(f"start: calls\n{rules}"), mark(begin), tokens, thoughts, is_thinking,
         is_single=not calls.is_parallel,
     )  # fmt: skip
+
+
+def _mark(literals: Literals, text: str) -> Mark:
+    return Mark(text, literals.pieces(text))
 
 
 def _alone(grammars: Grammars, shape: Shape) -> Grammar:

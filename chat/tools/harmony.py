@@ -40,6 +40,10 @@ class HarmonyCalls:
         return f"to={_FUNCTIONS}"
 
     @property
+    def has_blocks(self) -> bool:
+        return False
+
+    @property
     def is_bare(self) -> bool:
         return False
 

@@ -57,6 +57,10 @@ class JsonCalls:
         return self.frame.mark
 
     @property
+    def has_blocks(self) -> bool:
+        return bool(self.frame.begin.strip())
+
+    @property
     def literals(self) -> tuple[str, ...]:
         return (*self.frame.texts, *self.other_marks)
 

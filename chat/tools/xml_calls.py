@@ -278,7 +278,9 @@ class _Reading:
         if (at, name, seen) in self._failed:
             return
         closing = self._patterns.closing.match(self._text, at)
-        if closing is not None and (not self._is_whole or self._required(name) <= set(seen)):
+        # A word behind a mark is a call only if it is a function's name, or if the call has more than the word.
+        is_call = bool(seen) or name in self._tools or bool(closing and closing[0].strip())
+        if closing is not None and is_call and (not self._is_whole or self._required(name) <= set(seen)):
             yield {}, closing.end()
         key = self._patterns.key.match(self._text, at)
         if key is not None and self._may_have(name, key[1], seen):
