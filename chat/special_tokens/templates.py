@@ -2,8 +2,8 @@
 
 Templates agree on little more than roles and contents. Everybody here passes messages in one form: contents are texts
 (their parts joined, null as ""), and the arguments of calls are objects. A template that wants another form gets it:
-contents as lists of parts, arguments as text, or ids of nine letters and digits. A template is a program of the
-checkpoint, and may raise anything.
+contents as lists of parts, arguments as text, ids of nine letters and digits, or an empty list of tools. A template is
+a program of the checkpoint, and may raise anything.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> s
     try:
         return _render(tokenizer, [first(message) for message in messages], options)
     except Exception:
+        if not options.get("tools"):  # Templates that are only for tools read them without asking.
+            with suppress(Exception):
+                return _render(tokenizer, [first(message) for message in messages], {**options, "tools": []})
         if any("tool_calls" in message or "tool_call_id" in message for message in messages):
             for form in _FORMS:
                 with suppress(Exception):

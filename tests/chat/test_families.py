@@ -157,6 +157,11 @@ def test_a_template_that_wants_contents_in_parts_gets_parts() -> None:
     assert render(tokenizer, [{"role": "user", "content": "QQQ"}]) == "<|turn|>user\nQQQ<|end|><|turn|>assistant\n"
 
 
+def test_a_template_that_is_only_for_tools_is_rendered_without_them() -> None:
+    tokenizer = with_template("hermes", "{% if tools %}", "{% for t in tools %}{{ t.name }}{% endfor %}{% if tools %}")
+    assert render(tokenizer, [{"role": "user", "content": "QQQ"}]) == "<|turn|>user\nQQQ<|end|><|turn|>assistant\n"
+
+
 def test_what_a_template_drops_is_noticed() -> None:
     plain = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
     assert find_habits(make_byte_tokenizer(plain)).lacks == {"tools", "tool_calls", "reasoning_content"}

@@ -55,6 +55,6 @@ def vocabularies() -> Path:
 
 
 @pytest.fixture(scope="session")
-def templates() -> Path:
-    """The folder with chat templates of many models."""
-    return of_package("templates")
+def templates() -> dict[str, str]:
+    """Name -> source of chat templates of many models."""
+    return {path.stem: path.read_text() for path in sorted(of_package("templates").glob("*.jinja"))}
