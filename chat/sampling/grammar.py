@@ -98,8 +98,14 @@ class Grammars:
                 self._kept.move_to_end(source)
                 return self._kept[source]
         _check_numbers(lark)
-        if self._trial is not None and (why := self._trial.why_not(source)) is not None:
-            raise GrammarError(why)
+        if (trial := self._trial) is not None:
+            # The process for trials starts while this one reads the vocabulary.
+            reading = threading.Thread(target=lambda: self._vocabulary, daemon=True)
+            reading.start()
+            why = trial.why_not(source)
+            reading.join()
+            if why is not None:
+                raise GrammarError(why)
         matcher = _library().LLMatcher(self._vocabulary, source, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # This fails if no reply can begin, as with {"$ref": "#"}.

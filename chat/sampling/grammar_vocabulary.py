@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from copy import copy
 from typing import Any
 from uuid import uuid4
 
@@ -20,10 +19,7 @@ _PARTS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s\[][
 
 def with_hidden_names(tokenizer: Any) -> str:
     """Return a fast tokenizer as JSON, with other names for its added tokens. Their ids stay."""
-    backend = copy(tokenizer.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
-    described = json.loads(backend.to_str())
+    described = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
     secret = uuid4().hex
     names = {token["content"]: f"<|{secret}{token['id']}|>" for token in described["added_tokens"]}
     for token in described["added_tokens"]:
@@ -32,7 +28,7 @@ def with_hidden_names(tokenizer: Any) -> str:
     _rename(model, names)
     # These add tokens around a text, by their names. They are never asked to.
     described["post_processor"] = None
-    return json.dumps(described)
+    return json.dumps(described, ensure_ascii=False, separators=(",", ":"))
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
@@ -46,7 +42,10 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["unk_token"] = names.get(unknown, unknown)
     if isinstance(merges := model.get("merges"), list):
         pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
-        model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
+        # A name is a part of a longer word only if another merge has made it.
+        if any(a + b in names for a, b in pairs):
+            pairs = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
+        model["merges"] = pairs
 
 
 def with_ids(lark: str, token_ids: Mapping[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from hybridmem.chat.server.logprobs import chat_logprobs, prompt_logprobs
 from hybridmem.chat.server.replies import Piece
 from hybridmem.chat.tools.calls import CallPart
 from hybridmem.chat.tools.reading import Part, Reader
+
+_OWN_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 @dataclass
@@ -33,14 +36,15 @@ class Said:
             return
         while len(self.calls) <= part.call.index:
             function = {"name": "", "arguments": ""}
-            self.calls.append({"id": new_call_id(), "type": "function", "function": function})
+            self.calls.append({"id": id_of(part.call), "type": "function", "function": function})
         function = self.calls[part.call.index]["function"]
         function["name"] += part.call.name
         function["arguments"] += part.call.arguments
 
 
-def new_call_id() -> str:
-    return f"call_{uuid4().hex[:24]}"
+def id_of(call: CallPart) -> str:
+    """Return the id of a new call: the model's own if it is one of Mistral's, which no other call has."""
+    return call.id if _OWN_ID.fullmatch(call.id) else f"call_{uuid4().hex[:24]}"
 
 
 def read_whole(reader: Reader, text: str) -> Said:
@@ -145,4 +149,4 @@ def _call_delta(call: CallPart) -> dict[str, Any]:
     if not call.name:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": new_call_id(), "type": "function", "function": function}
+    return {"index": call.index, "id": id_of(call), "type": "function", "function": function}

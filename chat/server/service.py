@@ -226,9 +226,10 @@ class Service:
             The request, the arguments of the engine, and a function that makes the reader of a reply.
         """
         body = await request.body()
-        asked, token_ids, output, new_reader = await self.texts.run(
+        asked, token_ids, is_thinking = await self.texts.run(
             len(body), lambda texts: self.read_chat(texts, body, read), param="messages"
         )
+        output, new_reader = await self.form_of(asked, is_thinking=is_thinking)
         messages = [message.as_template_knows() for message in asked.messages]
         notes = [*asked.left_out_of(self.shaping.habits.template), *self.shaping.notes_on(asked, messages)]
         exchange_of(request.scope).note_left_out([*asked.left_out, *notes])
@@ -254,17 +255,18 @@ class Service:
     ) -> tuple[CompletionRequest, list[Ask]]:
         """Read prompts that are to be continued, in whatever dialect, as `ask_chat` reads a chat. Raises ApiError."""
         body = await request.body()
-        asked, encoded, output = await self.texts.run(
+        asked, encoded = await self.texts.run(
             len(body), lambda texts: self._read_completion(texts, body, read), param="prompt"
         )
+        output = await self.shaping.plain(asked.shape, asked.n_logprobs)
         exchange_of(request.scope).note_left_out(asked.left_out)
         owner = self.owners.of_prefixes(request.headers.get, asked)
         return asked, [self._ask(asked, ids, asked.max_tokens, owner, output, param="prompt") for ids in encoded]
 
     def read_chat(
         self, texts: Tokenizer, body: bytes, read: Callable[[bytes], ChatRequest]
-    ) -> tuple[ChatRequest, list[int], Output, NewReader]:
-        """Read a request, its tokens, and the form of its reply. Raises ApiError."""
+    ) -> tuple[ChatRequest, list[int], bool]:
+        """Read a request and its tokens, and whether they end in the middle of thoughts. Raises ApiError."""
         check_lists(body, self.context_tokens, param="messages")
         asked = read(body)
         self.check_model(asked.model)
@@ -274,12 +276,18 @@ class Service:
             token_ids = self.encode_chat(texts, asked, messages)
         except FormatError as error:
             raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
-        output, new_reader = self.shaping.shape(texts, token_ids, asked.shape, asked, asked.n_logprobs)
-        return asked, token_ids, replace(output, continues_text=asked.continue_final_message), new_reader
+        return asked, token_ids, self.shaping.is_thinking(texts, token_ids)
+
+    async def form_of(self, asked: ChatRequest, *, is_thinking: bool) -> tuple[Output, NewReader]:
+        """Return the form of a reply, and a function that makes its reader. Raises ApiError."""
+        output, new_reader = await self.shaping.shape(
+            asked.shape, asked, is_thinking=is_thinking, logprobs=asked.n_logprobs
+        )
+        return replace(output, continues_text=asked.continue_final_message), new_reader
 
     def _read_completion(
         self, texts: Tokenizer, body: bytes, read: Callable[[bytes], CompletionRequest]
-    ) -> tuple[CompletionRequest, list[list[int]], Output]:
+    ) -> tuple[CompletionRequest, list[list[int]]]:
         """Read a request and the tokens of its prompts. Raises ApiError."""
         check_lists(body, self.context_tokens, param="prompt")
         asked = read(body)
@@ -288,7 +296,7 @@ class Service:
             if not isinstance(prompt, str):  # Too many token ids are refused before any text is encoded.
                 self._reply_tokens(len(prompt), asked.max_tokens, param="prompt")
         encoded = [self.encode(texts.for_another_prompt(), prompt, "prompt") for prompt in asked.prompt]
-        return asked, encoded, self.shaping.plain(asked.shape, asked.n_logprobs)
+        return asked, encoded
 
     @property
     def n_vocab(self) -> int:

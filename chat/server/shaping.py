@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -36,29 +38,46 @@ class Shaping:
         self.habits = find_habits(tokenizer)
         self._grammars = Grammars(tokenizer, n_vocab, end_ids, is_guarded=True)
         self._tokens = TokenBytes(tokenizer)
+        self._thread = ThreadPoolExecutor(1, "grammars")
 
     def close(self) -> None:
-        """End the process that tries the grammars of clients."""
+        """End the process that tries the grammars of clients, and the thread that compiles them."""
         self._grammars.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def shape(
-        self, texts: Tokenizer, token_ids: Sequence[int], shape: Shape | None, asked: ToolFields,
-        logprobs: int | None = None,
-    ) -> tuple[Output, NewReader]:  # fmt: skip
-        """Return the options for the engine, and a function that makes a reader for each choice.
+    def is_thinking(self, texts: Tokenizer, token_ids: Sequence[int]) -> bool:
+        """Return whether a prompt ends with the mark that begins thoughts.
 
         Args:
             texts: a tokenizer for this thread.
-            token_ids: the tokens of the prompt. They may end with the mark that begins thoughts.
+        """
+        end = str(texts.decode(list(token_ids[-_TAIL_TOKENS:]), skip_special_tokens=False)).rstrip()
+        return self.habits.thinks and end.endswith(self.habits.thoughts.begin.strip())
+
+    async def shape(
+        self, shape: Shape | None, asked: ToolFields, *, is_thinking: bool = False, logprobs: int | None = None
+    ) -> tuple[Output, NewReader]:
+        """Return the options for the engine, and a function that makes a reader for each choice.
+
+        A new grammar is compiled in a thread of its own, where neither other requests nor the engine wait for it.
+
+        Args:
+            is_thinking: whether the prompt ends with the mark that begins thoughts.
         Raises:
             ApiError: 400 if something cannot be enforced, before anything is generated. The message names it.
         """
+        work = partial(self._shape, shape, asked, is_thinking=is_thinking, logprobs=logprobs)
+        if shape is None and not asked.callable_tools():
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _shape(
+        self, shape: Shape | None, asked: ToolFields, *, is_thinking: bool, logprobs: int | None
+    ) -> tuple[Output, NewReader]:
         habits, tools = self.habits, asked.callable_tools()
         calls: CallFormat | None = habits.calls if tools else None
         if asked.must_call:
             calls = calls or BARE
-        end = str(texts.decode(list(token_ids[-_TAIL_TOKENS:]), skip_special_tokens=False)).rstrip()
-        is_thinking = habits.thinks and end.endswith(habits.thoughts.begin.strip())
         required = Required(tools, calls, is_parallel=asked.parallel_tool_calls) if calls is not None else None
         param = "tools" if asked.must_call or shape is None else shape.name
         try:
@@ -98,17 +117,12 @@ class Shaping:
             lacks.add("tools")
         return [*notes, *(f"{name}: {_LACKING[name]}" for name in sorted(lacks))]
 
-    def plain(self, shape: Shape | None, logprobs: int | None) -> Output:
+    async def plain(self, shape: Shape | None, logprobs: int | None) -> Output:
         """Return the options for the engine, for text that continues a prompt. Raises ApiError as `shape`.
 
         The token that ends a reply has a log probability, too: who asks for one token gets one.
         """
         if shape is None:
             return Output(logprobs=logprobs, continues_text=True, reports_end=True)
-        output, _ = self.shape(_NoText(), (), shape, ToolFields(), logprobs)
+        output, _ = await self.shape(shape, ToolFields(), logprobs=logprobs)
         return Output(grammar=output.grammar, logprobs=logprobs, reports_end=True)
-
-
-class _NoText:
-    def decode(self, token_ids: list[int], **options: Any) -> str:
-        return ""

@@ -288,7 +288,8 @@ def test_the_rest_of_a_message_keeps_the_space_before_it(plain_server: Running) 
     async def read_both() -> None:
         for body in (begun, json.dumps({"model": MODEL, "messages": CAT}).encode()):
             read = await service.texts.run(0, lambda texts, body=body: service.read_chat(texts, body, read_chat))
-            outputs.append(read[2].continues_text)
+            output, _ = await service.form_of(read[0], is_thinking=read[2])
+            outputs.append(output.continues_text)
 
     asyncio.run(read_both())
     assert outputs == [True, False]

@@ -145,13 +145,14 @@ class Replying:
             parse_special=service.options.parse_special,
         )  # fmt: skip
 
-        def work(texts: Any) -> tuple[Prompt, Output, NewReader]:
+        def work(texts: Any) -> tuple[Prompt, bool]:
             prompt = make(texts)
             self._inputs = count_nodes(texts, len(prompt.token_ids), n_before, self._inputs)
-            return prompt, *service.shaping.shape(texts, prompt.token_ids, asked.form, asked)
+            return prompt, service.shaping.is_thinking(texts, prompt.token_ids)
 
         n_bytes += sum(len(str(node.items)) for node in path)
-        return await service.texts.run(n_bytes, work, param="input")
+        prompt, is_thinking = await service.texts.run(n_bytes, work, param="input")
+        return prompt, *await service.shaping.shape(asked.form, asked, is_thinking=is_thinking)
 
     async def _stream(self, made: Made) -> AsyncGenerator[str, None]:
         events, replies, speaking = self._events, made.replies, made.speaking
