@@ -183,6 +183,8 @@ def render_guarded(
     read: Callable[[str], Rendered] = Rendered
     if not parse_special:
         messages, options, read = protect(tokenizer, messages, options)
+    if (write := getattr(tokenizer, "write_calls", None)) is not None:  # The template leaves calls out.
+        messages = [write(message) for message in messages]
     try:
         bare = getattr(tokenizer, "unbounded", tokenizer)
         text = apply_template(bare, messages, add_generation_prompt=awaits_reply, **options)

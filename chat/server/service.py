@@ -87,7 +87,9 @@ class Service:
         self.shaping = Shaping(tokenizer, engine.memory.spec.vocab_size, engine.stop_ids)
         self._created = int(time.time())
         self._live: set[Replies] = set()
-        self.texts = Texts(tokenizer, self.context_tokens, max_long=max(1, options.max_requests // 2))
+        self.texts = Texts(
+            tokenizer, self.context_tokens, max(1, options.max_requests // 2), self.shaping.habits.write_calls
+        )  # fmt: skip
 
     # Methods that run from the server's start to its end.
 

@@ -113,6 +113,8 @@ class Shaping:
         """Return what of a request's tools, calls and thoughts does not reach the model, or is not enforced."""
         notes = [note for tool in asked.offered_tools for note in left_out_of(tool)]
         lacks = {name for name in self.habits.lacks if any(message.get(name) for message in messages)}
+        if self.habits.write_calls is not None:
+            lacks.discard("tool_calls")
         if asked.offered_tools and "tools" in self.habits.lacks:
             lacks.add("tools")
         return [*notes, *(f"{name}: {_LACKING[name]}" for name in sorted(lacks))]

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.prompts import Message, Tokenizer
 from hybridmem.chat.server.errors import RETRY, ApiError, ContextError
 
 T = TypeVar("T")
@@ -32,17 +32,22 @@ class Texts:
     Args:
         context_tokens: the tokens that a prompt and its reply may have together.
         max_long: how many requests with long bodies may wait for their turn.
+        write_calls: writes the calls of a message into its content, if the chat template leaves them out.
     Attributes:
         most_bytes: the most bytes of a text, which are those of `context_tokens` times the longest token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context_tokens: int, max_long: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, context_tokens: int, max_long: int,
+        write_calls: Callable[[Message], Message] | None = None,
+    ) -> None:  # fmt: skip
         # A tokenizer may change itself at its first call. So that call is made here, while no other thread uses it.
         tokenizer.encode("a", add_special_tokens=False)
         self.context_tokens = context_tokens
         self.longest_token_bytes = find_longest_token(tokenizer)
         self.most_bytes = context_tokens * self.longest_token_bytes
         self._max_long = max_long
+        self.write_calls = write_calls
         self._n_long = 0
         self._short = _Lane(tokenizer, "texts")
         self._long = _Lane(copy.deepcopy(tokenizer), "long-texts")
@@ -124,6 +129,7 @@ class _Bounded:
     Attributes:
         unbounded: the wrapped tokenizer.
         template_options: the options of its chat template, such as its tools.
+        write_calls: as in `Texts`.
     """
 
     def __init__(
@@ -134,6 +140,7 @@ class _Bounded:
         self._param = param
         self._n_bytes = 0
         self.template_options = options or {}
+        self.write_calls = texts.write_calls
 
     def with_options(self, options: dict[str, Any]) -> _Bounded:
         """Return a new wrapper for another prompt, with options of the chat template such as its tools."""

@@ -18,6 +18,7 @@ from hybridmem.chat.tools.json_calls import JsonCalls, infer_json_calls
 from hybridmem.chat.tools.named_calls import NamedCalls, infer_named_calls
 from hybridmem.chat.tools.probing import Probe
 from hybridmem.chat.tools.python_calls import PythonCalls, infer_python_calls
+from hybridmem.chat.tools.writing import writer_of
 from hybridmem.chat.tools.xml_calls import XmlCalls, infer_xml_calls
 
 HERMES = JsonCalls(Frame(opening="<tool_call>\n", closing="\n</tool_call>", join="\n"))
@@ -87,6 +88,11 @@ class Habits:
     @cached_property
     def literals(self) -> Literals:
         return Literals(self.token_ids)
+
+    @property
+    def write_calls(self) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+        """Return what writes calls into contents, if the template leaves them out and their format is known."""
+        return writer_of(self.calls) if "tool_calls" in self.lacks else None
 
     def hidden_ids(self, calls: CallFormat | None) -> frozenset[int]:
         """Return the special tokens that are no marks of a reply with such calls, and have no text in it."""

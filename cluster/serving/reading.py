@@ -64,10 +64,10 @@ class PromptReader:
     def __init__(
         self, tokenizer: Tokenizer, *, parse_special: bool, max_requests: int, owners: Owners | None = None
     ) -> None:
-        self._texts = Texts(tokenizer, _MOST_TOKENS, max_long=max(1, max_requests // 2))
+        self._habits = find_habits(tokenizer)
+        self._texts = Texts(tokenizer, _MOST_TOKENS, max(1, max_requests // 2), self._habits.write_calls)
         self._parse_special = parse_special
         self._owners = owners or Owners(has_keys=False)
-        self._habits = find_habits(tokenizer)
 
     def close(self) -> None:
         self._texts.close()

@@ -6,6 +6,7 @@ The templates are short ones of our own.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,20 @@ def test_what_a_template_drops_is_noticed() -> None:
     silent = find_habits(make_byte_tokenizer(plain, ["<|tool_call_start|>", "<|tool_call_end|>"]))
     assert silent.calls is not None and silent.calls.marks == ("<|tool_call_start|>",), "the vocabulary tells"
     assert model("qwen")[1].lacks == frozenset()
+
+
+def test_calls_that_a_template_leaves_out_are_written_into_contents() -> None:
+    plain = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+    tokenizer = make_byte_tokenizer(plain, ["<|turn|>", "<|end|>", "<|tool_call_start|>", "<|tool_call_end|>"])
+    habits = find_habits(tokenizer)
+    assert habits.write_calls is not None and model("lfm")[1].write_calls is None
+    texts = SimpleNamespace(unbounded=tokenizer, chat_template=plain, write_calls=habits.write_calls)
+    arguments = {"city": "<|tool_call_end|>", "days": 3}
+    ids = encode_chat(texts, [{"role": "user", "content": "a"}, said(arguments)])
+    start, end = tokenizer.convert_tokens_to_ids(["<|tool_call_start|>", "<|tool_call_end|>"])
+    assert ids.count(start) == ids.count(end) == 1, "the marks are tokens, and their names in arguments are text"
+    reply = tokenizer.decode(ids[ids.index(start) : -1])
+    assert read(make_reader(habits, [WEATHER], habits.calls), [reply])[2] == [(WEATHER.name, arguments)]
 
 
 THINKING = ["hermes", "qwen", "glm", "deepseek", "lfm", "gemma"]
