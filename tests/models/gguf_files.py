@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ def write_gguf(
     *,
     leave_out: str = "",
     fuses_experts: bool = False,
+    others: Mapping[str, str] | None = None,
     world_tokens: Sequence[bytes] = (),
     **changed: Any,
 ) -> Path:
@@ -51,6 +52,7 @@ def write_gguf(
             reads in F32 only is F32: norms, convolutions and decays.
         leave_out: a tensor that is not written.
         fuses_experts: whether gates and first products of experts become one tensor.
+        others: part of a tensor's name -> the type of matrices with such names.
         world_tokens: the tokenizer's tokens, as RWKV has them, behind the one that ends texts.
         changed: metadata that are written instead.
     """
@@ -76,7 +78,8 @@ def write_gguf(
         if name == leave_out or (name == "output.weight" and config.get("tie_word_embeddings")):
             continue
         data = tensor.contiguous().numpy()
-        dtype = _dtype_of(name, data, GGMLQuantizationType[kind])
+        own = next((own for part, own in (others or {}).items() if part in name), kind)
+        dtype = _dtype_of(name, data, GGMLQuantizationType[own])
         writer.add_tensor(name, quantize(data, dtype), raw_dtype=dtype)
     if world_tokens:
         _add_world(writer, world_tokens)

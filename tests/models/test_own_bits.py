@@ -15,7 +15,9 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from transformers import PreTrainedConfig
 
-from hybridmem.models import load_model, weight_bytes
+from hybridmem.memory import HybridMemory, Step
+from hybridmem.memory.recorded import RecordedModel
+from hybridmem.models import LanguageModel, load_model, weight_bytes
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.dry import find_files
@@ -262,6 +264,34 @@ def coded_of(thing: object, seen: set[int] | None = None) -> list[str]:
     if type(thing).__module__.startswith("hybridmem.models."):
         return [name for each in vars(thing).values() for name in coded_of(each, seen)]
     return []
+
+
+class Counted:
+    """Counts how often a model runs: a replay does not run it."""
+
+    is_recordable = True
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.memory_spec, self.model, self.n_runs = model.memory_spec, model, 0
+
+    def __call__(self, step: Step) -> torch.Tensor:
+        self.n_runs += 1
+        return self.model(step)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_steps_that_read_rows_of_packed_weights_are_replayed(is_tied: bool, tmp_path: Path) -> None:
+    """Of an embedding that is also the head, or one in a form of its own, beside weights in several forms."""
+    config = llama_config(hidden_size=96, intermediate_size=64, tie_word_embeddings=is_tied)
+    path = write_gguf(write_checkpoint(tmp_path, config), tmp_path / "model.gguf", "Q4_1", others={"attn_v": "Q8_0"})
+    counted, found = Counted(load_model(path)), []
+    for each in (counted.model, RecordedModel(counted)):
+        memory = HybridMemory(counted.memory_spec, "4MiB")
+        sequence = memory.open()
+        for token in range(20):
+            with memory.step({sequence: [token]}) as step:
+                found.append(each(step).clone())
+    assert torch.equal(torch.cat(found[:20]), torch.cat(found[20:])) and counted.n_runs < 10
 
 
 def test_few_bits_of_our_own_leave_eight_to_the_vocabulary(tmp_path: Path) -> None:
