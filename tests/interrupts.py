@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -98,23 +99,29 @@ class _Tracer:
 def interrupted(
     call: Callable[[], Any], chosen: Place | None, number: int = signal.SIGINT
 ) -> tuple[Outcome, list[Place]]:
-    """Call it, with a signal before the chosen place."""
+    """Call it, with a signal before the chosen place.
+
+    Python warns of a file that an exception reached between `open` and `with`: it closes such a file when nobody refers
+    to it any more, which is soon enough here.
+    """
     tracer, old = _Tracer(chosen, number), sys.gettrace()
     outcome = Outcome(None, has_returned=False, was_interrupted=False, place=chosen)
     previous = signal.signal(number, HANDLERS[number])
-    try:
-        sys.settrace(tracer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
         try:
-            outcome.result = call()
-            outcome.has_returned = True
-            time.sleep(0)  # what waited until the call had returned is raised here
+            sys.settrace(tracer)
+            try:
+                outcome.result = call()
+                outcome.has_returned = True
+                time.sleep(0)  # what waited until the call had returned is raised here
+            finally:
+                sys.settrace(old)
+        except (KeyboardInterrupt, TimedOutError):
+            outcome.was_interrupted = True
         finally:
-            sys.settrace(old)
-    except (KeyboardInterrupt, TimedOutError):
-        outcome.was_interrupted = True
-    finally:
-        assert signal.getsignal(number) is HANDLERS[number], "the handler has not been put back"
-        signal.signal(number, previous)
+            assert signal.getsignal(number) is HANDLERS[number], "the handler has not been put back"
+            signal.signal(number, previous)
     return outcome, list(tracer.places)
 
 

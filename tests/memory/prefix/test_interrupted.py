@@ -120,7 +120,6 @@ def test_an_exception_anywhere_leaves_a_whole_cache(call: Callable[[Scene], Any]
     assert try_places(attempt, 25, edges, number) > 15
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a file that was being opened
 def test_an_exception_while_a_folder_is_loaded_leaves_a_whole_cache(tmp_path: Path) -> None:
     toy = Toy()
     spec, scene = toy.memory_spec, Scene(toy.memory_spec, toy)
