@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hybridmem.chat.special_tokens import Rendered, apply_template, find_turn_end, protect
 from hybridmem.chat.special_tokens import Tokenizer as Tokenizer
@@ -33,13 +33,17 @@ Span = tuple[int, int]
 def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint, named as for `load_model`.
 
+    What tokenizer.json says is what counts. Some tokenizer classes of transformers, which a config may name, replace
+    the file's pre-tokenizer by one of their own: the same text would become other tokens than the model has learned.
+
     Raises FormatError if it is missing or damaged.
     """
     folder = find_folder(path_or_hub_id)
     if is_gguf(folder):
         return load_gguf_tokenizer(folder)
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        of_class = PreTrainedTokenizerFast if (folder / "tokenizer.json").exists() else AutoTokenizer
+        tokenizer: Tokenizer = of_class.from_pretrained(folder, local_files_only=True)
         tokenizer.encode("a")  # Some nonsensical options are found only at this first use.
         return tokenizer
     except BaseException as error:

