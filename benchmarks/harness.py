@@ -138,7 +138,7 @@ def machine() -> Row:
     """Return the processor, the number of threads, and the versions of what was measured."""
     found: Row = {"processor": _processor(), "cores": os.cpu_count() or 0, "torch threads": torch.get_num_threads()}
     found["python"] = platform.python_version()
-    for package in ("hybrid-memory", "torch", "numba", "transformers"):
+    for package in ("hybridmem", "torch", "numba", "transformers"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

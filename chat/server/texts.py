@@ -50,7 +50,8 @@ class Texts:
         self.write_calls = write_calls
         self._n_long = 0
         self._short = _Lane(tokenizer, "texts")
-        self._long = _Lane(copy.deepcopy(tokenizer), "long-texts")
+        self._long: _Lane | None = None
+        self._making_long = asyncio.Lock()
 
     async def run(self, n_bytes: int, work: Callable[[Tokenizer], T], *, param: str | None = None) -> T:
         """Do the work of a request in a thread.
@@ -66,16 +67,28 @@ class Texts:
         if is_long and self._n_long >= self._max_long:
             message = f"{self._n_long} requests with more than {LONG_BYTES:,} bytes wait to be read; try again."
             raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
-        lane = self._long if is_long else self._short
         self._n_long += is_long
         try:
+            lane = await self._lane_of_long() if is_long else self._short
             return await lane.run(n_bytes, partial(work, _Bounded(lane.tokenizer, self, param)))
         finally:
             self._n_long -= is_long
 
     def close(self) -> None:
         for lane in (self._short, self._long):
-            lane.thread.shutdown(wait=False, cancel_futures=True)
+            if lane is not None:
+                lane.thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _lane_of_long(self) -> _Lane:
+        """Return the lane of long texts. It is made at the first of them: a copy of a large vocabulary takes a second.
+
+        The copy is made in the turn of a short text, so that nobody uses the tokenizer meanwhile.
+        """
+        async with self._making_long:
+            if self._long is None:
+                tokenizer = await self._short.run(0, partial(copy.deepcopy, self._short.tokenizer))
+                self._long = _Lane(tokenizer, "long-texts")
+            return self._long
 
     def check_bytes(self, n_bytes: int, param: str | None) -> None:
         """Refuse a text by its length. Raises ContextError."""

@@ -109,5 +109,8 @@ def is_same_model(signature: str, other: str) -> bool:
 
 def model_signature(spec: MemorySpec, tokenizer: Tokenizer) -> str:
     """Return a text that identifies a model and its tokenizer, by its name, its weights and its vocabulary."""
-    vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode(errors="surrogatepass"))
+    tokens = tokenizer.get_vocab()
+    ordered = sorted(tokens, key=tokens.__getitem__)
+    ids = ",".join(map(str, sorted(tokens.values())))
+    vocabulary = hashlib.sha256("\0".join([*ordered, ids]).encode(errors="surrogatepass"))
     return f"{spec.model} {str(spec.weights)[:16]} {vocabulary.hexdigest()[:16]}"
