@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,15 @@ def _random(name: str, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], gg
     """Return blocks of a type that llama.cpp's Q4_K_M would choose; a matrix has a variance of about 1 / width."""
     is_matrix = len(shape) == 2 and shape[-1] % 256 == 0 and "conv1d" not in name
     if not is_matrix:
-        values = np.ones(shape) if name.endswith("norm.weight") else np.random.default_rng(1).normal(0, 0.1, shape)
+        constant = {"norm.weight": 1.0, "ssm_a": -1.0}
+        found = next((value for end, value in constant.items() if name.endswith(end)), None)
+        values = np.full(shape, found) if found is not None else np.random.default_rng(1).normal(0, 0.1, shape)
         return values.astype(np.float32), gguf.GGMLQuantizationType.F32
     n_rows, width = shape
     has_six = name in ("output.weight", "token_embd.weight") or "ffn_down" in name or "attn_v" in name
     n_bytes, kind = (210, gguf.GGMLQuantizationType.Q6_K) if has_six else (144, gguf.GGMLQuantizationType.Q4_K)
-    blocks = np.resize(_RANDOM, n_rows * width // 256 * n_bytes).reshape(-1, n_bytes)
+    start = zlib.crc32(name.encode()) % len(_RANDOM)
+    blocks = np.resize(np.roll(_RANDOM, start), n_rows * width // 256 * n_bytes).reshape(-1, n_bytes)
     if has_six:  # (q - 32) * scale * d, q uniform
         blocks[:, 192:208] = 32
         blocks[:, 208:] = np.frombuffer(np.float16(width**-0.5 / (18.5 * 32)).tobytes(), np.uint8)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Never
 
 import torch
@@ -301,6 +303,10 @@ def weight_bytes(model: LanguageModel) -> int:
             found[id(thing)] = thing
         elif isinstance(thing, list | tuple):
             todo += thing
+        elif isinstance(thing, partial):
+            todo += (thing.func, thing.args, *thing.keywords.values())
+        elif isinstance(thing, FunctionType):
+            todo += [cell.cell_contents for cell in thing.__closure__ or ()]
         elif type(thing).__module__.startswith(("hybridmem.models.", "hybridmem.memory.")):
             todo += vars(thing).values() if hasattr(thing, "__dict__") else ()
     return sum(int(tensor.nbytes) for tensor in found.values())

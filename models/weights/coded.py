@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridmem.models.weights.dry import joined
 from hybridmem.models.weights.layouts import GROUP, Layout
 
 _AT_ONCE = 1 << 22
@@ -330,7 +331,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> CodedTensor | None:
     if len(coded) < len(tensors) or any(x.form != first.form for x in coded) or not _before_last(first, dim):
         return None
     own = [x.parts for x in coded]
-    return first.like([torch.cat(parts, dim % first.dim()) for parts in zip(*own, strict=True)])
+    return first.like([joined(*parts, dim=dim % first.dim()) for parts in zip(*own, strict=True)])
 
 
 def _copy(x: CodedTensor, *_: Any, dtype: torch.dtype | None = None, device: Any = None, **__: Any) -> Any:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridmem.models.weights.coded import CodedTensor
-
 
 def rates_of(a_log: Tensor) -> Tensor:
     """Return -exp(A_log), the rates by which states of Mamba and of delta rules decay."""
@@ -26,7 +24,8 @@ def joined(*weights: Tensor, dim: int = 0) -> Tensor:
     """Return weights one behind the other in one dimension: (n_i, ...) become (sum of n_i, ...)."""
     if len(weights) == 1:
         return weights[0]
-    if weights[0].is_meta and not isinstance(weights[0], CodedTensor):
+    is_plain = type(weights[0]).__torch_dispatch__ is Tensor.__torch_dispatch__  # else it knows how to join its parts
+    if weights[0].is_meta and is_plain:
         shape = list(weights[0].shape)
         shape[dim] = sum(weight.shape[dim] for weight in weights)
         return weights[0].new_empty(shape)

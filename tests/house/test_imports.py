@@ -15,6 +15,7 @@ import pytest
 import hybridmem
 from hybridmem import memory, models
 from tests.models.checkpoints import CONFIGS, write_checkpoint
+from tests.models.families.llama import llama_config
 from tests.models.gguf_files import write_gguf
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,9 +65,12 @@ for path in sys.argv[1:]:
 def test_no_compiler_of_torch_is_imported_for_a_gguf_file(tmp_path: Path) -> None:
     """triton writes pages about leaks when a process ends that has imported it so."""
     paths = []
-    for name in ("granite-moe-hybrid-rope-two-of-four-experts", "llama-3-rope"):
+    configs = {name: CONFIGS[name]() for name in ("granite-moe-hybrid-rope-two-of-four-experts", "llama-3-rope")}
+    packed = llama_config(hidden_size=96, intermediate_size=64, tie_word_embeddings=True)
+    for name, config in (configs | {"packed": packed}).items():
         (folder := tmp_path / name).mkdir()
-        paths.append(str(write_gguf(write_checkpoint(folder, CONFIGS[name]()), folder / "model.gguf")))
+        kind = "Q4_1" if config is packed else "F32"
+        paths.append(str(write_gguf(write_checkpoint(folder, config), folder / "model.gguf", kind)))
     assert {"torch._dynamo", "triton"}.isdisjoint(imported_by(USES_GGUF, *paths))
 
 

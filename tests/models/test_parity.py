@@ -4,21 +4,26 @@ prompt.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType, ModuleType
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from hybridmem.memory import UNROTATED, AttentionSpec, DropError, HybridMemory, RecurrentSpec, Sequence
 from hybridmem.memory.blocks.layout import Field
 from hybridmem.memory.blocks.pool import BlockPool
-from hybridmem.models import LanguageModel, load_model
+from hybridmem.models import LanguageModel, load_model, weight_bytes
+from hybridmem.models.weights.coded import CodedTensor
 from tests.inside import store_of
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 from tests.subjects import IS_FULL, feed_together
@@ -81,6 +86,23 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_logits_are_large_enough_to_compare(pair: Pair) -> None:
     assert pair.expected.std() >= 1
+
+
+def test_no_weight_is_overlooked_when_bytes_are_counted(pair: Pair) -> None:
+    """Whatever Python can reach from a model counts, also what a function holds."""
+    found, seen, todo = 0, set[int](), list[object]([pair.model])
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, type | ModuleType | np.ndarray | PreTrainedConfig):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor) and not isinstance(thing, CodedTensor):
+            found += thing.nbytes
+        elif isinstance(thing, FunctionType):
+            todo += thing.__closure__ or ()
+        else:
+            todo += gc.get_referents(thing)
+    assert weight_bytes(pair.model) == found
 
 
 def test_a_prompt_at_once(pair: Pair) -> None:
