@@ -67,7 +67,7 @@ def against_llamacpp(report: Report, programs: Path, model: Path, ids: list[int]
             report.add(table, row | {"perplexity": theirs, "ours / theirs": "-"})
             for weights, dtype in loaded_as:
                 loaded = load_model(path, weights=weights, dtype=dtype, progress=False)  # type: ignore[arg-type]
-                ours = _perplexity(loaded, ids, first)
+                ours = perplexity(loaded, ids, first)
                 row |= {"by": "ours", "weights": weights, "dtype": dtype}
                 report.add(table, row | {"perplexity": ours, "ours / theirs": ours / theirs})
 
@@ -109,7 +109,7 @@ def _windows(ids: list[int], first: list[int], n_tokens: int) -> Iterator[list[i
         yield first + window[len(first) :]
 
 
-def _perplexity(model: LanguageModel, ids: list[int], first: list[int]) -> float:
+def perplexity(model: LanguageModel, ids: list[int], first: list[int]) -> float:
     memory, losses = HybridMemory(model.memory_spec, "256MiB"), list[Tensor]()
     for window in _windows(ids, first, WINDOW_TOKENS):
         sequence = memory.open()
