@@ -232,6 +232,9 @@ class CodedTensor(Tensor):
     def _plain(self, unit: int) -> CodedTensor:
         """Return the matrix in a plain form in which so many inputs share a float, or less if they did."""
         rows, layout = self.rows(), self.form.layout
+        if self.is_meta:  # Shapes alone, from one row of zeros: torch's own rules for "meta" import its compiler.
+            one = self.like([torch.zeros(1, part.shape[1], dtype=part.dtype) for part in rows])._plain(unit)
+            return one.like([part.new_empty(len(rows[0]), part.shape[1], device="meta") for part in one.parts])
         scales, n_in = self.form.scales(rows), self.shape[-1]
         if layout.unit > unit:
             n_times, layout = layout.unit // unit, replace(layout, unit=unit)

@@ -15,8 +15,8 @@ import pytest
 import hybridmem
 from hybridmem import memory, models
 from tests.models.checkpoints import CONFIGS, write_checkpoint
-from tests.models.families.llama import llama_config
 from tests.models.gguf_files import write_gguf
+from tests.models.test_own_bits import WIDE
 
 ROOT = Path(__file__).parent.parent.parent
 FRAMEWORKS = {"fastapi", "matplotlib", "numba", "openai", "pandas", "transformers", "uvicorn"}
@@ -52,10 +52,13 @@ from typer.testing import CliRunner
 from hybridmem.chat.cli import app
 from hybridmem.memory import HybridMemory
 from hybridmem.models import load_model
+def call(command, path):
+    result = CliRunner().invoke(app, [*command.split(), path])
+    assert result.exit_code == 0, result.output
 for path in sys.argv[1:]:
-    for command in "inspect", "plan --context 1k --model":
-        result = CliRunner().invoke(app, [*command.split(), path])
-        assert result.exit_code == 0, result.output
+    call("inspect", path)
+for path in sys.argv[1:4]:
+    call("plan --context 1k --model", path)
     model = load_model(path)
     memory = HybridMemory(model.memory_spec, "1MiB")
     memory.run(model, {memory.open(): [1, 2, 3]})
@@ -65,12 +68,11 @@ for path in sys.argv[1:]:
 def test_no_compiler_of_torch_is_imported_for_a_gguf_file(tmp_path: Path) -> None:
     """triton writes pages about leaks when a process ends that has imported it so."""
     paths = []
-    configs = {name: CONFIGS[name]() for name in ("granite-moe-hybrid-rope-two-of-four-experts", "llama-3-rope")}
-    packed = llama_config(hidden_size=96, intermediate_size=64, tie_word_embeddings=True)
-    for name, config in (configs | {"packed": packed}).items():
+    names = ("granite-moe-hybrid-rope-two-of-four-experts", "llama-3-rope")
+    files = {name: (CONFIGS[name], "F32") for name in names} | {name: (make, "Q4_1") for name, make in WIDE.items()}
+    for name, (make, kind) in files.items():
         (folder := tmp_path / name).mkdir()
-        kind = "Q4_1" if config is packed else "F32"
-        paths.append(str(write_gguf(write_checkpoint(folder, config), folder / "model.gguf", kind)))
+        paths.append(str(write_gguf(write_checkpoint(folder, make()), folder / "model.gguf", kind)))
     assert {"torch._dynamo", "triton"}.isdisjoint(imported_by(USES_GGUF, *paths))
 
 

@@ -214,7 +214,7 @@ def test_weights_of_several_forms_are_one_product(dtype: torch.dtype) -> None:
                 assert_kernel_close(y, expected, dtype)
 
 
-_WIDE: dict[str, Callable[[], PreTrainedConfig]] = {
+WIDE: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: llama_config(hidden_size=96, tie_word_embeddings=True),
     "granite": lambda: granite_config(
         hidden_size=64, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, mamba_n_heads=8
@@ -230,10 +230,10 @@ _WIDE: dict[str, Callable[[], PreTrainedConfig]] = {
 """Families whose rows are changed for GGUF, with rows of whole blocks."""
 
 
-@pytest.mark.parametrize("name", _WIDE)
+@pytest.mark.parametrize("name", WIDE)
 def test_models_keep_the_bits_of_their_files(name: str, tmp_path: Path) -> None:
     """The same logits as with floats; what is no product has floats, and no bits are held twice."""
-    config = _WIDE[name]()
+    config = WIDE[name]()
     if hasattr(config, "time_step_limit"):
         config.time_step_limit = (0.0, float("inf"))
     path = write_gguf(write_checkpoint(tmp_path, config), tmp_path / "model.gguf", "Q8_0")
