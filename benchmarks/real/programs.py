@@ -47,25 +47,27 @@ def resident_mib(pid: int | str) -> float:
 
 @contextmanager
 def llama_server(
-    programs: Path, model: Path, *, slots: int = 8, context: int = 32_768, keeps: str = "f16"
+    programs: Path, model: Path, *, slots: int = 8, context: int = 32_768, keeps: str = "f16", n_threads: int = 1
 ) -> Iterator[Server]:
-    """Run llama.cpp's server with one thread.
+    """Run llama.cpp's server.
 
     Args:
         keeps: its type of keys and values.
         programs: the folder of llama-server.
         context: tokens that all slots have together.
     """
-    command = [str(programs / "llama-server"), "-m", str(model), "-t", "1", "-tb", "1", "-np", str(slots)]
-    with _running([*command, "-c", str(context), "--no-webui", "-fa", "on", "-ctk", keeps, "-ctv", keeps]) as server:
+    options = {"-m": model, "-np": slots, "-t": n_threads, "-tb": n_threads, "-c": context, "-fa": "on"}
+    options |= {"-ctk": keeps, "-ctv": keeps}
+    words = [str(word) for option in options.items() for word in option]
+    with _running([str(programs / "llama-server"), "--no-webui", *words], n_threads) as server:
         yield server
 
 
 @contextmanager
-def our_server(model: Path | str) -> Iterator[Server]:
-    """Run `hybrid-memory serve` with one thread."""
-    command = [sys.executable, "-c", _OURS, "serve", "--model", str(model), "--threads", "1"]
-    with _running(command) as server:
+def our_server(model: Path | str, *, n_threads: int = 1) -> Iterator[Server]:
+    """Run `hybrid-memory serve`."""
+    command = [sys.executable, "-c", _OURS, "serve", "--model", str(model), "--threads", str(n_threads)]
+    with _running(command, n_threads) as server:
         yield server
 
 
@@ -80,14 +82,14 @@ def quantised(programs: Path, model: Path, kind: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _running(command: list[str]) -> Iterator[Server]:
+def _running(command: list[str], n_threads: int) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url, started = f"http://127.0.0.1:{port}", time.perf_counter()
     with subprocess.Popen(
         [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": str(n_threads)},
     ) as process:  # fmt: skip
         try:
             while not _is_ready(url):
