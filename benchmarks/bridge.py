@@ -14,6 +14,7 @@ from benchmarks.ours import draw
 from benchmarks.workloads import CONFIGS, make_peer
 from hybridmem.memory import HybridMemory
 from hybridmem.models import HybridCache, attach
+from hybridmem.models.hf.cache import cache_argument
 
 MODELS = ("jamba", "bamba", "qwen3_5")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,7 +77,7 @@ def _in_turns(
 def _generate(
     model: PreTrainedModel, tokens: Tensor, cache: HybridCache | None, clock: Clock, n_beams: int
 ) -> float:  # fmt: skip
-    options = {} if cache is None else {"past_key_values": cache}
+    options = {} if cache is None else {cache_argument(model): cache}
     started = clock()
     model.generate(
         tokens, attention_mask=torch.ones_like(tokens), min_new_tokens=_N_NEW, max_new_tokens=_N_NEW, do_sample=False,

@@ -5,6 +5,7 @@ Ours and transformers' have the same random weights.
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from transformers import (
 from benchmarks.ours import VOCAB
 from hybridmem.memory.recurrences import SSD, DeltaRule, Mamba1
 from hybridmem.models import LanguageModel, load_model
+from hybridmem.models.hf.cache import cache_argument
 
 _COMMON = {
     "vocab_size": VOCAB,
@@ -97,7 +99,8 @@ class Transformers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self._cache_name = "cache_params" if model.config.model_type in ("mamba", "mamba2") else "past_key_values"
+        self._cache_name = cache_argument(model)
+        self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         self._cache = DynamicCache(config=model.config)
         self._next = torch.empty(0)
 
@@ -113,7 +116,7 @@ class Transformers:
     @torch.no_grad()
     def _forward(self, tokens: Tensor) -> None:
         options = {self._cache_name: self._cache, "use_cache": True, "logits_to_keep": 1}
-        if self._cache_name == "past_key_values":
+        if self._takes_positions:
             positions = torch.arange(self._length, self._length + tokens.shape[1], device=tokens.device)
             options["position_ids"] = positions[None].expand(len(tokens), -1)
         logits = self.model(tokens, **options).logits[:, -1]

@@ -16,13 +16,13 @@ memory = HybridMemory(attached.memory_spec, budget="64MiB", rollback_window=32)
 chat = [{"role": "user", "content": "My cat is called Milo."}]
 prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 cache = HybridCache(memory, [memory.open()])
-said = hf_model.generate(**prompt, past_key_values=cache, max_new_tokens=20, do_sample=False)
+said = hf_model.generate(**prompt, cache=cache, max_new_tokens=20, do_sample=False)
 print(tokenizer.decode(said[0, prompt.input_ids.shape[1] :], skip_special_tokens=True))
 
 # A fork shares everything so far. What it reads is taken back in every layer, recurrent ones too.
 fork = cache.fork()
 with torch.no_grad():
-    hf_model(torch.tensor([[5, 6, 7]]), past_key_values=fork)
+    hf_model(torch.tensor([[5, 6, 7]]), cache=fork)
 fork.crop(-3)
 print(fork.sequences[0].length, "tokens, as", cache.sequences[0].length)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -20,10 +21,8 @@ from hybridmem.memory.testing.adapter import (
     Logits,
     RefusedError,
 )
+from hybridmem.models.hf.cache import cache_argument
 from tests.models.hf_models import hf_model
-
-_CACHE_PARAMS = ("mamba", "mamba2")
-"""Models that call their cache so."""
 
 
 class _Row:
@@ -66,8 +65,9 @@ class DynamicCacheAdapter(Adapter):
 
     def _feed(self, row: _Row, tokens: list[int]) -> Logits:
         positions = torch.arange(row.n_tokens, row.n_tokens + len(tokens))[None]
-        is_alone = self._model.config.model_type in _CACHE_PARAMS
-        options = {"cache_params": row.cache} if is_alone else {"past_key_values": row.cache, "position_ids": positions}
+        options: dict[str, Any] = {cache_argument(self._model): row.cache}
+        if "position_ids" in inspect.signature(type(self._model).forward).parameters:
+            options["position_ids"] = positions
         logits = self._model(torch.tensor([tokens]), use_cache=True, **options).logits[0]
         row.n_tokens += len(tokens)
         return np.asarray(logits.float().numpy())

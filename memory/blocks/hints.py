@@ -11,7 +11,7 @@ from typing import NoReturn
 
 _TAKE_BACK = "memory.rollback(sequence, n_tokens=2) takes the newest 2 tokens back, and to=2 keeps the first 2"
 _MAKE_CACHE = (
-    "to generate with a model of transformers, attach(hf_model) and give past_key_values=HybridCache(memory, "
+    "to generate with a model of transformers, attach(hf_model) and give cache=HybridCache(memory, "
     "[memory.open()]), both from models"
 )
 _AT = "fork it first, and then memory.rollback(fork, to=position)"
@@ -121,6 +121,6 @@ def is_of_transformers(model: object) -> bool:
 OF_TRANSFORMERS = (
     "a model of transformers, which has caches of its own. Make one of this library with from_transformers(hf_model), "
     "which has .memory_spec; or keep it: attach(hf_model), and generate with "
-    "past_key_values=HybridCache(memory, [memory.open()]). All three are in models"
+    "cache=HybridCache(memory, [memory.open()]). All three are in models"
 )
 """The error's text if a caller passes such a model where a model or a spec of this library is wanted."""

@@ -108,7 +108,7 @@ class Attached:
         if len(mixes) != (n_recurrences := len(spec.of_kind("recurrence"))):
             raise UnsupportedModelError(
                 f"{n_recurrences} recurrent layers of {architecture}, of which {len(mixes)} have a module that is "
-                f"known; this is transformers {transformers.__version__}, attach was written for 5.23 and 5.24"
+                f"known; this is transformers {transformers.__version__}, attach is tested with 5.23 and 5.24"
             )
         for module, mix in mixes:
             check_mixer(module, mix, self.memory_spec, hf_model.config.get_text_config().hidden_size)

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
 from hybridmem.memory import BatchError, HybridMemory, RollbackError, Sequence, SequenceError, SpecError, StepError
 from hybridmem.memory.hybrid import require_memory
 from hybridmem.models.hf.passes import CURRENT_PASS, Pass, open_pass
 
 
+def cache_argument(hf_model: PreTrainedModel) -> str:
+    """Return the name by which `forward` of this model takes caches, which transformers 5.24 has changed."""
+    parameters = inspect.signature(type(hf_model).forward).parameters
+    return next(name for name in ("cache", "cache_params", "past_key_values") if name in parameters)
+
+
 class HybridCache(Cache):  # type: ignore[misc]
     """Lets sequences of a memory be the cache of a transformers model that `models.attach` has prepared.
 
-    Use it as `hf_model.generate(input_ids, past_key_values=HybridCache(memory, [alice, bob]))`. Row i of every batch
-    belongs to sequence i. The sequences stay the caller's: between calls they can be rolled back, checkpointed, saved
-    and swapped out as usual, and closed one by one or by `close`. A forward is a step of the memory: all rows advance,
-    or none.
+    Use it as `hf_model.generate(input_ids, cache=HybridCache(memory, [alice, bob]))`; before transformers 5.24 the
+    argument is `past_key_values=`. Row i of every batch belongs to sequence i. The sequences stay the caller's: between
+    calls they can be rolled back, checkpointed, saved and swapped out as usual, and closed one by one or by `close`. A
+    forward is a step of the memory: all rows advance, or none.
 
     Args:
         sequences: one for each row, of any lengths; shorter rows have padding on their left.

@@ -38,7 +38,7 @@ def check_mixer(module: Module, mix: Mix, spec: MemorySpec, n_model: int) -> Non
         raise UnsupportedModelError(
             f"{type(module).__name__} of layer {module.layer_idx} is not what this library knows by that name: outputs "
             f"differ by {off:.2g} of their norm. This is transformers {transformers.__version__}; "
-            "attach was written for 5.23"
+            "attach is tested with 5.23 and 5.24"
         )
 
 

@@ -4,14 +4,14 @@ matter.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tests.models.families import CONFIGS
 from tests.models.families.vocabulary import VOCAB
@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 
-IS_RENAMED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+IS_RENAMED = "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
 CACHE_NAME, MAMBA_CACHE_NAME = ("cache", "cache") if IS_RENAMED else ("past_key_values", "cache_params")
-"""How models of this transformers take a cache."""
+"""How models of this transformers take a cache: its versions 5.23 and 5.24 differ."""
 
 STATE_LISTS = ("rwkv", "rwkv7")
 """Models that take and give back their states as a list of tensors."""
