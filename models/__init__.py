@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         rwkv,
         rwkv7,
         t5,
+        zamba,
         zamba2,
     )
     from hybridmem.models.hf.attach import ATTACHABLE, Attached, attach
@@ -72,6 +73,7 @@ __all__ = [
     "rwkv7",
     "t5",
     "weight_bytes",
+    "zamba",
     "zamba2",
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,10 +13,10 @@ from hybridmem.models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options, Mam
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.weights.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint, check_numbers
 
 if TYPE_CHECKING:
-    from transformers import Mamba2Config, MambaConfig
+    from transformers import FalconMambaConfig, Mamba2Config, MambaConfig
 
 
 class _MixerStack(Decoder, ABC):
@@ -56,8 +56,22 @@ class Mamba(_MixerStack):
             has_conv_bias=config.use_conv_bias,
             has_proj_bias=config.use_bias,
             activation=config.hidden_act,
+            **self._norms(config),
         )
         return MambaMixer(checkpoint, prefix, i, shape)
+
+    def _norms(self, config: MambaConfig) -> dict[str, Any]:
+        """Return what `MambaShape` says of norms of dt, B and C, which this generation has not."""
+        return {}
+
+
+@register("FalconMambaForCausalLM")
+class FalconMamba(Mamba):
+    """Implements FalconMamba (Zuo et al. 2024): Mamba with norms of dt, B and C, which have no weights."""
+
+    def _norms(self, config: FalconMambaConfig) -> dict[str, Any]:
+        check_numbers(config, "mixer_rms_eps")
+        return {"norm_eps": config.mixer_rms_eps, "has_norm_weights": False}
 
 
 @register("Mamba2ForCausalLM")

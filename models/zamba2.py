@@ -69,12 +69,12 @@ class _MLP:
 
 
 @dataclass(frozen=True)
-class _Hybrid:
+class Hybrid:
     """Computes a layer with a transformer block; its attributes stand in the order in which they run."""
 
     vocabulary: Vocabulary
     attention: tuple[RMSNorm, Attention]
-    mlp: tuple[RMSNorm, _MLP]
+    mlp: tuple[RMSNorm, Function]
     out: Linear
     mamba: tuple[RMSNorm, Mixer]
 
@@ -132,7 +132,7 @@ class Zamba2(Decoder):
             mamba = _load_mamba(config, checkpoint, f"{prefix}.mamba_decoder", i)
             attention = block.norm, _adapt_attention(config, checkpoint, block, i, n_before, rotary)
             mlp = block.mlp_norm, _adapt_mlp(config, checkpoint, block, n_before)
-            layers.append(_Hybrid(vocabulary, attention, mlp, out, mamba))
+            layers.append(Hybrid(vocabulary, attention, mlp, out, mamba))
         norm = RMSNorm(checkpoint.take("model.final_layernorm.weight", n_model), config.rms_norm_eps)
         super().__init__(config, checkpoint, vocabulary, layers, norm)
 

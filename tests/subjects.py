@@ -47,6 +47,7 @@ SUBJECTS = (
     "model:deepseek-v2-three-of-eight-experts-in-groups",
     "model:deepseek-v3",
     "model:falcon-h1",
+    "model:falcon-mamba",
     "model:gemma2",
     "model:gemma3",
     "model:granite-moe-hybrid",
@@ -63,6 +64,7 @@ SUBJECTS = (
     "model:recurrent-gemma",
     "model:rwkv",
     "model:rwkv7",
+    "model:zamba",
     "model:zamba2",
 )
 """Models, and how their memories fold: "keep" unless named; or that everything is in bfloat16, or weights in int8."""

@@ -35,6 +35,7 @@ from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 ATTACHABLE = (
     "BambaForCausalLM",
+    "FalconMambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM",
     "Lfm2ForCausalLM",

@@ -78,6 +78,13 @@ def jamba_mamba(module: Module) -> Mix:
     return mamba(module, norms=SplitNorm(norms[0].variance_epsilon, *(norm.weight.detach() for norm in norms)))
 
 
+def falcon_mamba(module: Module) -> Mix:
+    """Return the mix of a Mamba-1 mixer with norms of dt, B and C that have no weights."""
+    sizes = module.time_step_rank, module.ssm_state_size, module.ssm_state_size
+    ones = [torch.ones(size, dtype=module.x_proj.weight.dtype, device=module.x_proj.weight.device) for size in sizes]
+    return mamba(module, norms=SplitNorm(module.rms_eps, *ones))
+
+
 def mamba2(module: Module) -> Mix:
     """Return the mix of a Mamba-2 mixer."""
     shape = SSDShape(module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size, module.conv_kernel_size)
@@ -154,6 +161,7 @@ def lfm2_conv(module: Module) -> Mix:
 
 MIXERS: dict[str, Callable[[Module], Mix]] = {
     "BambaMixer": mamba2,
+    "FalconMambaMixer": falcon_mamba,
     "GraniteMoeHybridMambaLayer": mamba2,
     "JambaMambaMixer": jamba_mamba,
     "Lfm2MoeShortConv": lfm2_conv,

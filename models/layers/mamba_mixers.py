@@ -59,7 +59,12 @@ def mamba1_at_once(x_proj: Linear, dt_proj: Linear) -> Callable[[Mamba1, States,
 
 @dataclass(frozen=True)
 class MambaShape:
-    """Holds sizes of a Mamba-1 mixer. `norm_eps` is None unless dt, B and C are normed, as in Jamba."""
+    """Holds sizes of a Mamba-1 mixer.
+
+    Attributes:
+        norm_eps: epsilon of the norms of dt, B and C, as in Jamba; None if they are not normed.
+        has_norm_weights: whether these norms have weights, which those of FalconMamba have not.
+    """
 
     n_model: int
     n_channels: int
@@ -69,6 +74,7 @@ class MambaShape:
     has_conv_bias: bool
     has_proj_bias: bool
     norm_eps: float | None = None
+    has_norm_weights: bool = True
     activation: str = "silu"
 
     @property
@@ -97,7 +103,15 @@ class MambaMixer:
         norms = None
         if shape.norm_eps is not None:
             names = ("dt_layernorm", shape.dt_rank), ("b_layernorm", d_state), ("c_layernorm", d_state)
-            norms = SplitNorm(shape.norm_eps, *(take(f"{prefix}.{name}.weight", size) for name, size in names))
+            norms = SplitNorm(
+                shape.norm_eps,
+                *(
+                    take(f"{prefix}.{name}.weight", size)
+                    if shape.has_norm_weights
+                    else torch.ones(size, dtype=checkpoint.dtype, device=checkpoint.device)
+                    for name, size in names
+                ),
+            )
         x_proj = Linear(take(f"{prefix}.x_proj.weight", shape.dt_rank + 2 * d_state, n_channels))
         dt_proj = Linear(take(f"{prefix}.dt_proj.weight", n_channels, shape.dt_rank))
         self._recurrence = Mamba1(

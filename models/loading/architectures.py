@@ -37,6 +37,7 @@ _MODULES = {
     "DeepseekV2ForCausalLM": "hybridmem.models.deepseek",
     "DeepseekV3ForCausalLM": "hybridmem.models.deepseek",
     "FalconH1ForCausalLM": "hybridmem.models.falcon_h1",
+    "FalconMambaForCausalLM": "hybridmem.models.mamba",
     "Gemma2ForCausalLM": "hybridmem.models.gemma",
     "Gemma3ForCausalLM": "hybridmem.models.gemma",
     "GraniteMoeHybridForCausalLM": "hybridmem.models.granite_moe_hybrid",
@@ -58,6 +59,7 @@ _MODULES = {
     "RecurrentGemmaForCausalLM": "hybridmem.models.recurrent_gemma",
     "RwkvForCausalLM": "hybridmem.models.rwkv",
     "T5ForConditionalGeneration": "hybridmem.models.t5",
+    "ZambaForCausalLM": "hybridmem.models.zamba",
     "Zamba2ForCausalLM": "hybridmem.models.zamba2",
 }
 

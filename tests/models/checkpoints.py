@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hybridmem.models.hf.cache import cache_argument
 from tests.models.families import CONFIGS
 from tests.models.families.vocabulary import VOCAB
 
@@ -54,7 +55,7 @@ def randomise_(model: nn.Module) -> None:
             weight.uniform_(-6, 1)  # of RWKV-7, likewise
         elif ".time_mix_" in name or name[:-1].endswith(".x_"):
             weight.uniform_(0, 1)
-        elif name.endswith("dt_proj.bias"):
+        elif name.endswith(("dt_proj.bias", "dt_proj_bias")):
             weight.normal_(-1, 0.5)
         elif name.endswith(".k_a"):
             weight.normal_(1, 0.2)
@@ -124,14 +125,14 @@ class PeerCache:
 
     def options(self, n_tokens: int) -> dict[str, Any]:
         """Arguments of the forward call for the next tokens."""
-        if self.model.config.model_type in ("mamba", "mamba2"):
-            return {"use_cache": True, MAMBA_CACHE_NAME: self.cache}
         if self.model.config.model_type in STATE_LISTS:
             return {"use_cache": True, "state": self.state}
+        if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
+            return {"use_cache": True, cache_argument(self.model): self.cache}
         # Some models number the positions of a continuation from 0 unless told.
         positions = torch.arange(self.n_tokens, self.n_tokens + n_tokens)[None]
         self.n_tokens += n_tokens
-        return {"use_cache": True, CACHE_NAME: self.cache, "position_ids": positions}
+        return {"use_cache": True, cache_argument(self.model): self.cache, "position_ids": positions}
 
     def after(self, output: Any) -> None:
         """Told of what a call returned."""

@@ -205,7 +205,8 @@ def _mamba(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[s
     fields = {
         "ssm.conv_kernel": config["conv_kernel"], "ssm.inner_size": config["intermediate_size"],
         "ssm.state_size": config["state_size"], "ssm.time_step_rank": config["time_step_rank"],
-        "attention.head_count": 0, "feed_forward_length": 0, "context_length": 2**20, "ssm.dt_b_c_rms": False,
+        "attention.head_count": 0, "feed_forward_length": 0, "context_length": 2**20,
+        "ssm.dt_b_c_rms": config["model_type"] == "falcon_mamba",
     }  # fmt: skip
     return MODEL_ARCH.MAMBA, fields, renamed(MODEL_ARCH.MAMBA, _of_states(tensors))
 
@@ -439,6 +440,6 @@ def _qwen(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[st
 
 _WRITERS = {
     "bamba": _bamba, "falcon_h1": _falcon_h1, "granitemoehybrid": _granite, "jamba": _jamba, "lfm2": _lfm2,
-    "lfm2_moe": _lfm2_moe, "mamba": _mamba, "mamba2": _mamba2, "nemotron_h": _nemotron_h,
+    "falcon_mamba": _mamba, "lfm2_moe": _lfm2_moe, "mamba": _mamba, "mamba2": _mamba2, "nemotron_h": _nemotron_h,
     "qwen3_5_moe_text": _qwen, "qwen3_5_text": _qwen, "qwen3_next": _qwen, "rwkv7": _rwkv7, **ATTENDING,
 }  # fmt: skip

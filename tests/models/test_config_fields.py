@@ -22,13 +22,14 @@ N_DRAWN, N_TOGETHER = 1, 40
 """Mutations of a class that are always tried, and those of several fields at once of each config in the full form."""
 
 RICHEST = {class_of(subject): subject for subject in SUBJECTS} | {
-    "BambaConfig": "bamba", "FalconH1Config": "falcon-h1-biases", "Gemma2Config": "gemma2",
-    "Gemma3TextConfig": "gemma3", "GraniteMoeHybridConfig": "granite-moe-hybrid-rope-two-of-four-experts",
-    "JambaConfig": "jamba", "Lfm2Config": "lfm2", "Lfm2MoeConfig": "lfm2-moe-three-of-four-experts",
+    "BambaConfig": "bamba", "FalconH1Config": "falcon-h1-biases", "FalconMambaConfig": "falcon-mamba-wide",
+    "Gemma2Config": "gemma2", "Gemma3TextConfig": "gemma3",
+    "GraniteMoeHybridConfig": "granite-moe-hybrid-rope-two-of-four-experts", "JambaConfig": "jamba",
+    "Lfm2Config": "lfm2", "Lfm2MoeConfig": "lfm2-moe-three-of-four-experts",
     "NemotronHConfig": "nemotron-h-two-of-eight-experts", "Qwen3NextConfig": "qwen3-next-two-of-four-experts",
-    "Zamba2Config": "zamba2", "MistralConfig": "mistral", "Qwen3_5TextConfig": "qwen3.5-biases",
-    "RecurrentGemmaConfig": "recurrent-gemma", "BartConfig": "bart", "RwkvConfig": "rwkv",
-    "DeepseekV2Config": "deepseek-v2-three-of-eight-experts-in-groups",
+    "ZambaConfig": "zamba-one-head", "Zamba2Config": "zamba2", "MistralConfig": "mistral",
+    "Qwen3_5TextConfig": "qwen3.5-biases", "RecurrentGemmaConfig": "recurrent-gemma", "BartConfig": "bart",
+    "RwkvConfig": "rwkv", "DeepseekV2Config": "deepseek-v2-three-of-eight-experts-in-groups",
     "DeepseekV3Config": "deepseek-v3-three-of-eight-experts-in-groups",
 }  # fmt: skip
 """Class of a config -> the one here that reads most of its fields."""

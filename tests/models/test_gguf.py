@@ -27,11 +27,11 @@ from tests.models.gguf_files import write_gguf
 
 FAMILIES = (
     "bamba", "deepseek-v2", "deepseek-v2-three-of-eight-experts-in-groups", "deepseek-v3",
-    "deepseek-v3-three-of-eight-experts-in-groups", "deepseek-v3-no-experts", "gemma2", "gemma3", "gemma3-capped-tied",
-    "granite-moe-hybrid", "granite-moe-hybrid-rope-two-of-four-experts", "granite-moe-hybrid-no-experts", "jamba",
-    "jamba-two-of-four-experts", "jamba-no-attention", "lfm2", "lfm2-biases-untied",
-    "lfm2-moe-three-of-four-experts", "llama", "llama-biases-tied", "llama-3-rope", "mamba", "mamba-bias-untied",
-    "mamba2", "mamba2-tied", "nemotron-h-two-of-eight-experts", "qwen3", "qwen3.5", "qwen3.5-moe",
+    "deepseek-v3-three-of-eight-experts-in-groups", "deepseek-v3-no-experts", "falcon-mamba-wide", "gemma2", "gemma3",
+    "gemma3-capped-tied", "granite-moe-hybrid", "granite-moe-hybrid-rope-two-of-four-experts",
+    "granite-moe-hybrid-no-experts", "jamba", "jamba-two-of-four-experts", "jamba-no-attention", "lfm2",
+    "lfm2-biases-untied", "lfm2-moe-three-of-four-experts", "llama", "llama-biases-tied", "llama-3-rope", "mamba",
+    "mamba-bias-untied", "mamba2", "mamba2-tied", "nemotron-h-two-of-eight-experts", "qwen3", "qwen3.5", "qwen3.5-moe",
     "qwen3.5-moe-two-of-three-experts", "qwen3-next", "rwkv7",
 )  # fmt: skip
 
@@ -168,7 +168,6 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
         ({"leave_out": "token_embd.weight"}, FormatError, "no tensor token_embd"),
         ({"ssm.state_size": 7}, FormatError, r"blk\.0\.ssm_.* has shape .* its metadata says"),
         ({"ssm.inner_size": 0}, FormatError, "inner_size|contradict|shape"),
-        ({"ssm.dt_b_c_rms": True}, UnsupportedModelError, "FalconMamba"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(

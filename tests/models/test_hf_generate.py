@@ -15,8 +15,8 @@ from tests.models.hf_models import HYBRIDS, N_NEW, attached, generate, given, hf
 from tests.tolerances import assert_logits_close
 
 ONE_OF_EACH = (
-    "bamba", "granite-moe-hybrid", "jamba", "lfm2", "lfm2-moe", "llama", "mamba2", "mamba", "mistral", "nemotron-h",
-    "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe",
+    "bamba", "falcon-mamba", "granite-moe-hybrid", "jamba", "lfm2", "lfm2-moe", "llama", "mamba2", "mamba", "mistral",
+    "nemotron-h", "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe",
 )  # fmt: skip
 WITH_BIASES = (
     "bamba-biases",

@@ -49,6 +49,8 @@ def read_gguf_config(file: GgufFile) -> PreTrainedConfig:
         model_class, model_type, describe = _BAMBA
     elif _is_deepseek_v3(file):
         model_class, model_type, describe = _DEEPSEEK_V3
+    elif _is_falcon_mamba(file):
+        model_class, model_type, describe = _FALCON_MAMBA
     ARCHITECTURES[model_class]  # its module may bring a config that transformers lacks
     try:
         with compiler_when_called():
@@ -178,8 +180,6 @@ def _jamba(file: GgufFile) -> Fields:
 
 
 def _mamba(file: GgufFile) -> Fields:
-    if file.own("ssm.dt_b_c_rms", default=False):
-        raise UnsupportedModelError(f"{file.path} is a FalconMamba, which is not implemented")
     n_inner = file.own("ssm.inner_size")
     return {
         "layer_norm_epsilon": rms_eps(file), "state_size": file.own("ssm.state_size"),
@@ -187,6 +187,11 @@ def _mamba(file: GgufFile) -> Fields:
         "expand": n_inner // file.own("embedding_length"), "time_step_rank": file.own("ssm.time_step_rank"),
         "use_bias": has_part(file, "ssm_in.bias"), "use_conv_bias": has_part(file, "ssm_conv1d.bias"),
     }  # fmt: skip
+
+
+def _is_falcon_mamba(file: GgufFile) -> bool:
+    """True if dt, B and C are normed. No file says with which epsilon; published models have the config's own."""
+    return file.architecture == "mamba" and bool(file.own("ssm.dt_b_c_rms", default=False))
 
 
 def _mamba2(file: GgufFile) -> Fields:
@@ -368,6 +373,7 @@ def _qwen3_next(file: GgufFile) -> Fields:
 
 _BAMBA = ("BambaForCausalLM", "bamba", _bamba)
 _DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek2)
+_FALCON_MAMBA = ("FalconMambaForCausalLM", "falcon_mamba", _mamba)
 
 _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek_v2),

@@ -1,10 +1,10 @@
-"""Mamba and Mamba-2."""
+"""Mamba, FalconMamba and Mamba-2."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import Mamba2Config, MambaConfig
+from transformers import FalconMambaConfig, Mamba2Config, MambaConfig
 
 from tests.models.families.vocabulary import VOCAB
 
@@ -21,6 +21,10 @@ def mamba2_config(**options: Any) -> Mamba2Config:
     return Mamba2Config(**(defaults | options))
 
 
+def falcon_mamba_config(**options: Any) -> FalconMambaConfig:
+    return FalconMambaConfig(**({"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3} | options))
+
+
 CONFIGS = {
     "mamba": mamba_config,
     "mamba-bias-untied": lambda: mamba_config(
@@ -33,6 +37,12 @@ CONFIGS = {
     ),
     "mamba-wide": lambda: mamba_config(
         expand=3, conv_kernel=3, state_size=5, time_step_rank=7, tie_word_embeddings=False
+    ),
+    # so large an epsilon shows whether it is the norm's own
+    "falcon-mamba": lambda: falcon_mamba_config(mixer_rms_eps=0.1),
+    "falcon-mamba-wide": lambda: falcon_mamba_config(
+        expand=3, conv_kernel=3, state_size=5, time_step_rank=7, tie_word_embeddings=False, use_bias=True,
+        use_conv_bias=False, residual_in_fp32=False,
     ),
     "mamba2": mamba2_config,
     "mamba2-48-states": lambda: mamba2_config(
@@ -47,4 +57,4 @@ CONFIGS = {
         residual_in_fp32=False,
         time_step_limit=(0.1, 0.8),
     ),
-}
+}  # fmt: skip
