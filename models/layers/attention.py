@@ -11,7 +11,6 @@ from transformers import ROPE_INIT_FUNCTIONS, PreTrainedConfig
 
 from hybridmem.memory import UNROTATED, AttentionSpec, Rotation, Step
 from hybridmem.models.layers.linear import Linear, add_product, add_scaled, normed_products
-from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 from hybridmem.models.weights.dry import joined
 
@@ -89,7 +88,7 @@ class Attention:
     Attributes:
         layer: index in the model's memory spec.
         qkv: one product for queries, keys and values, in this order.
-        norms: norms of queries and of keys, over each head, before they are rotated.
+        norms: norms of queries and of keys (T, H, D), before they are rotated.
         gate: its output multiplies the attention's, before `out`.
         softcap: cap of the scores; see `Step.attend`.
     """
@@ -100,7 +99,7 @@ class Attention:
     out: Linear
     rotary: Rotary | None = None
     scale: float | None = None
-    norms: tuple[RMSNorm, RMSNorm] | None = None
+    norms: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
     gate: Linear | None = None
     softcap: float | None = None
 

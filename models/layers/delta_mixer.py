@@ -59,6 +59,12 @@ class DeltaMixer:
     """Computes W_out(norm(delta(conv(q, k, v), beta, a)) * silu(z)), with a norm over each value head.
 
     Yang et al. 2024, Fig. 1.
+
+    Args:
+        most_beta: what beta is below: with 2, a token may also turn what the state holds along its key around
+            (Grazzini et al. 2024, "Unlocking State-Tracking in Linear RNNs through Negative Eigenvalues").
+        norm, out: names of the norm and of the last product.
+        conv_parts: see `load_conv`.
     """
 
     def __init__(
@@ -71,21 +77,31 @@ class DeltaMixer:
         *,
         norm_eps: float,
         activation: str,
+        most_beta: float = 1.0,
+        norm: str = "norm",
+        out: str = "out_proj",
+        conv_parts: tuple[str, ...] = (),
     ) -> None:
         take, n_inner, n_model = checkpoint.take, shape.n_heads * shape.value_dim, inputs.qkv.shape[1]
         self._rows = Linear(inputs.qkv, inputs.b, inputs.a)
         self._gate = Linear(inputs.gate, activation="silu")
-        self._norm = RMSNorm(take(f"{prefix}.norm.weight", shape.value_dim), norm_eps)
-        self._out = Linear(take(f"{prefix}.out_proj.weight", n_model, n_inner))
+        self._norm = RMSNorm(take(f"{prefix}.{norm}.weight", shape.value_dim), norm_eps)
+        self._out = Linear(take(f"{prefix}.{out}.weight", n_model, n_inner))
         self._recurrence = DeltaRule(
             shape=shape,
             conv=load_conv(
-                checkpoint, f"{prefix}.conv1d", shape.n_channels, shape.d_conv, has_bias=False, activation=activation
+                checkpoint,
+                f"{prefix}.conv1d",
+                shape.n_channels,
+                shape.d_conv,
+                has_bias=False,
+                activation=activation,
+                parts=conv_parts,
             ),
             a_bias_A=take(f"{prefix}.dt_bias", shape.n_heads, dtype=torch.float32),
             rate_A=rates_of(take(f"{prefix}.A_log", shape.n_heads, dtype=torch.float32)),
         )
-        self._layer = layer
+        self._layer, self._most_beta = layer, most_beta
 
     @property
     def specs(self) -> tuple[RecurrentSpec]:
@@ -102,6 +118,8 @@ class DeltaMixer:
     def _mix(self, rows_TR: Tensor, step: Step) -> Tensor:
         """Return the recurrence's outputs, normed; the rows are changed."""
         shape = self._recurrence.shape
-        rows_TR[:, shape.n_channels : shape.n_channels + shape.n_heads].sigmoid_()
+        beta_TH = rows_TR[:, shape.n_channels : shape.n_channels + shape.n_heads].sigmoid_()
+        if self._most_beta != 1.0:
+            beta_TH *= self._most_beta
         y_TI = step.recur(self._layer, rows_TR, self._recurrence)
         return self._norm(y_TI.view(len(y_TI), shape.n_heads, shape.value_dim)).flatten(1)

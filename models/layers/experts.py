@@ -176,9 +176,14 @@ class SharedExpert:
         return torch.addcmul(self.mixture(x_TM), self.gate(x_TM), self.shared(x_TM))
 
 
-def check_groups(config: PreTrainedConfig, *, least: int) -> None:
-    """Raise FormatError if experts cannot be chosen by these groups; each is ranked by its `least` best experts."""
-    n_experts, n_groups, n_chosen_groups = config.n_routed_experts, config.n_group, config.topk_group
+def check_groups(config: PreTrainedConfig, *, least: int, n_experts: int | None = None) -> None:
+    """Raise FormatError if experts cannot be chosen by these groups; each is ranked by its `least` best experts.
+
+    Args:
+        n_experts: their number, if the config does not call it `n_routed_experts`.
+    """
+    n_groups, n_chosen_groups = config.n_group, config.topk_group
+    n_experts = config.n_routed_experts if n_experts is None else n_experts
     size = n_experts // n_groups
     if n_experts % n_groups or size < least or not config.num_experts_per_tok <= n_chosen_groups * size <= n_experts:
         raise FormatError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybridmem.memory import AttentionSpec, Step
+from hybridmem.memory import UNROTATED, AttentionSpec, Step
 from hybridmem.models.layers.attention import Rotary
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.norms import RMSNorm
@@ -52,11 +52,13 @@ class LatentAttention:
     keys_HNL: Tensor
     values_HVL: Tensor
     out: Linear
-    rotary: Rotary
+    rotary: Rotary | None
     scale: float
 
     @property
     def specs(self) -> tuple[AttentionSpec]:
+        if self.rotary is None:
+            return (replace(self.spec, rotation=UNROTATED),)
         rotation = replace(self.rotary.rotation, start=self.keys_HNL.shape[2])
         return (replace(self.spec, rotation=rotation),)
 
@@ -70,7 +72,9 @@ class LatentAttention:
             norm, product = self.queries
             q = product(norm(q))
         plain_THN, rotary_THR = q.view(len(q), n_heads, -1).split_with_sizes([n_plain, n_rotary], -1)
-        rotated = self.rotary(torch.cat([rotary_THR, rotary_TR[:, None]], 1), step)
+        rotated = torch.cat([rotary_THR, rotary_TR[:, None]], 1)
+        if self.rotary is not None:
+            rotated = self.rotary(rotated, step)
         absorbed_THL = (plain_THN.transpose(0, 1) @ self.keys_HNL).transpose(0, 1)
         q_THD = torch.cat([absorbed_THL, rotated[:, :n_heads]], -1)
         k_T1D = torch.cat([self.norm(latents_TL)[:, None], rotated[:, n_heads:]], -1)
@@ -80,12 +84,19 @@ class LatentAttention:
 
 
 def load_latent_attention(
-    config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary, *, is_interleaved: bool
+    config: PreTrainedConfig,
+    checkpoint: Checkpoint,
+    prefix: str,
+    i: int,
+    rotary: Rotary | None,
+    *,
+    is_interleaved: bool,
 ) -> LatentAttention:
     """Load a latent attention from the tensors below `prefix`, named as in DeepSeek's checkpoints.
 
     Args:
-        rotary: pairs the first half of the elements that it rotates with the second ("half" pairing).
+        rotary: pairs the first half of the elements that it rotates with the second ("half" pairing); None where the
+            "rotary" part of heads is not rotated.
         is_interleaved: whether the checkpoint pairs neighbours instead; then rows are reordered for `rotary`.
     """
     n_model = config.hidden_size
@@ -129,7 +140,7 @@ def load_latent_attention(
         values_HVL,
         Linear.load(checkpoint, f"{prefix}.o_proj", n_model, n_heads * n_value, has_bias=has_bias),
         rotary,
-        _score_scale(config),
+        (n_plain + n_rotary) ** -0.5 if rotary is None else _score_scale(config),
     )
 
 

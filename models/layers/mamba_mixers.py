@@ -25,16 +25,22 @@ if TYPE_CHECKING:
 
 
 def load_conv(
-    checkpoint: Checkpoint, prefix: str, n_channels: int, n_taps: int, *, has_bias: bool, activation: str | None
-) -> CausalConv:
-    """Load a depthwise convolution from torch's layout, (channels, 1, taps)."""
+    checkpoint: Checkpoint, prefix: str, n_channels: int, n_taps: int, *, has_bias: bool, activation: str | None,
+    parts: tuple[str, ...] = (),
+) -> CausalConv:  # fmt: skip
+    """Load a depthwise convolution from torch's layout, (channels, 1, taps).
+
+    Args:
+        parts: names that stand for `prefix` in files that hold the channels in several tensors, in this order.
+    """
     if activation not in (None, "silu", "swish"):
         raise UnsupportedModelError(
             f"{activation!r} as the activation of a mixer; its convolution is implemented with silu only"
         )
     if n_taps < 1:
         raise SpecError(f"{prefix} has {n_taps} taps; a convolution needs one at least")
-    weight_WE = checkpoint.take(f"{prefix}.weight", n_channels, 1, n_taps).squeeze(1).t().contiguous()
+    names = tuple(f"{part}.weight" for part in parts if f"{part}.weight" in checkpoint) or (f"{prefix}.weight",)
+    weight_WE = checkpoint.take_joined(names, n_channels, 1, n_taps).squeeze(1).t().contiguous()
     return CausalConv(
         weight_WE, checkpoint.take_optional(has_bias, f"{prefix}.bias", n_channels), activation is not None
     )

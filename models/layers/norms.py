@@ -31,6 +31,16 @@ class RMSNorm:
 
 
 @dataclass(frozen=True)
+class RowNorm:
+    """Computes an `RMSNorm` of all heads of a token together, (T, H, D)."""
+
+    norm: RMSNorm
+
+    def __call__(self, x_THD: Tensor) -> Tensor:
+        return self.norm(x_THD.flatten(1)).view_as(x_THD)
+
+
+@dataclass(frozen=True)
 class GatedNorm:
     """Computes an `RMSNorm` of y * gate, in each of n parts of a row (Dao & Gu 2024, section 7)."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,9 @@ class DryCheckpoint(Checkpoint):
         if dtype is None and self.keeps_bits and (coded := self._coded(name, shape)) is not None:
             return coded
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def take_joined(self, names: Sequence[str], *shape: int) -> Tensor:
+        return self.take(names[0], *shape)
 
     def take_as_stored(self, name: str, *shape: int) -> Tensor:
         return self.take(name, *shape)

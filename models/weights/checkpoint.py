@@ -10,7 +10,7 @@ import math
 import re
 import reprlib
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridmem.memory.errors import FormatError, HybridMemoryError
 from hybridmem.models.weights.coded import CodedTensor, as_floats
+from hybridmem.models.weights.dry import joined
 from hybridmem.models.weights.formats import wanted_format
 from hybridmem.models.weights.signature import sample_of
 from hybridmem.models.weights.tied_weights import TiedWeights, equal_in
@@ -130,6 +131,7 @@ class Checkpoint:
         self._taken: dict[str, bytes] = {}  # name -> sample of its numbers
         self._factors: dict[str, float | Tensor] = {}
         self._tied = TiedWeights()
+        self._ignored: set[str] = set()
         self._coding: Coding | None = None
         self._parts: dict[str, dict[str, tuple[str, str]]] = {}  # dense tensor -> part -> file and name in it
 
@@ -276,6 +278,23 @@ class Checkpoint:
         """Return the tensor as `take` does if the config says that it exists (`condition`), else None."""
         return self.take(name, *shape) if condition else None
 
+    def take_joined(self, names: Sequence[str], *shape: int) -> Tensor:
+        """Return what is stored as several tensors, one behind the other in the first dimension, as `take` does.
+
+        They may be cut anywhere: published files hold what belongs together, and transformers cuts into equal parts.
+
+        Raises:
+            FormatError: one is missing, or together they have another shape.
+        """
+        if len(names) == 1 or any(name not in self for name in names):
+            return self.take(names[0] if len(names) == 1 else next(n for n in names if n not in self), *shape)
+        sizes = [len(self._read(name)) for name in names]
+        if sum(sizes) != shape[0]:
+            raise FormatError(
+                f"{', '.join(names)} in {self.folder} have {sum(sizes)} rows, its config.json says {shape[0]}"
+            )
+        return joined(*(self.take(name, size, *shape[1:]) for name, size in zip(names, sizes, strict=True)))
+
     def tie(self, source: str, *names: str, is_tied: bool = True, own: Collection[str] = ()) -> tuple[str, ...]:
         """Return, for each of `names`, the name by which to take it: `source` if both are one tensor.
 
@@ -326,9 +345,13 @@ class Checkpoint:
         if left := self.leftovers():
             warnings.warn(f"{len(left)} tensors of {self.folder} are not used: {left[:5]}", stacklevel=3)
 
+    def ignore(self, *names: str) -> None:
+        """Name tensors that files may hold although the model computes them itself: nobody is warned of them."""
+        self._ignored.update(names)
+
     def leftovers(self) -> list[str]:
-        """Return the names of tensors that were not taken, and are not what others are tied to."""
-        return sorted(self._file_of.keys() - self._taken.keys() - self._tied.equal)
+        """Return the names of tensors that were not taken, ignored, or what others are tied to."""
+        return sorted(self._file_of.keys() - self._taken.keys() - self._tied.equal - self._ignored)
 
 
 class UnreadCheckpoint(Checkpoint):

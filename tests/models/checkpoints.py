@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from hybridmem.models.hf.cache import cache_argument
 from tests.models.families import CONFIGS
@@ -118,7 +119,9 @@ class PeerCache:
     state: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.cache = DynamicCache(config=self.model.config)
+        self.cache = (
+            DynamicCache(config=self.model.config) if self.model.config.model_type != "minimax" else MiniMaxCache()
+        )
         # it keeps its recurrent states in its modules, not in the cache
         if self.model.config.model_type == "recurrent_gemma":
             self.model._setup_cache(self.model.config, 1, self.model.device, self.model.dtype)

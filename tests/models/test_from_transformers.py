@@ -19,8 +19,8 @@ from tests.models.hf_models import given, hf_model, logits
 TOKENS = draw_tokens(20)
 ONE_OF_EACH = (
     "bamba", "deepseek-v2", "deepseek-v3", "falcon-h1", "falcon-mamba", "gemma2", "gemma3", "granite-moe-hybrid",
-    "jamba", "lfm2-moe", "llama", "mamba", "mamba2", "nemotron-h", "qwen3-next", "qwen3.5", "qwen3.5-moe",
-    "recurrent-gemma", "rwkv", "zamba", "zamba2",
+    "jamba", "kimi-linear", "lfm2-moe", "minimax", "olmo-hybrid", "llama", "mamba", "mamba2", "nemotron-h",
+    "qwen3-next", "qwen3.5", "qwen3.5-moe", "recurrent-gemma", "rwkv", "zamba", "zamba2",
 )  # fmt: skip
 
 

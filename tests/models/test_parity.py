@@ -43,7 +43,7 @@ WRONG_IN_TRANSFORMERS = {
     "nemotron-h-dt-floor": "its single steps do not clamp dt",
 }
 """Checkpoints that transformers itself cannot continue by single tokens, and why; its one-shot logits decide alone."""
-UNTURNED = ("jamba", "nemotron")
+UNTURNED = ("jamba", "kimi", "nemotron")
 """Models whose attention learns of positions from nowhere but the recurrent layers around it."""
 MATTERS = 0.1
 """A logit that is off by this much shows that something was forgotten."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
 from hybridmem.memory import FormatError
@@ -72,6 +73,15 @@ def test_experts_that_cannot_be_chosen_are_named(
         load_model(folder)
 
 
+def test_other_decays_than_the_computed_ones_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, CONFIGS["minimax"]())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.self_attn.slope_rate"] *= 1.1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"layers\.2\.self_attn\.slope_rate .* num_attention_heads"):
+        load_model(folder)
+
+
 BY_OPTION: list[tuple[str, str, Any]] = [
     ("deepseek-v2", "norm_topk_prob", True),
     ("deepseek-v2", "scoring_func", "sigmoid"),
@@ -83,11 +93,15 @@ BY_OPTION: list[tuple[str, str, Any]] = [
     ("deepseek-v3", "topk_method", "greedy"),
     ("deepseek-v3", "quantization_config", {"quant_method": "bitsandbytes"}),
     ("granite-moe-hybrid", "position_embedding_type", "alibi"),
+    ("kimi-linear", "num_key_value_heads", 2),
+    ("kimi-linear", "num_shared_experts", 0),
+    ("kimi-linear", "tie_word_embeddings", True),
     ("nemotron-h", "tie_word_embeddings", True),
     ("nemotron-h", "attention_bias", True),
     ("nemotron-h", "sliding_window", 4),
     ("nemotron-h", "mamba_proj_bias", True),
     ("nemotron-h", "time_step_limit", [0.1, 0.8]),
+    ("zamba", "attention_hidden_size", 24),
     ("zamba2", "use_conv_bias", False),
     ("zamba2", "use_long_context", True),
 ]

@@ -1,0 +1,128 @@
+"""Implements OLMo Hybrid (Ai2 2026): delta mixers and every few layers attention, then gated MLPs.
+
+Delta layers norm the input of each part, attention layers its output: x + norm(attention(x)), then x + norm(mlp(x)).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hybridmem.memory import AttentionSpec, Step
+from hybridmem.memory.recurrences import DeltaRuleShape
+from hybridmem.memory.specs import LayerSpec
+from hybridmem.models.layers.attention import Attention, Rotary, head_dim_of, load_projections
+from hybridmem.models.layers.decoder import Block, Decoder, Layer, Mixer, Normed
+from hybridmem.models.layers.delta_mixer import DeltaInputs, DeltaMixer
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.layers.norms import RMSNorm, RowNorm
+from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.loading.architectures import register
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.weights.dry import joined
+
+if TYPE_CHECKING:
+    from transformers import OlmoHybridConfig
+
+_DELTA_NORM_EPS = 1e-5
+"""Epsilon of the norms behind the delta rule, whatever the config's."""
+_NAMES = {
+    "input_layernorm": "attention_layer_norm",
+    "post_attention_layernorm": "feedforward_layer_norm",
+}
+"""Transformers' names of norms -> those of files."""
+
+
+@register("OlmoHybridForCausalLM")
+class OlmoHybrid(Decoder):
+    """Implements OLMo Hybrid."""
+
+    def __init__(self, config: OlmoHybridConfig, checkpoint: Checkpoint) -> None:
+        n_model = config.hidden_size
+        vocabulary = Vocabulary.load(checkpoint, config, "model.embed_tokens.weight")
+        rotary = _load_rotary(config, checkpoint)
+
+        def norm(prefix: str, name: str) -> RMSNorm:
+            stored = f"{prefix}.{_NAMES.get(name, name)}.weight"
+            found = stored if stored in checkpoint else f"{prefix}.{name}.weight"
+            return RMSNorm(checkpoint.take(found, n_model), config.rms_norm_eps)
+
+        layers: list[Layer] = []
+        for i in range(config.num_hidden_layers):
+            prefix, kind = f"model.layers.{i}", config.layer_types[i]
+            mlp = GatedMLP.load(checkpoint, f"{prefix}.mlp", n_model, config.intermediate_size, config.hidden_act)
+            if kind == "linear_attention":
+                mixer = _load_delta(config, checkpoint, f"{prefix}.linear_attn", i)
+                norms = norm(prefix, "input_layernorm"), norm(prefix, "post_attention_layernorm")
+                layers.append(Block((norms[0], mixer), (norms[1], mlp)))
+            elif kind == "full_attention":
+                attention = _load_attention(config, checkpoint, f"{prefix}.self_attn", i, rotary)
+                normed = Normed(attention, norm(prefix, "post_attention_layernorm"))
+                layers.append(_AttentionLayer(normed, mlp, norm(prefix, "post_feedforward_layernorm")))
+            else:
+                raise UnsupportedModelError(
+                    f"layer_types[{i}]={kind!r}; implemented are linear_attention and full_attention"
+                )
+        super().__init__(config, checkpoint, vocabulary, layers, norm("model", "norm"))
+
+
+@dataclass(frozen=True)
+class _AttentionLayer:
+    mixer: Mixer
+    mlp: GatedMLP
+    norm: RMSNorm
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return self.mixer.specs
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        x_TM = x_TM + self.mixer(x_TM, step)
+        return x_TM + self.norm(self.mlp(x_TM))
+
+
+def _load_rotary(config: OlmoHybridConfig, checkpoint: Checkpoint) -> Rotary | None:
+    """Return what rotates queries and keys; None if the config names no base, as in the published models."""
+    parameters = config.rope_parameters
+    if parameters is None or parameters.get("rope_theta") is None:
+        return None
+    return Rotary(config, head_dim_of(config), checkpoint.device)
+
+
+def _load_delta(config: OlmoHybridConfig, checkpoint: Checkpoint, prefix: str, i: int) -> DeltaMixer:
+    shape = DeltaRuleShape(
+        config.linear_num_value_heads,
+        config.linear_num_key_heads,
+        config.linear_value_head_dim,
+        config.linear_key_head_dim,
+        config.linear_conv_kernel_dim,
+    )
+    n_values = shape.n_heads * shape.value_dim
+    sizes = {"q": shape.n_keys, "k": shape.n_keys, "v": n_values, "g": n_values, "b": shape.n_heads, "a": shape.n_heads}
+    q, k, v, *others = (
+        checkpoint.take(f"{prefix}.{name}_proj.weight", size, config.hidden_size) for name, size in sizes.items()
+    )
+    return DeltaMixer(
+        checkpoint, prefix, i, shape, DeltaInputs(joined(q, k, v), *others),
+        norm_eps=_DELTA_NORM_EPS, activation=config.hidden_act,
+        most_beta=2.0 if config.linear_allow_neg_eigval else 1.0, norm="o_norm", out="o_proj",
+        conv_parts=tuple(f"{prefix}.{name}_conv1d" for name in "qkv"),
+    )  # fmt: skip
+
+
+def _load_attention(
+    config: OlmoHybridConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary | None
+) -> Attention:
+    """Load attention whose queries and keys are normed over all heads of a token."""
+    spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
+    has_bias = config.attention_bias
+    qkv, out = load_projections(
+        checkpoint, prefix, config.hidden_size, spec, has_bias=has_bias, has_out_bias=has_bias
+    )  # fmt: skip
+    q_norm, k_norm = (
+        RowNorm(RMSNorm(checkpoint.take(f"{prefix}.{x}_norm.weight", n * spec.head_dim), config.rms_norm_eps))
+        for x, n in (("q", spec.n_query_heads), ("k", spec.n_kv_heads))
+    )
+    return Attention(i, spec, qkv, out, rotary=rotary, norms=(q_norm, k_norm))
