@@ -9,11 +9,10 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from hybridmem.memory import AttentionSpec
 from hybridmem.models.layers.attention import Attention, Rotary, load_projections
-from hybridmem.models.layers.decoder import Block, Decoder, Function, Normed
+from hybridmem.models.layers.decoder import Block, Decoder, Normed, in_turn
 from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.layers.norms import RMSNorm, load_offset_norm
 from hybridmem.models.layers.vocabulary import Vocabulary
@@ -62,7 +61,7 @@ class _Gemma(Decoder, ABC):
                     (norm(f"{prefix}.input_layernorm"), Normed(attention, norm(f"{prefix}.post_attention_layernorm"))),
                     (
                         norm(f"{prefix}.pre_feedforward_layernorm"),
-                        _then(mlp, norm(f"{prefix}.post_feedforward_layernorm")),
+                        in_turn(mlp, norm(f"{prefix}.post_feedforward_layernorm")),
                     ),
                 )
             )
@@ -125,10 +124,3 @@ class Gemma3(_Gemma):
     def _head_norms(self, config: Gemma3TextConfig, checkpoint: Checkpoint, prefix: str) -> tuple[RMSNorm, RMSNorm]:
         q, k = (load_offset_norm(checkpoint, f"{prefix}.{x}_norm", config.head_dim, config.rms_norm_eps) for x in "qk")
         return q, k
-
-
-def _then(first: Function, second: Function) -> Function:
-    def both(x_TM: Tensor) -> Tensor:
-        return second(first(x_TM))
-
-    return both

@@ -77,13 +77,13 @@ def _load_feed_forward(config: KimiLinearConfig, checkpoint: Checkpoint, prefix:
 
     mixture = f"{prefix}.block_sparse_moe"
     if kind == "dense":
-        stored = mixture if f"{mixture}.gate_proj.weight" in checkpoint else f"{prefix}.mlp"
-        return mlp(stored, config.intermediate_size)
+        stored = checkpoint.name_of(*(f"{name}.gate_proj.weight" for name in (f"{prefix}.mlp", mixture)))
+        return mlp(stored.removesuffix(".gate_proj.weight"), config.intermediate_size)
     if kind != "sparse":
         raise UnsupportedModelError(f"mlp_layer_types has {kind!r}; implemented are dense and sparse")
     if config.n_shared_experts < 1:
         raise UnsupportedModelError(f"num_shared_experts={config.n_shared_experts}; implemented is at least one")
-    check_groups(config, least=2, n_experts=n_experts)
+    check_groups(config, least=2, experts="num_local_experts")
     # In float32 whatever the model's dtype: the scores decide which experts run, and close scores are common.
     router = checkpoint.take(f"{mixture}.gate.weight", n_experts, n_model, dtype=torch.float32)
     route = partial(

@@ -32,7 +32,7 @@ _NAMES = {
     "input_layernorm": "attention_layer_norm",
     "post_attention_layernorm": "feedforward_layer_norm",
 }
-"""Transformers' names of norms -> those of files."""
+"""Transformers' names of norms -> those that files have instead."""
 
 
 @register("OlmoHybridForCausalLM")
@@ -45,9 +45,8 @@ class OlmoHybrid(Decoder):
         rotary = _load_rotary(config, checkpoint)
 
         def norm(prefix: str, name: str) -> RMSNorm:
-            stored = f"{prefix}.{_NAMES.get(name, name)}.weight"
-            found = stored if stored in checkpoint else f"{prefix}.{name}.weight"
-            return RMSNorm(checkpoint.take(found, n_model), config.rms_norm_eps)
+            stored = checkpoint.name_of(*(f"{prefix}.{known}.weight" for known in (name, _NAMES.get(name, name))))
+            return RMSNorm(checkpoint.take(stored, n_model), config.rms_norm_eps)
 
         layers: list[Layer] = []
         for i in range(config.num_hidden_layers):

@@ -54,6 +54,7 @@ SUBJECTS = (
     "model:kimi-linear",
     "model:lfm2",
     "model:lfm2-moe-three-of-four-experts",
+    "model:lfm3",
     "model:llama",
     "model:mamba2",
     "model:minimax",

@@ -14,7 +14,7 @@ from hybridmem.models.layers.linear import Linear, add_product, add_scaled, norm
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 from hybridmem.models.weights.dry import joined
 
-_FIXED_TYPES = ("linear", "yarn", "llama3")
+_FIXED_TYPES = ("linear", "yarn", "llama3", "proportional")
 """Types of rotary scaling whose frequencies do not depend on the length of a sequence."""
 
 
@@ -89,7 +89,7 @@ class Attention:
         layer: index in the model's memory spec.
         qkv: one product for queries, keys and values, in this order.
         norms: norms of queries and of keys (T, H, D), before they are rotated.
-        gate: its output multiplies the attention's, before `out`.
+        gate: its output multiplies the attention's, before `out`: one number for each element, or for each head.
         softcap: cap of the scores; see `Step.attend`.
     """
 
@@ -109,7 +109,7 @@ class Attention:
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         y = self._attend(self.qkv(x_TM), step)
-        return self.out(y if self.gate is None else y * self.gate(x_TM))
+        return self.out(y if self.gate is None else y * self._spread(self.gate(x_TM)))
 
     def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], step: Step, *, scale: float) -> Tensor:
         """Return x + s self(norm(x), step)."""
@@ -117,8 +117,13 @@ class Attention:
             return add_scaled(x_TM, self(norm(x_TM), step), scale)
         linears = (self.qkv,) if self.gate is None else (self.qkv, self.gate)
         qkv, *gates = normed_products(x_TM, norm, *linears)
-        gate = gates[0] if gates else None
+        gate = self._spread(gates[0]) if gates else None
         return add_product(x_TM, self.out, self._attend(qkv, step), gate, scale=scale)
+
+    def _spread(self, gate: Tensor) -> Tensor:
+        """Return a number for each element of gates that are for elements, or for heads."""
+        n_elements = self.spec.n_query_heads * self.spec.head_dim
+        return gate if gate.shape[1] == n_elements else gate.repeat_interleave(self.spec.head_dim, -1)
 
     def _attend(self, qkv: Tensor, step: Step) -> Tensor:
         spec = self.spec

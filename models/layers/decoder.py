@@ -76,6 +76,15 @@ class Normed:
         return self.norm(self.mixer(x_TM, step))
 
 
+def in_turn(first: Function, second: Function) -> Function:
+    """Return what computes second(first(x))."""
+
+    def both(x_TM: Tensor) -> Tensor:
+        return second(first(x_TM))
+
+    return both
+
+
 @dataclass(frozen=True)
 class Block:
     """Computes x + s mixer(norm(x)), then x + s feed_forward(norm(x)); either part may be missing.

@@ -176,20 +176,23 @@ class SharedExpert:
         return torch.addcmul(self.mixture(x_TM), self.gate(x_TM), self.shared(x_TM))
 
 
-def check_groups(config: PreTrainedConfig, *, least: int, n_experts: int | None = None) -> None:
+def check_groups(config: PreTrainedConfig, *, least: int, experts: str = "n_routed_experts") -> None:
     """Raise FormatError if experts cannot be chosen by these groups; each is ranked by its `least` best experts.
 
     Args:
-        n_experts: their number, if the config does not call it `n_routed_experts`.
+        experts: the config's name of the number of experts.
     """
-    n_groups, n_chosen_groups = config.n_group, config.topk_group
-    n_experts = config.n_routed_experts if n_experts is None else n_experts
-    size = n_experts // n_groups
-    if n_experts % n_groups or size < least or not config.num_experts_per_tok <= n_chosen_groups * size <= n_experts:
+    n_experts, n_groups, n_chosen_groups = getattr(config, experts), config.n_group, config.topk_group
+    n_chosen, size = config.num_experts_per_tok, n_experts // n_groups
+    if n_experts % n_groups or size < least or not 1 <= n_chosen <= n_chosen_groups * size <= n_experts:
+        # Names as they stand in config.json, which may not be those of the attributes.
+        chosen, all_of_them, groups = (
+            config.attribute_map.get(name, name) for name in ("num_experts_per_tok", experts, "n_group")
+        )
         raise FormatError(
-            f"{config.num_experts_per_tok} of {n_experts} experts in {n_groups} groups (n_group) cannot be chosen from "
+            f"{n_chosen} of {n_experts} experts in {n_groups} groups ({groups}) cannot be chosen from "
             f"{n_chosen_groups} of these (topk_group), each judged by its best {least}: "
-            f"num_experts_per_tok={config.num_experts_per_tok}, n_routed_experts={n_experts}"
+            f"{chosen}={n_chosen}, {all_of_them}={n_experts}"
         )
 
 

@@ -45,6 +45,7 @@ _MODULES = {
     "Lfm2ForCausalLM": "hybridmem.models.lfm2",
     "Lfm2MoeForCausalLM": "hybridmem.models.lfm2",
     "KimiLinearForCausalLM": "hybridmem.models.kimi_linear",
+    "Lfm3ForCausalLM": "hybridmem.models.lfm3",
     "LlamaForCausalLM": "hybridmem.models.llama",
     "Mamba2ForCausalLM": "hybridmem.models.mamba",
     "MambaForCausalLM": "hybridmem.models.mamba",

@@ -278,6 +278,10 @@ class Checkpoint:
         """Return the tensor as `take` does if the config says that it exists (`condition`), else None."""
         return self.take(name, *shape) if condition else None
 
+    def name_of(self, *names: str) -> str:
+        """Return the first of these names by which a tensor is stored; or the first of all, if it is not."""
+        return next((name for name in names if name in self), names[0])
+
     def take_joined(self, names: Sequence[str], *shape: int) -> Tensor:
         """Return what is stored as several tensors, one behind the other in the first dimension, as `take` does.
 

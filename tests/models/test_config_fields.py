@@ -28,10 +28,10 @@ RICHEST = {class_of(subject): subject for subject in SUBJECTS} | {
     "Lfm2Config": "lfm2", "Lfm2MoeConfig": "lfm2-moe-three-of-four-experts",
     "NemotronHConfig": "nemotron-h-two-of-eight-experts", "Qwen3NextConfig": "qwen3-next-two-of-four-experts",
     "ZambaConfig": "zamba-one-head", "Zamba2Config": "zamba2",
-    "KimiLinearConfig": "kimi-linear-two-of-eight-experts-in-groups", "MiniMaxConfig": "minimax-two-of-four-experts",
-    "MistralConfig": "mistral", "OlmoHybridConfig": "olmo-hybrid-rope", "Qwen3_5TextConfig": "qwen3.5-biases",
-    "RecurrentGemmaConfig": "recurrent-gemma", "BartConfig": "bart", "RwkvConfig": "rwkv",
-    "DeepseekV2Config": "deepseek-v2-three-of-eight-experts-in-groups",
+    "KimiLinearConfig": "kimi-linear-two-of-eight-experts-in-groups", "Lfm3Config": "lfm3-biases-untied",
+    "MiniMaxConfig": "minimax-two-of-four-experts", "MistralConfig": "mistral", "OlmoHybridConfig": "olmo-hybrid-rope",
+    "Qwen3_5TextConfig": "qwen3.5-biases", "RecurrentGemmaConfig": "recurrent-gemma", "BartConfig": "bart",
+    "RwkvConfig": "rwkv", "DeepseekV2Config": "deepseek-v2-three-of-eight-experts-in-groups",
     "DeepseekV3Config": "deepseek-v3-three-of-eight-experts-in-groups",
 }  # fmt: skip
 """Class of a config -> the one here that reads most of its fields."""
