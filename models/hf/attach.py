@@ -22,12 +22,12 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
 
-from hybridmem.memory import AttentionSpec, BatchError, MemorySpec, StepError
+from hybridmem.memory import AttentionSpec, BatchError, MemorySpec, RecurrentSpec, StepError
 from hybridmem.memory.blocks.journal import ExitOnStack
 from hybridmem.memory.blocks.scoped import without_gradients
 from hybridmem.memory.errors import HybridMemoryError
 from hybridmem.models.hf.cache import HybridCache
-from hybridmem.models.hf.mixers import MIXERS, Mix, Module
+from hybridmem.models.hf.mixers import MIXERS, WITH_SECOND_OUTPUT, Mix, Module
 from hybridmem.models.hf.passes import CURRENT_PASS, Pass
 from hybridmem.models.hf.probe import check_mixer
 from hybridmem.models.loading.load import check_is_of_transformers, check_source, find_adapter, spec_of_loaded
@@ -35,22 +35,31 @@ from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 ATTACHABLE = (
     "BambaForCausalLM",
+    "FalconH1ForCausalLM",
     "FalconMambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
+    "Lfm3ForCausalLM",
     "LlamaForCausalLM",
     "Mamba2ForCausalLM",
     "MambaForCausalLM",
+    "MiniMaxForCausalLM",
     "MistralForCausalLM",
     "NemotronHForCausalLM",
+    "OlmoHybridForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
+    "Zamba2ForCausalLM",
+    "ZambaForCausalLM",
 )
 """Classes of transformers models that `attach` accepts."""
+
+_TAKE_NO_OTHER_CACHE = ("MiniMaxForCausalLM",)
+"""Classes that refuse a cache of another class, unless they are told to use none; then they hand it on all the same."""
 
 _ATTENTION = "hybrid_memory"
 """Name under which transformers' `AttentionInterface` finds `_attend`."""
@@ -106,7 +115,8 @@ class Attached:
         self._parameters = _signature_of(hf_model).parameters
         self._cache_name = "cache" if "cache" in self._parameters else "past_key_values"  # the first since 5.24
         mixes = [(module, make(module)) for module in hf_model.modules() if (make := _known(module)) is not None]
-        if len(mixes) != (n_recurrences := len(spec.of_kind("recurrence"))):
+        n_recurrences = sum(any(isinstance(one, RecurrentSpec) for one in layer) for layer in spec.layers)
+        if len(mixes) != n_recurrences:
             raise UnsupportedModelError(
                 f"{n_recurrences} recurrent layers of {architecture}, of which {len(mixes)} have a module that is "
                 f"known; this is transformers {transformers.__version__}, attach is tested with 5.23 and 5.24"
@@ -114,7 +124,7 @@ class Attached:
         for module, mix in mixes:
             check_mixer(module, mix, self.memory_spec, hf_model.config.get_text_config().hidden_size)
         self._attention = _AttentionOf(hf_model.config)
-        self._forwards = [_Forward(module, _mixer_of(mix)) for module, mix in mixes]
+        self._forwards = [_Forward(module, _mixer_of(module, mix)) for module, mix in mixes]
         self._forwards.append(_Forward(hf_model, self._run, self._cache_name, "position_ids"))
         self._prepare = hf_model.prepare_inputs_for_generation
         hf_model.prepare_inputs_for_generation = self._check_prompt
@@ -184,6 +194,8 @@ class Attached:
             CURRENT_PASS.set_to(current),
         ):
             current.step.check_model(spec)
+            if type(self._model).__name__ in _TAKE_NO_OTHER_CACHE:
+                given["use_cache"] = False  # else it refuses caches that are not its own
             if "position_ids" in self._parameters:
                 given["position_ids"] = current.position_ids
             if "cache_params" in self._parameters:
@@ -303,13 +315,16 @@ def _signature_of(module: Module) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def _mixer_of(mix: Mix) -> Callable[..., Any]:
+def _mixer_of(module: Module, mix: Mix) -> Callable[..., Any]:
+    has_second = any(base.__name__ in WITH_SECOND_OUTPUT for base in type(module).__mro__)
+
     def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         current = CURRENT_PASS.get()
         if current is None:
             return original(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
-        return current.unpack(mix(current.pack(hidden), current.step))
+        output = current.unpack(mix(current.pack(hidden), current.step))
+        return (output, None) if has_second else output
 
     return run
 
@@ -330,15 +345,16 @@ def _attend(
             f"{type(module).__name__} ran without a HybridCache while another thread ran the model with one; "
             "use one thread"
         )
-    _check_attention(module, current, kwargs)
+    layer = current.attending
+    _check_attention(module, layer, current, kwargs)
     q, k, v = (current.pack(t.transpose(1, 2)) for t in (query, key, value))
-    return current.unpack(current.step.attend(module.layer_idx, q, k, v, scale=scaling)), None
+    return current.unpack(current.step.attend(layer, q, k, v, scale=scaling)), None
 
 
-def _check_attention(module: Module, current: Pass, options: dict[str, Any]) -> None:
+def _check_attention(module: Module, layer: int, current: Pass, options: dict[str, Any]) -> None:
     """Raise StepError for attention options that the memory does not have, and so would silently ignore."""
-    (spec,) = (spec for spec in current.memory.spec.layers[module.layer_idx] if isinstance(spec, AttentionSpec))
-    what = f"{type(module).__name__} of layer {module.layer_idx}"
+    (spec,) = (spec for spec in current.memory.spec.layers[layer] if isinstance(spec, AttentionSpec))
+    what = f"{type(module).__name__} of layer {layer}"
     if (window := options.get("sliding_window")) != spec.window:
         raise StepError(f"{what} attends to {window} tokens, its memory holds {spec.window}")
     for name in ("softcap", "s_aux"):

@@ -241,6 +241,7 @@ class HybridCache(Cache):  # type: ignore[misc]
         current = CURRENT_PASS.get()
         if current is None or current.memory is not self.memory:
             self._not_attached()
+        current.attending = layer_idx
         return key_states, value_states
 
     def _not_attached(self, *args: object, **kwargs: object) -> NoReturn:

@@ -7,6 +7,7 @@ biases) are copied once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.memory import Step
-from hybridmem.memory.recurrences import SSD, CausalConv, DeltaRule, DeltaRuleShape, Mamba1, ShortConv, SSDShape
+from hybridmem.memory.recurrences import (
+    SSD,
+    CausalConv,
+    DeltaRule,
+    DeltaRuleShape,
+    LinearAttention,
+    Mamba1,
+    ShortConv,
+    SSDShape,
+)
 from hybridmem.models.layers.norms import SplitNorm
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
+from hybridmem.models.zamba import head_spec, split_conv
 
 Module = Any
 """A module of transformers; its attributes have no static types."""
@@ -102,11 +113,77 @@ def mamba2(module: Module) -> Mix:
     return mix
 
 
-def _delta(module: Module, project: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]) -> Mix:
+def falcon_h1_mamba(module: Module) -> Mix:
+    """Return the mix of a Mamba-2 mixer whose input and projections are scaled, and whose norm may be missing."""
+    shape = SSDShape(module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size, module.conv_kernel_size)
+    recurrence = SSD(
+        shape=shape, conv=_conv_of(module.conv1d), dt_bias_H=module.dt_bias.detach().float(), a_H=_decay_of(module),
+        d_H=module.D.detach().float(), dt_limits=tuple(module.time_step_limit),
+    )  # fmt: skip
+
+    def mix(x_TM: Tensor, step: Step) -> Tensor:
+        projected = module.in_proj(x_TM * module.ssm_in_multiplier) * module.mup_vector.flatten()
+        gate_TI, rows_TR = projected.split([shape.n_inner, shape.n_channels + shape.n_heads], -1)
+        y_TI = step.recur(module.layer_idx, rows_TR.contiguous(), recurrence)
+        y_TI = module.norm(y_TI, gate_TI) if module.mamba_rms_norm else y_TI * F.silu(gate_TI)
+        out_TM: Tensor = module.out_proj(y_TI)
+        return out_TM
+
+    return mix
+
+
+def zamba_mamba(module: Module) -> Mix:
+    """Return the mix of a Mamba-1 mixer in heads, whose rows of x and of the gate are stored in turns."""
+    heads, weights, n_each = module.n_mamba_heads, _weights_of(module), module.mamba_head_dim
+    x_proj, dt_proj = weights.x_proj_weight.detach(), weights.dt_proj_weight.detach()
+    rates, direct, dt_bias = _decay_of(module), module.D.detach().float(), module.dt_proj_bias.detach()
+    recurrences = [
+        Mamba1(conv, partial(F.linear, weight=x_proj[i]), partial(F.linear, weight=dt_proj[i]), dt_bias[i],
+               rates[i].T.contiguous(), direct[i])
+        for i, conv in enumerate(split_conv(_conv_of(module.conv1d), heads))
+    ]  # fmt: skip
+    names = [head_spec(i, n_each, module.ssm_state_size, module.conv_kernel_size).name for i in range(heads)]
+
+    def mix(x_TM: Tensor, step: Step) -> Tensor:
+        rows_TE, gate_TE = module.in_proj(x_TM).view(len(x_TM), -1, 2).unbind(-1)
+        parts = zip(rows_TE.chunk(heads, -1), recurrences, names, strict=True)
+        y = [step.recur(module.layer_idx, rows.contiguous(), one, name=name) for rows, one, name in parts]
+        out_TM: Tensor = module.out_proj(torch.cat(y, -1) * module.act(gate_TE))
+        return out_TM
+
+    return mix
+
+
+def lightning_attention(module: Module) -> Mix:
+    """Return the mix of linear attention with a decay for each head."""
+    n_heads, recurrence = (
+        module.num_attention_heads,
+        LinearAttention(-module.slope_rate.float().flatten(), module.head_dim),
+    )
+
+    def mix(x_TM: Tensor, step: Step) -> Tensor:
+        rows = module.act_fn(module.qkv_proj(x_TM)).view(len(x_TM), n_heads, -1)
+        y_TI = module.norm(step.recur(module.layer_idx, rows, recurrence).flatten(1))
+        out_TM: Tensor = module.out_proj(module.output_gate(x_TM).sigmoid() * y_TI)
+        return out_TM
+
+    return mix
+
+
+def _delta(
+    module: Module,
+    project: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]],
+    *,
+    most_beta: float = 1.0,
+    norm: str = "norm",
+    out: str = "out_proj",
+) -> Mix:
     """Return the mix of a gated delta rule's mixer.
 
     Args:
         project: returns queries, keys and values in one tensor, the gate, b and a, (N, ...) each.
+        most_beta: what beta is below.
+        norm, out: names of the norm and of the last product.
     """
     shape = DeltaRuleShape(
         module.num_v_heads, module.num_k_heads, module.head_v_dim, module.head_k_dim, module.conv_kernel_size
@@ -117,12 +194,23 @@ def _delta(module: Module, project: Callable[[Tensor], tuple[Tensor, Tensor, Ten
 
     def mix(x_TM: Tensor, step: Step) -> Tensor:
         qkv, gate, b, a = project(x_TM)
-        y_TI = step.recur(module.layer_idx, torch.cat([qkv, b.sigmoid(), a], -1), recurrence)
+        y_TI = step.recur(module.layer_idx, torch.cat([qkv, b.sigmoid() * most_beta, a], -1), recurrence)
         heads = (-1, shape.value_dim)
-        out_TM: Tensor = module.out_proj(module.norm(y_TI.reshape(heads), gate.reshape(heads)).view(len(x_TM), -1))
+        normed: Tensor = getattr(module, norm)(y_TI.reshape(heads), gate.reshape(heads))
+        out_TM: Tensor = getattr(module, out)(normed.view(len(x_TM), -1))
         return out_TM
 
     return mix
+
+
+def olmo_hybrid_delta(module: Module) -> Mix:
+    """Return the mix of a gated delta rule whose states may be turned around."""
+
+    def project(x_TM: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        qkv = torch.cat([module.q_proj(x_TM), module.k_proj(x_TM), module.v_proj(x_TM)], -1)
+        return qkv, module.g_proj(x_TM), module.b_proj(x_TM), module.a_proj(x_TM)
+
+    return _delta(module, project, most_beta=2.0 if module.allow_neg_eigval else 1.0, norm="o_norm", out="o_proj")
 
 
 def qwen3_5_delta(module: Module) -> Mix:
@@ -161,16 +249,25 @@ def lfm2_conv(module: Module) -> Mix:
 
 MIXERS: dict[str, Callable[[Module], Mix]] = {
     "BambaMixer": mamba2,
+    "FalconH1Mixer": falcon_h1_mamba,
     "FalconMambaMixer": falcon_mamba,
     "GraniteMoeHybridMambaLayer": mamba2,
     "JambaMambaMixer": jamba_mamba,
     "Lfm2MoeShortConv": lfm2_conv,
     "Lfm2ShortConv": lfm2_conv,
+    "Lfm3ShortConv": lfm2_conv,
     "Mamba2Mixer": mamba2,
     "MambaMixer": mamba,
+    "MiniMaxLightningAttention": lightning_attention,
     "NemotronHMamba2Mixer": mamba2,
+    "OlmoHybridGatedDeltaNet": olmo_hybrid_delta,
     "Qwen3NextGatedDeltaNet": qwen3_next_delta,
     "Qwen3_5GatedDeltaNet": qwen3_5_delta,
     "Qwen3_5MoeGatedDeltaNet": qwen3_5_delta,
+    "Zamba2MambaMixer": mamba2,
+    "ZambaMambaMixer": zamba_mamba,
 }
 """Name of the class of a recurrent module of transformers -> the function that makes its mix."""
+
+WITH_SECOND_OUTPUT = ("MiniMaxLightningAttention",)
+"""Classes of `MIXERS` that return a second value beside their outputs, of which their layers make no use."""

@@ -25,7 +25,7 @@ from hybridmem.memory.blocks.scoped import Scoped
 Bools = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pass:
     """Relates the rectangle (B, T) of tokens of one forward call to the packed tokens of its step.
 
@@ -33,6 +33,8 @@ class Pass:
         shape: (B, T).
         rows: (N,) index of each packed token in the flattened rectangle; None if all are packed, in order.
         position_ids: (B, T) int64, 0 where there is padding.
+        attending: index of the layer whose keys and values the cache was given last. Modules that several layers share
+            know no index of their own.
     """
 
     memory: HybridMemory
@@ -40,6 +42,7 @@ class Pass:
     shape: tuple[int, int]
     rows: Tensor | None
     position_ids: Tensor
+    attending: int = -1
 
     def pack(self, x: Tensor) -> Tensor:
         """Return the packed rows (N, ...) of x (B, T, ...)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import torch
@@ -30,7 +31,7 @@ def check_mixer(module: Module, mix: Mix, spec: MemorySpec, n_model: int) -> Non
     Cost: the module's forward over five tokens, twice, and a memory of 64 MiB meanwhile.
     """
     x_TM = torch.randn(_N_ROWS, n_model, generator=torch.Generator().manual_seed(1)).to(spec.device, spec.dtype)
-    theirs = module(x_TM[None])
+    theirs = module(x_TM[None], *[None] * (_n_needed(module) - 1))
     theirs_TM = (theirs if isinstance(theirs, Tensor) else theirs[0])[0].float()
     ours_TM = _run(mix, x_TM, spec, int(module.layer_idx)).float()
     off = float((ours_TM - theirs_TM).norm()) / max(float(theirs_TM.norm()), 1e-6)
@@ -40,6 +41,12 @@ def check_mixer(module: Module, mix: Mix, spec: MemorySpec, n_model: int) -> Non
             f"differ by {off:.2g} of their norm. This is transformers {transformers.__version__}; "
             "attach is tested with 5.23 and 5.24"
         )
+
+
+def _n_needed(module: Module) -> int:
+    """Return the number of arguments that a module's `forward` must be given."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
 def _run(mix: Mix, x_TM: Tensor, spec: MemorySpec, layer: int) -> Tensor:

@@ -15,11 +15,18 @@ from tests.models.hf_models import HYBRIDS, N_NEW, attached, generate, given, hf
 from tests.tolerances import assert_logits_close
 
 ONE_OF_EACH = (
-    "bamba", "falcon-mamba", "granite-moe-hybrid", "jamba", "lfm2", "lfm2-moe", "llama", "mamba2", "mamba", "mistral",
-    "nemotron-h", "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe",
+    "bamba", "falcon-h1", "falcon-mamba", "granite-moe-hybrid", "jamba", "lfm2", "lfm2-moe", "lfm3", "llama", "mamba2",
+    "mamba", "minimax", "mistral", "nemotron-h", "olmo-hybrid", "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe",
+    "zamba", "zamba2",
 )  # fmt: skip
 WITH_BIASES = (
     "bamba-biases",
+    "falcon-h1-biases",
+    "lfm3-biases-untied",
+    "minimax-two-of-four-experts",
+    "olmo-hybrid-rope",
+    "zamba-one-head",
+    "zamba2-more-blocks-than-layers",
     "jamba-two-of-four-experts",
     "mamba-bias-untied",
     "qwen3.5-biases",
@@ -59,6 +66,14 @@ def test_each_row_is_generated_as_if_it_were_alone(name: str) -> None:
         alone = generate(hf_model(name), tokens[row : row + 1, -length:])
         assert actual.sequences[row, -N_NEW:].tolist() == alone.sequences[0, -N_NEW:].tolist()
         assert_logits_close(stacked(actual)[row], stacked(alone)[0])
+
+
+@pytest.mark.parametrize("name", ["falcon-h1-gate-only", "zamba2-no-adapters"])
+def test_prompts_of_models_whose_single_steps_are_wrong_in_transformers(name: str) -> None:
+    """There, they do not clamp dt."""
+    with attached(name, 1) as (model, cache):
+        actual = logits(model, ids(13), **given(cache))
+    assert_logits_close(actual, logits(hf_model(name), ids(13)))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
