@@ -6,6 +6,7 @@ It shows what each remembers, in bytes, and how close its logits are to those of
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,9 @@ from transformers import PreTrainedConfig
 
 from benchmarks.harness import Report
 from hybridmem.memory import AttentionSpec, HybridMemory
-from hybridmem.models import ARCHITECTURES, load_model, plan_memory
+from hybridmem.models import ARCHITECTURES, ATTACHABLE, load_model, plan_memory
+from hybridmem.models.loading.architectures import REFUSED
+from hybridmem.models.loading.gguf.configs import classes_in_files
 from hybridmem.models.rwkv7 import RWKV7Config
 
 PARITY = Path(__file__).parent / "results" / "parity.json"
@@ -32,6 +35,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "intermediate_size": 12_288, "routed_scaling_factor": 16.0,
     },
+    "FalconMambaForCausalLM": {"hidden_size": 4096, "num_hidden_layers": 64},
     "GraniteMoeHybridForCausalLM": {
         "num_hidden_layers": 40, "num_key_value_heads": 8, "num_local_experts": 72, "num_experts_per_tok": 10,
         "mamba_d_state": 128,
@@ -46,6 +50,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Lfm2MoeForCausalLM": {
         "num_hidden_layers": 24,
         "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+    },
+    "MiniMaxForCausalLM": {
+        "hidden_size": 6144, "num_hidden_layers": 80, "num_attention_heads": 64, "head_dim": 128,
+        "intermediate_size": 9216, "num_local_experts": 32,
+        "layer_types": ["full_attention" if i % 8 == 7 else "linear_attention" for i in range(80)],
     },
     "NemotronHForCausalLM": {
         "hybrid_override_pattern": _NEMOTRON_H_8B, "hidden_size": 4096, "intermediate_size": 21_504,
@@ -98,25 +107,54 @@ def parity(*, quick: bool) -> Report:
 
 
 def table() -> str:
-    """Return the table in Markdown, with a row for each architecture in the registry."""
+    """Return the table in Markdown, with a row for each architecture in the registry, and one of those refused."""
     measured = json.loads(PARITY.read_text())["tables"]["parity"]
     lines = [
-        f"| architecture | layers that remember | K/V a token | states | tails, {WINDOW} tokens | parity |",
-        "|---|---|---|---|---|---|",
+        f"| architecture | layers that remember | K/V a token | states | tails, {WINDOW} tokens | parity | `attach` "
+        "| GGUF |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    in_files = classes_in_files()
     # names with other endings load the same classes
     for architecture in sorted(name for name in ARCHITECTURES if name.endswith("ForCausalLM")):
         spec = plan_memory(published_config(architecture), architecture, dtype="bfloat16")
         kinds = Counter(_kind(memory) for layer in spec.layers for memory in layer)
         bytes_of = HybridMemory(spec, "1TiB", rollback_window=WINDOW, page_tokens=16, fold="replay").usage().block_bytes
         worst = max(max(r["one shot"], r["16 single steps"]) for r in measured if r["architecture"] == architecture)
-        name = architecture.removesuffix("ForCausalLM")
+        name = _short(architecture)
         cells = [
             name, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), _size(bytes_of.get("pages", 0) // 16),
             _size(bytes_of.get("states", 0)), _size(bytes_of.get("tails", 0)), f"{worst:.0e}",
+            "yes" if architecture in ATTACHABLE else "–", "yes" if architecture in in_files else "–",
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", f"Not yet, of transformers {MINOR}:", "", "| architecture | why not |", "|---|---|"]
+    lines += [f"| {_short(name)} | {why} |" for name, why in sorted(REFUSED.items())]
     return "\n".join(lines)
+
+
+MINOR = ".".join(transformers.__version__.split(".")[:2])
+_STATES = re.compile(r"update_(recurrent|conv)_state|set_linear_cache|rnn_state|recurrent_states|state: list\[")
+"""What modules of transformers say that hold states."""
+_CLASS = re.compile(r"^class (\w+For(?:CausalLM|ConditionalGeneration))\(", re.MULTILINE)
+
+
+def recurrent_classes() -> list[str]:
+    """Return the language models of the installed transformers that have states, one for each architecture.
+
+    Modules are read, not imported: there are hundreds.
+    """
+    found = []
+    for module in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        text = module.read_text()
+        names = sorted(_CLASS.findall(text), key=lambda name: not name.endswith("ForCausalLM"))
+        if names and _STATES.search(text):
+            found.append(names[0])
+    return found
+
+
+def _short(architecture: str) -> str:
+    return re.sub("For(CausalLM|ConditionalGeneration)$", "", architecture)
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "architectures.md"

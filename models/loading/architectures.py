@@ -42,6 +42,7 @@ _MODULES = {
     "Gemma3ForCausalLM": "hybridmem.models.gemma",
     "GraniteMoeHybridForCausalLM": "hybridmem.models.granite_moe_hybrid",
     "JambaForCausalLM": "hybridmem.models.jamba",
+    "LaraMiniForCausalLM": "hybridmem.models.lara_mini",
     "Lfm2ForCausalLM": "hybridmem.models.lfm2",
     "Lfm2MoeForCausalLM": "hybridmem.models.lfm2",
     "KimiLinearForCausalLM": "hybridmem.models.kimi_linear",
@@ -66,6 +67,18 @@ _MODULES = {
     "ZambaForCausalLM": "hybridmem.models.zamba",
     "Zamba2ForCausalLM": "hybridmem.models.zamba2",
 }
+
+REFUSED = {
+    "BailingHybridForCausalLM": "its delta attention and latent attention are not wired up yet",
+    "Glm5NextForConditionalGeneration": "it has indexed attention and hyper-connections",
+    "Inkling2ForCausalLM": "its layers attend to blocks of earlier layers",
+    "Inkling2LoopForCausalLM": "its layers attend to blocks of earlier layers, and run several times",
+    "InklingForCausalLM": "its convolutions of keys, values and residual streams are not wired up yet",
+    "Qwen4ExpForCausalLM": "it has indexed attention, and embeddings of several tokens",
+    "ZayaForCausalLM": "its convolutions of queries and keys, delayed values and router are not wired up yet",
+    "xLSTMForCausalLM": "its memory has a stabiliser that no recurrence here has",
+}
+"""Classes of transformers with recurrent states that are not implemented, and why."""
 
 
 class Architectures(Mapping[str, ModelClass]):

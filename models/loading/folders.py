@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.loading.architectures import ARCHITECTURES, ModelClass
+from hybridmem.models.loading.architectures import ARCHITECTURES, REFUSED, ModelClass
 from hybridmem.models.loading.compiler import compiler_when_called
 from hybridmem.models.loading.gguf import GgufFile, find_gguf, is_gguf, read_gguf_config
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
@@ -110,4 +110,5 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
 
 def unsupported(architecture: str) -> UnsupportedModelError:
     """Return the error for an architecture that no model class implements."""
-    return UnsupportedModelError(f"{architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
+    why = f", because {REFUSED[architecture]}" if architecture in REFUSED else ""
+    return UnsupportedModelError(f"{architecture} is not supported{why}; these are: {', '.join(sorted(ARCHITECTURES))}")

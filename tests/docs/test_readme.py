@@ -11,7 +11,8 @@ import torch
 from benchmarks import architectures
 from hybridmem.memory import SpecError
 from hybridmem.memory.capacity import plan_sequence
-from hybridmem.models import plan_memory
+from hybridmem.models import ARCHITECTURES, plan_memory
+from hybridmem.models.loading.architectures import REFUSED
 from hybridmem.models.loading.folders import read_config
 from tests.docs.pages import ROOT, read_blocks, read_prose
 
@@ -72,6 +73,13 @@ def test_a_window_costs_what_the_plan_says() -> None:
 def test_the_table_of_architectures_is_that_of_the_registry() -> None:
     """`python -m benchmarks parity --out benchmarks/results` and `python -m benchmarks table` bring it up to date."""
     assert architectures.table_in_docs() == architectures.table()
+
+
+def test_every_recurrent_class_of_transformers_loads_or_is_refused_with_a_reason() -> None:
+    classes = set(architectures.recurrent_classes())
+    assert len(classes) > 20
+    assert classes - REFUSED.keys() <= set(ARCHITECTURES)
+    assert REFUSED.keys() <= classes - set(ARCHITECTURES)
 
 
 def test_speeds_are_those_that_were_measured_last() -> None:

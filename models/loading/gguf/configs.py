@@ -63,6 +63,11 @@ def read_gguf_config(file: GgufFile) -> PreTrainedConfig:
     return config
 
 
+def classes_in_files() -> frozenset[str]:
+    """Return the model classes that GGUF files can hold."""
+    return frozenset(model_class for model_class, _, _ in (*_ARCHITECTURES.values(), *_VARIANTS))
+
+
 def _llama(file: GgufFile) -> Fields:
     refuse_experts(file)
     return {
@@ -374,6 +379,8 @@ def _qwen3_next(file: GgufFile) -> Fields:
 _BAMBA = ("BambaForCausalLM", "bamba", _bamba)
 _DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek2)
 _FALCON_MAMBA = ("FalconMambaForCausalLM", "falcon_mamba", _mamba)
+_VARIANTS = _BAMBA, _DEEPSEEK_V3, _FALCON_MAMBA
+"""What files hold whose architecture is that of another class."""
 
 _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek_v2),
