@@ -17,6 +17,7 @@ from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelErro
 
 if TYPE_CHECKING:
     from hybridmem.models import (
+        bailing_hybrid,
         bamba,
         bart,
         deepseek,
@@ -57,6 +58,7 @@ __all__ = [
     "LanguageModel",
     "UnsupportedModelError",
     "attach",
+    "bailing_hybrid",
     "bamba",
     "bart",
     "deepseek",

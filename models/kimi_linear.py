@@ -6,14 +6,14 @@ Its latent attention rotates nothing: positions are known from the layers of del
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hybridmem.memory import RecurrentSpec, Step
 from hybridmem.memory.recurrences import DeltaRule, DeltaRuleShape
-from hybridmem.models.layers.decoder import Block, Decoder, Function, Mixer
+from hybridmem.models.layers.decoder import Block, Decoder, Function, Mixer, in_turn
 from hybridmem.models.layers.experts import MixtureOfExperts, check_groups, load_experts, sigmoid_then_choose
 from hybridmem.models.layers.latent_attention import load_latent_attention
 from hybridmem.models.layers.linear import Linear
@@ -33,18 +33,28 @@ if TYPE_CHECKING:
 class KimiLinear(Decoder):
     """Implements Kimi Linear."""
 
+    embedding = "model.embed_tokens.weight"
+
     def __init__(self, config: KimiLinearConfig, checkpoint: Checkpoint) -> None:
         require(config, tie_word_embeddings=False)  # transformers never ties them
         n_model = config.hidden_size
-        vocabulary = Vocabulary.load(checkpoint, config, "model.embed_tokens.weight")
+        vocabulary = Vocabulary.load(checkpoint, config, self.embedding)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.rms_norm_eps)
 
         layers = []
         for i in range(config.num_hidden_layers):
-            mixer = _load_mixer(config, checkpoint, f"model.layers.{i}.self_attn", i)
-            feed_forward = _load_feed_forward(config, checkpoint, f"model.layers.{i}", config.mlp_layer_types[i])
+            kind, prefix = config.layer_types[i], f"model.layers.{i}"
+            if kind == "linear_attention":
+                mixer = self._delta_mixer(config, checkpoint, prefix, i)
+            elif kind == "full_attention":
+                mixer = self._attention(config, checkpoint, prefix, i)
+            else:
+                raise UnsupportedModelError(
+                    f"layer_types[{i}]={kind!r}; implemented are linear_attention and full_attention"
+                )
+            feed_forward = self._feed_forward(config, checkpoint, prefix, config.mlp_layer_types[i])
             layers.append(
                 Block(
                     (norm(f"layers.{i}.input_layernorm"), mixer),
@@ -53,32 +63,69 @@ class KimiLinear(Decoder):
             )
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
 
+    def _delta_mixer(self, config: Any, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
+        shape, n_model, prefix = read_delta_shape(config), config.hidden_size, f"{prefix}.self_attn"
 
-def _load_mixer(config: KimiLinearConfig, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
-    kind = config.layer_types[i]
-    if kind == "linear_attention":
-        return KimiDeltaMixer(config, checkpoint, prefix, i)
-    if kind != "full_attention":
-        raise UnsupportedModelError(f"layer_types[{i}]={kind!r}; implemented are linear_attention and full_attention")
+        def in_two_steps(name: str, activation: str | None) -> Function:
+            down = Linear(checkpoint.take(f"{prefix}.{name}_a_proj.weight", shape.key_dim, n_model))
+            up = checkpoint.take(f"{prefix}.{name}_b_proj.weight", shape.n_keys, shape.key_dim)
+            return in_turn(down, Linear(up, activation=activation))
+
+        a_log = checkpoint.take(f"{prefix}.A_log", 1, 1, shape.n_heads, 1, dtype=torch.float32)
+        decays = checkpoint.take(f"{prefix}.dt_bias", shape.n_keys, dtype=torch.float32), repeat_rates(a_log, shape)
+        gate = in_two_steps("g", "sigmoid")
+        return KimiDeltaMixer(config, checkpoint, prefix, i, shape, in_two_steps("f", None), gate, decays)
+
+    def _attention(self, config: Any, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
+        check_heads(config)
+        return load_latent_attention(config, checkpoint, f"{prefix}.self_attn", i, None, is_interleaved=False)
+
+    def _feed_forward(self, config: Any, checkpoint: Checkpoint, prefix: str, kind: str) -> Function:
+        """Load a gated MLP or a mixture; published files and those of transformers call the MLP differently."""
+        mixture = f"{prefix}.block_sparse_moe"
+        stored = checkpoint.name_of(*(f"{name}.gate_proj.weight" for name in (f"{prefix}.mlp", mixture)))
+        return load_feed_forward(
+            config, checkpoint, kind, stored.removesuffix(".gate_proj.weight"), mixture,
+            bias="e_score_correction_bias", names=("w1", "w3", "w2"),
+        )  # fmt: skip
+
+
+def check_heads(config: Any) -> None:
+    """Raise UnsupportedModelError unless there are as many heads of keys as of queries."""
     if config.num_key_value_heads != config.num_attention_heads:
         raise UnsupportedModelError(
             f"num_key_value_heads={config.num_key_value_heads}, num_attention_heads={config.num_attention_heads}; "
             "latent attention is implemented with as many of both"
         )
-    return load_latent_attention(config, checkpoint, prefix, i, None, is_interleaved=False)
 
 
-def _load_feed_forward(config: KimiLinearConfig, checkpoint: Checkpoint, prefix: str, kind: str) -> Function:
-    """Load a gated MLP or a mixture; published files and those of transformers call the MLP differently."""
+def read_delta_shape(config: Any) -> DeltaRuleShape:
+    """Return the sizes of layers of delta attention."""
+    n_heads, size = config.linear_num_heads, config.linear_head_dim
+    return DeltaRuleShape(n_heads, n_heads, size, size, config.linear_conv_kernel_dim, decays_keys=True)
+
+
+def repeat_rates(a_log: Tensor, shape: DeltaRuleShape) -> Tensor:
+    """Return -exp(A_log) of the head for each of its key channels, (H N,)."""
+    return rates_of(a_log).view(-1, 1).expand(shape.n_heads, shape.key_dim).reshape(-1)
+
+
+def load_feed_forward(
+    config: Any, checkpoint: Checkpoint, kind: str, mlp: str, mixture: str, *, bias: str, names: tuple[str, str, str]
+) -> Function:
+    """Load a gated MLP, or experts and shared ones, chosen by their sigmoids plus a bias, from the best groups.
+
+    Args:
+        mlp, mixture: what the names of their tensors begin with.
+        bias, names: of the bias, and of the three products of an expert.
+    """
     n_model, n_experts, n_inner = config.hidden_size, config.num_local_experts, config.moe_intermediate_size
 
-    def mlp(name: str, size: int) -> GatedMLP:
+    def load_mlp(name: str, size: int) -> GatedMLP:
         return GatedMLP.load(checkpoint, name, n_model, size, config.hidden_act)
 
-    mixture = f"{prefix}.block_sparse_moe"
     if kind == "dense":
-        stored = checkpoint.name_of(*(f"{name}.gate_proj.weight" for name in (f"{prefix}.mlp", mixture)))
-        return mlp(stored.removesuffix(".gate_proj.weight"), config.intermediate_size)
+        return load_mlp(mlp, config.intermediate_size)
     if kind != "sparse":
         raise UnsupportedModelError(f"mlp_layer_types has {kind!r}; implemented are dense and sparse")
     if config.n_shared_experts < 1:
@@ -88,70 +135,50 @@ def _load_feed_forward(config: KimiLinearConfig, checkpoint: Checkpoint, prefix:
     router = checkpoint.take(f"{mixture}.gate.weight", n_experts, n_model, dtype=torch.float32)
     route = partial(
         sigmoid_then_choose,
-        bias_E=checkpoint.take(f"{mixture}.gate.e_score_correction_bias", n_experts, dtype=torch.float32),
+        bias_E=checkpoint.take(f"{mixture}.gate.{bias}", n_experts, dtype=torch.float32),
         n_groups=config.n_group,
         n_chosen_groups=config.topk_group,
         renormalise=config.norm_topk_prob,
         scale=config.routed_scaling_factor,
     )
     experts = load_experts(
-        checkpoint, f"{mixture}.experts", n_experts, n_model, n_inner, config.hidden_act, names=("w1", "w3", "w2")
-    )
-    shared = mlp(f"{mixture}.shared_experts", n_inner * config.n_shared_experts)
+        checkpoint, f"{mixture}.experts", n_experts, n_model, n_inner, config.hidden_act, names=names
+    )  # fmt: skip
+    shared = load_mlp(f"{mixture}.shared_experts", n_inner * config.n_shared_experts)
     return MixtureOfExperts(router, experts, config.num_experts_per_tok, route, shared=shared)
 
 
 class KimiDeltaMixer:
-    """Computes W_out(norm(delta(conv(q, k, v), beta, a)) * sigmoid(g)); g and a are products in two steps.
+    """Computes W_out(norm(delta(conv(q, k, v), beta, a)) * g), with a norm over each head (Kimi Team 2025, section 4).
 
-    Kimi Team 2025, section 4. The norm is over each head.
+    Args:
+        decay, gate: compute a, (T, H N), and g, (T, H V), of the layer's input.
+        decays: bias and rate of the recurrence; None if `decay` computes the logarithms of decays.
+        out: name of the last product.
     """
 
-    def __init__(self, config: KimiLinearConfig, checkpoint: Checkpoint, prefix: str, layer: int) -> None:
-        n_model, n_heads, size, take = (
-            config.hidden_size,
-            config.linear_num_heads,
-            config.linear_head_dim,
-            checkpoint.take,
-        )
-        shape = DeltaRuleShape(n_heads, n_heads, size, size, config.linear_conv_kernel_dim, decays_keys=True)
-        n_inner = n_heads * size
+    def __init__(
+        self, config: Any, checkpoint: Checkpoint, prefix: str, layer: int, shape: DeltaRuleShape, decay: Function,
+        gate: Function, decays: tuple[Tensor, Tensor] | None, *, out: str = "o_proj",
+    ) -> None:  # fmt: skip
+        n_model, n_inner, take = config.hidden_size, shape.n_heads * shape.value_dim, checkpoint.take
         q, k, v = (take(f"{prefix}.{name}_proj.weight", n_inner, n_model) for name in "qkv")
-        self._rows = Linear(q, k, v, take(f"{prefix}.b_proj.weight", n_heads, n_model))
-        self._decay = self._in_two_steps(checkpoint, f"{prefix}.f", n_model, size, n_inner, None)
-        self._gate = self._in_two_steps(checkpoint, f"{prefix}.g", n_model, size, n_inner, "sigmoid")
-        self._norm = RMSNorm(take(f"{prefix}.o_norm.weight", size), config.rms_norm_eps)
-        self._out = Linear(take(f"{prefix}.o_proj.weight", n_model, n_inner))
-        rates = rates_of(take(f"{prefix}.A_log", 1, 1, n_heads, 1, dtype=torch.float32))
-        self._recurrence = DeltaRule(
-            shape,
-            load_conv(
-                checkpoint, f"{prefix}.conv1d", shape.n_channels, shape.d_conv, has_bias=False,
-                activation=config.hidden_act, parts=tuple(f"{prefix}.{name}_conv1d" for name in "qkv"),
-            ),
-            a_bias_A=take(f"{prefix}.dt_bias", n_inner, dtype=torch.float32),
-            rate_A=rates.expand(1, 1, n_heads, size).reshape(-1),
+        self._rows = Linear(q, k, v, take(f"{prefix}.b_proj.weight", shape.n_heads, n_model))
+        self._decay, self._gate = decay, gate
+        self._norm = RMSNorm(take(f"{prefix}.o_norm.weight", shape.value_dim), config.rms_norm_eps)
+        self._out = Linear(take(f"{prefix}.{out}.weight", n_model, n_inner))
+        conv = load_conv(
+            checkpoint, f"{prefix}.conv1d", shape.n_channels, shape.d_conv, has_bias=False,
+            activation=config.hidden_act, parts=tuple(f"{prefix}.{name}_conv1d" for name in "qkv"),
         )  # fmt: skip
+        self._recurrence = DeltaRule(shape, conv, *(decays or (None, None)))
         self._layer = layer
-
-    @staticmethod
-    def _in_two_steps(
-        checkpoint: Checkpoint, prefix: str, n_in: int, n_between: int, n_out: int, activation: str | None
-    ) -> tuple[Linear, Linear]:
-        return (
-            Linear(checkpoint.take(f"{prefix}_a_proj.weight", n_between, n_in)),
-            Linear(checkpoint.take(f"{prefix}_b_proj.weight", n_out, n_between), activation=activation),
-        )
-
-    @property
-    def specs(self) -> tuple[RecurrentSpec]:
-        return (self._recurrence.shape.spec(),)
+        self.specs: tuple[RecurrentSpec] = (shape.spec(),)
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         shape = self._recurrence.shape
-        (down, up), (gate_down, gate_up) = self._decay, self._gate
         qkv_TE, beta_TH = self._rows(x_TM).split_with_sizes([shape.n_channels, shape.n_heads], -1)
-        rows_TR = torch.cat([qkv_TE, beta_TH.sigmoid(), up(down(x_TM))], -1)
+        rows_TR = torch.cat([qkv_TE, beta_TH.sigmoid(), self._decay(x_TM)], -1)
         y_TI = step.recur(self._layer, rows_TR, self._recurrence)
         y_THV = self._norm(y_TI.view(len(y_TI), shape.n_heads, shape.value_dim))
-        return self._out(y_THV.flatten(1) * gate_up(gate_down(x_TM)))
+        return self._out(y_THV.flatten(1) * self._gate(x_TM))

@@ -83,13 +83,14 @@ class DeltaRule:
     Attributes:
         a_bias_A: (n_decays,) float32, which is added to a.
         rate_A: (n_decays,) float32, which is -exp(A_log). If key channels have decays of their own, each head's number
-            is repeated for its channels.
+            is repeated for its channels. If both are None, the model computes the decays, and rows hold their
+            logarithms in place of a.
     """
 
     shape: DeltaRuleShape
     conv: CausalConv
-    a_bias_A: Tensor
-    rate_A: Tensor
+    a_bias_A: Tensor | None
+    rate_A: Tensor | None
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Advance the states by rows (T, row); returns outputs (T, H V) in the rows' dtype, and the states."""
@@ -101,7 +102,9 @@ class DeltaRule:
         qk = kernels.rms_norm(qk.float(), to_length, 1e-6 / shape.key_dim, n_groups=2 * shape.n_key_heads)
         q_TGN, k_TGN = qk.view(len(rows), 2, shape.n_key_heads, shape.key_dim).unbind(1)
         beta_TH = rows[:, shape.n_channels : shape.n_channels + shape.n_heads]
-        log_decay = kernels.softplus(rows[:, shape.n_channels + shape.n_heads :], a_bias) * self.rate_A
+        log_decay = rows[:, shape.n_channels + shape.n_heads :]
+        if self.rate_A is not None:
+            log_decay = kernels.softplus(log_decay, a_bias) * self.rate_A
         if shape.decays_keys:
             log_decay = log_decay.view(len(rows), shape.n_heads, shape.key_dim)
         erase = Erase(k_TGN, None, after_decay=True)
@@ -114,7 +117,7 @@ class DeltaRule:
         n, key_dim = self.shape.n_keys, self.shape.key_dim
         # Weights of the norm: q gets the length 1 / sqrt(N), k the length 1.
         to_length = torch.cat([torch.full((n,), 1.0 / key_dim), torch.full((n,), key_dim**-0.5)])
-        return Weights(self.a_bias_A, to_length.to(self.a_bias_A.device))
+        return Weights(self.a_bias_A, to_length.to(self.conv.weight_WE.device))
 
 
 def _example(generator: Generator, *, decays_keys: bool) -> tuple[RecurrentSpec, Recurrence]:

@@ -39,6 +39,7 @@ ATTACHABLE = (
     "FalconMambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM",
+    "LaraMiniForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "Lfm3ForCausalLM",

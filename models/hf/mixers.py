@@ -253,6 +253,7 @@ MIXERS: dict[str, Callable[[Module], Mix]] = {
     "FalconMambaMixer": falcon_mamba,
     "GraniteMoeHybridMambaLayer": mamba2,
     "JambaMambaMixer": jamba_mamba,
+    "LaraMiniGatedDeltaNet": qwen3_5_delta,
     "Lfm2MoeShortConv": lfm2_conv,
     "Lfm2ShortConv": lfm2_conv,
     "Lfm3ShortConv": lfm2_conv,

@@ -42,6 +42,7 @@ class LatentAttention:
         norm: norm of latents, before they are stored.
         keys_HNL, values_HVL: K and V of each head.
         scale: factor of the scores.
+        gate: its output, a number for each head, multiplies the head's.
     """
 
     layer: int
@@ -54,6 +55,7 @@ class LatentAttention:
     out: Linear
     rotary: Rotary | None
     scale: float
+    gate: Linear | None = None
 
     @property
     def specs(self) -> tuple[AttentionSpec]:
@@ -80,6 +82,8 @@ class LatentAttention:
         k_T1D = torch.cat([self.norm(latents_TL)[:, None], rotated[:, n_heads:]], -1)
         mixed_THL = step.attend(self.layer, q_THD, k_T1D, scale=self.scale)
         y_HTV = mixed_THL.transpose(0, 1) @ self.values_HVL.mT
+        if self.gate is not None:
+            y_HTV = y_HTV * self.gate(x_TM).T[..., None]
         return self.out(y_HTV.transpose(0, 1).flatten(1))
 
 
@@ -91,6 +95,8 @@ def load_latent_attention(
     rotary: Rotary | None,
     *,
     is_interleaved: bool,
+    out: str = "o_proj",
+    has_gate: bool = False,
 ) -> LatentAttention:
     """Load a latent attention from the tensors below `prefix`, named as in DeepSeek's checkpoints.
 
@@ -98,12 +104,13 @@ def load_latent_attention(
         rotary: pairs the first half of the elements that it rotates with the second ("half" pairing); None where the
             "rotary" part of heads is not rotated.
         is_interleaved: whether the checkpoint pairs neighbours instead; then rows are reordered for `rotary`.
+        out, has_gate: name of the last product, and whether each head's output is gated.
     """
     n_model = config.hidden_size
     n_heads = config.num_attention_heads
     n_latent = config.kv_lora_rank
     n_rotary = config.qk_rope_head_dim
-    n_plain, n_value, n_compressed = config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank
+    n_plain, n_value, n_compressed = config.qk_nope_head_dim, config.v_head_dim, getattr(config, "q_lora_rank", None)
     has_bias, take = config.attention_bias, checkpoint.take
     spec = AttentionSpec(n_heads, 1, n_latent + n_rotary, value_dim=n_latent)
     n_q = n_heads * (n_plain + n_rotary)
@@ -138,9 +145,10 @@ def load_latent_attention(
         RMSNorm(take(f"{prefix}.kv_a_layernorm.weight", n_latent), _NORM_EPS),
         keys_HNL,
         values_HVL,
-        Linear.load(checkpoint, f"{prefix}.o_proj", n_model, n_heads * n_value, has_bias=has_bias),
+        Linear.load(checkpoint, f"{prefix}.{out}", n_model, n_heads * n_value, has_bias=has_bias),
         rotary,
         (n_plain + n_rotary) ** -0.5 if rotary is None else _score_scale(config),
+        Linear(take(f"{prefix}.g_proj.weight", n_heads, n_model), activation="sigmoid") if has_gate else None,
     )
 
 

@@ -32,6 +32,7 @@ class LanguageModel(Protocol):
 ModelClass = Callable[[Any, Checkpoint], LanguageModel]
 
 _MODULES = {
+    "BailingHybridForCausalLM": "hybridmem.models.bailing_hybrid",
     "BambaForCausalLM": "hybridmem.models.bamba",
     "BartForConditionalGeneration": "hybridmem.models.bart",
     "DeepseekV2ForCausalLM": "hybridmem.models.deepseek",
@@ -69,7 +70,6 @@ _MODULES = {
 }
 
 REFUSED = {
-    "BailingHybridForCausalLM": "its delta attention and latent attention are not wired up yet",
     "Glm5NextForConditionalGeneration": "it has indexed attention and hyper-connections",
     "Inkling2ForCausalLM": "its layers attend to blocks of earlier layers",
     "Inkling2LoopForCausalLM": "its layers attend to blocks of earlier layers, and run several times",

@@ -22,8 +22,9 @@ N_DRAWN, N_TOGETHER = 1, 40
 """Mutations of a class that are always tried, and those of several fields at once of each config in the full form."""
 
 RICHEST = {class_of(subject): subject for subject in SUBJECTS} | {
-    "BambaConfig": "bamba", "FalconH1Config": "falcon-h1-biases", "FalconMambaConfig": "falcon-mamba-wide",
-    "Gemma2Config": "gemma2", "Gemma3TextConfig": "gemma3",
+    "BailingHybridConfig": "bailing-hybrid-two-of-eight-experts-in-groups", "BambaConfig": "bamba",
+    "LaraMiniConfig": "lara-mini-two-of-four-experts", "FalconH1Config": "falcon-h1-biases",
+    "FalconMambaConfig": "falcon-mamba-wide", "Gemma2Config": "gemma2", "Gemma3TextConfig": "gemma3",
     "GraniteMoeHybridConfig": "granite-moe-hybrid-rope-two-of-four-experts", "JambaConfig": "jamba",
     "Lfm2Config": "lfm2", "Lfm2MoeConfig": "lfm2-moe-three-of-four-experts",
     "NemotronHConfig": "nemotron-h-two-of-eight-experts", "Qwen3NextConfig": "qwen3-next-two-of-four-experts",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from hybridmem.memory import HybridMemory, StepError
 from hybridmem.memory.eviction import H2O
@@ -15,10 +16,11 @@ from tests.models.hf_models import HYBRIDS, N_NEW, attached, generate, given, hf
 from tests.tolerances import assert_logits_close
 
 ONE_OF_EACH = (
-    "bamba", "falcon-h1", "falcon-mamba", "granite-moe-hybrid", "jamba", "lfm2", "lfm2-moe", "lfm3", "llama", "mamba2",
-    "mamba", "minimax", "mistral", "nemotron-h", "olmo-hybrid", "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe",
-    "zamba", "zamba2",
+    "bamba", "falcon-h1", "falcon-mamba", "granite-moe-hybrid", "jamba", "lara-mini", "lfm2", "lfm2-moe", "lfm3",
+    "llama", "mamba2", "mamba", "minimax", "mistral", "nemotron-h", "olmo-hybrid", "qwen3", "qwen3-next", "qwen3.5",
+    "qwen3.5-moe", "zamba", "zamba2",
 )  # fmt: skip
+ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # transformers 5.23 lacks one
 WITH_BIASES = (
     "bamba-biases",
     "falcon-h1-biases",
@@ -35,7 +37,9 @@ WITH_BIASES = (
 
 
 def test_each_class_that_can_be_attached_is_tested() -> None:
-    assert {type(hf_model(name)).__name__ for name in ONE_OF_EACH} == set(ATTACHABLE)
+    assert {type(hf_model(name)).__name__ for name in ONE_OF_EACH} == {
+        name for name in ATTACHABLE if hasattr(transformers, name)
+    }
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -83,6 +83,8 @@ def test_other_decays_than_the_computed_ones_are_refused(tmp_path: Path) -> None
 
 
 BY_OPTION: list[tuple[str, str, Any]] = [
+    ("bailing-hybrid", "num_key_value_heads", 2),
+    ("bailing-hybrid", "kda_lower_bound", float("nan")),
     ("deepseek-v2", "norm_topk_prob", True),
     ("deepseek-v2", "scoring_func", "sigmoid"),
     ("deepseek-v2", "topk_method", "best"),
