@@ -140,7 +140,7 @@ def machine() -> Row:
     found["python"] = platform.python_version()
     for package in ("hybridmem", "torch", "numba", "transformers"):
         try:
-            found[package] = version(package)
+            found[package] = version("hybridmem" if package == "hybrid-memory" else package)
         except PackageNotFoundError:
             found[package] = "not installed"
     return found

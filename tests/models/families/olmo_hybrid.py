@@ -24,7 +24,7 @@ CONFIGS = {
     "olmo-hybrid": lambda: olmo_hybrid_config(rms_norm_eps=1e-2),
     "olmo-hybrid-rope": lambda: olmo_hybrid_config(
         "ADA", rope_parameters={"rope_type": "default", "rope_theta": 1e4}, linear_allow_neg_eigval=False,
-        attention_bias=True, tie_word_embeddings=True, linear_num_key_heads=3, linear_num_value_heads=3,
+        attention_bias=True, linear_num_key_heads=3, linear_num_value_heads=3,
         linear_conv_kernel_dim=2, num_key_value_heads=6, rms_norm_eps=1e-2,
     ),
 }  # fmt: skip
