@@ -17,7 +17,6 @@ from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelErro
 
 if TYPE_CHECKING:
     from hybridmem.models import (
-        bailing_hybrid,
         bamba,
         bart,
         deepseek,
@@ -25,22 +24,16 @@ if TYPE_CHECKING:
         gemma,
         granite_moe_hybrid,
         jamba,
-        kimi_linear,
-        lara_mini,
         lfm2,
-        lfm3,
         llama,
         mamba,
-        minimax,
         nemotron_h,
-        olmo_hybrid,
         qwen3_5,
         qwen3_next,
         recurrent_gemma,
         rwkv,
         rwkv7,
         t5,
-        zamba,
         zamba2,
     )
     from hybridmem.models.hf.attach import ATTACHABLE, Attached, attach
@@ -58,7 +51,6 @@ __all__ = [
     "LanguageModel",
     "UnsupportedModelError",
     "attach",
-    "bailing_hybrid",
     "bamba",
     "bart",
     "deepseek",
@@ -67,16 +59,11 @@ __all__ = [
     "gemma",
     "granite_moe_hybrid",
     "jamba",
-    "kimi_linear",
-    "lara_mini",
     "lfm2",
-    "lfm3",
     "llama",
     "load_model",
     "mamba",
-    "minimax",
     "nemotron_h",
-    "olmo_hybrid",
     "plan_memory",
     "qwen3_5",
     "qwen3_next",
@@ -85,7 +72,6 @@ __all__ = [
     "rwkv7",
     "t5",
     "weight_bytes",
-    "zamba",
     "zamba2",
 ]
 

@@ -25,9 +25,9 @@ from hybridmem.memory.recurrences import (
     ShortConv,
     SSDShape,
 )
+from hybridmem.models.layers.mamba_mixers import head_spec, split_conv
 from hybridmem.models.layers.norms import SplitNorm
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
-from hybridmem.models.zamba import head_spec, split_conv
 
 Module = Any
 """A module of transformers; its attributes have no static types."""

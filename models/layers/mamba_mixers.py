@@ -46,6 +46,18 @@ def load_conv(
     )
 
 
+def head_spec(head: int, n_channels: int, n_states: int, n_taps: int) -> RecurrentSpec:
+    """Describe the recurrence of one head."""
+    return mamba1_spec(n_channels, n_states, n_taps, f"head {head}")
+
+
+def split_conv(conv: CausalConv, n_heads: int) -> list[CausalConv]:
+    """Return the convolution of each head's channels."""
+    weights = conv.weight_WE.chunk(n_heads, 1)
+    biases = [None] * n_heads if conv.bias_E is None else conv.bias_E.chunk(n_heads)
+    return [CausalConv(w.contiguous(), b, conv.activation) for w, b in zip(weights, biases, strict=True)]
+
+
 def read_dt_limits(config: PreTrainedConfig) -> tuple[float, float]:
     """Return the first two numbers of `time_step_limit`, the limits to which dt is clamped."""
     limits = config.time_step_limit

@@ -32,7 +32,7 @@ class LanguageModel(Protocol):
 ModelClass = Callable[[Any, Checkpoint], LanguageModel]
 
 _MODULES = {
-    "BailingHybridForCausalLM": "hybridmem.models.bailing_hybrid",
+    "BailingHybridForCausalLM": "hybridmem.models.families.bailing_hybrid",
     "BambaForCausalLM": "hybridmem.models.bamba",
     "BartForConditionalGeneration": "hybridmem.models.bart",
     "DeepseekV2ForCausalLM": "hybridmem.models.deepseek",
@@ -43,18 +43,18 @@ _MODULES = {
     "Gemma3ForCausalLM": "hybridmem.models.gemma",
     "GraniteMoeHybridForCausalLM": "hybridmem.models.granite_moe_hybrid",
     "JambaForCausalLM": "hybridmem.models.jamba",
-    "LaraMiniForCausalLM": "hybridmem.models.lara_mini",
+    "LaraMiniForCausalLM": "hybridmem.models.families.lara_mini",
     "Lfm2ForCausalLM": "hybridmem.models.lfm2",
     "Lfm2MoeForCausalLM": "hybridmem.models.lfm2",
-    "KimiLinearForCausalLM": "hybridmem.models.kimi_linear",
-    "Lfm3ForCausalLM": "hybridmem.models.lfm3",
+    "KimiLinearForCausalLM": "hybridmem.models.families.kimi_linear",
+    "Lfm3ForCausalLM": "hybridmem.models.families.lfm3",
     "LlamaForCausalLM": "hybridmem.models.llama",
     "Mamba2ForCausalLM": "hybridmem.models.mamba",
     "MambaForCausalLM": "hybridmem.models.mamba",
-    "MiniMaxForCausalLM": "hybridmem.models.minimax",
+    "MiniMaxForCausalLM": "hybridmem.models.families.minimax",
     "MistralForCausalLM": "hybridmem.models.llama",
     "NemotronHForCausalLM": "hybridmem.models.nemotron_h",
-    "OlmoHybridForCausalLM": "hybridmem.models.olmo_hybrid",
+    "OlmoHybridForCausalLM": "hybridmem.models.families.olmo_hybrid",
     "Qwen3ForCausalLM": "hybridmem.models.llama",
     "Qwen3NextForCausalLM": "hybridmem.models.qwen3_next",
     "Qwen3_5ForCausalLM": "hybridmem.models.qwen3_5",
@@ -65,7 +65,7 @@ _MODULES = {
     "RecurrentGemmaForCausalLM": "hybridmem.models.recurrent_gemma",
     "RwkvForCausalLM": "hybridmem.models.rwkv",
     "T5ForConditionalGeneration": "hybridmem.models.t5",
-    "ZambaForCausalLM": "hybridmem.models.zamba",
+    "ZambaForCausalLM": "hybridmem.models.families.zamba",
     "Zamba2ForCausalLM": "hybridmem.models.zamba2",
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridmem.models.kimi_linear import (
+from hybridmem.models.families.kimi_linear import (
     KimiDeltaMixer,
     KimiLinear,
     check_heads,

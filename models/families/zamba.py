@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybridmem.memory import AttentionSpec, RecurrentSpec, Step
-from hybridmem.memory.recurrences import CausalConv, Mamba1, mamba1_spec
+from hybridmem.memory import AttentionSpec, Step
+from hybridmem.memory.recurrences import Mamba1
 from hybridmem.models.layers.attention import Attention, load_projections
 from hybridmem.models.layers.decoder import Block, Decoder, Layer
 from hybridmem.models.layers.linear import Linear
-from hybridmem.models.layers.mamba_mixers import load_conv, mamba1_at_once
+from hybridmem.models.layers.mamba_mixers import head_spec, load_conv, mamba1_at_once, split_conv
 from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.vocabulary import Vocabulary
@@ -151,15 +151,3 @@ class HeadedMixer:
             -1,
         )
         return self._out(y_TE * self._gate(x_TM))
-
-
-def head_spec(head: int, n_channels: int, n_states: int, n_taps: int) -> RecurrentSpec:
-    """Describe the recurrence of one head."""
-    return mamba1_spec(n_channels, n_states, n_taps, f"head {head}")
-
-
-def split_conv(conv: CausalConv, n_heads: int) -> list[CausalConv]:
-    """Return the convolution of each head's channels."""
-    weights = conv.weight_WE.chunk(n_heads, 1)
-    biases = [None] * n_heads if conv.bias_E is None else conv.bias_E.chunk(n_heads)
-    return [CausalConv(w.contiguous(), b, conv.activation) for w, b in zip(weights, biases, strict=True)]
