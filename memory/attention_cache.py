@@ -25,7 +25,7 @@ from hybridmem.memory.blocks.pool import BlockPool
 from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.blocks.table import BlockTable
 from hybridmem.memory.errors import DropError, IntegrityError, StepError
-from hybridmem.memory.interface import Dropped, Packed, References, Stretch
+from hybridmem.memory.interface import Dropped, Packed, References, SlotTable, Stretch
 from hybridmem.memory.kernels import FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, select_kernels
 from hybridmem.memory.sequences.pages import DropPlan, PageGrid
 from hybridmem.memory.sequences.reads import AttentionPlan, Read, Selects, attend_each
@@ -339,17 +339,15 @@ class AttentionCache:
 
     # Sequences
 
-    def share(self, sources: Int64s, targets: Int64s) -> None:
-        self._table.share(sources, targets)
+    @property
+    def tables(self) -> list[SlotTable]:
+        return [self._table]
 
     def truncate(self, slot: int, to: int) -> None:
         if to:
             self._table.truncate(slot, ceil_div(to, self.page_tokens) - self._first_page.get(slot, 0))
         else:
-            self.release(slot)
-
-    def release(self, slot: int) -> None:
-        self._table.release(slot)
+            self._table.release(slot)
 
     def horizon(self, slot: int) -> int:
         """Return the earliest position that `truncate` reaches: 0 for dense attention."""

@@ -34,7 +34,7 @@ from hybridmem.memory.sequences.folding import Fold, TailRules
 from hybridmem.memory.sequences.pages import PageGrid
 from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
 from hybridmem.memory.state.readers import HeadReader, TailReader
-from hybridmem.memory.state.tails import TailMember, TailTable
+from hybridmem.memory.state.tail_blocks import TailBlocks, TailMember
 from hybridmem.memory.storage.files import check_url, read_path
 from hybridmem.memory.storage.swap import Tiers
 
@@ -132,9 +132,9 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
             cross, spec.dtype, page_tokens, store
         )
     if recurrent := [m for m in flat if isinstance(m, RecurrentSpec)]:
-        table = TailTable([TailMember.of(m, deferred=rules.defers) for m in recurrent], spec.dtype, rules, store)
-        reader = TailReader(recurrent, table) if rules.defers else HeadReader(recurrent, table)
-        kinds.by_name["recurrence"] = kinds.recurrent = RecurrentState[Any](table, reader)
+        blocks = TailBlocks([TailMember.of(m, deferred=rules.defers) for m in recurrent], spec.dtype, rules, store)
+        reader = TailReader(recurrent, blocks) if rules.defers else HeadReader(recurrent, blocks)
+        kinds.by_name["recurrence"] = kinds.recurrent = RecurrentState[Any](blocks, reader)
     for kind in ("attention", "cross-attention", "recurrence"):
         for i, member in enumerate(spec.of_kind(kind)):
             kinds.by_name.members.setdefault(kinds.attention[i][0] if kind == "attention" else kind, []).append(member)

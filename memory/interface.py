@@ -329,11 +329,28 @@ References = dict["BlockPool", list[Int64s]]
 """Maps a pool to arrays of block ids. A block occurs in them as often as it is referred to."""
 
 
+class SlotTable(Protocol):
+    """Says which blocks each slot refers to, and owns the references: `BlockTable` for pages, else `TailTable`."""
+
+    def share(self, sources: Int64s, targets: Int64s) -> None:
+        """Make slot targets[i] refer to what slot sources[i] refers to, all at once. Copies no tensor."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Release every block that the slot refers to."""
+        ...
+
+
 class LayerMemory(DropsTokens, Protocol[PlanT]):
     """Keeps one kind of state for all layers that use it. Callers pass positions to it; it holds no length.
 
     A step is plan -> begin -> (the model runs) -> commit. To abort is to commit nothing. Only `plan` may refuse.
     """
+
+    @property
+    def tables(self) -> Seq[SlotTable]:
+        """Return its tables. To fork or to close a sequence is to call each of them."""
+        ...
 
     @property
     def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
@@ -365,16 +382,8 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         """Keep the first kept[i] new tokens of each request i; `kept` is (S,). 0 leaves that sequence as it was."""
         ...
 
-    def share(self, sources: Int64s, targets: Int64s) -> None:
-        """Make slot targets[i] refer to what slot sources[i] refers to, all at once. Copies no tensor."""
-        ...
-
     def truncate(self, slot: int, to: int) -> None:
         """Forget the tokens from position `to` on. `to` is 0 or at least horizon(slot). Copies no tensor."""
-        ...
-
-    def release(self, slot: int) -> None:
-        """Release every block that the slot refers to."""
         ...
 
     def horizon(self, slot: int) -> int:

@@ -16,7 +16,7 @@ from hybridmem.memory.blocks.layout import BlockLayout
 from hybridmem.memory.blocks.pool import BlockPool
 from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.errors import CapacityError
-from hybridmem.memory.interface import Dropped, LayerMemory, Packed, Plans, References, Sequence, Stretch
+from hybridmem.memory.interface import Dropped, LayerMemory, Packed, Plans, References, Sequence, SlotTable, Stretch
 from hybridmem.memory.sequences.drop import drop_from_all
 from hybridmem.memory.specs import LayerSpec
 
@@ -196,11 +196,11 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     # Sequences
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        for memory in self.values():
-            memory.share(sources, targets)
+        for table in self._tables:
+            table.share(sources, targets)
 
     def slim(self, slot: int, length: int) -> None:
-        """See `memory.state.tails.TailTable.slim`."""
+        """See `memory.recurrent_state.RecurrentState.slim`."""
         states: Any = self.get("recurrence")
         if states is not None:
             states.slim(slot, length)
@@ -210,8 +210,8 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
             memory.truncate(slot, to)
 
     def release(self, slot: int) -> None:
-        for memory in self.values():
-            memory.release(slot)
+        for table in self._tables:
+            table.release(slot)
 
     def horizon(self, slot: int) -> int:
         return max([0, *[memory.horizon(slot) for memory in self.values()]])
@@ -254,6 +254,10 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     @cached_property
     def _pools_by_name(self) -> dict[str, BlockPool]:
         return {pool.name: pool for pool, _ in self.pools}
+
+    @cached_property
+    def _tables(self) -> list[SlotTable]:
+        return [table for memory in self.values() for table in memory.tables]
 
     # Out of the arena and back
 

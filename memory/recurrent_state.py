@@ -11,13 +11,12 @@ from typing import Generic
 
 from torch import Tensor
 
-from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.blocks.scoped import without_gradients
 from hybridmem.memory.errors import DropError, StepError
 from hybridmem.memory.interface import Dropped, Packed
 from hybridmem.memory.state.access import Recurrence, RowWrites
 from hybridmem.memory.state.readers import Reader, ReadsT
-from hybridmem.memory.state.tail_memory import TailMemory
+from hybridmem.memory.state.tail_blocks import TailBlocks
 from hybridmem.memory.state.tails import TailStep, TailTable
 
 
@@ -35,31 +34,28 @@ class RecurrentPlan(Generic[ReadsT]):
         return all(segments.is_even for segments in self.reads.segments)
 
 
-class RecurrentState(TailMemory, Generic[ReadsT]):
+class RecurrentState(TailTable[RecurrentPlan[ReadsT]], Generic[ReadsT]):
     """Keeps body, tail and head of the recurrences of all layers: a `memory.interface.LayerMemory`.
 
     Args:
-        table: holds the blocks; its members are the recurrences, in the order in which `recur` numbers them.
-        reader: runs recurrences over the blocks of that table.
+        blocks: its members are the recurrences, in the order in which `recur` numbers them.
+        reader: runs recurrences over these blocks.
     """
 
-    def __init__(self, table: TailTable, reader: Reader[ReadsT]) -> None:
-        super().__init__(table)
+    def __init__(self, blocks: TailBlocks, reader: Reader[ReadsT]) -> None:
+        super().__init__(blocks)
         self.reader = reader
         self._recurrences: dict[int, Recurrence] = {}
 
     # Steps
 
     def plan(self, packed: Packed) -> RecurrentPlan[ReadsT]:
-        step = self.table.plan(packed)
+        step = self.plan_blocks(packed)
         try:
             return RecurrentPlan(step, self.reader.plan(step), self.reader.access.plan_writes(step))
         except BaseException:
-            self.table.abort(step)
+            self.free_blocks(step)
             raise
-
-    def begin(self, plan: RecurrentPlan[ReadsT]) -> None:
-        self.table.begin(plan.step)
 
     def recur(self, plan: RecurrentPlan[ReadsT], index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         """Run recurrence `index` over the step's rows (T, *row_shape), remember them, and return outputs (T, ...)."""
@@ -78,9 +74,9 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
         The slot stays as it is where there is none, and no model has run on this memory that could compute it. Raises
         CapacityError. Cost: nothing if there is a state; else each recurrence runs over the tail.
         """
-        specs, is_dry = self.reader.specs, self.table.store.is_dry
+        specs, is_dry = self.reader.specs, self.store.is_dry
         can_run = is_dry or len(self._recurrences) == len(specs)
-        step = self.table.plan_state(slot, length) if can_run else None
+        step = self.plan_state(slot, length) if can_run else None
         if step is not None and not is_dry:
             try:
                 with without_gradients():
@@ -88,21 +84,18 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
                     for index in range(len(specs)):
                         self.reader.write_state(reads, index, self._recurrences[index])
             except BaseException:
-                self.table.abort(step)
+                self.free_blocks(step)
                 raise
-        self.table.slim(slot, length, step)
+        self.hold_only_state(slot, length, step)
 
     def _require_rows(self, index: int, rows: Tensor, n_tokens: int) -> None:
         """Raise StepError unless rows have the shape, dtype and device of recurrence `index`."""
-        spec, device = self.reader.specs[index], self.table.store.device
+        spec, device = self.reader.specs[index], self.store.device
         expected = (n_tokens, *spec.row_shape)
         if rows.shape != expected:
             raise StepError(f"rows have shape {tuple(rows.shape)}; {spec.family!r} expects {expected}")
-        if rows.dtype != self.table.dtype or rows.device.type != device.type:
-            raise StepError(f"rows are {rows.dtype} on {rows.device}; this memory holds {self.table.dtype} on {device}")
-
-    def commit(self, plan: RecurrentPlan[ReadsT], kept: Int64s) -> None:
-        self.table.commit(plan.step, kept)
+        if (dtype := self.blocks.dtype) != rows.dtype or rows.device.type != device.type:
+            raise StepError(f"rows are {rows.dtype} on {rows.device}; this memory holds {dtype} on {device}")
 
     # Dropping tokens: states still contain them, so a position offset says how far states are ahead
 
@@ -122,7 +115,7 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
         return 0
 
     def drop(self, plan: Dropped) -> None:
-        self.table.drop(plan)
+        self.add_offset(plan)
 
     def abandon_drop(self, plan: Dropped) -> None:
         """Do nothing, because `plan_drop` has allocated nothing."""

@@ -129,7 +129,7 @@ def peak_of(memory: HybridMemory, sequence: Sequence) -> int:
 def state_offset(memory: HybridMemory, sequence: Sequence) -> int:
     """Return how many dropped tokens the recurrent states of a sequence still contain."""
     states = layer_memories(memory).get("recurrence")
-    return 0 if states is None else int(states.table.slots.offset[sequence.slot])
+    return 0 if states is None else int(states.slots.offset[sequence.slot])
 
 
 def prefix_roots(cache: PrefixCache) -> dict[Any, Any]:
@@ -164,7 +164,7 @@ def books(memory: HybridMemory) -> dict[str, Any]:
     if caches:
         columns |= {"oldest": caches[0]._oldest, "first page": caches[-1]._first_page}
     if "recurrence" in layers:
-        slots = layers["recurrence"].table.slots
+        slots = layers["recurrence"].slots
         columns |= {"offset": slots.offset, "floor": slots.floor, "states": slots.table}
     return columns
 

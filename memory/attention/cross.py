@@ -20,7 +20,7 @@ from hybridmem.memory.blocks.pool import BlockPool
 from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.blocks.table import BlockTable
 from hybridmem.memory.errors import BatchError, IntegrityError, StepError
-from hybridmem.memory.interface import Dropped, Encoded, Packed, References, Stretch
+from hybridmem.memory.interface import Dropped, Encoded, Packed, References, SlotTable, Stretch
 from hybridmem.memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from hybridmem.memory.specs import CrossAttentionSpec
 
@@ -78,7 +78,7 @@ class CrossAttentionCache:
             if not self._store.is_dry:
                 self._write(pages, n_rows, encoded)
         except BaseException:
-            self.release(slot)
+            self._table.release(slot)
             raise
 
     def _write(self, pages: Int64s, n_rows: int, encoded: Encoded) -> None:
@@ -178,14 +178,12 @@ class CrossAttentionCache:
     def abandon_drop(self, plan: None) -> None:
         """Do nothing, as `plan_drop`."""
 
-    def share(self, sources: Int64s, targets: Int64s) -> None:
-        self._table.share(sources, targets)
+    @property
+    def tables(self) -> list[SlotTable]:
+        return [self._table]
 
     def truncate(self, slot: int, to: int) -> None:
         """Do nothing: encoder rows stay, whatever tokens are taken back."""
-
-    def release(self, slot: int) -> None:
-        self._table.release(slot)
 
     def horizon(self, slot: int) -> int:
         return 0

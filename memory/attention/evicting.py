@@ -37,8 +37,8 @@ from hybridmem.memory.sequences.drop import CannotDrop
 from hybridmem.memory.sequences.folding import TailRules
 from hybridmem.memory.specs import AttentionSpec
 from hybridmem.memory.state.access import BlockAccess, RowWrites
-from hybridmem.memory.state.tail_memory import TailMemory
-from hybridmem.memory.state.tails import TailMember, TailStep, TailTable
+from hybridmem.memory.state.tail_blocks import TailBlocks, TailMember
+from hybridmem.memory.state.tails import TailStep, TailTable
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class EvictingPlan:
         return False  # The host decides what to evict, so a CUDA graph cannot replay it.
 
 
-class EvictingAttention(CannotDrop, TailMemory):
+class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
     """Keeps body and tail of all attention layers of one eviction policy: a `memory.interface.LayerMemory`.
 
     Args:
@@ -122,11 +122,11 @@ class EvictingAttention(CannotDrop, TailMemory):
         # With a storage, rows that have folded lately are in the tail as well, exact.
         overlap_tokens = 0 if storage is None else kept_rows.ring_rows
         rules = TailRules.of_attention(rollback_window, policy.every, overlap_tokens)
-        super().__init__(TailTable(members, dtype, rules, store, label=f" of {name}", row_axes=row_axes))
+        super().__init__(TailBlocks(members, dtype, rules, store, label=f" of {name}", row_axes=row_axes))
         self.policy, self.storage = policy, storage
         self._specs, self._dtype, self._store = specs, dtype, store
         self._kernels = select_kernels(store.device, dtype)
-        self._access = access = BlockAccess(self.table, self._kernels)
+        self._access = access = BlockAccess(self.blocks, self._kernels)
         self._sizes = [(n_row, _kept_elements(s)) for n_row, s in zip(access.row_elements, specs, strict=True)]
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
         # A row holds its keys and then its values. One offset finds both, in two flat tensors. The first is the whole
@@ -137,17 +137,17 @@ class EvictingAttention(CannotDrop, TailMemory):
                 self._all[first] = self._kernels.prepare(store.flat(Field(first * dtype.itemsize, (), dtype)))
 
     def plan(self, packed: Packed) -> EvictingPlan:
-        step = self.table.plan(packed)
+        step = self.plan_blocks(packed)
         try:
             reads = None if self._store.is_dry else self._plan_reads(step)
             return EvictingPlan(step, reads, self._access.plan_writes(step))
         except BaseException:
-            self.table.abort(step)
+            self.free_blocks(step)
             raise
 
     def _plan_reads(self, step: TailStep) -> Reads:
-        packed, before, after, states, tails = step.packed, step.before, step.after, self.table.states, self.table.tails
-        rules, upload, tokens = self.table.rules, self._store.upload, None
+        packed, before, after, states, tails = step.packed, step.before, step.after, self.states, self.tails
+        rules, upload, tokens = self.rules, self._store.upload, None
         # A sequence has gone beyond its start if the last fold point that it has passed there is before its body.
         has_gone_beyond = (packed.starts < before.body_at + rules.rollback_window) & (before.body_at > 0)
         is_copied = (packed.starts < after.body_at) | has_gone_beyond
@@ -184,7 +184,7 @@ class EvictingAttention(CannotDrop, TailMemory):
 
     def _copied(self, packed: Packed, i: int) -> Copied:
         start, end = packed.starts[i : i + 1], packed.ends[i : i + 1]
-        fold_point, next_fold_point = int(self.table.rules.body_at(start)[0]), int(self.table.rules.body_at(end)[0])
+        fold_point, next_fold_point = int(self.rules.body_at(start)[0]), int(self.rules.body_at(end)[0])
         # The same kernel reads all requests of the same positions, whatever a sequence has seen before.
         is_paged = next_fold_point <= start[0]
         n_kept, n_new = self._kept_rows.n_kept(fold_point), packed.counts[i : i + 1]
@@ -194,7 +194,7 @@ class EvictingAttention(CannotDrop, TailMemory):
         return Copied(fold_point, batch, bool(is_paged), np.array([0, int(is_stored)]), np.array([is_stored * n_kept]))
 
     def begin(self, plan: EvictingPlan) -> None:
-        self.table.begin(plan.step)
+        super().begin(plan)
         if (reads := plan.reads) is None:
             return
         batches = [(copied.batch, self._folded_copy(copied, 0, ())) for copied in reads.copied.values()]
@@ -240,9 +240,6 @@ class EvictingAttention(CannotDrop, TailMemory):
                 self._kept_rows.write(new_body, target_at, *found)
         return out_THD[..., : self._specs[index].value_dim]
 
-    def commit(self, plan: EvictingPlan, kept: Int64s) -> None:
-        self.table.commit(plan.step, kept)
-
     def why_not(self) -> str:
         return f"which rows attention with {self.policy.label} has kept depends on them"
 
@@ -252,7 +249,7 @@ class EvictingAttention(CannotDrop, TailMemory):
         A body has room for the policy's budget and for rows that were evicted.
         """
         live = super().live_rows(slot, length)
-        own, name = self._kept_rows.are_live(int(self.table.slots.body_at[slot])), self.table.states.name
+        own, name = self._kept_rows.are_live(int(self.slots.body_at[slot])), self.states.name
         return live | {name: live[name] & own}
 
     def kept_positions(self, slot: int, index: int) -> Tensor:
@@ -260,13 +257,13 @@ class EvictingAttention(CannotDrop, TailMemory):
 
         Positions of the tail are not among them.
         """
-        slots = self.table.slots
+        slots = self.slots
         return self._kept_rows.kept_of(self._body(index, int(slots.body[slot])), int(slots.body_at[slot])).positions.T
 
     def _attend_in_place(self, reads: Reads, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
-        spec, table, itemsize = self._specs[index], self.table, self._dtype.itemsize
-        body = table.state_layout.fields[len(table.members[index].states) * index].offset_bytes // itemsize
-        tail = table.tail_layout.fields[index].offset_bytes // itemsize
+        spec, blocks, itemsize = self._specs[index], self.blocks, self._dtype.itemsize
+        body = blocks.state_layout.fields[len(blocks.members[index].states) * index].offset_bytes // itemsize
+        tail = blocks.tail_layout.fields[index].offset_bytes // itemsize
         rows = torch.add(reads.rows[self._sizes[index]], reads.is_tail, alpha=tail - body).add_(body)
         batch = reads.in_place.at(self._kernels.prepare(rows))
         keys, values = self._all[0], self._all[_values_at(spec)]
@@ -285,7 +282,7 @@ class EvictingAttention(CannotDrop, TailMemory):
 
     def _stored_shapes(self, index: int) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of a body's rows as they are stored: all its tensors except the positions and scores."""
-        return tuple(state.shape for state in self.table.members[index].states[:-2])
+        return tuple(state.shape for state in self.blocks.members[index].states[:-2])
 
     def _attend_copied(
         self, copied: Copied, index: int, q_THD: Tensor, body: list[Tensor], body_at: int, rows_RXD: Tensor,
@@ -326,12 +323,12 @@ class EvictingAttention(CannotDrop, TailMemory):
 
     def _body(self, index: int, block: int) -> list[Tensor]:
         """Return views of the state tensors of attention `index` in a block; without a block, zeros of their shapes."""
-        states = self.table.members[index].states
+        states = self.blocks.members[index].states
         if block < 0:
             return [torch.zeros(s.shape, dtype=s.dtype or self._dtype, device=self._store.device) for s in states]
         views = []
         for flat, state in zip(map(as_tensor, self._access.states[index]), states, strict=True):
-            at = int(self.table.states.addresses[block]) // flat.element_size()
+            at = int(self.states.addresses[block]) // flat.element_size()
             views.append(flat[at : at + math.prod(state.shape)].view(state.shape))
         return views
 

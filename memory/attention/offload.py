@@ -21,7 +21,7 @@ from hybridmem.memory.blocks.holdings import Holding, LiveRows, Record
 from hybridmem.memory.blocks.layout import BlockLayout
 from hybridmem.memory.blocks.pool import BlockPool
 from hybridmem.memory.blocks.store import Store
-from hybridmem.memory.interface import Dropped, LayerMemory, Packed, References, Stretch
+from hybridmem.memory.interface import Dropped, LayerMemory, Packed, References, SlotTable, Stretch
 from hybridmem.memory.kernels import Scoring
 from hybridmem.memory.sequences.batch import requests_of
 from hybridmem.memory.specs import AttentionSpec
@@ -200,20 +200,25 @@ class HostedAttention:
 
     # Sequences
 
+    @property
+    def tables(self) -> list[SlotTable]:
+        return [self]  # It says in which cache a slot is before a table of that cache is called.
+
     def share(self, sources: Int64s, targets: Int64s) -> None:
         are_far = self._are_far(sources)
         for memory, _, own in self._divided(sources):
-            memory.share(sources[own], targets[own])
+            for table in memory.tables:
+                table.share(sources[own], targets[own])
         # Release only after all have shared, because a target may be the source of another one.
         for slot, is_far in zip(targets.tolist(), are_far.tolist(), strict=True):
-            (self.near if is_far else self.far).release(slot)
+            _release(self.near if is_far else self.far, slot)
             self.moved(slot, is_far=is_far)
 
     def truncate(self, slot: int, to: int) -> None:
         self._of(slot).truncate(slot, to)
 
     def release(self, slot: int) -> None:
-        self._of(slot).release(slot)
+        _release(self._of(slot), slot)
         self.moved(slot, is_far=False)
 
     def horizon(self, slot: int) -> int:
@@ -254,6 +259,11 @@ class HostedAttention:
             for memory in (self.near, self.far)
         )
         return near | far
+
+
+def _release(memory: Attention, slot: int) -> None:
+    for table in memory.tables:
+        table.release(slot)
 
 
 def _given(part: PartPlan, rows: tuple[Tensor, Tensor, Tensor | None], scoring: Scoring) -> tuple[Any, ...]:

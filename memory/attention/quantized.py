@@ -29,7 +29,7 @@ from hybridmem.memory.blocks.pool import BlockPool
 from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.blocks.table import BlockTable
 from hybridmem.memory.errors import IntegrityError, SpecError
-from hybridmem.memory.interface import Packed, References, Stretch
+from hybridmem.memory.interface import Packed, References, SlotTable, Stretch
 from hybridmem.memory.kernels import FoldedRows, Prepared, Scoring, reference
 from hybridmem.memory.quantization import Shaped, Storage
 from hybridmem.memory.sequences.drop import CannotDrop
@@ -258,18 +258,14 @@ class QuantizedAttention(CannotDrop):
 
     # Sequences
 
-    def share(self, sources: Int64s, targets: Int64s) -> None:
-        self.exact.share(sources, targets)
-        self._table.share(sources, targets)
+    @property
+    def tables(self) -> list[SlotTable]:
+        return [*self.exact.tables, self._table]
 
     def truncate(self, slot: int, to: int) -> None:
         self.exact.truncate(slot, to)
         if not to:
             self._table.release(slot)
-
-    def release(self, slot: int) -> None:
-        self.exact.release(slot)
-        self._table.release(slot)
 
     def horizon(self, slot: int) -> int:
         slots = np.array([slot])

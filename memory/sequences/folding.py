@@ -138,7 +138,7 @@ class TailRules:
     def body_at(self, peaks: Int64s) -> Int64s:
         """Return (N,) the positions of the bodies of sequences with these peaks.
 
-        The bodies of slimmed sequences (`memory.state.tails.TailTable.slim`) may be further.
+        The bodies of slimmed sequences (`memory.recurrent_state.RecurrentState.slim`) may be further.
         """
         return self.points.last(peaks)
 

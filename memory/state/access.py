@@ -15,7 +15,8 @@ from hybridmem.memory.blocks.staging import Placed, object_to_replays
 from hybridmem.memory.errors import StepError
 from hybridmem.memory.kernels import Kernels, Prepared, StateSlots, Tail, select_kernels
 from hybridmem.memory.specs import RecurrentSpec
-from hybridmem.memory.state.tails import TailStep, TailTable
+from hybridmem.memory.state.tail_blocks import TailBlocks
+from hybridmem.memory.state.tails import TailStep
 
 
 class States:
@@ -154,7 +155,7 @@ class RowWrites(NamedTuple):
 
 
 class BlockAccess:
-    """Finds for kernels the states and rows that the blocks of a `TailTable` hold.
+    """Finds for kernels the states and rows that the blocks of `TailBlocks` hold.
 
     Attributes:
         states, tails: for each member, a flat view of each of its state tensors, and of each part of its tails. At the
@@ -162,15 +163,15 @@ class BlockAccess:
         row_elements: how many elements each member's row has in a tail; 0 where it has no row.
     """
 
-    def __init__(self, table: TailTable, kernels: Kernels | None = None) -> None:
-        self.table, self._store = table, table.store
-        dtypes = (field.dtype for field in table.state_layout.fields)
-        self.kernels = kernels or select_kernels(table.store.device, table.dtype, *dtypes)
-        self.states = self._flats(table.state_layout, [len(m.states) for m in table.members])
-        self.tails = self._flats(table.tail_layout, [len(m.tail_parts) for m in table.members])
-        self.row_elements = [0 if m.row_shape is None else math.prod(m.row_shape) for m in table.members]
-        self._row_sizes = {math.prod(m.row_shape) for m in table.members if m.row_shape is not None}
-        self._state_sizes = {field.dtype.itemsize for field in table.state_layout.fields}
+    def __init__(self, blocks: TailBlocks, kernels: Kernels | None = None) -> None:
+        self.blocks, self._store = blocks, blocks.store
+        dtypes = (field.dtype for field in blocks.state_layout.fields)
+        self.kernels = kernels or select_kernels(blocks.store.device, blocks.dtype, *dtypes)
+        self.states = self._flats(blocks.state_layout, [len(m.states) for m in blocks.members])
+        self.tails = self._flats(blocks.tail_layout, [len(m.tail_parts) for m in blocks.members])
+        self.row_elements = [0 if m.row_shape is None else math.prod(m.row_shape) for m in blocks.members]
+        self._row_sizes = {math.prod(m.row_shape) for m in blocks.members if m.row_shape is not None}
+        self._state_sizes = {field.dtype.itemsize for field in blocks.state_layout.fields}
 
     def _flats(self, layout: BlockLayout, counts: list[int]) -> list[list[Prepared]]:
         if self._store.is_dry:
@@ -191,18 +192,18 @@ class BlockAccess:
 
     def ring(self, tails: Int64s, positions: Int64s) -> dict[int, Prepared]:
         """Return, for each number of elements per row, the element offset of each position's row in its tail block."""
-        block = self.table.tails.addresses[tails] // self.table.dtype.itemsize
-        slot = positions % self.table.rules.tail_rows
+        block = self.blocks.tails.addresses[tails] // self.blocks.dtype.itemsize
+        slot = positions % self.blocks.rules.tail_rows
         return {size: self.place(block + slot * size) for size in self._row_sizes}
 
     def plan_writes(self, step: TailStep) -> RowWrites:
         """Find the places in tails for the new rows behind each new body."""
         packed, after = step.packed, step.after
-        if not self.table.rules.tail_rows or not self._row_sizes:
+        if not self.blocks.rules.tail_rows or not self._row_sizes:
             return RowWrites(self._store.upload(EMPTY), {})
         if packed.is_decode:
             return RowWrites(self._store.upload(np.arange(len(packed.starts))), self.ring(after.tail, packed.starts))
-        begin, ends = np.maximum(packed.starts, self.table.rules.tail_at(after.body_at)), packed.ends
+        begin, ends = np.maximum(packed.starts, self.blocks.rules.tail_at(after.body_at)), packed.ends
         counts = ends - begin
         to_packed: Int64s = packed.cu_seqlens[:-1] - packed.starts  # Adding this turns positions into packed indices.
         offsets = self.ring(np.repeat(after.tail, counts), ranges(begin, ends))
@@ -221,6 +222,6 @@ class BlockAccess:
 
     def read_rows(self, index: int, offsets: dict[int, Prepared]) -> Tensor:
         """Read rows of member `index` from tails, where `ring` has found them: (n, *row_shape)."""
-        row_shape = self.table.members[index].row_shape
+        row_shape = self.blocks.members[index].row_shape
         assert row_shape is not None, "its tails hold rows"
         return self.kernels.read_rows(self.tails[index][0], offsets[self.row_elements[index]], row_shape, 0.0)

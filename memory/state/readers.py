@@ -20,7 +20,8 @@ from hybridmem.memory.kernels import Kernels, Prepared, Tail
 from hybridmem.memory.sequences.folding import NOTHING, Pass, StateAddresses, schedule
 from hybridmem.memory.specs import RecurrentSpec
 from hybridmem.memory.state.access import BlockAccess, Recurrence, Segments, States
-from hybridmem.memory.state.tails import TailStep, TailTable
+from hybridmem.memory.state.tail_blocks import TailBlocks
+from hybridmem.memory.state.tails import TailStep
 
 
 class Reads(Protocol):
@@ -36,7 +37,7 @@ ReadsT = TypeVar("ReadsT", bound=Reads)
 
 
 class Reader(Protocol[ReadsT]):
-    """Runs the recurrences of a `TailTable`'s members.
+    """Runs the recurrences of the members of `TailBlocks`.
 
     Attributes:
         specs: the specs of the members, in their order.
@@ -77,16 +78,16 @@ class HeadReader:
     block.
     """
 
-    def __init__(self, specs: list[RecurrentSpec], table: TailTable, kernels: Kernels | None = None) -> None:
+    def __init__(self, specs: list[RecurrentSpec], blocks: TailBlocks, kernels: Kernels | None = None) -> None:
         self.specs = specs
-        self.access = BlockAccess(table, kernels)
-        self._table = table
+        self.access = BlockAccess(blocks, kernels)
+        self._blocks = blocks
 
     def plan(self, step: TailStep) -> HeadReads:
         """Find what the step reads and writes."""
         packed, before, after = step.packed, step.before, step.after
         ids = np.concatenate([before.states, after.states])
-        states = StateAddresses(*np.where(ids < 0, NOTHING, self._table.states.addresses[ids]))
+        states = StateAddresses(*np.where(ids < 0, NOTHING, self._blocks.states.addresses[ids]))
         passes = schedule(packed, before, after, states)
         return HeadReads([self._run(one_pass, packed, before.tail) for one_pass in passes])
 
@@ -103,14 +104,14 @@ class HeadReader:
             to_packed = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]
             new_rows = self._places(ranges(one_pass.begin + to_packed, one_pass.end + to_packed))
         source, target = access.elements(one_pass.source), access.elements(one_pass.target)
-        return Segments(self._table.store.place(cu_rows), one_pass.begin, source, target, tail_rows, new_rows)
+        return Segments(self._blocks.store.place(cu_rows), one_pass.begin, source, target, tail_rows, new_rows)
 
     def _places(self, new_rows: Int64s) -> Tensor | slice:
         """Return the given packed indices, which ascend, as a slice if they are consecutive: then no row is copied.
 
         Where steps are recorded they are always a tensor, because a recording is replayed for other rows.
         """
-        store, first, last = self._table.store, int(new_rows[0]), int(new_rows[-1])
+        store, first, last = self._blocks.store, int(new_rows[0]), int(new_rows[-1])
         if not is_placed(store.device) and last - first == len(new_rows) - 1:
             return slice(first, last + 1)
         return store.upload(new_rows)
@@ -134,7 +135,7 @@ class HeadReader:
         return outputs
 
     def plan_state(self, step: TailStep) -> HeadReads:
-        before, after, addresses = step.before, step.after, self._table.states.addresses
+        before, after, addresses = step.before, step.after, self._blocks.states.addresses
         source, target = np.where(before.body < 0, NOTHING, addresses[before.body]), addresses[after.body]
         one_pass = Pass(True, np.zeros(1, np.int64), before.body_at, after.body_at, source, target)
         return HeadReads([self._run(one_pass, step.packed, before.tail)])
@@ -181,16 +182,16 @@ class TailReader:
     Raises SpecError if a recurrence has a state that is needed at each token (`StateTensor.ring`).
     """
 
-    def __init__(self, specs: list[RecurrentSpec], table: TailTable, kernels: Kernels | None = None) -> None:
+    def __init__(self, specs: list[RecurrentSpec], blocks: TailBlocks, kernels: Kernels | None = None) -> None:
         if unable := sorted({spec.family for spec in specs if not spec.can_defer}):
             names = ", ".join(unable)
             raise SpecError(
                 f"fold='defer' is not for {names}: a state of theirs is needed at each token; choose 'replay'"
             )
         self.specs = specs
-        self.access = BlockAccess(table, kernels)
-        self._table = table
-        self._part_sizes = {field.dtype.itemsize for field in table.tail_layout.fields}
+        self.access = BlockAccess(blocks, kernels)
+        self._blocks = blocks
+        self._part_sizes = {field.dtype.itemsize for field in blocks.tail_layout.fields}
         self._rings = list(map(self._rings_of, specs, self.access.tails))
 
     @staticmethod
@@ -203,13 +204,13 @@ class TailReader:
     def plan(self, step: TailStep) -> TailReads:
         """Return what the step's only kernel call runs."""
         packed, before, after = step.packed, step.before, step.after
-        table, place, elements = self._table, self.access.place, self.access.elements
+        pools, place, elements = self._blocks, self.access.place, self.access.elements
         moves = after.body_at > before.body_at
-        source = np.where(before.body < 0, NOTHING, table.states.addresses[before.body])
-        target = np.where(moves, table.states.addresses[after.body], NOTHING)
-        cu_rows = table.store.place(packed.cu_seqlens)
+        source = np.where(before.body < 0, NOTHING, pools.states.addresses[before.body])
+        target = np.where(moves, pools.states.addresses[after.body], NOTHING)
+        cu_rows = pools.store.place(packed.cu_seqlens)
         own = Segments(cu_rows, packed.starts, elements(source), elements(target), None, None)
-        addresses = (table.tails.addresses[before.tail], table.tails.addresses[after.tail])
+        addresses = (pools.tails.addresses[before.tail], pools.tails.addresses[after.tail])
         old, new = ({size: place(blocks // size) for size in self._part_sizes} for blocks in addresses)
         counts, folds = packed.starts - before.body_at, after.body_at - before.body_at
         return TailReads(own, old, new, place(before.body_at), place(counts), place(folds))
@@ -223,14 +224,14 @@ class TailReader:
 
     def write_state(self, reads: TailReads, index: int, recurrence: Recurrence) -> None:
         # A recurrence need not work without rows, so it gets one, and nobody reads what comes of it.
-        table = self._table
-        row = torch.zeros(1, *self.specs[index].row_shape, dtype=table.dtype, device=table.store.device)
+        blocks = self._blocks
+        row = torch.zeros(1, *self.specs[index].row_shape, dtype=blocks.dtype, device=blocks.store.device)
         self.run(reads, index, row, recurrence)
 
     def _tail(self, reads: TailReads, flats: tuple[Prepared, ...]) -> Tail:
         """Return what kernels read of the tail with these rings."""
         sources, targets = (tuple(blocks[flat.itemsize] for flat in flats) for blocks in (reads.sources, reads.targets))
-        return Tail(flats, sources, targets, self._table.rules.tail_rows, reads.firsts, reads.counts, reads.folds)
+        return Tail(flats, sources, targets, self._blocks.rules.tail_rows, reads.firsts, reads.counts, reads.folds)
 
 
 def _run_one(states: States, rows: Tensor, recurrence: Recurrence) -> Tensor:

@@ -15,49 +15,21 @@ stays until commit, so an abort loses nothing. Blocks are reference-counted and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
-import torch
 
 from hybridmem.memory.blocks.arrays import Bools, Int64s
 from hybridmem.memory.blocks.holdings import Holding, LiveRows, Part, Record
 from hybridmem.memory.blocks.layout import BlockLayout
 from hybridmem.memory.blocks.pool import BlockPool
-from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.errors import CapacityError, IntegrityError
-from hybridmem.memory.interface import Dropped, Packed, References, Stretch
-from hybridmem.memory.sequences.folding import EMPTY_COLUMN, NOTHING, Columns, TailRules
-from hybridmem.memory.specs import RecurrentSpec, StateTensor
+from hybridmem.memory.interface import Dropped, Packed, References, SlotTable, Stretch
+from hybridmem.memory.sequences.folding import EMPTY_COLUMN, NOTHING, Columns
+from hybridmem.memory.state.tail_blocks import TailBlocks
 
 _EMPTY_LIST: list[int] = EMPTY_COLUMN.tolist()
-
-
-@dataclass(frozen=True)
-class TailMember:
-    """Says what the blocks of a table hold for one layer.
-
-    Attributes:
-        states: the tensors of a state, which is a body, a head or a kept state.
-        row_shape: the shape of the row that a tail holds for each token, in the table's dtype. None: it holds no row.
-        parts: (shape, dtype) of what else a tail holds for each token. A dtype of None is the table's.
-    """
-
-    states: tuple[StateTensor, ...]
-    row_shape: tuple[int, ...] | None
-    parts: tuple[tuple[tuple[int, ...], torch.dtype | None], ...] = ()
-
-    @staticmethod
-    def of(spec: RecurrentSpec, *, deferred: bool) -> TailMember:
-        """Return what a recurrence needs in a table. `deferred` is for fold mode "defer", which has no heads."""
-        has_rows, parts = spec.has_rows(deferred=deferred), spec.tail_parts(deferred=deferred)
-        return TailMember(spec.states, spec.row_shape if has_rows else None, tuple(parts[has_rows:]))
-
-    @property
-    def tail_parts(self) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
-        """Return (shape, dtype) of all that a tail holds for each token, the row first."""
-        return [*([] if self.row_shape is None else [(self.row_shape, None)]), *self.parts]
 
 
 @dataclass(frozen=True)
@@ -76,37 +48,37 @@ class TailStep:
     fresh: Int64s
 
 
-class TailTable:
+class TailPlan(Protocol):
+    """Declares what the table reads of a plan for a step."""
+
+    @property
+    def step(self) -> TailStep: ...
+
+
+TailPlanT = TypeVar("TailPlanT", bound=TailPlan)
+
+
+class TailTable(Generic[TailPlanT]):
     """Maps slots to blocks of a pool of states and a pool of tails, and owns the references to these blocks.
+
+    It is what recurrent states and evicting attention have in common: the part of `memory.interface.LayerMemory` that
+    is about slots. Both add how a step reads and writes the blocks.
 
     Positions in arguments and results are those of the sequence. In `slots` and in a `TailStep` they are those of the
     states, which are ahead by the position offset. The table never reads the blocks, but it copies a shared tail before
     a slot writes to it.
-
-    Args:
-        dtype: the dtype of rows, and of tensors that name none.
-        label: the end of the pools' names.
-        row_axes: the `Field.row_axis` of each state tensor. None: a tensor holds no rows.
     """
 
-    def __init__(
-        self, members: list[TailMember], dtype: torch.dtype, rules: TailRules, store: Store, *, label: str = "",
-        row_axes: Sequence[int | None] | None = None,
-    ) -> None:  # fmt: skip
-        self.members, self.dtype, self.rules, self.store = members, dtype, rules, store
-        states = [(t.shape, t.dtype or dtype) for m in members for t in m.states]
-        self.state_layout = BlockLayout.of(states, row_axes).shared_by([len(m.states) for m in members])
-        rings = [((rules.tail_rows, *shape), of or dtype) for m in members for shape, of in m.tail_parts]
-        self.tail_layout = BlockLayout.of(rings, [0] * len(rings)).shared_by([len(m.tail_parts) for m in members])
-        self.states = store.make_pool("states" + label, self.state_layout, from_top=True)
-        self.tails = store.make_pool("tails" + label, self.tail_layout, from_top=True)
+    def __init__(self, blocks: TailBlocks) -> None:
+        self.blocks, self.rules, self.store = blocks, blocks.rules, blocks.store
+        self.states, self.tails = blocks.states, blocks.tails
         # These are the pools of body, head, kept state and tail.
         self._pools = (self.states, self.states, self.states, self.tails)
         self.slots = Columns.empty(16)
 
     @property
     def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
-        return [(self.states, self.state_layout), (self.tails, self.tail_layout)]
+        return [(self.states, self.blocks.state_layout), (self.tails, self.blocks.tail_layout)]
 
     @property
     def least_bytes(self) -> int:
@@ -115,7 +87,7 @@ class TailTable:
         Without a window it takes only two bodies.
         """
         n_states = 3 if self.rules.tail_rows and self.rules.has_heads else 2
-        return n_states * self.state_layout.block_bytes + self.tail_layout.block_bytes
+        return n_states * self.states.block_bytes + self.tails.block_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
         """Return (4, N) bytes; see `LayerMemory.bytes_for`."""
@@ -130,7 +102,7 @@ class TailTable:
 
     # Steps
 
-    def plan(self, packed: Packed) -> TailStep:
+    def plan_blocks(self, packed: Packed) -> TailStep:
         """Allocate the blocks that the step will write. Raises CapacityError with nothing changed."""
         self._reach(int(packed.slots.max()))
         before = self.slots.take(packed.slots)
@@ -175,8 +147,9 @@ class TailTable:
             for pool, ids, own in zip(self._pools, fresh, taken, strict=True):
                 pool.release(ids[own])
 
-    def begin(self, step: TailStep) -> None:
+    def begin(self, plan: TailPlanT) -> None:
         """Copy the tails that the step must not write in place, and mark the heads that it overwrites as stale."""
+        step = plan.step
         before, after = step.before, step.after
         tail_at = self.rules.tail_at(after.body_at)
         for i in (before.tail != after.tail).nonzero()[0].tolist():
@@ -190,13 +163,14 @@ class TailTable:
             self.store.journal.before(self._put_back, step.packed.slots, before.table)
             self.slots.head_at[step.packed.slots[in_place]] = NOTHING
 
-    def commit(self, step: TailStep, kept: Int64s) -> None:
+    def commit(self, plan: TailPlanT, kept: Int64s) -> None:
         """Keep the first kept[i] (S,) new tokens of request i, and release the blocks that it no longer refers to."""
+        step = plan.step
         before, after, packed = step.before, step.after, step.packed
         stays, is_whole = kept > 0, kept == packed.counts
         n_staying = np.count_nonzero(stays)
         if not n_staying:
-            self.abort(step)
+            self.free_blocks(step)
             return
         self._note(packed.slots)
         self._free(step.fresh, ~stays)
@@ -224,11 +198,15 @@ class TailTable:
         else:
             self.slots.put(packed.slots, after)
 
-    def abort(self, step: TailStep) -> None:
+    def free_blocks(self, step: TailStep) -> None:
         """Release all that was allocated for a step, and leave every slot as it was."""
         self._free(step.fresh, np.ones(len(step.packed.slots), np.bool_))
 
     # Slots
+
+    @property
+    def tables(self) -> list[SlotTable]:
+        return [self]
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
         """Make slot targets[i] refer to what slot sources[i] refers to, all at once. Copies no tensor."""
@@ -264,7 +242,8 @@ class TailTable:
     def plan_state(self, slot: int, length: int) -> TailStep | None:
         """Allocate a state at the position of a slot of this length: a step whose body moves to its start.
 
-        With fold mode "defer" the step has a row of no meaning, and a tail of its own for it, which `slim` lets go of.
+        With fold mode "defer" the step has a row of no meaning, and a tail of its own for it, which `hold_only_state`
+        lets go of.
         None: the slot has such a state, or is empty. Raises CapacityError with nothing changed.
         """
         if not length or self._state_at(slot, length) != NOTHING:
@@ -287,7 +266,7 @@ class TailTable:
         packed = Packed(np.array([slot]), at, np.array([0, 1]), at, only, at, only)
         return TailStep(packed, before, after, fresh)
 
-    def slim(self, slot: int, length: int, step: TailStep | None) -> None:
+    def hold_only_state(self, slot: int, length: int, step: TailStep | None) -> None:
         """Let a slot of this length hold only the state at its position. Then it cannot go back to an earlier position.
 
         The state is that of `step`, which is from `plan_state`; without a step, one that the slot has. If there is none
@@ -314,7 +293,7 @@ class TailTable:
         roles = ((slots.body_at, slots.body), (slots.kept_at, slots.kept), (slots.head_at, slots.head))
         return next((int(ids[slot]) for where, ids in roles if where[slot] == at), NOTHING)
 
-    def drop(self, dropped: Dropped) -> None:
+    def add_offset(self, dropped: Dropped) -> None:
         """Add the dropped tokens to the slot's position offset: its states still contain them."""
         slots, slot = self.slots, dropped.slot
         self._note(slot)
@@ -386,20 +365,16 @@ class TailTable:
         return [*states, of(self.tails, "tail", held.tail, self.rules.tail_at(body_at))]
 
     def record(self, slot: int) -> Record:
-        """Return what `adopt` needs beside the blocks of `blocks_of`, and `base_of` where tokens can be dropped."""
-        column = self._column(slot)
-        return {"positions": column[:3].tolist(), "holds": (column[5:] >= 0).astype(int).tolist()}
+        """Return what `adopt` needs beside the blocks of `blocks_of`.
 
-    def base_of(self, slot: int) -> list[int]:
-        """Return the slot's position offset, and the lowest position that a rollback reaches after drops."""
-        return [int(at) for at in self._column(slot)[3:5]]
-
-    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s], base: Sequence[int]) -> None:
-        """Make an empty slot what the slot was that `record` and `base_of` describe. The blocks hold the same bytes.
-
-        The slot takes over the references to the blocks. A record that makes no sense may raise anything, but before
-        that.
+        "base" is the slot's position offset, and the lowest position that a rollback reaches after drops.
         """
+        column = self._column(slot)
+        holds = (column[5:] >= 0).astype(int).tolist()
+        return {"positions": column[:3].tolist(), "holds": holds, "base": column[3:5].tolist()}
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        """Make an empty slot what the slot was that `record` describes; see `LayerMemory.adopt`."""
         self._reach(slot)
         holds = np.array(record["holds"], np.bool_)
         states, tail = blocks[self.states.name], blocks[self.tails.name]
@@ -407,7 +382,8 @@ class TailTable:
         if [len(states), len(tail)] != [holds[:3].sum(), holds[3:].sum()]:
             raise ValueError(f"{len(states)} states and {len(tail)} tails for {record['holds']}")
         column = EMPTY_COLUMN.copy()
-        column[:3], (column[3], column[4]), column[5:][holds] = record["positions"], base, [*states, *tail]
+        column[:3], column[5:][holds] = record["positions"], [*states, *tail]
+        column[3], column[4] = record["base"]
         self._note(slot)
         self.slots.table[:, slot] = column
 
@@ -426,7 +402,7 @@ class TailTable:
 
     # Checks
 
-    def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool) -> None:
+    def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool = True) -> None:
         """See `memory.interface.LayerMemory.check`."""
         for slot, length in lengths.items():
             self._check_slot(slot, length, peaks[slot])
@@ -438,8 +414,9 @@ class TailTable:
         if ahead := closed[self.slots.table[3:5, closed].any(0)].tolist():
             raise IntegrityError(f"slots that are not open have states ahead of them: {ahead}")
 
-    def references(self, steps: list[TailStep]) -> References:
-        """Return all references to blocks: those of slots, and those of these open steps."""
+    def references(self, plans: list[TailPlanT]) -> References:
+        """Return all references to blocks: those of slots, and those of these plans of open steps."""
+        steps = [plan.step for plan in plans]
         states = [*self.slots.states, *(ids for step in steps for ids in step.fresh[:3])]
         tails = [self.slots.tail, *(step.fresh[3] for step in steps)]
         return {pool: [ids[ids >= 0] for ids in held] for pool, held in ((self.states, states), (self.tails, tails))}

@@ -195,6 +195,6 @@ def test_check_notices(memory: HybridMemory, toy: Toy) -> None:
         memory.check()
     arena.free_bytes -= 64
     memory.check()
-    layer_memories(memory)["attention"].release(a.slot)
+    layer_memories(memory)["attention"].tables[0].release(a.slot)
     with pytest.raises(IntegrityError):
         memory.check()
