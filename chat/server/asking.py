@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from hybridmem.chat.engine.output import PLAIN, Output
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.errors import ApiError
-from hybridmem.chat.server.replies import Ask
+from hybridmem.chat.server.replies import PromptRequest
 from hybridmem.chat.server.sampled import SamplingFields
 
 
 @dataclass(frozen=True)
 class Asking:
-    """Makes `Ask`s for one model.
+    """Makes requests to the engine for one model.
 
     Attributes:
         end_ids: the tokens that end a reply of the model.
@@ -25,10 +25,10 @@ class Asking:
     n_vocab: int
     defaults: Sampling
 
-    def ask(
+    def prompt_request(
         self, asked: SamplingFields, token_ids: list[int], max_tokens: int, owner: bytes, *, n: int = 1,
         output: Output = PLAIN, reports_prefill: bool = False,
-    ) -> Ask:  # fmt: skip
+    ) -> PromptRequest:  # fmt: skip
         """Return the arguments of the engine for one prompt.
 
         Raises ApiError 400 for tokens that the model does not know.
@@ -37,7 +37,7 @@ class Asking:
             if wrong := [i for i in ids if i >= self.n_vocab]:
                 message = f"Invalid '{param}': it has token {wrong[0]}, and token ids are 0 ... {self.n_vocab - 1}."
                 raise ApiError(400, message, param=param, code="invalid_value")
-        return Ask(
+        return PromptRequest(
             token_ids=token_ids,
             max_tokens=max_tokens,
             stop=asked.stop,

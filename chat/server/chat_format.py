@@ -22,7 +22,7 @@ _OWN_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 @dataclass
-class Said:
+class ReplyContent:
     """Holds the content of a reply, its thoughts, and its calls in OpenAI's form."""
 
     content: str = ""
@@ -47,12 +47,12 @@ def id_of(call: CallPart) -> str:
     return call.id if _OWN_ID.fullmatch(call.id) else f"call_{uuid4().hex[:24]}"
 
 
-def read_whole(reader: Reader, text: str) -> Said:
+def read_whole(reader: Reader, text: str) -> ReplyContent:
     """Read the text of a whole reply."""
-    said = Said()
+    reply = ReplyContent()
     for part in (*reader.feed(text), *reader.close()):
-        said.add(part)
-    return said
+        reply.add(part)
+    return reply
 
 
 @dataclass
@@ -85,19 +85,19 @@ class ChatFormat:
         return whole
 
     def _choice(self, index: int, generation: Generation) -> dict[str, Any]:
-        said = read_whole(self.new_reader(), generation.text)
-        message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+        reply = read_whole(self.new_reader(), generation.text)
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
         message["refusal"] = None
-        if said.reasoning and self.has_reasoning:
-            message |= {"reasoning_content": said.reasoning, "reasoning": said.reasoning}
-        if said.calls:
-            message["tool_calls"] = said.calls
+        if reply.reasoning and self.has_reasoning:
+            message |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
+        if reply.calls:
+            message["tool_calls"] = reply.calls
         reason = finish_reason_of(generation)
         return {
             "index": index,
             "message": message,
             "logprobs": chat_logprobs(self.tokens, generation.logprobs),
-            "finish_reason": "tool_calls" if said.calls and reason == "stop" else reason,
+            "finish_reason": "tool_calls" if reply.calls and reason == "stop" else reason,
         }
 
     def opening(self, piece: Piece) -> dict[str, Any]:

@@ -23,8 +23,8 @@ WAITING_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Holds one prompt, the sampling of each of its choices, and the owner of its prefixes.
+class PromptRequest:
+    """Holds what a client's request wants of the engine for one of its prompts, with the sampling of each choice.
 
     Attributes:
         output, priority, deadline_s, marks: the arguments of `Engine.submit`.
@@ -85,10 +85,10 @@ class Replies:
     """
 
     def __init__(
-        self, engine: Engine, asks: list[Ask], metrics: Metrics, courier: Courier[Piece], started: float,
+        self, engine: Engine, prompts: list[PromptRequest], metrics: Metrics, courier: Courier[Piece], started: float,
         more_usage: dict[str, object],
     ) -> None:  # fmt: skip
-        self.asks = asks
+        self.prompts = prompts
         self._more_usage = more_usage
         self.generations: dict[int, Generation] = {}
         self._engine = engine
@@ -97,12 +97,12 @@ class Replies:
         self._courier = courier
         self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
         self._heard_at: dict[int, float] = {}
-        self._n_choices = sum(len(ask.samplings) for ask in asks)
+        self._n_choices = sum(len(prompt.samplings) for prompt in prompts)
         self._n_ended = 0
         try:
-            for i, ask in enumerate(asks):
+            for i, prompt in enumerate(prompts):
                 self._submit(i)
-                metrics.prompt_tokens.inc(len(ask.token_ids))
+                metrics.prompt_tokens.inc(len(prompt.token_ids))
         except BaseException:
             self.cancel()
             raise
@@ -111,19 +111,19 @@ class Replies:
         if not all(generation.is_finished for generation in self.generations.values()):
             return 0
         return sum(
-            ask.count_thoughts(self.generations[self._first(i) + choice].token_ids)
-            for i, ask in enumerate(self.asks)
-            if ask.count_thoughts is not None
-            for choice in range(len(ask.samplings))
+            prompt.count_thoughts(self.generations[self._first(i) + choice].token_ids)
+            for i, prompt in enumerate(self.prompts)
+            if prompt.count_thoughts is not None
+            for choice in range(len(prompt.samplings))
         )
 
-    def _first(self, prompt: int) -> int:
+    def _first(self, number: int) -> int:
         """Return the index of a prompt's first choice."""
-        return sum(len(ask.samplings) for ask in self.asks[:prompt])
+        return sum(len(prompt.samplings) for prompt in self.prompts[:number])
 
-    def _submit(self, prompt: int) -> None:
-        first, ask = self._first(prompt), self.asks[prompt]
-        n_told, n_characters = [0] * len(ask.samplings), [0] * len(ask.samplings)
+    def _submit(self, number: int) -> None:
+        first, prompt = self._first(number), self.prompts[number]
+        n_told, n_characters = [0] * len(prompt.samplings), [0] * len(prompt.samplings)
 
         def on_token(generation: Generation, text: str) -> None:  # The thread that steps calls this.
             now, is_last, i = time.perf_counter(), generation.is_finished, generation.choice
@@ -136,18 +136,18 @@ class Replies:
             self._courier.send(self._pieces, piece)
 
         generations = self._engine.submit_choices(
-            ask.token_ids,
-            ask.samplings,
-            max_tokens=ask.max_tokens,
-            stop=ask.stop,
+            prompt.token_ids,
+            prompt.samplings,
+            max_tokens=prompt.max_tokens,
+            stop=prompt.stop,
             on_token=on_token,
-            owner=ask.owner,
-            output=ask.output,
-            priority=ask.priority,
-            deadline_s=ask.deadline_s,
-            reports_prefill=ask.reports_prefill,
-            prediction=ask.prediction,
-            marks=ask.marks,
+            owner=prompt.owner,
+            output=prompt.output,
+            priority=prompt.priority,
+            deadline_s=prompt.deadline_s,
+            reports_prefill=prompt.reports_prefill,
+            prediction=prompt.prediction,
+            marks=prompt.marks,
         )
         self.generations |= {first + generation.choice: generation for generation in generations}
 
@@ -208,7 +208,7 @@ class Replies:
 
         Thoughts are only counted when all replies have ended.
         """
-        firsts = [self.generations[self._first(i)] for i in range(len(self.asks))]
+        firsts = [self.generations[self._first(i)] for i in range(len(self.prompts))]
         usage = usage_of(firsts, self.generations.values())
         usage["completion_tokens_details"]["reasoning_tokens"] = self._n_thoughts()
         usage["hybrid_memory"] |= self._more_usage

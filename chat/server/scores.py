@@ -23,7 +23,7 @@ from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.guard import exchange_of
 from hybridmem.chat.server.lengths import check_length, check_lists
 from hybridmem.chat.server.logprobs import token_text
-from hybridmem.chat.server.replies import Ask
+from hybridmem.chat.server.replies import PromptRequest
 from hybridmem.chat.server.schema import Message, Prompt, read_prompts
 from hybridmem.chat.server.service import Service
 from hybridmem.chat.server.template_fields import TemplateFields
@@ -83,8 +83,10 @@ class Scores:
             check_length(len(prompt) + len(choice), 0, None, service.context_tokens, param="choices")
         # The last token of the prompt is fed for each choice, since its output scores the choice's first token.
         marks = (len(prompt) - 1,) if len(prompt) > 1 else ()
-        asks = [Ask([*prompt, *choice], 0, (), (Sampling(),), owner, output, marks=marks) for choice in choices]
-        replies = await service.run(exchange, asks)
+        prompts = [
+            PromptRequest([*prompt, *choice], 0, (), (Sampling(),), owner, output, marks=marks) for choice in choices
+        ]
+        replies = await service.run(exchange, prompts)
         generations = [generation for _, generation in sorted(replies.generations.items())]
         data = [self._data(i, asked.choices[i], generation) for i, generation in enumerate(generations)]
         best = max(range(len(data)), key=lambda i: data[i]["score"])

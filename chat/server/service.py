@@ -32,7 +32,7 @@ from hybridmem.chat.server.memory_view.events import MemoryView
 from hybridmem.chat.server.metrics import Metrics
 from hybridmem.chat.server.options import ServerOptions
 from hybridmem.chat.server.owners import Owners
-from hybridmem.chat.server.replies import Ask, Piece, Replies
+from hybridmem.chat.server.replies import Piece, PromptRequest, Replies
 from hybridmem.chat.server.schema import ChatRequest, CommonRequest, CompletionRequest, Prompt, read_request
 from hybridmem.chat.server.shaping import NewReader, Shaping
 from hybridmem.chat.server.streams import OpenAIWriter, Style, Writer, first_piece, write_stream
@@ -174,16 +174,16 @@ class Service:
         return JSONResponse(self._model(name))
 
     async def chat(self, request: Request) -> Response:
-        asked, ask, new_reader = await self.ask_chat(request, partial(read_request, ChatRequest))
-        scored = ask.token_ids if asked.prompt_logprobs is not None else None
+        asked, prompt, new_reader = await self.ask_chat(request, partial(read_request, ChatRequest))
+        scored = prompt.token_ids if asked.prompt_logprobs is not None else None
         style = ChatFormat(
             asked.model, self.tokens, new_reader, has_reasoning=asked.include_reasoning, scored_prompt=scored
         )
-        return await self.reply(exchange_of(request.scope), [ask], style, _writer(asked, style))
+        return await self.reply(exchange_of(request.scope), [prompt], style, _writer(asked, style))
 
     async def complete(self, request: Request) -> Response:
-        asked, asks = await self.ask_completion(request, partial(read_request, CompletionRequest))
-        encoded, echoes = [ask.token_ids for ask in asks], [""] * len(asks)
+        asked, prompts = await self.ask_completion(request, partial(read_request, CompletionRequest))
+        encoded, echoes = [prompt.token_ids for prompt in prompts], [""] * len(prompts)
         if asked.echo:
             pairs, n_bytes = list(zip(asked.prompt, encoded, strict=True)), len(await request.body())
             echoes = await self.texts.run(n_bytes, lambda texts: [self._text_of(texts, *pair) for pair in pairs])
@@ -195,7 +195,7 @@ class Service:
             echoes_logprobs=asked.echo and asked.logprobs is not None,
             has_prompt_logprobs=asked.prompt_logprobs is not None,
         )
-        return await self.reply(exchange_of(request.scope), asks, style, _writer(asked, style))
+        return await self.reply(exchange_of(request.scope), prompts, style, _writer(asked, style))
 
     # Methods that endpoints use.
 
@@ -219,7 +219,7 @@ class Service:
 
     async def ask_chat(
         self, request: Request, read: Callable[[bytes], ChatRequest]
-    ) -> tuple[ChatRequest, Ask, NewReader]:
+    ) -> tuple[ChatRequest, PromptRequest, NewReader]:
         """Read a chat, in whatever dialect. Raises ApiError.
 
         Args:
@@ -236,14 +236,14 @@ class Service:
         notes = [*asked.left_out_of(self.shaping.habits.template), *self.shaping.notes_on(asked, messages)]
         exchange_of(request.scope).note_left_out([*asked.left_out, *notes])
         owner = self.owners.of_prefixes(request.headers.get, asked)
-        ask = self._ask(asked, token_ids, asked.wanted_tokens, owner, output, param="messages")
+        prompt = self._prompt_request(asked, token_ids, asked.wanted_tokens, owner, output, param="messages")
         if asked.prediction is not None:
             predicted = asked.prediction.content
             ids = await self.texts.run(len(body), lambda texts: texts.encode(predicted, add_special_tokens=False))
-            ask = replace(ask, prediction=tuple(ids))
+            prompt = replace(prompt, prediction=tuple(ids))
         if self.recorder is not None:
             self.recorder.watch(request, asked, token_ids, new_reader)
-        return asked, self.with_thoughts(ask, new_reader), new_reader
+        return asked, self.with_thoughts(prompt, new_reader), new_reader
 
     def encode_chat(self, texts: Tokenizer, asked: ChatRequest, messages: list[Message]) -> list[int]:
         """Return the tokens of a chat. Raises FormatError if the template refuses it."""
@@ -254,7 +254,7 @@ class Service:
 
     async def ask_completion(
         self, request: Request, read: Callable[[bytes], CompletionRequest]
-    ) -> tuple[CompletionRequest, list[Ask]]:
+    ) -> tuple[CompletionRequest, list[PromptRequest]]:
         """Read prompts that are to be continued, in whatever dialect, as `ask_chat` reads a chat. Raises ApiError."""
         body = await request.body()
         asked, encoded = await self.texts.run(
@@ -263,7 +263,8 @@ class Service:
         output = await self.shaping.plain(asked.shape, asked.n_logprobs)
         exchange_of(request.scope).note_left_out(asked.left_out)
         owner = self.owners.of_prefixes(request.headers.get, asked)
-        return asked, [self._ask(asked, ids, asked.max_tokens, owner, output, param="prompt") for ids in encoded]
+        prompts = [self._prompt_request(asked, ids, asked.max_tokens, owner, output, param="prompt") for ids in encoded]
+        return asked, prompts
 
     def read_chat(
         self, texts: Tokenizer, body: bytes, read: Callable[[bytes], ChatRequest]
@@ -321,34 +322,34 @@ class Service:
     def _text_of(self, texts: Tokenizer, prompt: Prompt, token_ids: list[int]) -> str:
         return prompt if isinstance(prompt, str) else str(texts.decode(token_ids, skip_special_tokens=True))
 
-    def _ask(
+    def _prompt_request(
         self, asked: ChatRequest | CompletionRequest, token_ids: list[int], wanted: int | None, owner: bytes,
         output: Output, *, param: str
-    ) -> Ask:  # fmt: skip
+    ) -> PromptRequest:  # fmt: skip
         n_reply = self._reply_tokens(len(token_ids), wanted, param=param)
-        return self.asking.ask(
+        return self.asking.prompt_request(
             asked, token_ids, n_reply, owner, n=asked.n,
             output=replace(output, prompt_logprobs=asked.n_prompt_logprobs),
             reports_prefill=asked.stream and asked.return_progress,
         )  # fmt: skip
 
-    def with_thoughts(self, ask: Ask, new_reader: NewReader) -> Ask:
-        """Return `ask` with a function that counts the thoughts in its replies."""
+    def with_thoughts(self, prompt: PromptRequest, new_reader: NewReader) -> PromptRequest:
+        """Return `prompt` with a function that counts the thoughts in its replies."""
         if not self.shaping.habits.thinks:
-            return ask
-        return replace(ask, count_thoughts=partial(new_reader().count_thoughts, self.tokens.of))
+            return prompt
+        return replace(prompt, count_thoughts=partial(new_reader().count_thoughts, self.tokens.of))
 
     def _reply_tokens(self, n_prompt: int, wanted: int | None, *, param: str) -> int:
         limit, is_cut = self.context_tokens, param != "prompt"
         return check_length(n_prompt, wanted, self.options.default_tokens, limit, param=param, is_cut=is_cut)
 
-    def begin(self, exchange: Exchange, asks: list[Ask]) -> Replies:
+    def begin(self, exchange: Exchange, prompts: list[PromptRequest]) -> Replies:
         """Submit the requests, which run until the exchange ends at the latest. Raises ApiError."""
         if not self.is_open:
             raise stopping()
         exchange.take_place()
         try:
-            replies = Replies(self.engine, asks, self.metrics, self._courier, exchange.started, exchange.more_usage)
+            replies = Replies(self.engine, prompts, self.metrics, self._courier, exchange.started, exchange.more_usage)
         except CapacityError as error:  # This is permanent, so trying again would not help.
             raise ApiError(400, f"{error}.", code="context_length_exceeded") from None
         self._live.add(replies)
@@ -356,9 +357,9 @@ class Service:
         exchange.at_end += [replies.cancel, lambda: self._live.discard(replies), lambda: account_for(exchange, replies)]
         return replies
 
-    async def run(self, exchange: Exchange, asks: list[Ask]) -> Replies:
+    async def run(self, exchange: Exchange, prompts: list[PromptRequest]) -> Replies:
         """Generate replies to their ends. Raises ApiError."""
-        replies = self.begin(exchange, asks)
+        replies = self.begin(exchange, prompts)
         try:
             while await replies.next() is not None:
                 pass
@@ -367,17 +368,17 @@ class Service:
         return replies
 
     async def reply(
-        self, exchange: Exchange, asks: list[Ask], form: Whole, writer: Writer | None, *,
+        self, exchange: Exchange, prompts: list[PromptRequest], form: Whole, writer: Writer | None, *,
         media_type: str = EventStream.media_type
     ) -> Response:  # fmt: skip
         """Generate a reply, as a stream if there is a writer for it. Raises ApiError."""
         if writer is not None:
-            replies = self.begin(exchange, asks)
+            replies = self.begin(exchange, prompts)
             try:
                 return EventStream(write_stream(replies, await first_piece(replies), writer), media_type)
             except Exception as error:
                 raise as_api_error(error) from None
-        replies = await self.run(exchange, asks)
+        replies = await self.run(exchange, prompts)
         generations = [generation for _, generation in sorted(replies.generations.items())]
         return JSONResponse(form.whole(generations, replies.usage()))
 

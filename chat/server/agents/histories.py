@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-from hybridmem.chat.server.chat_format import Said
+from hybridmem.chat.server.chat_format import ReplyContent
 from hybridmem.chat.server.schema import Message
 from hybridmem.chat.stored.items import joined_name, role_of, text_item
 from hybridmem.chat.stored.nodes import Item, Node, new_id
@@ -34,16 +34,16 @@ def items_of(messages: Iterable[Message]) -> list[Item]:
     return items
 
 
-def items_of_reply(said: Said, beginning: str) -> list[Item]:
+def items_of_reply(reply: ReplyContent, beginning: str) -> list[Item]:
     """Return the items of a reply, which may continue a beginning that its request gave."""
     items = list[Item]()
-    if said.reasoning:
-        part = {"type": "reasoning_text", "text": said.reasoning}
+    if reply.reasoning:
+        part = {"type": "reasoning_text", "text": reply.reasoning}
         about = {"type": "reasoning", "summary": [], "status": "completed"}
         items.append({"id": new_id("rs"), **about, "content": [part]})
-    if said.content or beginning or not said.calls:
-        items.append(text_item("assistant", beginning + said.content))
-    for call in said.calls:
+    if reply.content or beginning or not reply.calls:
+        items.append(text_item("assistant", beginning + reply.content))
+    for call in reply.calls:
         items.append(_call_item(call["id"], call["function"]["name"], call["function"]["arguments"]))
     return items
 

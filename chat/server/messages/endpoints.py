@@ -18,9 +18,9 @@ class Messages:
         self._service = service
 
     async def create(self, request: Request) -> Response:
-        asked, ask, new_reader = await self._service.ask_chat(request, read_chat)
-        form = MessageFormat(asked.model, len(ask.token_ids), new_reader)
-        return await self._service.reply(exchange_of(request.scope), [ask], form, form if asked.stream else None)
+        asked, prompt, new_reader = await self._service.ask_chat(request, read_chat)
+        form = MessageFormat(asked.model, len(prompt.token_ids), new_reader)
+        return await self._service.reply(exchange_of(request.scope), [prompt], form, form if asked.stream else None)
 
     async def count(self, request: Request) -> Response:
         """Count the tokens that a prompt would have."""

@@ -27,21 +27,21 @@ class Ollama:
         given = read_chat(await request.body())
         if not given.messages:
             return self._loaded(given.model, {"message": {"role": "assistant", "content": ""}})
-        asked, ask, new_reader = await self._service.ask_chat(request, lambda _: given.as_chat())
+        asked, prompt, new_reader = await self._service.ask_chat(request, lambda _: given.as_chat())
         form = OllamaFormat(given.model, True, self._service.tokens, new_reader)
-        return await self._answer(request, [ask], form, is_stream=asked.stream)
+        return await self._answer(request, [prompt], form, is_stream=asked.stream)
 
     async def generate(self, request: Request) -> Response:
         given = read_generate(await request.body())
         if not given.prompt:
             return self._loaded(given.model, {"response": ""})
         if given.raw:
-            completion, asks = await self._service.ask_completion(request, lambda _: given.as_completion())
+            completion, prompts = await self._service.ask_completion(request, lambda _: given.as_completion())
             form = OllamaFormat(given.model, False, self._service.tokens, None)
-            return await self._answer(request, asks, form, is_stream=completion.stream)
-        asked, ask, new_reader = await self._service.ask_chat(request, lambda _: given.as_chat())
+            return await self._answer(request, prompts, form, is_stream=completion.stream)
+        asked, prompt, new_reader = await self._service.ask_chat(request, lambda _: given.as_chat())
         form = OllamaFormat(given.model, False, self._service.tokens, new_reader)
-        return await self._answer(request, [ask], form, is_stream=asked.stream)
+        return await self._answer(request, [prompt], form, is_stream=asked.stream)
 
     async def tags(self) -> Response:
         """List the model, as one that has been pulled, or as one that runs."""
@@ -82,6 +82,6 @@ class Ollama:
         self._service.check_model(model.removesuffix(":latest"))
         return JSONResponse({"model": model, "created_at": now(), **reply, "done": True, "done_reason": "load"})
 
-    async def _answer(self, request: Request, asks: list[Any], form: OllamaFormat, *, is_stream: bool) -> Response:
+    async def _answer(self, request: Request, prompts: list[Any], form: OllamaFormat, *, is_stream: bool) -> Response:
         exchange, writer = exchange_of(request.scope), form if is_stream else None
-        return await self._service.reply(exchange, asks, form, writer, media_type=_LINES)
+        return await self._service.reply(exchange, prompts, form, writer, media_type=_LINES)

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.errors import ApiError, as_api_error
 from hybridmem.chat.server.guard import exchange_of
-from hybridmem.chat.server.replies import Ask
+from hybridmem.chat.server.replies import PromptRequest
 from hybridmem.chat.server.sessions.costs import missing_tokens
 from hybridmem.chat.server.sessions.schema import PinRequest
 from hybridmem.chat.server.sessions.session_repository import SessionRepository
@@ -78,8 +78,8 @@ class Pins:
             raise ApiError(400, message, code="unsupported_value")
         if await asyncio.to_thread(missing_tokens, engine, pin.owner, pin.tokens) <= 1:
             return
-        ask = Ask(token_ids=pin.tokens.tolist(), max_tokens=0, stop=(), samplings=(Sampling(),), owner=pin.owner)
-        replies = self._repository.service.begin(exchange_of(request.scope), [ask])
+        prompt = PromptRequest(pin.tokens.tolist(), max_tokens=0, stop=(), samplings=(Sampling(),), owner=pin.owner)
+        replies = self._repository.service.begin(exchange_of(request.scope), [prompt])
         try:
             while await replies.next() is not None:
                 pass

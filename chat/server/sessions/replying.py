@@ -103,19 +103,19 @@ class Replying:
         token_ids = [*prompt.token_ids, *opening]
         limits = service.options.default_tokens, service.context_tokens
         n_reply = check_length(len(token_ids), asked.max_output_tokens, *limits, param="input")
-        ask = service.asking.ask(
+        prompt_request = service.asking.prompt_request(
             asked, token_ids, n_reply, service.owners.of_prefixes(request.headers.get, asked), output=output,
             reports_prefill=asked.stream and asked.return_progress,
         )  # fmt: skip
         if service.recorder is not None and not (self._place.is_stored or self._place.path):
             service.recorder.watch_items(request, asked, self._place.items, token_ids, new_reader)
-        ask, sampling = service.with_thoughts(ask, new_reader), ask.samplings[0]
+        prompt_request, sampling = service.with_thoughts(prompt_request, new_reader), prompt_request.samplings[0]
         self._response |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         speaking = Speaking(
             self._writing, new_reader(), service.engine.tokenizer, opening, asked.stop_ids(service.asking.end_ids),
             shows_special=output.shows_special, hidden_ids=output.hidden_ids,
         )  # fmt: skip
-        replies = service.begin(exchange_of(request.scope), [ask])
+        replies = service.begin(exchange_of(request.scope), [prompt_request])
         if self._place.is_stored:
             self._response["hybrid_memory"] = {"session": self._session.id, "history": prompt.history}
         made = Made(replies, prompt, speaking, output)
