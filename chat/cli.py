@@ -176,8 +176,7 @@ def warmup(
         from hybridmem.memory import CrossAttentionSpec, HybridMemory, SpecError
         from hybridmem.memory.build import compiled_ahead
         from hybridmem.memory.kernels import cpu
-        from hybridmem.memory.kernels.cpu.compiled import cache_folder, is_kept
-        from hybridmem.memory.kernels.cpu.warm_up import NAMES
+        from hybridmem.memory.kernels.cpu.parts import NAMES, cache_folder, is_kept
         from hybridmem.models.products import choice
 
         if to is not None:

@@ -15,8 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from hybridmem.memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, Step
-from hybridmem.memory.blocks.hints import refuse_attribute
-from hybridmem.memory.blocks.scoped import without_gradients
+from hybridmem.memory.blocks import refuse_attribute, without_gradients
 from hybridmem.memory.interface import Encoded
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.attention import Attention, load_projections

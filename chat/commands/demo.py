@@ -23,7 +23,7 @@ from hybridmem.chat.simulation.dialogues import (
     statement,
 )
 from hybridmem.memory import FormatError, HybridMemory, SpecError
-from hybridmem.memory.views.usage import Usage
+from hybridmem.memory.views import Usage
 from hybridmem.models import LanguageModel
 
 

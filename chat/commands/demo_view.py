@@ -14,8 +14,7 @@ from rich.text import Text
 from hybridmem.chat.commands.demo import Report
 from hybridmem.chat.console import REFRESHES_PER_SECOND
 from hybridmem.chat.simulation.conversation import Conversation, OnWord
-from hybridmem.memory.views.text_tables import format_bytes
-from hybridmem.memory.views.usage import Usage
+from hybridmem.memory.views import Usage, format_bytes
 
 MOST_ROWS = 40
 """The table lists at most this many rows. It only counts the right answers beyond these."""

@@ -46,7 +46,7 @@ def _show(console: Console, finding: Finding) -> None:
     from rich.text import Text
 
     from hybridmem.chat.console import harmless
-    from hybridmem.memory.views.text_tables import format_bytes
+    from hybridmem.memory.views import format_bytes
 
     def text(value: object) -> Text:
         return Text(harmless(value if isinstance(value, str) else json.dumps(value)))

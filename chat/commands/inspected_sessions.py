@@ -19,7 +19,7 @@ from hybridmem.chat.stored.items import text_of
 from hybridmem.chat.stored.nodes import Node, join_tokens, prefix_owner
 from hybridmem.chat.stored.rows import read_node
 from hybridmem.memory import FormatError
-from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks import Int64s
 
 _MOST_BRANCHES = 200
 _MOST_FAULTS = 20

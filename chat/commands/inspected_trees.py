@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridmem.memory.blocks.arrays import EMPTY
-from hybridmem.memory.storage.family_files import SavedFamily
+from hybridmem.memory.blocks import EMPTY
+from hybridmem.memory.storage import SavedFamily
 
 
 @dataclass(frozen=True)

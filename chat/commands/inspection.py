@@ -19,9 +19,7 @@ from hybridmem.chat.commands.inspected_trees import Branch, branches_of, members
 from hybridmem.chat.session.saved import SESSION_FILE, read_about
 from hybridmem.chat.stored.database import FILE, PREFIXES
 from hybridmem.memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, RecurrentSpec
-from hybridmem.memory.storage.family_files import read_family
-from hybridmem.memory.storage.folders import CHECKPOINTS_FILE
-from hybridmem.memory.storage.reading import read_blocks
+from hybridmem.memory.storage import CHECKPOINTS_FILE, read_blocks, read_family
 from hybridmem.models.loading.dry import DryCheckpoint, find_files
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.gguf import GgufFile, is_gguf, read_gguf_config

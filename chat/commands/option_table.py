@@ -176,7 +176,7 @@ class Chosen(Mapping[str, Any]):
 def read_bytes(row: Option, text: str) -> int:
     """Return a number of bytes. Raises SpecError, naming the option."""
     from hybridmem.memory import SpecError
-    from hybridmem.memory.blocks.arena import read_budget
+    from hybridmem.memory.blocks import read_budget
 
     try:
         return read_budget(text)

@@ -70,7 +70,7 @@ def plan(
     from hybridmem.chat.planning.quantities import read_share, read_tokens
     from hybridmem.chat.planning.report import Question, make_report
     from hybridmem.chat.planning.view import print_plan
-    from hybridmem.memory.blocks.arena import read_budget
+    from hybridmem.memory.blocks import read_budget
     from hybridmem.models import weight_bytes
 
     is_counted = weights != "none"

@@ -15,8 +15,7 @@ from hybridmem.chat.server import ServerOptions
 from hybridmem.chat.stored.database import PREFIXES
 from hybridmem.memory import FormatError, HybridMemory, MismatchError, SpecError
 from hybridmem.memory.prefix import PrefixCache
-from hybridmem.memory.storage.files import check_url, is_local, list_names
-from hybridmem.memory.storage.folders import CHECKPOINTS_FILE
+from hybridmem.memory.storage import CHECKPOINTS_FILE, check_url, is_local, list_names
 from hybridmem.models import LanguageModel
 
 _BUDGET, _DEMO_BUDGET = "1GiB", "8MiB"

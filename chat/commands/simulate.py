@@ -222,7 +222,7 @@ def _find_workload(
 def _check_outputs(alone: str, plots: Path | None) -> None:
     """Refuse wrong options of the output now, before the simulation runs."""
     from hybridmem.memory import SpecError
-    from hybridmem.memory.pictures.canvas import need_matplotlib
+    from hybridmem.memory.pictures import need_matplotlib
 
     if alone not in ("wrong", "all", "none"):
         raise SpecError(f'--alone {alone}; choose "wrong", "all" or "none"')

@@ -22,8 +22,8 @@ from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.session.session import ChatSession, Turn
 from hybridmem.memory import BatchError, HybridMemory, HybridMemoryError
-from hybridmem.memory.prefix.cache import PrefixCache
-from hybridmem.memory.views.text_tables import format_bytes
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.views import format_bytes
 from hybridmem.models import LanguageModel
 
 _MAIN = "main"

@@ -20,8 +20,8 @@ from hybridmem.chat.engine.requests import read_token_ids
 from hybridmem.chat.sampling.sampler import Sampler
 from hybridmem.chat.sampling.sampling import Sampling, check_sampling
 from hybridmem.memory import BatchError, HybridMemory, Sequence, Step
-from hybridmem.memory.blocks.arguments import read_count
-from hybridmem.memory.sequences.interrupts import uninterrupted
+from hybridmem.memory.blocks import read_count
+from hybridmem.memory.sequences import uninterrupted
 from hybridmem.memory.step import Outputs
 from hybridmem.models import LanguageModel
 

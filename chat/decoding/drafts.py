@@ -20,8 +20,8 @@ from hybridmem.chat.engine.loop import decode
 from hybridmem.chat.sampling.sampler import Sampler
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, Step, StepError
-from hybridmem.memory.blocks.arguments import read_count
-from hybridmem.memory.sequences.interrupts import uninterrupted
+from hybridmem.memory.blocks import read_count
+from hybridmem.memory.sequences import uninterrupted
 from hybridmem.memory.step import Outputs
 from hybridmem.models import LanguageModel
 

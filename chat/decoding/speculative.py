@@ -22,7 +22,7 @@ from hybridmem.chat.engine.requests import check_max_tokens, read_token_ids
 from hybridmem.chat.engine.stats import EngineStats
 from hybridmem.chat.sampling.sampling import Sampling, check_sampling
 from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, Step
-from hybridmem.memory.sequences.interrupts import uninterrupted_call
+from hybridmem.memory.sequences import uninterrupted_call
 from hybridmem.memory.step import Outputs
 from hybridmem.models import LanguageModel
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from hybridmem.memory import BatchError, HybridMemory, SpecError
-from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks import is_integer
 from hybridmem.memory.hybrid import require_memory
-from hybridmem.memory.prefix.cache import PrefixCache
-from hybridmem.memory.sequences.batch import why_no_ids
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.sequences import why_no_ids
 from hybridmem.models import LanguageModel
 
 HOW_TO_LOAD = "with a model from load_model(...) and memory = HybridMemory(model.memory_spec, budget)"

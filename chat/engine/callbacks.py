@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridmem.chat.engine.requests import Job
 from hybridmem.chat.engine.scheduling import Scheduler
-from hybridmem.memory.sequences.interrupts import uninterrupted
+from hybridmem.memory.sequences import uninterrupted
 
 
 class Callbacks:

@@ -46,11 +46,9 @@ from hybridmem.chat.engine.streaming import CONTEXT_TOKENS, TextStream
 from hybridmem.chat.prompts import Tokenizer, find_stop_ids
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, HybridMemory, Sequence, SequenceError, SpecError, StepError
-from hybridmem.memory.blocks.arguments import read_count
-from hybridmem.memory.blocks.copying import refuse_to_copy
-from hybridmem.memory.prefix.cache import PrefixCache
-from hybridmem.memory.sequences.batch import count_tokens
-from hybridmem.memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
+from hybridmem.memory.blocks import read_count, refuse_to_copy
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.sequences import Lease, count_tokens, uninterrupted, uninterrupted_call
 from hybridmem.models import LanguageModel
 
 __all__ = ["Engine", "EngineStats", "Generation", "OnToken", "Sampling"]

@@ -16,8 +16,7 @@ from torch import Tensor
 from hybridmem.memory import HybridMemory, Sequence, Step
 from hybridmem.memory.chunked_prefill import run_in_chunks
 from hybridmem.memory.recorded import run_recorded
-from hybridmem.memory.sequences.batch import count_tokens
-from hybridmem.memory.sequences.interrupts import uninterrupted_call
+from hybridmem.memory.sequences import count_tokens, uninterrupted_call
 from hybridmem.memory.step import Outputs
 from hybridmem.models import LanguageModel
 

@@ -10,7 +10,7 @@ from hybridmem.chat.sampling.grammar import Grammar
 from hybridmem.chat.sampling.logprobs import MOST_LOGPROBS
 from hybridmem.chat.sampling.triggers import CallGrammar
 from hybridmem.memory import BatchError
-from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks import is_integer
 
 
 @dataclass(frozen=True)

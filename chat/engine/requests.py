@@ -18,9 +18,9 @@ from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.sampler import Sampler
 from hybridmem.chat.sampling.sampling import Sampling, check_sampling
 from hybridmem.memory import BatchError, Sequence
-from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks import is_integer
 from hybridmem.memory.prefix import Lookup
-from hybridmem.memory.sequences.batch import why_no_ids
+from hybridmem.memory.sequences import why_no_ids
 
 LEAST_CHUNK_TOKENS = 16
 """A shared step takes at least this many tokens of a prompt, unless fewer are left. Smaller chunks cost more than they

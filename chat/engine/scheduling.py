@@ -12,9 +12,8 @@ from hybridmem.chat.engine.room import Sizes
 from hybridmem.chat.engine.stats import EngineStats
 from hybridmem.chat.engine.streaming import TextStream
 from hybridmem.memory import CapacityError, HybridMemory, HybridMemoryError, Sequence, SequenceError
-from hybridmem.memory.prefix import Lookup
-from hybridmem.memory.prefix.cache import PrefixCache
-from hybridmem.memory.sequences.interrupts import uninterrupted
+from hybridmem.memory.prefix import Lookup, PrefixCache
+from hybridmem.memory.sequences import uninterrupted
 
 ALL_SCORED = "all tokens of the prompt are scored, so all were computed"
 _MOST_ASKED = 64

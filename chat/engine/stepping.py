@@ -26,8 +26,8 @@ from hybridmem.chat.engine.verifying import choose_verified
 from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.masks import MasksAhead
 from hybridmem.memory import CapacityError, HybridMemory, Sequence, SequenceError, Step, StepError
-from hybridmem.memory.prefix.cache import PrefixCache
-from hybridmem.memory.sequences.interrupts import uninterrupted
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.sequences import uninterrupted
 from hybridmem.models import LanguageModel
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from hybridmem.memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor
-from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.blocks import ceil_div
 
 
 @dataclass(frozen=True)

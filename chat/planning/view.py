@@ -8,7 +8,7 @@ from rich.text import Text
 
 from hybridmem.chat.console import harmless
 from hybridmem.chat.planning.report import Choice, Report
-from hybridmem.memory.views.text_tables import format_bytes
+from hybridmem.memory.views import format_bytes
 
 
 def print_plan(console: Console, report: Report) -> None:

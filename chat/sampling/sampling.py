@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hybridmem.memory import BatchError
-from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks import is_integer
 
 
 @dataclass(frozen=True)

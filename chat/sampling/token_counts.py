@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks import Int64s
 
 
 class TokenCounts:

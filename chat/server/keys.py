@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 
 from hybridmem.chat.server.errors import RETRY, ApiError
 from hybridmem.memory import SpecError
-from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks import is_integer
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 

@@ -12,7 +12,7 @@ from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.access_log import FORMS, Form
 from hybridmem.chat.server.keys import Key, Keys, check_key
 from hybridmem.memory import SpecError
-from hybridmem.memory.blocks.arguments import read_count
+from hybridmem.memory.blocks import read_count
 
 MOST_CHOICES = 16
 """A request may ask for this many replies, which is its prompts times `n`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridmem.memory.views.palette import shades
+from hybridmem.memory.views import shades
 
 PATH = Path(__file__).with_name("page") / "palette.css"
 

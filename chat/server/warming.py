@@ -23,7 +23,7 @@ from hybridmem.chat.server.schema import ChatRequest
 from hybridmem.chat.server.service import Service
 from hybridmem.memory import BatchError, HybridMemoryError, SpecError
 from hybridmem.memory.prefix import PrefixCache
-from hybridmem.memory.sequences.token_buffer import common_prefix
+from hybridmem.memory.sequences import common_prefix
 
 _SHARE = 4
 """Warmed prompts are pinned in at most the budget divided by this. The rest is for replies."""

@@ -22,8 +22,7 @@ from uuid import uuid4
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.session.history import Utterance
 from hybridmem.memory import CapacityError, FormatError, HybridMemory, Sequence, SpecError
-from hybridmem.memory.storage.files import read_path
-from hybridmem.memory.storage.local_files import remove_abandoned, written_whole
+from hybridmem.memory.storage import read_path, remove_abandoned, written_whole
 
 _FORMAT, _VERSION = "hybridmem chat", 1
 SESSION_FILE = "session.json"

@@ -32,8 +32,8 @@ from hybridmem.chat.session.tree import Tree, resume_together, save_together
 from hybridmem.chat.session.turn import EDITED, NEW, explain
 from hybridmem.chat.session.turn import Turn as Turn
 from hybridmem.memory import BatchError, FormatError, Sequence, SequenceError, SpecError, StepError
-from hybridmem.memory.blocks.arguments import is_integer
-from hybridmem.memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
+from hybridmem.memory.blocks import is_integer
+from hybridmem.memory.sequences import Lease, uninterrupted, uninterrupted_call
 
 OnText = Callable[[str], None]
 

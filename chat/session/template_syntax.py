@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridmem.chat.sampling.sampling import Sampling, check_sampling
 from hybridmem.memory import BatchError
-from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks import is_integer
 
 _OPTIONS = ("max_tokens", "stop", "choices")
 

@@ -13,7 +13,7 @@ from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.session.history import Utterance
 from hybridmem.chat.session.saved import Remembered, SavedSession, read_sessions, write_sessions
 from hybridmem.memory import Sequence
-from hybridmem.memory.sequences.interrupts import Lease
+from hybridmem.memory.sequences import Lease
 
 
 class TreeSession(Protocol):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridmem.chat.simulation.report import STEP_SECONDS, Report, Sample
-from hybridmem.memory.pictures.canvas import INK, entitle, literal, need_matplotlib, new_figure, plain
-from hybridmem.memory.views.palette import COLOURS, pool_colours, shades
+from hybridmem.memory.pictures import INK, entitle, literal, need_matplotlib, new_figure, plain
+from hybridmem.memory.views import COLOURS, pool_colours, shades
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,7 +26,7 @@ from hybridmem.chat.simulation.report import STEP_SECONDS, Answer, Report, Sampl
 from hybridmem.chat.simulation.user import Room, SimulatedUser
 from hybridmem.chat.simulation.workload import Event, Family, Workload
 from hybridmem.memory import HybridMemory, MemorySpec, SpecError
-from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import LanguageModel
 
 _MOST_SLEEP_SECONDS = 0.05

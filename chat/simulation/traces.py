@@ -20,7 +20,7 @@ from typing import Any
 
 from hybridmem.chat.simulation.workload import ACTIONS, Event, Family, Workload
 from hybridmem.memory import FormatError
-from hybridmem.memory.blocks.arguments import is_integer
+from hybridmem.memory.blocks import is_integer
 
 
 def write_trace(path: Path, workload: Workload) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hybridmem.chat.simulation.report import Report, nest
 from hybridmem.chat.simulation.simulation import Simulation
-from hybridmem.memory.views.text_tables import format_bytes
+from hybridmem.memory.views import format_bytes
 
 _REFRESHES_PER_SECOND = 8
 _BAR_COLUMNS = 60

@@ -16,7 +16,7 @@ from uuid import uuid4
 from hybridmem.chat.special_tokens import Rendered
 from hybridmem.chat.stored.nodes import Node
 from hybridmem.memory import FormatError
-from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks import Int64s
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages, bool], Rendered]

@@ -13,7 +13,7 @@ from uuid import uuid4
 import numpy as np
 
 from hybridmem.memory import FormatError
-from hybridmem.memory.blocks.arrays import EMPTY, Int64s
+from hybridmem.memory.blocks import EMPTY, Int64s
 
 Role = Literal["system", "user", "assistant", "tool"]
 Item = dict[str, Any]

@@ -11,7 +11,7 @@ import numpy as np
 
 from hybridmem.chat.stored.nodes import Item, Node, StoredSession
 from hybridmem.memory import FormatError
-from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks import Int64s
 
 _ROW_BYTES = 200
 """The bytes that a row takes beside its texts and tokens, with its entries in the indices."""

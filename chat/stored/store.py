@@ -33,7 +33,7 @@ from hybridmem.chat.stored.rows import (
     session_as_row,
 )
 from hybridmem.memory import FormatError
-from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks import Int64s
 
 _UP = """
 WITH RECURSIVE up (id, next, number) AS (

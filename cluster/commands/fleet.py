@@ -15,8 +15,8 @@ from hybridmem.cluster.simulation.fleet import FleetSetup, simulate_fleet
 from hybridmem.cluster.simulation.replicas import Sizes
 from hybridmem.cluster.simulation.sessions import FleetHabits
 from hybridmem.memory import MemorySpec, SpecError
-from hybridmem.memory.blocks.arena import read_budget
-from hybridmem.memory.views.text_tables import format_bytes
+from hybridmem.memory.blocks import read_budget
+from hybridmem.memory.views import format_bytes
 
 COLUMNS = (
     ("reused", "reused_share", "{:.1%}"), ("with the store", "with_store_share", "{:.1%}"),

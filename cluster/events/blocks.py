@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hybridmem.memory.prefix.digests import Resumable, digests_at
-from hybridmem.memory.prefix.saved import as_label
+from hybridmem.memory.prefix import Resumable, as_label, digests_at
 
 
 @dataclass(frozen=True)

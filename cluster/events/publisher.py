@@ -22,7 +22,7 @@ import zmq
 
 from hybridmem.cluster.events.blocks import Block, changes, resumable_blocks
 from hybridmem.memory import SpecError
-from hybridmem.memory.prefix.digests import Resumable
+from hybridmem.memory.prefix import Resumable
 
 PERIOD_SECONDS = 1.0
 _MOST_KEPT = 10_000

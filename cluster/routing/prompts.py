@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hybridmem.memory.prefix.digests import digests_at
+from hybridmem.memory.prefix import digests_at
 
 
 class Prompt(Protocol):

@@ -21,9 +21,8 @@ from hybridmem.cluster.store.leases import Stand
 from hybridmem.cluster.store.sequences import SequenceStore
 from hybridmem.memory import CapacityError, FormatError, SequenceError
 from hybridmem.memory.interface import Sequence
-from hybridmem.memory.prefix import PrefixCache
-from hybridmem.memory.prefix.digests import digests_at
-from hybridmem.memory.storage.files import local_place
+from hybridmem.memory.prefix import PrefixCache, digests_at
+from hybridmem.memory.storage import local_place
 
 LEAST_GAIN_TOKENS = 16
 """A stored sequence must save at least this many tokens more than the replica has, since reading it takes as long as

@@ -32,7 +32,7 @@ from hybridmem.cluster.store.leases import Leases
 from hybridmem.cluster.store.place import Place
 from hybridmem.cluster.store.sequences import SequenceStore, Subplace
 from hybridmem.memory import SpecError
-from hybridmem.memory.prefix.digests import Resumable
+from hybridmem.memory.prefix import Resumable
 
 if TYPE_CHECKING:
     from hybridmem.cluster.events.publisher import EventPublisher

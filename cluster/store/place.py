@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from hybridmem.memory.storage.files import as_os_errors, check_url, local_place, make_folder
-from hybridmem.memory.storage.local_files import written_whole
+from hybridmem.memory.storage import as_os_errors, check_url, local_place, make_folder, written_whole
 
 log = logging.getLogger("hybrid_memory.cluster")
 

@@ -1,9 +1,27 @@
 """Draws pictures of a memory: with matplotlib, which is optional (pip install 'hybridmem[notebooks]'), and live."""
 
 from hybridmem.memory.pictures.blocks import arena_map
+from hybridmem.memory.pictures.canvas import INK, entitle, literal, need_matplotlib, new_figure, plain
+from hybridmem.memory.pictures.cells import arena_of
 from hybridmem.memory.pictures.forks import fork_tree
-from hybridmem.memory.pictures.layers import layer_map
+from hybridmem.memory.pictures.layers import LayerRow, layer_map, layer_rows
 from hybridmem.memory.pictures.live import Watch, watch
 from hybridmem.memory.views.palette import COLOURS
 
-__all__ = ["COLOURS", "Watch", "arena_map", "fork_tree", "layer_map", "watch"]
+__all__ = [
+    "COLOURS",
+    "INK",
+    "LayerRow",
+    "Watch",
+    "arena_map",
+    "arena_of",
+    "entitle",
+    "fork_tree",
+    "layer_map",
+    "layer_rows",
+    "literal",
+    "need_matplotlib",
+    "new_figure",
+    "plain",
+    "watch",
+]

@@ -1,1 +1,14 @@
 """Computes positions: the ledger, packing, fold points, pages, rollback and drops. No tensors."""
+
+from hybridmem.memory.sequences.batch import count_tokens, why_no_ids
+from hybridmem.memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
+from hybridmem.memory.sequences.token_buffer import common_prefix
+
+__all__ = [
+    "Lease",
+    "common_prefix",
+    "count_tokens",
+    "uninterrupted",
+    "uninterrupted_call",
+    "why_no_ids",
+]

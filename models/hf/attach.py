@@ -23,8 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
 
 from hybridmem.memory import AttentionSpec, BatchError, MemorySpec, RecurrentSpec, StepError
-from hybridmem.memory.blocks.journal import ExitOnStack
-from hybridmem.memory.blocks.scoped import without_gradients
+from hybridmem.memory.blocks import ExitOnStack, without_gradients
 from hybridmem.memory.errors import HybridMemoryError
 from hybridmem.models.hf.cache import HybridCache
 from hybridmem.models.hf.mixers import MIXERS, WITH_SECOND_OUTPUT, Mix, Module

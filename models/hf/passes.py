@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridmem.memory import BatchError, HybridMemory, Sequence, Step
-from hybridmem.memory.blocks.scoped import Scoped
+from hybridmem.memory.blocks import Scoped
 
 Bools = NDArray[np.bool_]
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory import MemorySpec, Step, StepError
-from hybridmem.memory.blocks.hints import refuse_attribute
-from hybridmem.memory.blocks.scoped import without_gradients
+from hybridmem.memory.blocks import refuse_attribute, without_gradients
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.linear import add_scaled
 from hybridmem.models.layers.vocabulary import Vocabulary

@@ -10,16 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridmem.memory.kernels import cpu
-from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
-from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.norms import norm_parts_at
-from hybridmem.memory.kernels.cpu.numbers import array_at, get, put
-from hybridmem.memory.kernels.cpu.recurrences import channels_at_once, convolve_at, scan_at
-from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
-from hybridmem.memory.kernels.cpu.threads import use_threads
-from hybridmem.memory.kernels.signature import Prepared
-from hybridmem.memory.state.access import States
+from hybridmem.memory import States
+from hybridmem.memory.kernels import Prepared, cpu
+from hybridmem.memory.kernels.cpu.parts import (
+    LIKE,
+    address_of,
+    array_at,
+    as_array,
+    call_at,
+    channels_at_once,
+    compiled,
+    convolve_at,
+    get,
+    norm_parts_at,
+    put,
+    scan_at,
+    use_threads,
+)
 from hybridmem.models.layers.norms import SplitNorm
 from hybridmem.models.products.few_rows import CompiledProduct
 from hybridmem.models.products.few_rows_kernels import codes_like, product_by

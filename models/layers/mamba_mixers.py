@@ -21,7 +21,7 @@ from hybridmem.models.weights.dry import rates_of
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from hybridmem.memory.state.access import States
+    from hybridmem.memory import States
 
 
 def load_conv(

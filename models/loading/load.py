@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory import MemorySpec, SpecError
-from hybridmem.memory.blocks.arguments import check_usable, read_device, read_dtype
-from hybridmem.memory.blocks.hints import refuse_arguments
+from hybridmem.memory.blocks import check_usable, read_device, read_dtype, refuse_arguments
 from hybridmem.memory.errors import FormatError, HybridMemoryError
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
 from hybridmem.models.loading.dry import DryCheckpoint

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybridmem.memory.blocks.arguments import is_integer
-from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.blocks import ceil_div, is_integer
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.stored_codes import StoredCodes
 from hybridmem.models.weights.checkpoint import CODE_DTYPES, Coding, UnsupportedModelError

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.blocks import ceil_div
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.weights.coded import CodedTensor, plain_form
 from hybridmem.models.weights.layouts import GROUP, Layout

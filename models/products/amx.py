@@ -22,7 +22,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
-from hybridmem.memory.kernels.cpu.numbers import element_at, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import element_at, untyped_intrinsic
 
 ROWS = 16
 """Most rows of a tile."""

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridmem.memory.blocks.arrays import ceil_div
-from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
-from hybridmem.memory.kernels.cpu.threads import use_threads
+from hybridmem.memory.blocks import ceil_div
+from hybridmem.memory.kernels.cpu.parts import LIKE, as_array, use_threads
 from hybridmem.models.products import amx, blocked_kernels, epilogue, huge_pages
 from hybridmem.models.products.few_rows import CompiledProduct
 from hybridmem.models.products.few_rows_kernels import ProductKind

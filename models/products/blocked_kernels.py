@@ -18,8 +18,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 
-from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.numbers import array_at, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import array_at, compiled, untyped_intrinsic
 from hybridmem.models.products.epilogue import block_epilogue
 from hybridmem.models.products.integer_vectors import FLOATS, PAIRS_OF_BFLOAT, ZEROS, call, in_every_lane
 from hybridmem.models.weights.layouts import BLOCK

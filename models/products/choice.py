@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybridmem.memory.blocks.scoped import Scoped
+from hybridmem.memory.blocks import Scoped
 from hybridmem.models.products.packed import PackedWeight, packed_dtype
 from hybridmem.models.weights.coded import CodedTensor, Form, as_floats
 from hybridmem.models.weights.dry import joined

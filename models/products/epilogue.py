@@ -12,8 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from hybridmem.memory.kernels.cpu.numbers import element_at, rounded, untyped_intrinsic
-from hybridmem.memory.kernels.cpu.vector_math import EXP2, LOG2_E
+from hybridmem.memory.kernels.cpu.parts import EXP2, LOG2_E, element_at, rounded, untyped_intrinsic
 from hybridmem.models.products.integer_vectors import (
     FLOATS,
     I16,

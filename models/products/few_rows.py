@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.kernels import Weights, cpu, select_kernels
-from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
-from hybridmem.memory.kernels.cpu.threads import use_threads
+from hybridmem.memory.kernels.cpu.parts import LIKE, as_array, use_threads
 from hybridmem.models.products import amx, few_rows_kernels
 from hybridmem.models.products.few_rows_kernels import ProductKind
 from hybridmem.models.products.fields import SHORTS, product_fields

@@ -17,11 +17,17 @@ import torch
 from numba import njit, types
 from numba.extending import overload
 
-from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
-from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.norms import norm_row
-from hybridmem.memory.kernels.cpu.numbers import array_at, get, put
-from hybridmem.memory.kernels.cpu.rows import as_array, copy_
+from hybridmem.memory.kernels.cpu.parts import (
+    address_of,
+    array_at,
+    as_array,
+    call_at,
+    compiled,
+    copy_,
+    get,
+    norm_row,
+    put,
+)
 from hybridmem.models.products import amx, epilogue
 from hybridmem.models.products.fields import (
     ACTIVATION,

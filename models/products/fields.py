@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from hybridmem.memory.kernels.cpu.numbers import array_at
+from hybridmem.memory.kernels.cpu.parts import array_at
 
 FIELDS = 11
 """The number of a product's fields: see `product_fields`.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridmem.memory.blocks.store import reserve
+from hybridmem.memory.blocks import reserve
 
 _PAGE_BYTES = 2 << 20
 _MAPPED_BYTES = 256 << 20

@@ -13,9 +13,8 @@ from llvmlite import ir
 from numba import njit, prange, types
 from torch import Tensor
 
-from hybridmem.memory.blocks.arrays import ceil_div
-from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.numbers import element_at, untyped_intrinsic
+from hybridmem.memory.blocks import ceil_div
+from hybridmem.memory.kernels.cpu.parts import compiled, element_at, untyped_intrinsic
 from hybridmem.models.products.integer_rounding import transposed
 from hybridmem.models.products.integer_vectors import I8, I16, I64, INTS, every, in_every_lane, layout_of_codes
 from hybridmem.models.weights.coded import Form, Scales, Term

@@ -13,8 +13,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 
-from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.numbers import as_float, element_at, get, put, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import as_float, compiled, element_at, get, put, untyped_intrinsic
 from hybridmem.models.products.amx import I64
 from hybridmem.models.products.integer_vectors import FLOATS, I8, I16, INTS, ROUNDER, ZEROS, call, every
 from hybridmem.models.weights.layouts import BLOCK, GROUP

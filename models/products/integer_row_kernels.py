@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.parts import compiled
 from hybridmem.models.products.epilogue import block_epilogue
 from hybridmem.models.products.integer_few_rows import MOST_ROWS, sums_of
 from hybridmem.models.products.integer_vectors import multiplies_pairs

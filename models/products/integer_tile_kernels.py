@@ -14,8 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 
-from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.numbers import array_at, get, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import array_at, compiled, get, untyped_intrinsic
 from hybridmem.models.products import amx
 from hybridmem.models.products.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from hybridmem.models.products.epilogue import block_epilogue

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
-from hybridmem.memory.kernels.cpu.numbers import as_float
+from hybridmem.memory.kernels.cpu.parts import as_float
 from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS, Layout, layout_of, spare_bits, whole_pairs
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()

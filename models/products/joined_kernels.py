@@ -8,9 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from hybridmem.memory.kernels.cpu.addresses import call_at
-from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.numbers import array_at, move
+from hybridmem.memory.kernels.cpu.parts import array_at, call_at, compiled, move
 from hybridmem.models.products.fields import CODES, FIELDS, KERNEL, N_OUT, SCALES, SHORTS, field_array, keep
 
 _BYTES = np.empty(0, np.uint8)

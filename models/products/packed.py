@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.blocks import ceil_div
 
 if TYPE_CHECKING:
     from hybridmem.models.products.few_rows import CompiledProduct

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridmem.memory.blocks.arrays import ceil_div
-from hybridmem.memory.kernels.cpu.rows import LIKE, as_array
-from hybridmem.memory.kernels.cpu.threads import use_threads
+from hybridmem.memory.blocks import ceil_div
+from hybridmem.memory.kernels.cpu.parts import LIKE, as_array, use_threads
 from hybridmem.models.products import amx, epilogue, huge_pages, integer_packing, integer_rounding, row_gathering
 from hybridmem.models.products.blocked import pairs_of
 from hybridmem.models.products.few_rows import CompiledProduct

@@ -19,8 +19,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 
-from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.numbers import get, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import compiled, get, untyped_intrinsic
 from hybridmem.models.products import amx
 from hybridmem.models.products.epilogue import block_epilogue
 from hybridmem.models.products.integer_vectors import (

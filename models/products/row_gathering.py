@@ -9,11 +9,8 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from hybridmem.memory.blocks.arrays import ceil_div
-from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.numbers import get
-from hybridmem.memory.kernels.cpu.rows import as_array
-from hybridmem.memory.kernels.cpu.threads import use_threads
+from hybridmem.memory.blocks import ceil_div
+from hybridmem.memory.kernels.cpu.parts import as_array, compiled, get, use_threads
 from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS, Layout, spare_bits, whole_pairs
 
 PASSES_ADDRESSES = True

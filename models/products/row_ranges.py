@@ -12,7 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 
-from hybridmem.memory.kernels.cpu.numbers import element_at, get, put, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import element_at, get, put, untyped_intrinsic
 from hybridmem.models.products.integer_vectors import I16, I32, I64, call
 from hybridmem.models.products.tile_kernels import add_while
 from hybridmem.models.weights.layouts import BLOCK, GROUP

@@ -12,7 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 
-from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import untyped_intrinsic
 from hybridmem.models.products import amx
 from hybridmem.models.products.amx import I64
 from hybridmem.models.products.integer_vectors import (

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from llvmlite import ir
 from numba import njit, prange, types
 
-from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.numbers import array_at, element_at, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import array_at, compiled, element_at, untyped_intrinsic
 from hybridmem.models.products import amx
 from hybridmem.models.products.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from hybridmem.models.products.blocked_kernels import BLOCKS, SHORTS

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from hybridmem.memory.blocks.scoped import Scoped
+from hybridmem.memory.blocks import Scoped
 from hybridmem.memory.errors import SpecError
 
 IntegerFormat = Literal["int8", "int8-row", "int4"]

@@ -21,6 +21,21 @@ def test_imports_run_one_way() -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+def test_other_packages_import_from_rooms_of_memory_and_not_from_inside_them() -> None:
+    """A room publishes in its `__init__` what others use, so that its modules may change."""
+    inside = [
+        f"{path.relative_to(ROOT)}: {node.module}"
+        for package in ("models", "chat", "cluster")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("hybridmem.memory.")
+        and (node.module or "").count(".") > 2
+        and node.module != "hybridmem.memory.kernels.cpu.parts"
+    ]
+    assert not inside, "import these names from the package one level up, which lists them in its __init__"
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_stay_short(path: Path) -> None:
     assert path.read_text().count("\n") <= 500

@@ -40,7 +40,7 @@ from hybridmem.chat.server.shaping import NewReader
 from hybridmem.chat.stored.items import make_nodes, make_title, role_of, text_item
 from hybridmem.chat.stored.nodes import Item, Node, StoredSession, new_id
 from hybridmem.chat.stored.rows import without_tokens
-from hybridmem.memory.sequences.token_buffer import common_prefix
+from hybridmem.memory.sequences import common_prefix
 
 _MOST_KNOWN = 8192
 """The digests of so many of the latest histories are known. A named session is read again when its are forgotten."""

@@ -15,9 +15,8 @@ import numpy as np
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.memory import HybridMemory, Sequence
-from hybridmem.memory.pictures.cells import arena_of
-from hybridmem.memory.pictures.layers import LayerRow, layer_rows
-from hybridmem.memory.views.usage import PARTS, BySequence, Inventory, Place, Usage, measure
+from hybridmem.memory.pictures import LayerRow, arena_of, layer_rows
+from hybridmem.memory.views import PARTS, BySequence, Inventory, Place, Usage, measure
 
 Chosen = int | Literal["newest"] | None
 """The sequence whose layers are described: a sequence by its id, the newest one, or none."""

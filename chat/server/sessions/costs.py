@@ -11,7 +11,7 @@ import numpy as np
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.stored.nodes import Node, each_tokens, prefix_owner
 from hybridmem.memory import Sequence
-from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks import Int64s
 from hybridmem.memory.prefix import PrefixCache
 
 _PLACES = {"host": "from host memory", "disk": "from files", "nothing": "nothing is kept of it"}

@@ -19,7 +19,7 @@ from hybridmem.chat.server.sessions.schema import PinRequest
 from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.stored.nodes import Node, prefix_owner
 from hybridmem.memory import BatchError
-from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks import Int64s
 from hybridmem.memory.prefix import PrefixCache
 
 _SHARE = 2

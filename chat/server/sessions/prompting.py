@@ -15,8 +15,8 @@ from hybridmem.chat.stored.continuing import Prompt, behind_reply, rest_behind, 
 from hybridmem.chat.stored.items import as_messages, text_of
 from hybridmem.chat.stored.nodes import Node
 from hybridmem.memory import FormatError
-from hybridmem.memory.blocks.arrays import Int64s
-from hybridmem.memory.sequences.token_buffer import common_prefix
+from hybridmem.memory.blocks import Int64s
+from hybridmem.memory.sequences import common_prefix
 
 NO_HISTORY = "there is no earlier reply"
 

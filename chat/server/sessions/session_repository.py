@@ -18,7 +18,7 @@ from hybridmem.chat.server.sessions.input import REFERENCE
 from hybridmem.chat.server.sessions.schema import OwnedRequest, SampledRequest
 from hybridmem.chat.stored.nodes import Item, Node, StoredSession, each_tokens, new_id, prefix_owner
 from hybridmem.chat.stored.store import SessionStore
-from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks import Int64s
 from hybridmem.memory.prefix import PrefixCache
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridmem.memory.blocks.arrays import ceil_div
+from hybridmem.memory.blocks import ceil_div
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.gguf.header import Header, StoredTensor
 from hybridmem.models.weights.checkpoint import UnsupportedModelError

@@ -1,0 +1,52 @@
+"""Publishes what kernels outside of this package are built from, such as the products of `models.products`.
+
+`compiled` keeps machine code on disk, `numbers` read and write floats of 16 bits, and the functions whose names end in
+`_at` work at an address, so that a kernel calls them without making arrays.
+"""
+
+from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
+from hybridmem.memory.kernels.cpu.compiled import cache_folder, compiled, is_kept
+from hybridmem.memory.kernels.cpu.norms import norm_parts_at, norm_row
+from hybridmem.memory.kernels.cpu.numbers import (
+    array_at,
+    as_float,
+    element_at,
+    get,
+    move,
+    put,
+    rounded,
+    untyped_intrinsic,
+)
+from hybridmem.memory.kernels.cpu.recurrences import channels_at_once, convolve_at, scan_at
+from hybridmem.memory.kernels.cpu.rows import LIKE, as_array, copy_
+from hybridmem.memory.kernels.cpu.threads import use_threads
+from hybridmem.memory.kernels.cpu.vector_math import EXP2, LOG2_E
+from hybridmem.memory.kernels.cpu.warm_up import NAMES
+
+__all__ = [
+    "EXP2",
+    "LIKE",
+    "LOG2_E",
+    "NAMES",
+    "address_of",
+    "array_at",
+    "as_array",
+    "as_float",
+    "cache_folder",
+    "call_at",
+    "channels_at_once",
+    "compiled",
+    "convolve_at",
+    "copy_",
+    "element_at",
+    "get",
+    "is_kept",
+    "move",
+    "norm_parts_at",
+    "norm_row",
+    "put",
+    "rounded",
+    "scan_at",
+    "untyped_intrinsic",
+    "use_threads",
+]
