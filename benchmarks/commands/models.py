@@ -115,7 +115,7 @@ def sparse(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
 
     Quality is the share of right answers of the embedded model; time is that of a decode step.
     """
-    tests = ("tests/memory/eviction/test_policies.py", "tests/memory/attention/test_page_selection.py")
+    tests = ("tests/memory/eviction/test_policies.py", "tests/memory/attention/test_selection.py")
     run(sparse_attention.sparse, tests, quick, out, threads, plot=None if out is None else out / "sparse.png")
 
 

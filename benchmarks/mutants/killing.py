@@ -28,13 +28,13 @@ _WIDE = (
 """Tests of all kinds of memories, which take minutes: `--wide` asks them too."""
 _MEMORY = (
     "tests/memory/test_hybrid.py", "tests/memory/test_coordinator.py", "tests/memory/test_integrity.py",
-    "tests/memory/test_wrong_calls.py", "tests/memory/test_capacity.py", "tests/memory/test_tails.py",
-    "tests/memory/attention/test_pages.py", "tests/memory/sequences/test_drop.py",
+    "tests/memory/test_wrong_calls.py", "tests/memory/test_capacity.py", "tests/memory/state/test_tails.py",
+    "tests/memory/test_attention_cache.py", "tests/memory/sequences/test_drop.py",
     "tests/memory/sequences/test_lifetime.py", "tests/memory/sequences/test_room.py",
     "tests/memory/sequences/test_token_buffer.py", "tests/memory/sequences/test_batch.py",
-    "tests/memory/sequences/test_books.py", "tests/memory/prefix/test_keeping.py",
+    "tests/memory/sequences/test_ledger.py", "tests/memory/prefix/test_kept.py",
     "tests/memory/storage/test_files.py", "tests/memory/attention/test_host_pages.py",
-    "tests/memory/attention/test_page_selection.py",
+    "tests/memory/attention/test_selection.py",
 )  # fmt: skip
 _PREFIX = ("tests/memory/prefix", "tests/chat/test_step_plan.py")
 FILES: dict[str, tuple[str, ...]] = {

@@ -15,7 +15,7 @@ from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.memory.eviction import Quest
 from hybridmem.memory.kernels import Kernels, Scoring, cpu, reference
 from hybridmem.memory.quantization import Float8, Quantized, Storage
-from tests.memory.attention.test_page_selection import EVERY_QUERY, N_TOKENS, PAGE, Table, feed, page_bound
+from tests.memory.attention.test_selection import EVERY_QUERY, N_TOKENS, PAGE, Table, feed, page_bound
 from tests.memory.eviction.test_policies import assert_each_as_alone, assert_no_trace
 from tests.memory.kernels.test_kernels import Pages
 from tests.memory.test_quantization import STORAGES, folded_rows
