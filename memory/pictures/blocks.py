@@ -18,9 +18,9 @@ from hybridmem.memory.pictures.canvas import (
     entitle,
     ink_on,
     legend,
-    lighter,
     literal,
     new_figure,
+    owner_shade,
     plain,
 )
 from hybridmem.memory.views.palette import pool_colours, shades
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 NO_SEQUENCE = np.iinfo(np.int64).max
 _MOST_ROWS = 24
 _MOST_NUMBERS = 400
-_SHADES = (0.0, 0.3, 0.55)
 _SHARED = (0.0, 0.0, 0.0, 0.6)
 _CHARACTER_INCHES, _WIDTH_INCHES, _ROW_INCHES = 0.075, 9.0, 0.26
 
@@ -77,7 +76,7 @@ class Runs:
 
     def colour(self, i: int, of_pools: list[str]) -> Colour:
         """Return the colour of group i: its pool's, in a shade that differs between consecutive sequences."""
-        return lighter(of_pools[self.pools[i]], _SHADES[self.owners[i] % len(_SHADES)])
+        return owner_shade(of_pools[self.pools[i]], int(self.owners[i]))
 
     def label(self, i: int) -> str:
         return (
@@ -160,13 +159,13 @@ def _draw(ax: Axes, runs: Runs, of_pools: list[str], region: tuple[int, int], ro
     ax.set(xlim=(0, row_bytes), ylim=(n_rows, 0), yticks=[])
     ax.set_xticks([0, row_bytes / 2, row_bytes], [format_bytes(x) for x in (0, row_bytes / 2, row_bytes)])
     ax.spines["bottom"].set_visible(False)
-    all_rows = [_box(left, right, y) for left, right, y in _rows(0, end - start, row_bytes)]
+    all_rows = [_box(left, right, y) for left, right, y in rows_of(0, end - start, row_bytes)]
     ax.add_collection(PolyCollection(all_rows, facecolors=FREE, label="free"))
     inside = np.flatnonzero((runs.starts >= start) & (runs.ends <= end)).tolist()
     least = 0 if n_rows > 1 else row_bytes // 500  # Otherwise a small group would be invisible in a large budget.
     ends = np.maximum(runs.ends, runs.starts + least)
     pieces = [
-        (i, *piece) for i in inside for piece in _rows(int(runs.starts[i]) - start, int(ends[i]) - start, row_bytes)
+        (i, *piece) for i in inside for piece in rows_of(int(runs.starts[i]) - start, int(ends[i]) - start, row_bytes)
     ]
     is_coarse = len(pieces) > _MOST_NUMBERS  # With so many pieces, lines between blocks would hide the blocks.
     for label, own in (("used", pieces), ("shared", [piece for piece in pieces if runs.n_owners[piece[0]] > 1])):
@@ -197,7 +196,7 @@ def _draw(ax: Axes, runs: Runs, of_pools: list[str], region: tuple[int, int], ro
             )
 
 
-def _rows(start: int, end: int, row_bytes: int) -> list[tuple[int, int, int]]:
+def rows_of(start: int, end: int, row_bytes: int) -> list[tuple[int, int, int]]:
     """Split a byte range into rows: (left, right, row) of each part."""
     rows = range(start // row_bytes, ceil_div(end, row_bytes))
     return [(max(start - y * row_bytes, 0), min(end - y * row_bytes, row_bytes), y) for y in rows]

@@ -21,6 +21,7 @@ FREE = (0.5, 0.5, 0.5, 0.15)
 """Translucent grey for free bytes, so that it suits any background."""
 
 _DOTS_PER_INCH = 110
+_SHADES = (0.0, 0.3, 0.55)
 
 
 def need_matplotlib() -> None:
@@ -86,6 +87,11 @@ def lighter(colour: str, share: float) -> Colour:
     """Return a lighter colour: a share of 0 leaves it unchanged, 1 makes it white."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return red + (1 - red) * share, green + (1 - green) * share, blue + (1 - blue) * share
+
+
+def owner_shade(colour: str, owner: int) -> Colour:
+    """Return a pool's colour in the shade of one of its sequences, so that neighbours differ."""
+    return lighter(colour, _SHADES[owner % len(_SHADES)])
 
 
 def ink_on(colour: Colour) -> str:
