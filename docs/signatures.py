@@ -22,6 +22,7 @@ import griffe
 import typer
 import yaml
 
+from hybridmem import defaults
 from hybridmem.chat.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -122,7 +123,8 @@ def _arguments(parameters: list[Any]) -> Iterator[str]:
             yield "*"
         is_keyword_only |= kind in ("keyword-only", "variadic positional")
         stars = {"variadic positional": "*", "variadic keyword": "**"}.get(kind, "")
-        default = "" if parameter.default in (None, "_NOT_GIVEN") or stars else f" = {parameter.default}"
+        value = getattr(defaults, str(parameter.default), parameter.default)
+        default = "" if value in (None, "_NOT_GIVEN") or stars else f" = {value}"
         yield f"{stars}{parameter.name}{'' if parameter.annotation is None else f': {parameter.annotation}'}{default}"
 
 

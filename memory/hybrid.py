@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, overload
 import torch
 from torch import Tensor
 
+from hybridmem.defaults import ROLLBACK_WINDOW
 from hybridmem.memory.blocks.arguments import read_count
 from hybridmem.memory.blocks.copying import refuse_to_copy
 from hybridmem.memory.blocks.hints import refuse_arguments, refuse_attribute
@@ -79,7 +80,7 @@ class HybridMemory:
         spec: MemorySpec,
         budget: float | str = "1GiB",
         *,
-        rollback_window: int = 32,
+        rollback_window: int = ROLLBACK_WINDOW,
         page_tokens: int = 16,
         fold: Fold | None = None,
         device: str | torch.device | None = None,

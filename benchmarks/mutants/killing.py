@@ -52,7 +52,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "memory/prefix/outside.py": _PREFIX,
     "memory/prefix/radix_tree.py": _PREFIX,
     "memory/prefix/saved.py": _PREFIX,
-    "memory/prefix/victims.py": _PREFIX,
+    "memory/prefix/eviction_rank.py": _PREFIX,
 }
 """Files that are mutated, and the tests that look at each."""
 _MUST_BE_IMPORTED = 71

@@ -6,6 +6,7 @@ Each row serves the command line, the configuration file and the environment.
 from __future__ import annotations
 
 from hybridmem.chat.commands.option_table import Option
+from hybridmem.defaults import ROLLBACK_WINDOW, STEP_TOKENS
 
 SERVE: tuple[Option, ...] = (
     # These options concern the model and its memory.
@@ -21,7 +22,7 @@ SERVE: tuple[Option, ...] = (
     Option("budget", "bytes", None,
            "The memory uses at most this many bytes, such as 512MiB. The default is 1GiB; for the embedded model "
            "it is 8MiB, so that its page shows a full memory.", "memory"),
-    Option("rollback_window", "whole", 32,
+    Option("rollback_window", "whole", ROLLBACK_WINDOW,
            "A cached prefix may be rolled back by this many tokens to be reused.", "memory", least=0),
     Option("host_budget", "bytes", None,
            "Requests that make room may take this many bytes of host memory. By default, there is no limit.", "memory"),
@@ -90,7 +91,7 @@ SERVE: tuple[Option, ...] = (
     Option("max_peer_connections", "whole", 384, "One address may have this many open connections.", "server", least=1),
     Option("max_running", "whole", 128,
            "One step of the model computes tokens of at most this many replies.", "engine", least=1),
-    Option("step_tokens", "whole", 256,
+    Option("step_tokens", "whole", STEP_TOKENS,
            "One step of the model computes about this many tokens of prompts.", "engine", least=2),
     Option("speculation", "text", "none",
            "prompt-lookup drafts the next tokens of a reply from the texts so far, where that saves time. "

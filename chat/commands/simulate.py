@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from hybridmem.defaults import ROLLBACK_WINDOW, STEP_TOKENS
+
 if TYPE_CHECKING:
     from hybridmem.chat.simulation.agents import AgentHabits
     from hybridmem.chat.simulation.report import Report
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from hybridmem.models.weights.formats import WeightFormat
 
 _RUNNING, _DRY_RUNNING = 64, 512
-_STEP_TOKENS, _DRY_STEP_TOKENS = 256, 4096
+_DRY_STEP_TOKENS = 4096
 """The tokens of one step. A dry run stands for a large machine, so its steps are larger."""
 
 Option = typer.Option
@@ -93,7 +95,7 @@ def simulate(
     swap_dir: SwapDir = None,
     rollback_window: Annotated[
         int, Option(min=0, help="This many tokens can be taken back without a checkpoint.")
-    ] = 32,
+    ] = ROLLBACK_WINDOW,
     grid_tokens: GridTokens = 512,
     prefixes: Annotated[bool, Option(help="Let prompts continue from what was computed before.")] = True,
     max_running: MaxRunning = None,
@@ -168,7 +170,7 @@ def _read_spec(model: str, dtype: str) -> MemorySpec:
 def _find_sizes(max_running: int | None, step_tokens: int | None, *, is_dry: bool) -> tuple[int, int]:
     """Return how many replies and how many tokens a step may have."""
     running = max_running or (_DRY_RUNNING if is_dry else _RUNNING)
-    return running, step_tokens or max(_DRY_STEP_TOKENS if is_dry else _STEP_TOKENS, 4 * running)
+    return running, step_tokens or max(_DRY_STEP_TOKENS if is_dry else STEP_TOKENS, 4 * running)
 
 
 def _find_habits(

@@ -45,6 +45,7 @@ from hybridmem.chat.engine.stepping import Stepper
 from hybridmem.chat.engine.streaming import CONTEXT_TOKENS, TextStream
 from hybridmem.chat.prompts import Tokenizer, find_stop_ids
 from hybridmem.chat.sampling.sampling import Sampling
+from hybridmem.defaults import STEP_TOKENS
 from hybridmem.memory import BatchError, HybridMemory, Sequence, SequenceError, SpecError, StepError
 from hybridmem.memory.blocks import read_count, refuse_to_copy
 from hybridmem.memory.prefix import PrefixCache
@@ -103,7 +104,7 @@ class Engine:
         *,
         stop_ids: Iterable[int] | None = None,
         prefixes: PrefixCache | None = None,
-        step_tokens: int = 256,
+        step_tokens: int = STEP_TOKENS,
         max_running: int = 64,
         clock: Callable[[], float] = time.perf_counter,
         choose: Choose = choose_tokens,

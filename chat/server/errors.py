@@ -53,6 +53,30 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
+LIMITS = {
+    "requests": "The server is answering {n} requests already; try again.",
+    "long texts": "{n} requests with more than {n_bytes:,} bytes wait to be read; try again.",
+    "listeners": "{n} pages watch the memory already; close one of them.",
+    "requests of a key": "This key's {n} requests are being answered already; wait for one of them.",
+    "tokens of a key": "This key's {n:,} tokens a minute are used up; try again in {seconds} s.",
+    "pins": (
+        "{n_bytes:,} bytes are pinned already, and {n_more:,} more are over the {n_most:,} that may be; unpin others."
+    ),
+}
+"""Maps each limit to the text of the error 429 that says that it is reached."""
+
+
+def too_many(limit: str, *, seconds: int | None = 1, code: str = "rate_limit_exceeded", **numbers: int) -> ApiError:
+    """Return the error 429 for a limit of `LIMITS`.
+
+    Args:
+        seconds: the client may try again after so long. None: waiting does not help.
+        numbers: the values of the text's fields.
+    """
+    headers = {} if seconds is None else {"Retry-After": str(seconds)}
+    return ApiError(429, LIMITS[limit].format(seconds=seconds, **numbers), code=code, headers=headers)
+
+
 class ContextError(ApiError):
     """Refuses a prompt that does not fit into the context, in the words that clients of OpenAI look for.
 

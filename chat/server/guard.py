@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hybridmem.chat.server.access import Access, Headers, preflight_headers
 from hybridmem.chat.server.access_log import REQUEST_ID, read_request_id, write_line
 from hybridmem.chat.server.error_forms import respond_with
-from hybridmem.chat.server.errors import RETRY, ApiError, as_api_error, clip, stopping
+from hybridmem.chat.server.errors import ApiError, as_api_error, clip, stopping, too_many
 from hybridmem.chat.server.incoming import ClientGoneError, Incoming, Turnstile, declared_bytes
 from hybridmem.chat.server.keys import Use
 from hybridmem.chat.server.options import ServerOptions
@@ -40,6 +40,8 @@ PATHS_WITH_BODIES = (
     "/tokenize",
     "/detokenize",
 )
+PATHS_WITHOUT_STEPS = ("/v1/messages/count_tokens", "/apply-template", "/api/show", "/tokenize", "/detokenize")
+"""Paths of these whose requests the engine does not compute: a fleet counts them against no limit."""
 _PATHS = ("/", "/health", "/metrics", "/models", "/v1/memory", "/v1/memory/events", "/v1/models", *PATHS_WITH_BODIES)
 _FAMILIES = ("/v1/models", "/v1/responses", "/v1/conversations", "/v1/sessions", "/slots")
 """Longer paths with ids begin with these. Their requests are counted under the path here."""
@@ -85,8 +87,7 @@ class Places:
     def check(self) -> None:
         """Raise ApiError 429 if there is no place left."""
         if self.n_taken >= self.limit:
-            message = f"The server is answering {self.n_taken} requests already; try again."
-            raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
+            raise too_many("requests", n=self.n_taken)
 
 
 @dataclass

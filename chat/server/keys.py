@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 
-from hybridmem.chat.server.errors import RETRY, ApiError
+from hybridmem.chat.server.errors import too_many
 from hybridmem.memory import SpecError
 from hybridmem.memory.blocks import is_integer
 
@@ -101,12 +101,10 @@ class Use:
         """Raise ApiError 429 if the key's limits allow no request now."""
         most, rate = self.key.max_requests, self.key.tokens_per_minute
         if most is not None and self.n_requests >= most:
-            message = f"This key's {most} requests are being answered already; wait for one of them."
-            raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
+            raise too_many("requests of a key", n=most)
         if rate is not None and self._refilled() <= 0:
             seconds = math.ceil((1 - self._level) * 60 / rate)
-            message = f"This key's {rate:,} tokens a minute are used up; try again in {seconds} s."
-            raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(seconds)})
+            raise too_many("tokens of a key", n=rate, seconds=seconds)
 
     def charge(self, n_tokens: int) -> None:
         """Charge tokens of a prompt or a reply."""

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hybridmem.chat.prompts import Message, Tokenizer
-from hybridmem.chat.server.errors import RETRY, ApiError, ContextError
+from hybridmem.chat.server.errors import ContextError, too_many
 
 T = TypeVar("T")
 
@@ -65,8 +65,7 @@ class Texts:
         """
         is_long = n_bytes > LONG_BYTES
         if is_long and self._n_long >= self._max_long:
-            message = f"{self._n_long} requests with more than {LONG_BYTES:,} bytes wait to be read; try again."
-            raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
+            raise too_many("long texts", n=self._n_long, n_bytes=LONG_BYTES)
         self._n_long += is_long
         try:
             lane = await self._lane_of_long() if is_long else self._short

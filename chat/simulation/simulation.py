@@ -25,6 +25,7 @@ from hybridmem.chat.simulation.dry import NoModel, Script, Words
 from hybridmem.chat.simulation.report import STEP_SECONDS, Answer, Report, Sample, Tally
 from hybridmem.chat.simulation.user import Room, SimulatedUser
 from hybridmem.chat.simulation.workload import Event, Family, Workload
+from hybridmem.defaults import ROLLBACK_WINDOW, STEP_TOKENS
 from hybridmem.memory import HybridMemory, MemorySpec, SpecError
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import LanguageModel
@@ -61,9 +62,9 @@ class Setup:
     budget: int | str = "1GiB"
     host_budget: int | str | None = None
     swap_dir: Path | None = None
-    rollback_window: int = 32
+    rollback_window: int = ROLLBACK_WINDOW
     grid_tokens: int | None = 512
-    step_tokens: int = 256
+    step_tokens: int = STEP_TOKENS
     max_running: int = 64
     max_tokens: int = 32
     speed: float | None = None

@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hybridmem.chat.server.error_forms import error_event
 from hybridmem.chat.server.errors import RETRY, ApiError, log
-from hybridmem.chat.server.guard import Guard, exchange_of
+from hybridmem.chat.server.guard import PATHS_WITH_BODIES, PATHS_WITHOUT_STEPS, Guard, exchange_of
 from hybridmem.chat.server.keys import Use
 from hybridmem.chat.server.options import ServerOptions
 from hybridmem.cluster.routing.prompts import TokenPrompt
@@ -34,18 +34,7 @@ from hybridmem.cluster.serving.stored import check_stored
 
 MOST_TRIES = 4
 """A request is sent to at most this many replicas, if each dies in the middle of it."""
-_COUNTED = (
-    "/api/chat",
-    "/api/generate",
-    "/completion",
-    "/infill",
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/messages",
-    "/v1/responses",
-    "/v1/score",
-)
+_COUNTED = frozenset((*PATHS_WITH_BODIES, RESPONSES)) - frozenset(PATHS_WITHOUT_STEPS)
 """Requests at these paths count against the limits of the gateway and of their key."""
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridmem.defaults import ROLLBACK_WINDOW
 from hybridmem.memory import HybridMemory, MemorySpec
 
 _STEP_TOKENS = 64
@@ -33,7 +34,7 @@ class Sizes:
     shared: NDArray[np.int64]
 
     @staticmethod
-    def of(spec: MemorySpec, *, rollback_window: int = 32) -> Sizes:
+    def of(spec: MemorySpec, *, rollback_window: int = ROLLBACK_WINDOW) -> Sizes:
         memory = HybridMemory(spec, "64GiB", device="meta", rollback_window=rollback_window)
         lengths = range(0, _MOST_TOKENS, _STEP_TOKENS)
         whole = [memory.counters.bytes_at(n) if n else 0 for n in lengths]

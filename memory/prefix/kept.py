@@ -16,10 +16,10 @@ from hybridmem.memory.errors import HybridMemoryError
 from hybridmem.memory.hybrid import HybridMemory, coordinator_of
 from hybridmem.memory.interface import Sequence
 from hybridmem.memory.prefix.changing import Changes, Changing
+from hybridmem.memory.prefix.eviction_rank import Ranking
 from hybridmem.memory.prefix.outside import Outside
 from hybridmem.memory.prefix.radix_tree import Node, RadixTree, marked_above, relatives
 from hybridmem.memory.prefix.saved import as_owner
-from hybridmem.memory.prefix.victims import Ranking
 
 _RECLAIMED_SHARE = 64
 """Checkpoints are closed until 1/64 of the budget is freed, even if less is missing.

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from hybridmem.memory.errors import CapacityError
 from hybridmem.memory.hybrid import HybridMemory
 from hybridmem.memory.interface import Sequence
+from hybridmem.memory.prefix.eviction_rank import Ranking
 from hybridmem.memory.prefix.lookup import Tier
-from hybridmem.memory.prefix.victims import Ranking
 from hybridmem.memory.views.counters import CountedSwaps
 
 _DROPPED_SHARE = 64

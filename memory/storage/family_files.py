@@ -24,7 +24,14 @@ from hybridmem.memory.blocks.arrays import EMPTY, Int64s, ranges
 from hybridmem.memory.errors import FormatError
 from hybridmem.memory.layer_memories import Held
 from hybridmem.memory.storage.checksums import RangesChecksum, checksum_of
-from hybridmem.memory.storage.files import BLOCKS, CHECKSUM, SEQUENCES_FORMAT, VERSION, require_bytes, write_tensors
+from hybridmem.memory.storage.files import (
+    BLOCKS,
+    CHECKSUM,
+    FORMAT_VERSION,
+    SEQUENCES_FORMAT,
+    require_bytes,
+    write_tensors,
+)
 from hybridmem.memory.storage.names import Names
 from hybridmem.memory.storage.reading import Content, read_content
 
@@ -107,7 +114,7 @@ def write_family(saved: SavedFamily) -> None:
     entries = [_entry(member) | {CHECKSUM: own} for member, own in zip(saved.members, _checksums(saved), strict=True)]
     metadata = {
         "format": SEQUENCES_FORMAT,
-        "version": VERSION,
+        "version": FORMAT_VERSION,
         "about": json.dumps(saved.about, sort_keys=True),
         "members": json.dumps(entries, sort_keys=True),
     }

@@ -31,7 +31,7 @@ from hybridmem.memory.errors import FormatError, SpecError
 from hybridmem.memory.storage.checksums import PIECE_BYTES, bytes_of, checksum_of
 from hybridmem.memory.storage.local_files import begin_flush, reserve_space, written_whole
 
-VERSION = "1"
+FORMAT_VERSION = "1"
 SEQUENCES_FORMAT, BLOCKS_FORMAT = "hybridmem sequences", "hybridmem blocks"
 BLOCKS = "blocks/"
 CHECKSUM = "checksum"
@@ -57,7 +57,7 @@ def write_blocks(path: str, blocks: Mapping[str, Tensor], about: dict[str, Any],
     require_bytes(blocks.values())
     tensors = {BLOCKS + name: own for name, own in blocks.items()}
     tensors["tokens"] = torch.from_numpy(np.asarray(about.pop("tokens", ()), np.int64))
-    metadata = {"format": BLOCKS_FORMAT, "version": VERSION, "about": json.dumps(about, sort_keys=True)}
+    metadata = {"format": BLOCKS_FORMAT, "version": FORMAT_VERSION, "about": json.dumps(about, sort_keys=True)}
     pieces = {name: [tensor] for name, tensor in tensors.items()}
     write_tensors(path, pieces, metadata, lambda: checksum_of(tensors, metadata), is_lasting=is_lasting)
 

@@ -27,8 +27,8 @@ from hybridmem.memory.storage.files import (
     BLOCKS_FORMAT,
     CHECKSUM,
     DTYPES,
+    FORMAT_VERSION,
     SEQUENCES_FORMAT,
-    VERSION,
     as_os_errors,
     local_place,
 )
@@ -190,9 +190,9 @@ class _Header:
             what = "blocks that were swapped out, not a saved sequence" if found == BLOCKS_FORMAT else "no sequence"
             wanted = "memory.save" if format == SEQUENCES_FORMAT else "PrefixCache.save"
             raise FormatError(f"{path} holds {what} of a HybridMemory; give a file that {wanted} wrote")
-        if (version := metadata.get("version")) != VERSION:
+        if (version := metadata.get("version")) != FORMAT_VERSION:
             raise FormatError(
-                f"{path} has format version {version}, this library reads {VERSION}; use the one that wrote it"
+                f"{path} has format version {version}, this library reads {FORMAT_VERSION}; use the one that wrote it"
             )
         return _Header(path, n_bytes, header, metadata)
 

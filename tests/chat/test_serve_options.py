@@ -116,7 +116,7 @@ def test_every_row_is_an_argument_of_what_it_names() -> None:
 
 
 def test_defaults_that_stand_in_several_places_are_the_same() -> None:
-    """The table of `serve` and the simulations repeat them, because the command line must not import the library."""
+    """`hybridmem.defaults` names them, and nothing that has one of them as a default says another number."""
     memory, engine = inspect.signature(HybridMemory).parameters, inspect.signature(Engine).parameters
     options, own = {row.name: row.default for row in SERVE}, {f.name: f.default for f in dataclasses.fields(Setup)}
     window, step_tokens = memory["rollback_window"].default, engine["step_tokens"].default

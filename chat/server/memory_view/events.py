@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hybridmem.chat.engine.engine import Engine
-from hybridmem.chat.server.errors import RETRY, ApiError, clip
+from hybridmem.chat.server.errors import ApiError, clip, too_many
 from hybridmem.chat.server.formats import EventStream
 from hybridmem.chat.server.memory_view.snapshot import Chosen, engine_counts, snapshot
 from hybridmem.chat.server.metrics import Metrics
@@ -74,8 +74,7 @@ class MemoryView:
         on.
         """
         if self.n_listeners >= _MOST_LISTENERS:
-            message = f"{self.n_listeners} pages watch the memory already; close one of them."
-            raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
+            raise too_many("listeners", n=self.n_listeners)
         sequence_id = _sequence_of(request)
         return EventStream(self._events(await self._take(sequence_id), sequence_id))
 

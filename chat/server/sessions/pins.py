@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hybridmem.chat.sampling.sampling import Sampling
-from hybridmem.chat.server.errors import ApiError, as_api_error
+from hybridmem.chat.server.errors import ApiError, as_api_error, too_many
 from hybridmem.chat.server.guard import exchange_of
 from hybridmem.chat.server.replies import PromptRequest
 from hybridmem.chat.server.sessions.costs import missing_tokens
@@ -95,11 +95,9 @@ class Pins:
             others = sum(_bytes_of(prefixes, other) for name, other in self._pins.items() if name != node_id)
             n_bytes, most_bytes = _bytes_of(prefixes, pin), engine.memory.budget_bytes // _SHARE
             if others + n_bytes > most_bytes:
-                message = (
-                    f"{others:,} bytes are pinned already, and {n_bytes:,} more are over the {most_bytes:,} that may "
-                    "be; unpin others."
+                raise too_many(
+                    "pins", n_bytes=others, n_more=n_bytes, n_most=most_bytes, seconds=None, code="too_much_pinned"
                 )
-                raise ApiError(429, message, code="too_much_pinned")
             # The checkpoint was closed meanwhile. The node is computed again when somebody continues it.
             with suppress(BatchError):
                 prefixes.pin(pin.tokens, pin.owner)

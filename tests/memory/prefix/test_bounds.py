@@ -120,7 +120,7 @@ def test_what_is_loaded_gives_way_in_the_order_of_its_worth(
     toy: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token more may take a block more: worth a byte falls where tokens saved rise."""
-    monkeypatch.setattr("hybridmem.memory.prefix.victims._COMPUTED_AT_ONCE", 1)
+    monkeypatch.setattr("hybridmem.memory.prefix.eviction_rank._COMPUTED_AT_ONCE", 1)
     with toy.memory(WINDOW) as memory:
         cache = PrefixCache(memory, grid_tokens=0)
         run(toy, cache, [[first, *[1] * (4 + first)] for first in range(19)])

@@ -9,7 +9,7 @@ import pytest
 
 from hybridmem.memory import HybridMemory, Sequence
 from hybridmem.memory.prefix.cache import PrefixCache
-from hybridmem.memory.prefix.victims import Ranking
+from hybridmem.memory.prefix.eviction_rank import Ranking
 from tests.toy import VOCAB, Toy
 
 
