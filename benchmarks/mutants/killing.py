@@ -1,4 +1,7 @@
-"""Runs the tests of the core against mutants of it, and reports how many they kill, and which survive."""
+"""Runs the tests of the core against mutants of it, and reports how many they kill, and which survive.
+
+It draws a sample of each file and forks for each mutant. CONTRIBUTING.md says why it is neither mutmut nor cosmic-ray.
+"""
 
 from __future__ import annotations
 

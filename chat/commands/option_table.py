@@ -3,7 +3,7 @@
 Each row is an `Option`. Its name "max_body" is --max-body on the command line, `max_body = ...` in the file that
 --config names, and HYBRID_MEMORY_MAX_BODY in the environment. The command line overrides the environment, which
 overrides the file, which overrides the default. click applies this order by itself, because the file's values are the
-context's `default_map`.
+context's `default_map`. CONTRIBUTING.md says why it is not pydantic-settings.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ TEXT, NUMBER, ITEM = "va zq7x", 4821, "vc zq7x"
 ARGUMENTS: dict[str, Any] = {TEXT_KEY: TEXT, NUMBER_KEY: NUMBER, LIST_KEY: [ITEM]}
 IDS = ("aq7xaq7xa", "bq7xbq7xb")
 """Mistral's templates want nine letters and digits."""
-LONG_IDS = ("call_aq7xaq7xaq7xaq7xaq7xaq7x", "call_bq7xbq7xbq7xbq7xbq7xbq7x")
 
 
 @dataclass(frozen=True)

@@ -186,11 +186,6 @@ class CodedTensor(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"CodedTensor({self.form.name}, shape={list(self.shape)}, dtype={self.dtype})"
 
-    @property
-    def stored_bytes(self) -> int:
-        """The bytes of all parts."""
-        return sum(int(part.nbytes) for part in self.parts)
-
     def rows(self) -> tuple[Tensor, ...]:
         """Return the parts as matrices with one row for each output."""
         return tuple(part.reshape(-1, part.shape[-1]) for part in self.parts)
