@@ -373,6 +373,8 @@ class Engine:
             piece = ""
             try:
                 piece = job.stream.flush()
+                if job.calls is not None:
+                    piece = job.calls.release(generation) + piece
             except Exception as failure:  # The tokenizer may raise anything.
                 reason, error = "error", error or failure
             if job.sequence is not None and not job.sequence.closed:

@@ -34,7 +34,7 @@ def forks_of(plan: Plan) -> list[Fork]:
         if job.others and not job.has_prompt and job.n_fed + n_tokens == job.generation.n_prompt:
             for other in job.others:
                 if other.is_new:
-                    other.sampler = other.sampler or other.make_sampler(other.tokens)
+                    other.begin_reply(other.tokens)
                     forks.append(Fork(other, job, row))
     return forks
 

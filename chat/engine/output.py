@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from hybridmem.chat.engine.arguments import read_stop_ids
 from hybridmem.chat.sampling.grammar import Grammar
@@ -11,6 +12,36 @@ from hybridmem.chat.sampling.logprobs import MOST_LOGPROBS
 from hybridmem.chat.sampling.triggers import CallGrammar
 from hybridmem.memory import BatchError
 from hybridmem.memory.blocks import is_integer
+
+
+class CallReader(Protocol):
+    """Declares what reads the text of one reply, and finds calls that break their schemas."""
+
+    @property
+    def begun_at(self) -> int:
+        """Return the number of characters before the newest call."""
+        ...
+
+    @property
+    def is_quiet(self) -> bool:
+        """Return whether no text at the end may belong to a call."""
+        ...
+
+    def feed(self, text: str, *, is_constrained: bool) -> bool:
+        """Read more text. Return whether a call in it is complete and breaks its schema.
+
+        Args:
+            is_constrained: whether a grammar has chosen the text.
+        """
+        ...
+
+    def close(self, *, is_cut: bool) -> bool:
+        """Read the end of the reply. Return as `feed`.
+
+        Args:
+            is_cut: whether the reply was cut, so that its last call may be incomplete.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -21,6 +52,8 @@ class Output:
         stop_ids: tokens that end the reply. None: the engine's.
         grammar: the grammar of the reply. The reply ends with "stop" only where the grammar may end.
         calls: the grammar of calls in the reply, which may have other text around them.
+        follow_calls: returns what reads the calls of a new reply. Those that break their schemas are drawn again, by
+            the grammar `calls`. None: they stay as they are.
         logprobs: how many alternatives are reported with each token, with log probabilities. None: no log probabilities
             at all.
         shows_special: special tokens have their names as text, except those that end the reply.
@@ -39,6 +72,7 @@ class Output:
     stop_ids: Iterable[int] | None = None
     grammar: Grammar | None = None
     calls: CallGrammar | None = None
+    follow_calls: Callable[[], CallReader] | None = None
     logprobs: int | None = None
     shows_special: bool = False
     hidden_ids: frozenset[int] = frozenset()

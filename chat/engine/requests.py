@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridmem.chat.engine.output import PLAIN, Output
 from hybridmem.chat.engine.streaming import TextStream
+from hybridmem.chat.engine.taking_back import FollowedCalls
 from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.sampler import Sampler
 from hybridmem.chat.sampling.sampling import Sampling, check_sampling
@@ -58,6 +59,8 @@ class Generation:
         lookup: the prefix cache's lookup of the prompt, if there was one. A forked choice has the lookup of its source.
         choice: its number among the choices of its request, from 0.
         n_drafted, n_accepted: how many tokens were drafted, and how many of them were right.
+        n_taken_back: how many calls of tools broke their schemas and were drawn again. n_discarded: how many tokens
+            were taken back with them.
         submitted_at, admitted_at, first_token_at, finished_at: seconds on the engine's clock. None: it has not happened
             yet.
     """
@@ -82,6 +85,8 @@ class Generation:
     n_drafted: int = 0
     n_accepted: int = 0
     choice: int = 0
+    n_taken_back: int = 0
+    n_discarded: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -145,6 +150,10 @@ class Request:
                 raise BatchError(f"marks={self.marks!r}; give positions 1 ... {len(self.token_ids)} in token_ids")
         if self.on_token is not None and not callable(self.on_token):
             raise BatchError(f"on_token={self.on_token!r}; give a function of (generation, text)")
+        if self.sequence is not None and self.output.follow_calls is not None:
+            raise BatchError(
+                "output.follow_calls is for new sequences; leave it out with sequence=..., which continues one"
+            )
         if not is_integer(self.priority):
             raise BatchError(f"priority={self.priority!r}; give an integer, larger for more important")
         if not isinstance(self.owner, Hashable):
@@ -219,6 +228,7 @@ class Job:
         arriving: while the job waits, the cached checkpoint whose files are read for it. Empty if there is none.
         leader: while the job waits, the running job whose prompt begins alike, and the index up to which the leader
             must be fed first.
+        calls: holds back the text of calls until it is clear that they keep to their schemas. None: nothing does.
         ending: why the reply is complete. Only its end is left to be fed.
         outcome: why the job ends now, and the error if it is one. The job is released between steps.
         has_failing_callback: whether its on_token has raised. It is not called again then.
@@ -242,6 +252,7 @@ class Job:
     others: list[Job] = field(default_factory=list)
     is_forked: bool = False
     sampler: Sampler | None = None
+    calls: FollowedCalls | None = None
     ending: FinishReason | None = None
     outcome: tuple[FinishReason, Exception | None] | None = None
     is_cancelled: bool = False
@@ -325,6 +336,7 @@ class Job:
         """
         job = copy(self)
         job.tokens, job.sampler, job.stream = [*self.tokens], copy(self.sampler), self.stream.ahead()
+        job.calls = None
         job.generation = copy(self.generation)
         job.generation.token_ids = [*self.generation.token_ids]
         job.generation.logprobs = [*self.generation.logprobs]
@@ -335,8 +347,13 @@ class Job:
         is_last = self.n_fed + n_tokens == len(self.tokens)
         return is_last and self.ending is None and len(self.generation.token_ids) < self.request.max_tokens
 
-    def make_sampler(self, known: Iterable[int]) -> Sampler:
-        """Return the sampler of the reply to these tokens. It stays the same when the job starts again."""
+    def begin_reply(self, known: Iterable[int]) -> None:
+        """Make the sampler of the reply to these tokens. It stays the same when the job starts again."""
+        if self.sampler is None:
+            self.sampler, follow = self._make_sampler(known), self.request.output.follow_calls
+            self.calls = None if follow is None else FollowedCalls(follow, self.sampler, self.stream)
+
+    def _make_sampler(self, known: Iterable[int]) -> Sampler:
         request = self.request
         grammar, calls = request.output.grammar, request.output.calls
         matcher = None if grammar is None else grammar.matcher()
@@ -351,6 +368,7 @@ class Job:
         """
         generation, request, token_id = self.generation, self.request, choice.token_id
         assert self.sampler is not None, "a token was chosen by it"
+        was_free = self.sampler.matcher is None
         self.sampler.add(token_id)
         generation.token_ids.append(token_id)
         if generation.first_token_at is None:
@@ -375,4 +393,19 @@ class Job:
             if request.remembers_end:
                 self.tokens += [token_id] if is_end else [token_id, *end_ids[:1]]
         generation.text = self.stream.text
+        if self.calls is not None:
+            is_free = was_free and self.sampler.matcher is None
+            return self.calls.pass_on(piece, generation, self.sampler, self.stream, self.ending, is_free=is_free)
         return piece
+
+    def take_back(self) -> None:
+        """Forget the tokens of a call that breaks its schema. The sampler draws a call in its place.
+
+        `n_fed` falls to how many of the tokens that are left are as they were, and to less than there are.
+        """
+        grammar = self.request.output.calls
+        assert self.calls is not None and grammar is not None, "they have found the call"
+        n_same, self.sampler, self.stream = self.calls.take_back(self.generation, grammar.grammar.tokenize)
+        self.tokens[self.generation.n_prompt :] = self.generation.token_ids
+        self.n_fed = min(self.n_fed, self.generation.n_prompt + n_same, len(self.tokens) - 1)
+        self.ending = None

@@ -347,7 +347,7 @@ class Scheduler:
             cuts = self._prefixes.cuts(known, start, marks, request.owner)
             # A checkpoint of a few tokens saves less than the step that ends there costs.
             job.cuts = [cut - job.n_base for cut in cuts if cut - start >= LEAST_CHUNK_TOKENS or cut in marks]
-        job.sampler = job.sampler or job.make_sampler(known)
+        job.begin_reply(known)
 
     def _open(self, prefixes: PrefixCache, job: Job) -> tuple[Sequence, Lookup]:
         """Open a sequence with the longest cached prefix that the job may reuse."""

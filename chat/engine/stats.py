@@ -22,6 +22,8 @@ class EngineStats:
         n_steps: steps of the model.
         n_drafted, n_accepted: drafted tokens that were verified, and those of them that were right.
         n_preempted, n_swapped_in: how often a request was preempted, and how often one was swapped in again.
+        n_taken_back: calls of tools that broke their schemas and were drawn again. n_discarded: the tokens that were
+            taken back with them.
         finished: reason -> number of generations that ended with it.
         seconds: time in steps of the model, including the choice of tokens.
         mask_seconds: the part of `seconds` in which a step waited for masks of grammars after the model was done.
@@ -37,6 +39,8 @@ class EngineStats:
     n_accepted: int = 0
     n_preempted: int = 0
     n_swapped_in: int = 0
+    n_taken_back: int = 0
+    n_discarded: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     mask_seconds: float = 0.0

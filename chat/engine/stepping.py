@@ -150,7 +150,7 @@ class Stepper:
         self.stats.n_fed += n_tokens
         if was_prefilling:
             job.generation.n_prefilled = min(job.n_fed, job.generation.n_prompt)
-            if job.request.reports_prefill:
+            if job.request.reports_prefill and job.generation.first_token_at is None:
                 self.callbacks.add(job, "")
             if job.n_fed == job.generation.n_prompt or job.n_fed in job.cuts:
                 self.to_remember.append((job.live_sequence, job.request.owner))
@@ -159,8 +159,24 @@ class Stepper:
         try:
             for choice in choices:
                 self._apply(job, choice, now)
+                if job.calls is not None and job.calls.is_broken:
+                    self._take_back(job)
+                    return  # What follows was drafted behind the call.
         except Exception as error:  # The tokenizer may raise anything. The other generations go on.
             self.scheduler.end(job, "error", error)
+
+    def _take_back(self, job: Job) -> None:
+        """Return to before a call that breaks its schema. It is drawn again, by its grammar.
+
+        What the memory reaches is kept, and the rest is fed again.
+        """
+        n_discarded = job.generation.n_discarded
+        job.take_back()
+        self.stats.n_taken_back += 1
+        self.stats.n_discarded += job.generation.n_discarded - n_discarded
+        reached = self.memory.resume_point(job.live_sequence, job.n_base + job.n_fed)
+        self.memory.rollback(job.live_sequence, to=reached)
+        job.n_fed = reached - job.n_base
 
     def _apply(self, job: Job, choice: Choice, now: float) -> None:
         """Add the chosen token to the job, or end the job."""
@@ -169,7 +185,11 @@ class Stepper:
             return
         if choice is not None:
             self.stats.n_generated += 1
-            self.callbacks.add(job, job.take(choice, self.stop_ids, now))
+            piece = job.take(choice, self.stop_ids, now)
+            if job.calls is not None and job.calls.is_broken:
+                return
+            if job.calls is None or not job.calls.holds_back:
+                self.callbacks.add(job, piece)
         elif job.ending is None and job.n_fed == len(job.tokens):
             job.ending = "length"  # With max_tokens=0 there was nothing to choose.
         if job.ending is not None and job.n_fed == len(job.tokens):

@@ -55,6 +55,11 @@ class TextStream:
         stream._window = [*self._window]
         return stream
 
+    @property
+    def holds_text(self) -> bool:
+        """Return whether the newest tokens may have text that is not shown yet."""
+        return bool(self._held) or len(self._window) > self._n_before
+
     def add(self, token_id: int, *, may_stop: bool = True) -> str:
         """Return the text that this token completes. Cost: the decoding of a few tokens.
 

@@ -122,6 +122,16 @@ class Sampler:
         """Return whether the grammar, if there is one, is satisfied by what was chosen."""
         return self.matcher is None or self.matcher.is_accepting
 
+    @property
+    def has_missed(self) -> bool:
+        """Return whether a call has begun otherwise than its grammar does."""
+        return self._trigger is not None and self._trigger.has_missed
+
+    def begin_call(self) -> None:
+        """Let the next token begin a call, which keeps to its grammar."""
+        assert self._trigger is not None, "the reply has a grammar of calls"
+        self.matcher = self._trigger.force()
+
     def probabilities(self, logits_V: Tensor) -> Tensor:
         """Return the probability of each token to be chosen next, (V,) float32.
 

@@ -58,14 +58,14 @@ class CallGrammar:
 
     Attributes:
         grammar: begins with the mark.
-        begin: the mark.
+        begin: the mark. None: no mark tells where a call begins, so only `Trigger.force` begins one.
         thoughts: the marks around thoughts, in which no call begins. None: the model has no thoughts.
         is_thinking: whether the reply begins inside of thoughts.
         is_single: whether the reply ends behind its first call.
     """
 
     grammar: Grammar
-    begin: Mark
+    begin: Mark | None
     tokens: TokenBytes
     thoughts: tuple[Mark, Mark] | None = None
     is_thinking: bool = False
@@ -77,15 +77,20 @@ class CallGrammar:
 
 
 class Trigger:
-    """Follows one reply up to the beginnings of its calls."""
+    """Follows one reply up to the beginnings of its calls.
+
+    Attributes:
+        has_missed: whether a call has begun otherwise than its grammar does, so that nothing constrains it.
+    """
 
     def __init__(self, calls: CallGrammar) -> None:
         self._calls = calls
+        self.has_missed = False
         self._tail = b""
         self._is_thinking = calls.is_thinking
         self._may_think = calls.thoughts is not None and not calls.is_thinking
-        marks = [calls.begin, *(calls.thoughts or ())]
-        self._n_kept = max(len(mark.text.encode()) for mark in marks)
+        marks = [mark for mark in (calls.begin, *(calls.thoughts or ())) if mark is not None]
+        self._n_kept = max((len(mark.text.encode()) for mark in marks), default=0)
 
     def copy(self) -> Trigger:
         return copy(self)
@@ -96,6 +101,9 @@ class Trigger:
 
     def add(self, token_id: int) -> Matcher | None:
         """Advance by a token. Return a matcher that stands behind this token if it begins a call."""
+        mark = self._calls.begin
+        if mark is None:
+            return None
         piece = self._calls.tokens.of(token_id)
         self._tail = self._tail[-self._n_kept :] + piece
         if self._calls.thoughts is not None and (self._is_thinking or self._may_think):
@@ -107,17 +115,22 @@ class Trigger:
                 self._is_thinking = False
             if self._is_thinking:
                 return None
-        n_behind = self._calls.begin.end_in(token_id, self._tail, len(piece))
-        return None if n_behind is None else self._begin(self._tail[len(self._tail) - n_behind :])
+        n_behind = mark.end_in(token_id, self._tail, len(piece))
+        return None if n_behind is None else self._begin(mark, self._tail[len(self._tail) - n_behind :])
 
-    def _begin(self, behind: bytes) -> Matcher | None:
-        """Return a matcher behind the mark and these bytes. None: the reply does not keep to the grammar there."""
+    def force(self) -> Matcher:
+        """Return a matcher for a call that begins with the next token."""
         self._tail = b""
-        mark, grammar = self._calls.begin, self._calls.grammar
-        matcher = grammar.matcher()
+        return self._calls.grammar.matcher()
+
+    def _begin(self, mark: Mark, behind: bytes) -> Matcher | None:
+        """Return a matcher behind the mark and these bytes. None: the reply does not keep to the grammar there."""
+        grammar, matcher = self._calls.grammar, self.force()
         ids = mark.tokens(grammar, behind)
         if matcher.count_allowed(ids) < len(ids):
+            self.has_missed = True
             return None
         for each in ids:
             matcher.add(each)
-        return None if matcher.error else matcher
+        self.has_missed = matcher.error is not None
+        return None if self.has_missed else matcher

@@ -111,9 +111,14 @@ class _EngineCollector(Collector):
             ),
             "drafted": (stats.n_drafted, "Tokens that were drafted and verified."),
             "accepted": (stats.n_accepted, "Drafted tokens that were right."),
+            "taken_back": (stats.n_discarded, "Generated tokens that were taken back, with calls of tools."),
         }
         for name, (n, what) in counts.items():
             yield CounterMetricFamily(f"{PREFIX}_{name}_tokens", what, value=n)
+        yield CounterMetricFamily(
+            f"{PREFIX}_calls_taken_back", "Calls of tools that broke their schemas and were drawn again.",
+            value=stats.n_taken_back,
+        )  # fmt: skip
         yield CounterMetricFamily(f"{PREFIX}_steps", "Steps of the model.", value=stats.n_steps)
         yield CounterMetricFamily(
             f"{PREFIX}_preemptions", "Times that a generation had to make room.", value=stats.n_preempted

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hybridmem.chat.engine.output import Output
+from hybridmem.chat.engine.output import CallReader, Output
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.grammar import GrammarError, Grammars
 from hybridmem.chat.sampling.token_bytes import TokenBytes
@@ -16,8 +17,9 @@ from hybridmem.chat.sampling.triggers import CallGrammar
 from hybridmem.chat.server.errors import ApiError, log
 from hybridmem.chat.server.tool_fields import ToolFields
 from hybridmem.chat.tools.calls import CallFormat
+from hybridmem.chat.tools.checking import CallCheck, CheckedReply
 from hybridmem.chat.tools.families import BARE, find_habits
-from hybridmem.chat.tools.grammars import Required, Shape, make_calls_grammar, make_grammar
+from hybridmem.chat.tools.grammars import Required, Shape, make_calls_grammar, make_grammar, with_enforced_schema
 from hybridmem.chat.tools.reading import Reader, make_reader
 from hybridmem.chat.tools.tool_schemas import left_out_of
 from hybridmem.memory import SpecError
@@ -89,25 +91,48 @@ class Shaping:
         except SpecError as error:
             message = f"Unsupported parameter: '{param}': {error}."
             raise ApiError(400, message, param=param, code="unsupported_parameter") from None
-        begun = None
+        begun, follow = None, None
         if grammar is None and required is not None:
-            begun = self._calls_grammar(required, is_thinking=is_thinking)
+            begun, follow = self._free_calls(required, is_thinking=is_thinking)
         output = Output(
             grammar=grammar,
             calls=begun,
+            follow_calls=follow,
             logprobs=logprobs,
             shows_special=habits.shows_special,
             hidden_ids=habits.hidden_ids(calls),
         )
         return output, partial(make_reader, habits, asked.offered_tools, calls, is_thinking=is_thinking)
 
-    def _calls_grammar(self, calls: Required, *, is_thinking: bool) -> CallGrammar | None:
-        """Return the grammar of calls that the reply need not make. Where there can be none, calls are free."""
+    def _free_calls(
+        self, calls: Required, *, is_thinking: bool
+    ) -> tuple[CallGrammar | None, Callable[[], CallReader] | None]:
+        """Return the grammar of calls that the reply need not make, and what checks those that do not keep to it.
+
+        Where there can be no grammar, calls are free.
+        """
         try:
-            return make_calls_grammar(self._grammars, self.habits, calls, self._tokens, is_thinking=is_thinking)
-        except (GrammarError, SpecError) as error:
+            return self._checked_calls(calls, is_thinking=is_thinking)
+        except GrammarError as error:
+            log.info("not all calls are constrained: %s", error)
+        except SpecError as error:
             log.info("calls are not constrained: %s", error)
-            return None
+            return None, None
+        tools = [with_enforced_schema(self._grammars, tool) for tool in calls.tools]
+        try:
+            return self._checked_calls(replace(calls, tools=tools), is_thinking=is_thinking)
+        except GrammarError as error:
+            log.info("calls are not constrained: %s", error)
+            return None, None
+
+    def _checked_calls(
+        self, calls: Required, *, is_thinking: bool
+    ) -> tuple[CallGrammar | None, Callable[[], CallReader] | None]:
+        begun = make_calls_grammar(self._grammars, self.habits, calls, self._tokens, is_thinking=is_thinking)
+        if begun is None or self.habits.has_channels:  # In channels, every call begins with its mark.
+            return begun, None
+        check = CallCheck.of(self._grammars, calls)
+        return begun, partial(CheckedReply, check, self.habits, calls.format, is_thinking=is_thinking)
 
     def notes_on(self, asked: ToolFields, messages: Sequence[Mapping[str, Any]] = ()) -> list[str]:
         """Return what of a request's tools, calls and thoughts does not reach the model, or is not enforced."""

@@ -45,6 +45,8 @@ def explain(prompts: list[Generation], replies: list[Generation]) -> dict[str, A
         "reused_tokens": n_reused,
         "replayed_tokens": sum(g.lookup.replayed for g in prompts if g.lookup is not None),
         "computed_tokens": sum(g.n_base + g.n_prompt for g in prompts) - n_reused,
+        "calls_taken_back": sum(g.n_taken_back for g in replies),
+        "tokens_taken_back": sum(g.n_discarded for g in replies),
         "from": _source(prompts[0]),
         "why": _why(prompts[0]),
         "queue_seconds": _longest((g.submitted_at, g.admitted_at) for g in replies),

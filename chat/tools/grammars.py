@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from hybridmem.chat.sampling.triggers import CallGrammar, Mark
 from hybridmem.chat.tools.calls import CallFormat, Literals, Tool
 from hybridmem.chat.tools.families import Habits
 from hybridmem.chat.tools.harmony import content_opening, thoughts_rule
+from hybridmem.chat.tools.tool_schemas import arguments_rule, properties_of, required_of
 
 MOST_GRAMMAR = 64 << 10
 """A schema, pattern or grammar may have this many characters."""
@@ -89,24 +91,38 @@ def make_grammar(
 def make_calls_grammar(
     grammars: Grammars, habits: Habits, calls: Required, tokens: TokenBytes, *, is_thinking: bool
 ) -> CallGrammar | None:
-    """Return the grammar of the calls that a reply may make, or None if no mark tells where one begins.
+    """Return the grammar of the calls that a reply may make. None: they begin with no mark, and not the reply either.
 
     Raises:
         GrammarError: something cannot be enforced. The message names it.
     """
-    begin = calls.format.begun_by
-    if not begin:
+    begin, literals = calls.format.begun_by, habits.literals
+    if not begin and not calls.format.is_bare:
         return None
-    literals = habits.literals
     # Where each call has a mark of its own, its grammar ends with it, and the next mark begins a new one.
     is_parallel = calls.is_parallel and calls.format.has_blocks
     rules = calls.format.rules(calls.tools, literals, is_parallel=is_parallel)
     mark, own = partial(_mark, literals), habits.thoughts
     thoughts = (mark(own.begin), mark(own.end)) if habits.thinks else None
     return CallGrammar(
-        grammars.lark(f"start: calls\n{rules}"), mark(begin), tokens, thoughts, is_thinking,
+        grammars.lark(f"start: calls\n{rules}"), mark(begin) if begin else None, tokens, thoughts, is_thinking,
         is_single=not calls.is_parallel,
     )  # fmt: skip
+
+
+def with_enforced_schema(grammars: Grammars, tool: Tool) -> Tool:
+    """Return a tool with what a grammar enforces of its schema: all of it, the names of its arguments, or nothing.
+
+    One tool with a schema that no grammar knows must not free the calls of all others.
+    """
+    names = dict.fromkeys(properties_of(tool), True)
+    named = {"type": "object", "properties": names, "required": [name for name in required_of(tool) if name in names]}
+    for parameters in (tool.parameters, named):
+        with suppress(GrammarError):
+            tried = replace(tool, parameters=parameters)
+            grammars.lark(f"start: {arguments_rule(tried)}")
+            return tried
+    return replace(tool, parameters={"type": "object"})
 
 
 def _mark(literals: Literals, text: str) -> Mark:

@@ -21,6 +21,8 @@ class ReplyReader:
     Args:
         calls: how calls are written. None: there are no calls.
         is_thinking: whether the prompt ended with the mark that begins thoughts.
+    Attributes:
+        begun_at: the number of characters before the newest block, or before the calls in thoughts that are held back.
     """
 
     def __init__(
@@ -39,15 +41,27 @@ class ReplyReader:
         self._pending_raw = ""
         self._n_calls = self._n_before = 0  # These count calls in the whole reply, and before the block.
         self._held = ""
+        self._n_fed = self.begun_at = 0
         self._is_after_mark = is_thinking
 
     @property
     def has_calls(self) -> bool:
         return self._n_calls > 0
 
+    @property
+    def is_in_call(self) -> bool:
+        """Return whether calls have begun of which more may follow."""
+        return self._block is not None or self._pending is not None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Return whether no text is held back."""
+        return not (self.is_in_call or self._held or (self._may_think and self._n_fed))
+
     def feed(self, text: str) -> list[Part]:
         """Return the parts that the new text completes."""
         self._held += text
+        self._n_fed += len(text)
         return self._read(is_end=False)
 
     def close(self) -> list[Part]:
@@ -150,6 +164,8 @@ class ReplyReader:
     def _open_block(self, mark: str) -> None:
         assert self._calls is not None, "its mark was found"
         n_pending = len({part.call.index for part in self._pending or () if part.call is not None})
+        if self._pending is None:
+            self.begun_at = self._n_fed - len(self._held) - len(mark)
         self._block, self._n_before, self._raw = self._calls.open(self._tools), self._n_calls + n_pending, mark
         if mark and mark != self._calls.marks[0]:
             self._raw, self._held = "", mark + self._held

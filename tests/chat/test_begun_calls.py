@@ -13,7 +13,7 @@ from hybridmem.chat.sampling.sampler import Sampler
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.sampling.token_bytes import TokenBytes
 from hybridmem.chat.tools.calls import Tool
-from hybridmem.chat.tools.families import BARE, Habits
+from hybridmem.chat.tools.families import Habits
 from hybridmem.chat.tools.grammars import Required, make_calls_grammar
 from hybridmem.chat.tools.reading import make_reader
 from tests.chat.family_templates import ALL, model
@@ -113,12 +113,13 @@ def test_a_mark_of_letters_may_end_inside_of_a_token() -> None:
     assert grammar.__class__(grammar.grammar, grammar.begin, Tokens(), grammar.thoughts).watch().add(2) is None
 
 
-def test_a_format_without_marks_is_not_constrained() -> None:
+def test_a_call_without_a_mark_is_free_until_it_is_taken_back() -> None:
     tokenizer, habits = model("llama")
-    assert begun(tokenizer, habits) is None
-    grammars = Grammars(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
-    bare = Required(TOOLS, BARE, is_parallel=True)
-    assert make_calls_grammar(grammars, habits, bare, TokenBytes(tokenizer), is_thinking=False) is None
+    sampler = new_sampler(tokenizer, begun(tokenizer, habits))
+    say(sampler, tokenizer, '{"name": "now", "parameters": {')
+    assert sampler.matcher is None
+    sampler.begin_call()
+    assert sampler.matcher is not None
 
 
 def test_no_argument_is_invented_and_what_no_grammar_enforces_is_left_out() -> None:
