@@ -49,6 +49,8 @@ SERVE: tuple[Option, ...] = (
     Option("warm", "text", None,
            "Compute the prompts in this file at the start and keep them, such as system prompts with tools: one "
            "request of /v1/chat/completions or /v1/messages a line.", "server"),
+    Option("slot_save_path", "text", None,
+           "Clients of llama.cpp's server may save the prefixes of slots in this folder, and restore them.", "server"),
     Option("trees", "flag", False,
            "Store chats and messages as well: the requests of an agent become a tree of its steps, at /v1/sessions and "
            "on the page.", "server"),

@@ -16,12 +16,13 @@ from hybridmem.chat.server.agents.recording import Recorder
 from hybridmem.chat.server.embedding import Embedding
 from hybridmem.chat.server.error_forms import answer_api_error, answer_http_error
 from hybridmem.chat.server.errors import ApiError
-from hybridmem.chat.server.guard import Guard, takes_body
+from hybridmem.chat.server.guard import RERANK_PATHS, Guard, takes_body
 from hybridmem.chat.server.llama_server.endpoints import LlamaServer
 from hybridmem.chat.server.messages.endpoints import Messages
 from hybridmem.chat.server.ollama.endpoints import Ollama
 from hybridmem.chat.server.options import ServerOptions
 from hybridmem.chat.server.page_files import PREFIX, show_file, show_page
+from hybridmem.chat.server.reranking import Reranking
 from hybridmem.chat.server.scores import Scores
 from hybridmem.chat.server.service import Service
 from hybridmem.chat.server.sessions.keeping import keeping
@@ -78,8 +79,8 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     app.state.service = service
     app.state.sessions = repository
     view, tokenizing = service.memory_view, Tokenizing(service)
-    messages, ollama, llama = Messages(service), Ollama(service), LlamaServer(service)
     embedding = Embedding(service, service.options.pooling)
+    messages, ollama, llama = Messages(service), Ollama(service), LlamaServer(service, embedding)
     routes: dict[str, tuple[str, Callable[..., Any]]] = {
         "/health": ("GET", service.health),
         "/metrics": ("GET", service.render_metrics),
@@ -96,9 +97,12 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         "/v1/messages/count_tokens": ("POST", messages.count),
         "/v1/embeddings": ("POST", embedding.embed),
         "/v1/score": ("POST", Scores(service).score),
+        **{path: ("POST", Reranking(service).rank) for path in RERANK_PATHS},
         "/apply-template": ("POST", llama.apply_template),
         "/completion": ("POST", llama.complete),
         "/infill": ("POST", llama.infill),
+        "/embedding": ("POST", llama.embed),
+        "/embeddings": ("POST", llama.embed),
         "/props": ("GET", llama.props),
         "/slots": ("GET", llama.slots),
         "/api/chat": ("POST", ollama.chat),
@@ -113,7 +117,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     for path, (method, endpoint) in routes.items():
         methods = [method, "HEAD"] if path in _ASKED_BY_MONITORS else [method]
         app.add_api_route(path, endpoint, methods=methods, response_model=None)
-    app.add_api_route("/slots/{slot}", llama.change_slot, methods=["POST"], response_model=None)
+    app.add_api_route("/slots/{slot:int}", llama.change_slot, methods=["POST"], response_model=None)
     for method, path, endpoint in session_routes(repository, pins):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     check_bodies(app)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -86,9 +88,19 @@ class Embedding:
         self._turn = asyncio.Lock()
 
     async def embed(self, request: Request) -> Response:
+        asked, vectors, n_tokens = await self.compute(request, partial(read_request, EmbeddingsRequest))
+        return JSONResponse(self._answer(asked, vectors, n_tokens))
+
+    async def compute(
+        self, request: Request, read: Callable[[bytes], EmbeddingsRequest]
+    ) -> tuple[EmbeddingsRequest, list[np.ndarray[Any, Any]], int]:
+        """Read a request, in whatever dialect, and return it, its embeddings, and how many tokens it has.
+
+        Raises ApiError.
+        """
         body = await request.body()
         service, exchange = self._service, exchange_of(request.scope)
-        asked, inputs = await service.texts.run(len(body), lambda texts: self._read(texts, body), param="input")
+        asked, inputs = await service.texts.run(len(body), lambda texts: self._read(texts, body, read), param="input")
         pooling = self._check(asked)
         exchange.take_place()
         vectors = []
@@ -102,11 +114,13 @@ class Embedding:
         exchange.notes["prompt_tokens"] = n_tokens
         if exchange.use is not None:
             exchange.use.charge(n_tokens)
-        return JSONResponse(self._answer(asked, vectors, n_tokens))
+        return asked, vectors, n_tokens
 
-    def _read(self, texts: Tokenizer, body: bytes) -> tuple[EmbeddingsRequest, list[list[int]]]:
+    def _read(
+        self, texts: Tokenizer, body: bytes, read: Callable[[bytes], EmbeddingsRequest]
+    ) -> tuple[EmbeddingsRequest, list[list[int]]]:
         check_lists(body, self._service.context_tokens, param="input")
-        asked = read_request(EmbeddingsRequest, body)
+        asked = read(body)
         self._service.check_model(asked.model)
         inputs = [self._service.encode(texts.for_another_prompt(), prompt, "input") for prompt in asked.input]
         most = self._service.context_tokens

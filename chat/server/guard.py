@@ -24,6 +24,8 @@ from hybridmem.chat.server.incoming import ClientGoneError, Incoming, Turnstile,
 from hybridmem.chat.server.keys import Use
 from hybridmem.chat.server.options import ServerOptions
 
+RERANK_PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking", "/v2/rerank")
+"""The paths at which clients of Jina, llama.cpp, vLLM and Cohere ask for the order of documents."""
 PATHS_WITH_BODIES = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -31,9 +33,12 @@ PATHS_WITH_BODIES = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/score",
+    *RERANK_PATHS,
     "/apply-template",
     "/completion",
     "/infill",
+    "/embedding",
+    "/embeddings",
     "/api/chat",
     "/api/generate",
     "/api/show",

@@ -63,6 +63,7 @@ class ServerOptions:
         session_bytes: the most bytes of the texts and token ids of all sessions. Beyond that, the sessions used longest
             ago are deleted.
         warm: a file with one request a line, whose prompts are computed at the start and kept.
+        slot_save_path: the folder in which clients of llama.cpp's server save the prefixes of slots. None: they cannot.
         trees: whether chats and messages are stored too, as trees of their agents' steps.
         session_days: a session that nobody has used for so many days is deleted. Sessions with a pinned node stay.
     Raises:
@@ -99,6 +100,7 @@ class ServerOptions:
     session_days: float = 30.0
     trees: bool = False
     warm: str | None = None
+    slot_save_path: str | None = None
 
     def __post_init__(self) -> None:
         if self.api_key is not None:

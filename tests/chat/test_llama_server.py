@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from hybridmem.chat.prompts import Tokenizer, load_tokenizer
+from hybridmem.chat.server import ServerOptions
 from hybridmem.models import EMBEDDED, LanguageModel
 from tests.chat.servers import MODEL, Answer, Running, running
 
@@ -81,7 +83,11 @@ def test_what_clients_ask_before_they_begin(plain_server: Running, tokenizer: To
         ("/completion", {}, 400, "prompt"),
         ("/completion", {"prompt": "a", "mirostat": 2}, 400, "mirostat"),
         ("/completion", {"prompt": "a", "model": "other"}, 404, "other"),
-        ("/slots/0", {"filename": "a"}, 501, "/v1/sessions"),
+        ("/slots/0", {"filename": "a"}, 400, "action"),
+        ("/slots/0?action=save", {"filename": "a"}, 501, "--slot-save-path"),
+        ("/slots/7?action=erase", {}, 404, "'id_slot': 7"),
+        ("/embedding", {"content": "a"}, 400, "--pooling"),
+        ("/embedding", {"content": "a", "embd_normalize": -1}, 400, "embd_normalize"),
         ("/infill", {"input_prefix": "a", "input_suffix": "b"}, 501, "gaps"),
         ("/apply-template", {"messages": []}, 400, "messages"),
     ],
@@ -128,3 +134,44 @@ def renamed(texts: Tokenizer, token: int, name: str) -> Tokenizer:
     changed.add_special_tokens([AddedToken(name, special=True)])
     special = {"bos_token": texts.bos_token, "eos_token": texts.eos_token}
     return PreTrainedTokenizerFast(tokenizer_object=changed, chat_template=texts.chat_template, **special)
+
+
+def test_slots_are_saved_erased_and_restored(embedded: LanguageModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    options = ServerOptions(slot_save_path=str(tmp_path), isolate=True)
+    long = "<|bos|><|user|>" + "My cat is called Zoe. " * 20 + "<|end|><|assistant|>"
+
+    def change(server: Running, action: str, name: str = "a.bin", **body: Any) -> Answer:
+        return server.call("POST", f"/slots/3?action={action}", {"filename": name} | body)
+
+    with running(embedded, tokenizer, options) as server:
+        first = complete(server, prompt=long, n_predict=4, id_slot=3).json
+        assert first["id_slot"] == 3 and first["timings"]["cache_n"] == 0
+        saved = change(server, "save").json
+        assert saved["n_saved"] >= first["tokens_evaluated"] and saved["filename"] == "a.bin"
+        for name in ("../a", "", "a/b", ".a"):
+            assert "filename" in change(server, "save", name).error["message"]
+        assert change(server, "save", user="another").status == 404
+        assert change(server, "restore", user="another").status == 400, "files of others are not found"
+        assert change(server, "erase").json == {"id_slot": 3, "n_erased": saved["n_saved"]}
+        assert complete(server, prompt=long, n_predict=4).json["timings"]["cache_n"] == 0
+    with running(embedded, tokenizer, options) as server:  # After a restart.
+        restored = change(server, "restore").json
+        assert (restored["n_restored"], restored["n_read"]) == (saved["n_saved"], saved["n_written"])
+        again = complete(server, prompt=long, n_predict=4).json
+        assert again["content"] == first["content"] and again["timings"]["cache_n"] == first["tokens_evaluated"] - 1
+        assert change(server, "restore", "missing.bin").status == 400
+
+
+def test_each_event_may_have_the_times_so_far(plain_server: Running) -> None:
+    events = complete(plain_server, n_predict=20, stream=True, timings_per_token=True).events
+    timings = [json.loads(event)["timings"] for event in events]
+    counts = [each["predicted_n"] for each in timings]
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+    assert [each["predicted_ms"] for each in timings] == sorted(each["predicted_ms"] for each in timings)
+
+
+def test_embeddings_are_those_of_openais_clients(plain_server: Running) -> None:
+    asked = {"model": MODEL, "input": ["a cat", "a dog"], "pooling": "mean"}
+    wanted = [each["embedding"] for each in plain_server.call("POST", "/v1/embeddings", asked).json["data"]]
+    found = plain_server.call("POST", "/embedding", {"content": ["a cat", "a dog"], "pooling": "mean"}).json
+    assert found == [{"index": i, "embedding": [vector]} for i, vector in enumerate(wanted)]

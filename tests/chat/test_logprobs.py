@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.token_bytes import TokenBytes
 from hybridmem.chat.server.logprobs import completion_logprobs
+from hybridmem.chat.server.reranking import INSTRUCTION
 from hybridmem.models import EMBEDDED
 from tests.chat.servers import MODEL, Running
 
@@ -166,3 +168,42 @@ def test_choices_of_messages_and_of_token_ids(plain_server: Running, tokenizer: 
 def test_wrong_choices_are_named(plain_server: Running, change: dict[str, Any], param: str) -> None:
     answer = plain_server.call("POST", "/v1/score", {"model": MODEL, "prompt": "My cat"} | change)
     assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def test_documents_are_ranked_by_how_well_the_query_follows_them(
+    plain_server: Running, tokenizer: Tokenizer, logprobs_of: Any
+) -> None:
+    documents = ["My dog is called Rex.", {"text": "My cat is called Zoe."}, "My cat is called Milo."]
+    asked = {"model": MODEL, "query": "My cat is called Zoe.", "documents": documents, "return_documents": True}
+    found = plain_server.call("POST", "/v1/rerank", asked).json
+    texts = [each["text"] if isinstance(each, dict) else each for each in documents]
+    ids, expected = tokenizer.encode(asked["query"], add_special_tokens=False), []
+    for text in texts:
+        message = {"role": "user", "content": INSTRUCTION + text}
+        prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+        rows_SV = logprobs_of([*prompt, *ids])[len(prompt) - 1 :]
+        expected.append(sum(float(row[token]) for row, token in zip(rows_SV, ids, strict=False)) / len(ids))
+    order = sorted(range(3), key=lambda i: -expected[i])
+    assert [result["index"] for result in found["results"]] == order
+    scores = [result["relevance_score"] for result in found["results"]]
+    assert [math.log(score) for score in scores] == pytest.approx([expected[i] for i in order], abs=1e-4)
+    assert [result["document"]["text"] for result in found["results"]] == [texts[i] for i in order]
+    n_before = plain_server.engine.stats.n_fed
+    best = plain_server.call("POST", "/reranking", {"query": "What is it?", "documents": documents, "top_n": 1}).json
+    assert len(best["results"]) == 1 and "document" not in best["results"][0]
+    # The documents were computed before, so the second query computes only itself.
+    assert plain_server.engine.stats.n_fed - n_before < 3 * 10
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"documents": []}, "documents"),
+        ({"documents": [3]}, "documents"),
+        ({"query": ""}, "query"),
+        ({"top_n": 0}, "top_n"),
+    ],
+)
+def test_wrong_rankings_are_refused_by_name(plain_server: Running, change: dict[str, Any], word: str) -> None:
+    answer = plain_server.call("POST", "/rerank", {"query": "a", "documents": ["b"], **change})
+    assert answer.status == 400 and word in answer.error["message"]

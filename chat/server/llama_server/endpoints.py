@@ -1,4 +1,4 @@
-"""Answers /completion, /infill, /apply-template, /props and /slots as llama.cpp's server does."""
+"""Answers /completion, /infill, /embedding, /apply-template, /props and /slots as llama.cpp's server does."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from starlette.responses import JSONResponse, Response
 from hybridmem import __version__
 from hybridmem.chat.prompts import Tokenizer, render
 from hybridmem.chat.server.checked import read_request
+from hybridmem.chat.server.embedding import Embedding, EmbeddingsRequest
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.guard import exchange_of
 from hybridmem.chat.server.llama_server.format import LlamaFormat
-from hybridmem.chat.server.llama_server.schema import ApplyTemplate, Infill, LlamaCompletion
+from hybridmem.chat.server.llama_server.schema import ApplyTemplate, Infill, LlamaCompletion, LlamaEmbedding
+from hybridmem.chat.server.llama_server.slots import Slots
 from hybridmem.chat.server.schema import CompletionRequest
 from hybridmem.chat.server.service import Service
 from hybridmem.memory import FormatError
@@ -30,15 +32,17 @@ _GAPS = (
 class LlamaServer:
     """Answers in the form of llama.cpp's server. All else is the service's."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, embedding: Embedding) -> None:
         self._service = service
+        self._embedding = embedding
+        self._slots = Slots(service)
 
     async def complete(self, request: Request) -> Response:
         body = await request.body()
         given = read_request(LlamaCompletion, body)
         if len(given.prompt) != 1:
             raise ApiError(400, "Give one 'prompt': a text, or token ids.", param="prompt", code="invalid_value")
-        return await self._answer(request, given.as_completion(self._service.model_id))
+        return await self._answer(request, given, given.as_completion(self._service.model_id))
 
     async def infill(self, request: Request) -> Response:
         """Fill the gap between two texts."""
@@ -57,14 +61,18 @@ class LlamaServer:
 
         prompt = await self._service.texts.run(len(await request.body()), encode)
         asked = given.model_copy(update={"prompt": [prompt]}).as_completion(self._service.model_id)
-        return await self._answer(request, asked)
+        return await self._answer(request, given, asked)
 
-    async def _answer(self, request: Request, asked: CompletionRequest) -> Response:
-        service = self._service
+    async def _answer(self, request: Request, given: LlamaCompletion, asked: CompletionRequest) -> Response:
+        service, slot = self._service, max(0, given.slot)
         _, (ask,) = await service.ask_completion(request, lambda _: asked)
         (prompt,) = asked.prompt
         text = prompt if isinstance(prompt, str) else ""
-        form = LlamaFormat(asked.model, service.tokens, text, ask.output.end_ids, asked.logprobs is not None)
+        form = LlamaFormat(
+            asked.model, service.tokens, text, ask.output.end_ids, asked.logprobs is not None, slot,
+            has_timings=given.timings_per_token,
+            note=lambda token_ids: self._slots.note(ask.owner, slot, [*ask.token_ids, *token_ids]),
+        )  # fmt: skip
         return await service.reply(exchange_of(request.scope), [ask], form, form if asked.stream else None)
 
     async def apply_template(self, request: Request) -> Response:
@@ -101,9 +109,17 @@ class LlamaServer:
         about = {"n_ctx": self._service.context_tokens, "is_processing": True}
         return JSONResponse([{"id": i, **about} for i in range(n_running)])
 
-    async def change_slot(self, slot: str) -> Response:
-        message = (
-            "Slots are not saved and restored here: every prefix is kept by itself, across restarts with --prefixes, "
-            "and sessions are exported at /v1/sessions."
-        )
-        raise ApiError(501, message, param="id_slot", code="not_supported")
+    async def change_slot(self, request: Request, slot: int) -> Response:
+        return await self._slots.change(request, slot)
+
+    async def embed(self, request: Request) -> Response:
+        """Return the pooled hidden states of texts, each as a list of one vector."""
+
+        def read(body: bytes) -> EmbeddingsRequest:
+            given = read_request(LlamaEmbedding, body)
+            model = self._service.model_id if given.model is None else given.model
+            fields = {"model": model, "input": given.content, "pooling": given.pooling}
+            return EmbeddingsRequest.model_validate(fields)
+
+        _, vectors, _ = await self._embedding.compute(request, read)
+        return JSONResponse([{"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)])

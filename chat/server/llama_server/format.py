@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,9 @@ class LlamaFormat:
     Attributes:
         prompt: the text of the prompt.
         has_probs: whether the likeliest tokens are sent.
+        slot: the number by which the client names the prefix.
+        has_timings: whether each event has the times so far.
+        note: is called with the tokens of the reply at its end.
     """
 
     model: str
@@ -29,6 +33,9 @@ class LlamaFormat:
     prompt: str
     end_ids: tuple[int, ...]
     has_probs: bool = False
+    slot: int = 0
+    has_timings: bool = False
+    note: Callable[[list[int]], None] = lambda _: None
     _last: Generation | None = None
     _n_told: int = 0
 
@@ -52,9 +59,10 @@ class LlamaFormat:
         self._n_told = len(piece.generation.token_ids)
         if not (piece.text or new):
             return ""
-        about = {"index": 0, "content": piece.text, "tokens": new, "stop": False, "id_slot": 0}
+        about = {"index": 0, "content": piece.text, "tokens": new, "stop": False, "id_slot": self.slot}
         counts = {"tokens_predicted": self._n_told, "tokens_evaluated": piece.generation.n_prompt}
-        return as_event(about | counts | self._probs(list(piece.logprobs)))
+        timings = {"timings": _timings_so_far(piece, usage())} if self.has_timings else {}
+        return as_event(about | counts | timings | self._probs(list(piece.logprobs)))
 
     def end(self, usage: Usage) -> str:
         assert self._last is not None, "its last piece has come"
@@ -79,16 +87,24 @@ class LlamaFormat:
         return {"id": token_id, "token": token_text(self.tokens, token_id), "bytes": list(raw), "logprob": logprob}
 
     def _end(self, generation: Generation, usage: dict[str, Any]) -> dict[str, Any]:
+        self.note(generation.token_ids)
         kind = "word" if generation.stopped_by is not None else "eos"
         spent, n_cached = usage["hybrid_memory"], usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "id_slot": 0, "stop": True, "model": self.model, "prompt": self.prompt, "truncated": False,
+            "id_slot": self.slot, "stop": True, "model": self.model, "prompt": self.prompt, "truncated": False,
             "tokens_predicted": usage["completion_tokens"], "tokens_evaluated": usage["prompt_tokens"],
             "tokens_cached": n_cached, "has_new_line": "\n" in generation.text,
             "stop_type": kind if generation.finish_reason == "stop" else "limit",
             "stopping_word": generation.stopped_by or "",
             "timings": timings_of(usage["prompt_tokens"] - n_cached, n_cached, usage["completion_tokens"], spent),
         }  # fmt: skip
+
+
+def _timings_so_far(piece: Piece, usage: dict[str, Any]) -> dict[str, Any]:
+    """Return the times of a reply that goes on."""
+    n_cached, first = usage["prompt_tokens_details"]["cached_tokens"], piece.generation.first_token_at
+    spent = usage["hybrid_memory"] | {"decode_seconds": 0.0 if first is None else max(0.0, piece.heard_at - first)}
+    return timings_of(usage["prompt_tokens"] - n_cached, n_cached, usage["completion_tokens"], spent)
 
 
 def timings_of(n_prompt: int, n_cached: int, n_predicted: int, spent: dict[str, Any]) -> dict[str, Any]:

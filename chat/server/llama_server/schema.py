@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from hybridmem.chat.server.checked import ANY, Neutral
+from hybridmem.chat.server.checked import ANY, Checked, Neutral
+from hybridmem.chat.server.embedding import Pooling
 from hybridmem.chat.server.sampled import SamplingFields
 from hybridmem.chat.server.schema import CompletionRequest, Message, Prompt, read_prompts
 from hybridmem.chat.server.template_fields import TemplateFields
@@ -21,20 +22,24 @@ def _read_length(value: object) -> object:
 
 
 class LlamaCompletion(SamplingFields):
-    """Holds a request to POST /completion. Its sampling has the names that chats have, too."""
+    """Holds a request to POST /completion. Its sampling has the names that chats have, too.
+
+    Attributes:
+        slot: the name by which the prefix can be saved later. Below 0: any, which is 0 here.
+        timings_per_token: whether each event of a stream has the times so far.
+    """
 
     neutral: ClassVar[Neutral] = {
         "lora": ([],),
         "response_fields": ([],),
         "return_tokens": ANY,  # Tokens are always returned.
         "t_max_predict_ms": (0,),
-        "timings_per_token": ANY,
     }
     noted: ClassVar[Mapping[str, str]] = {
         "samplers": "samplers have one order here",
         "t_max_predict_ms": "give 'deadline_seconds'",
     }
-    aliases: ClassVar[dict[str, str]] = SamplingFields.aliases | {"max_tokens": "n_predict"}
+    aliases: ClassVar[dict[str, str]] = SamplingFields.aliases | {"max_tokens": "n_predict", "id_slot": "slot"}
     left_out: tuple[str, ...] = ()
     model: str | None = None
     prompt: Annotated[list[Prompt], BeforeValidator(read_prompts)] = Field(default_factory=list)
@@ -47,6 +52,8 @@ class LlamaCompletion(SamplingFields):
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
     return_progress: bool = False
+    slot: int = 0
+    timings_per_token: bool = False
 
     def as_completion(self, model: str) -> CompletionRequest:
         """Return the same as a request of OpenAI's clients.
@@ -74,6 +81,16 @@ class Infill(LlamaCompletion):
     prompt: str = ""  # type: ignore[assignment]
     input_prefix: str
     input_suffix: str
+
+
+class LlamaEmbedding(Checked):
+    """Holds a request to POST /embedding, and to /embeddings without /v1."""
+
+    neutral: ClassVar[Neutral] = {"embd_normalize": (2,), "encoding_format": ("float",)}
+    aliases: ClassVar[dict[str, str]] = {"input": "content"}
+    model: str | None = None
+    content: Annotated[list[Prompt], BeforeValidator(read_prompts)]
+    pooling: Pooling | None = None
 
 
 class ApplyTemplate(TemplateFields):
