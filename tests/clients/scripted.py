@@ -37,7 +37,8 @@ TEMPLATE = """\
 </tool_response><|end|>{% else %}<|user|>{{ message.content }}<|end|>{% endif %}{% endfor %}\
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
 _STEP = re.compile(r"\[\[(CALL|SAY|ON) (.*?)\]\]", re.DOTALL)
-_RESULT = "</tool_response>"
+_RESULT = re.compile(r"</tool_response>|Observation:")
+"""Ends the result of a tool, or begins one, as smolagents writes it."""
 
 
 class Script:
@@ -67,7 +68,7 @@ class Script:
             return "SAY", "Okay, noted."
         # The steps of one message stand in one turn, which is the last with such steps.
         steps = _STEP.findall(before.rpartition("<|user|>")[2] + mark + behind)
-        kind, text = steps[min(behind.count(_RESULT), len(steps) - 1)]
+        kind, text = steps[min(len(_RESULT.findall(behind)), len(steps) - 1)]
         if kind != "CALL":
             return kind, text
         call = json.loads(text.replace('\\"', '"'))  # opencode puts what users say into quotation marks.

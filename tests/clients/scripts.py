@@ -1,6 +1,7 @@
 """Starts the server with prescribed replies, and programs of other projects that npm installs.
 
-    npm install --prefix .node-clients @anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code
+    npm install --prefix .node-clients @anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code \\
+        @mariozechner/pi-coding-agent ai @ai-sdk/openai-compatible openai zod
 
 `NODE_CLIENTS` names another folder. Programs that are not there are skipped by name.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,6 +43,14 @@ def program(name: str) -> Path:
 def version_of(package: str) -> str:
     path = NODE / "node_modules" / package / "package.json"
     return str(json.loads(path.read_text())["version"]) if path.exists() else ""
+
+
+LOOKS = (
+    "Do it. "
+    + " ".join(f'[[CALL {{"name": "look", "arguments": {{"where": "{where}"}}}}]]' for where in ("here", "there"))
+    + " [[SAY All is done.]]"
+)
+"""A user's message after which the tool "look" is called twice, and then something is said."""
 
 
 def steps(tool: str, argument: str, **more: object) -> str:
@@ -122,6 +132,16 @@ def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_script(name: str, package: str, server: ScriptedServer) -> str:
+    """What a script for Node prints, which imports packages of `NODE`. It gets the server's URL, and `LOOKS`."""
+    node = shutil.which("node")
+    if node is None or not version_of(package):
+        pytest.skip(f"node or {package} is not there: see tests/clients/scripts.py")
+    source = (Path(__file__).parent / name).read_text()
+    env = {"URL": f"{server.url}/v1", "TEXT": LOOKS}
+    return run([node, "--input-type=module", "-e", source], NODE, env)
 
 
 def cancel(command: list[str], folder: Path, env: dict[str, str], server: ScriptedServer) -> None:

@@ -6,7 +6,9 @@ import asyncio
 import json
 
 import litellm
+import pytest
 from pydantic import BaseModel
+from scripts import LOOKS, ScriptedServer  # type: ignore[import-not-found]
 
 PACKAGE = "litellm"
 MODEL = "openai/embedded"
@@ -46,3 +48,27 @@ def test_response_format() -> None:
 def test_text_completion() -> None:
     """text_completion."""
     assert litellm.text_completion(model="text-completion-openai/embedded", prompt="My cat").choices[0].finish_reason
+
+
+def test_a_loop(scripted: ScriptedServer) -> None:
+    """a loop with two tools."""
+    messages, looked = [{"role": "user", "content": LOOKS}], []
+    look = {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {"where": {}}}},
+    }
+    while True:
+        message = litellm.completion(MODEL, messages, tools=[look], api_base=f"{scripted.url}/v1").choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            break
+        for call in message.tool_calls:
+            looked.append(json.loads(call.function.arguments)["where"])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "a dog"})
+    assert message.content == "All is done." and looked == ["here", "there"]
+
+
+def test_overflow() -> None:
+    """a prompt that is too long, as ContextWindowExceededError."""
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(MODEL, [{"role": "user", "content": "word " * 200_000}])

@@ -24,3 +24,8 @@ def test_a_loop(scripted: ScriptedServer, tmp_path: Path) -> None:
     assert "All is done." in run([path, "run", steps("bash", "command")], tmp_path, env)
     loop = scripted.requests()[n_before:]
     assert len(loop) >= 3 and all(each["prompt_tokens"] - each["cached_tokens"] < 500 for each in loop[-2:])
+    # Another session with other words computes nearly nothing of its main prompt again.
+    n_before = len(scripted.requests())
+    run([path, "run", "My dog is called Rex, and I have a horse as well."], tmp_path, env)
+    main = max(scripted.requests()[n_before:], key=lambda each: each["prompt_tokens"])
+    assert main["prompt_tokens"] - main["cached_tokens"] <= 0.02 * main["prompt_tokens"]

@@ -1,0 +1,32 @@
+"""Outlines, whose forms of replies OpenAI's client sends."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+pytest.importorskip("outlines")
+import openai
+import outlines
+from pydantic import BaseModel
+
+PACKAGE = "outlines"
+
+
+class Cat(BaseModel):
+    name: str
+    age: int
+
+
+def test_forms(url: str) -> None:
+    """text; a class; a stream; choices, patterns and grammars by its model for vLLM's servers."""
+    client = openai.OpenAI(base_url=url, api_key="none is needed")
+    model: Any = outlines.from_openai(client, "embedded")
+    assert model("My cat is called Zoe.", temperature=0) == "Okay, noted."
+    assert "".join(model.stream("My cat is called Zoe.", temperature=0)) == "Okay, noted."
+    assert isinstance(Cat.model_validate_json(model("A cat.", Cat, max_tokens=200)), Cat)
+    ours: Any = outlines.from_vllm(client, "embedded")
+    assert ours("Is it?", Literal["yes", "no"]) in ("yes", "no")
+    assert ours("When?", outlines.regex("[0-9]{4}")).isdigit()
+    assert ours("Which?", outlines.cfg('start: "<" ("a" | "b") ">"')) in ("<a>", "<b>")
