@@ -177,14 +177,14 @@ class JsonBlock:
                 self._end()
         elif text[0] == "{":
             self._object, self._text = _Object(self._index, self._tools, is_known=self._is_bare), text
-        elif self._index and not self._frame.stop:
+        elif not self._has_calls:
+            self.is_text = True
+        elif not self._frame.stop:
             self._text = text
             self._end()
-        elif self._index and self._frame.stop in text:  # Something else stands behind the last object.
+        elif self._frame.stop in text:  # Something else stands behind the last object, or in it.
             self._text = text.partition(self._frame.stop)[2]
             self._end()
-        elif not self._index:
-            self.is_text = True
 
     def _end(self) -> None:
         if self._has_calls or self._index:
@@ -198,11 +198,8 @@ class JsonBlock:
         self._has_calls = self._has_calls or bool(parts)
         if found.is_broken:
             self._text, self._object = found.rest, None
-            if not self._has_calls:
-                self.is_text = True
-            elif self._frame.stop in found.rest:
-                self._text = found.rest.partition(self._frame.stop)[2]
-                self._end()
+            self._index += bool(found.has_begun)
+            self.is_text = not self._has_calls
         elif found.is_closed:
             self._text, self._object = found.rest, None
             self._index += bool(found.has_begun)

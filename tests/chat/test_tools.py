@@ -19,7 +19,7 @@ from hybridmem.chat.sampling.token_bytes import TokenBytes
 from hybridmem.chat.server.chat_format import ChatFormat
 from hybridmem.chat.server.replies import Piece
 from hybridmem.chat.tools.calls import CallFormat, Tool, parse_json
-from hybridmem.chat.tools.families import BARE, HERMES, JAMBA, LFM, NEMOTRON, QWEN, Habits, find_habits
+from hybridmem.chat.tools.families import BARE, GRANITE, HERMES, JAMBA, LFM, NEMOTRON, QWEN, Habits, find_habits
 from hybridmem.chat.tools.grammars import Required, make_grammar
 from hybridmem.chat.tools.reading import ReplyReader
 
@@ -212,3 +212,17 @@ def test_a_family_is_known_by_its_template_or_its_tokens(tokenizer: Tokenizer) -
     assert {sign: find_habits(Other(sign)).calls for sign in signs} == signs
     assert find_habits(Other("</think>")).thinks
     assert find_habits(tokenizer).calls is None and not find_habits(tokenizer).thinks
+
+
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        (GRANITE, '<|tool_call|>[{"name": "now", "arguments": {}city": 3}]'),
+        (HERMES, '<tool_call>\n{"name": "now", "arguments": {}city": 3}}\n</tool_call> b'),
+        (JAMBA, '<tool_calls>[{"name": "now", "arguments": {} {"name": "now", "arguments": {}}]</tool_calls> b'),
+        (JAMBA, '<tool_calls>[{"name": "now", "arguments": {}}, x]</tool_calls> b'),
+    ],
+)
+def test_what_stands_behind_the_arguments_of_a_call_is_read_alike_in_pieces(calls: CallFormat, text: str) -> None:
+    found = [read(ReplyReader(habits(calls), TOOLS, calls), pieces) for pieces in ([text], [*text])]
+    assert found[0] == found[1] and found[0][2] and all(call == ("now", {}) for call in found[0][2])
