@@ -22,7 +22,7 @@ from hybridmem.chat.server.checked import Checked, Neutral, read_request
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.guard import exchange_of
 from hybridmem.chat.server.lengths import check_length
-from hybridmem.chat.server.replies import Ask
+from hybridmem.chat.server.replies import PromptRequest
 from hybridmem.chat.server.scores import MOST_SCORED
 from hybridmem.chat.server.service import Service
 from hybridmem.chat.special_tokens import special_tokens_of
@@ -71,7 +71,7 @@ class Reranking:
         for prompt in prompts:
             check_length(len(prompt) + len(query), 0, None, service.context_tokens, param="documents")
         asks = [
-            Ask(
+            PromptRequest(
                 [*prompt, *query], 0, (), (Sampling(),), owner, Output(prompt_logprobs=0, scored_from=len(prompt)),
                 marks=(len(prompt) - 1,) if len(prompt) > 1 else (),
             )

@@ -21,7 +21,7 @@ from hybridmem.chat.server.checked import ANY, Checked, Neutral, read_request
 from hybridmem.chat.server.errors import ApiError, clip
 from hybridmem.chat.server.service import Service
 from hybridmem.memory import CapacityError, FormatError
-from hybridmem.memory.prefix.cache import PrefixCache
+from hybridmem.memory.prefix import PrefixCache
 
 _MOST_SLOTS = 1024
 """The prefixes of so many slots are known by their numbers: those that were used last."""
