@@ -99,6 +99,7 @@ def test_all_runs_each_command_in_a_process_of_its_own_and_says_which_failed(
         "gpu",
         "large",
         "llamacpp",
+        "real",
         "locks",
         "operation",
         "page",

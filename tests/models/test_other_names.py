@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, JambaForCausalLM
 
 from hybridmem.memory import HybridMemory, HybridMemoryError, Sequence
 from hybridmem.models import EMBEDDED, HybridCache, attach, load_model
 
 IDS = torch.tensor([[1, 5, 6, 7]])
+CACHE = "cache" if "cache" in inspect.signature(JambaForCausalLM.forward).parameters else "past_key_values"
+"""The name of the argument, which transformers 5.24 has changed."""
 
 
 class Scene:
@@ -26,7 +29,7 @@ class Scene:
 
     def used_cache(self) -> HybridCache:
         cache = HybridCache(self.memory, [self.memory.open()])
-        self.hf.generate(IDS, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        self.hf.generate(IDS, **{CACHE: cache}, max_new_tokens=4, do_sample=False)
         return cache
 
 
@@ -40,13 +43,13 @@ MISTAKES: dict[str, tuple[Callable[[Scene], object], str]] = {
     "HybridMemory(hf_model)": (lambda s: HybridMemory(s.hf), "attach(hf_model)"),
     "HybridMemory(model)": (lambda s: HybridMemory(s.model), "model.memory_spec"),
     "generate(past_key_values=memory)": (
-        lambda s: s.hf.generate(IDS, past_key_values=s.memory, max_new_tokens=2), "HybridCache(memory, [memory.open()])"
+        lambda s: s.hf.generate(IDS, **{CACHE: s.memory}, max_new_tokens=2), "HybridCache(memory, [memory.open()])"
     ),
     "a shorter prompt on a used cache": (
-        lambda s: s.hf.generate(IDS[:, :2], past_key_values=s.used_cache(), max_new_tokens=2), "whole dialogue"
+        lambda s: s.hf.generate(IDS[:, :2], **{CACHE: s.used_cache()}, max_new_tokens=2), "whole dialogue"
     ),
     "another prompt on a used cache": (
-        lambda s: s.hf.generate(torch.full((1, 20), 9), past_key_values=s.used_cache(), max_new_tokens=2), "position 0"
+        lambda s: s.hf.generate(torch.full((1, 20), 9), **{CACHE: s.used_cache()}, max_new_tokens=2), "position 0"
     ),
     "a.rollback()": (lambda s: s.sequence.rollback(), "memory.rollback(sequence, n_tokens=2)"),
     "a.fork()": (lambda s: s.sequence.fork(), "memory.fork(sequence)"),
@@ -100,11 +103,11 @@ def test_a_prompt_that_goes_on_is_taken(scene: Scene) -> None:
     cache = HybridCache(scene.memory, [scene.memory.open() for _ in range(2)])
     prompt = torch.tensor([[0, 0, 1, 5], [1, 5, 6, 7]])
     said = scene.hf.generate(
-        prompt, attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), past_key_values=cache, max_new_tokens=3,
+        prompt, attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), **{CACHE: cache}, max_new_tokens=3,
         min_new_tokens=3, do_sample=False,
     )  # fmt: skip
     cache.crop(-1)
     longer = torch.cat([said[:, : cache.get_seq_length()], torch.tensor([[8, 9], [8, 9]])], 1)
     mask = torch.ones_like(longer)
     mask[0, :2] = 0
-    scene.hf.generate(longer, attention_mask=mask, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    scene.hf.generate(longer, attention_mask=mask, **{CACHE: cache}, max_new_tokens=2, do_sample=False)
