@@ -52,20 +52,31 @@ class uninterrupted:
         self._previous: dict[int, Any] = {}
         if get_ident() != threading.main_thread().ident:
             return
-        for number in _HELD_SIGNALS:
-            if callable(handler := _get_handler(number)):
-                self._previous[number] = handler
-                _set_handler(number, self._hold)
+        try:
+            for number in _HELD_SIGNALS:
+                if callable(handler := _get_handler(number)):
+                    self._previous[number] = handler
+                    _set_handler(number, self._hold)
+        except BaseException:  # A signal came whose handler was not replaced yet.
+            self._restore()
+            raise
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         # The frame is not kept, because its variables, such as an `uninterrupted_call`, would live on.
         self._arrived.append(number)
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            _set_handler(number, handler)
+        try:
+            self._restore()
+        except BaseException:  # A signal came whose handler is back already, while others are not.
+            self._restore()
+            raise
         for number in dict.fromkeys(self._arrived):
             self._previous[number](number, sys._getframe())
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            _set_handler(number, handler)
 
 
 class _End(weakref.ref[Any]):

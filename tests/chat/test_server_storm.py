@@ -105,7 +105,7 @@ RUDE: dict[str, tuple[str, bytes, int]] = {
     "too long": ("/v1/completions", json.dumps({"model": MODEL, "prompt": "cat " * 600}).encode(), 400),
     "too large": ("/v1/completions", b" " * (1 << 17), 413),
     "unknown model": ("/v1/completions", b'{"model": "gpt", "prompt": "hello"}', 404),
-    "unknown path": ("/v1/rerank", b"{}", 404),
+    "unknown path": ("/v1/nothing", b"{}", 404),
 }
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,28 @@ def test_a_call_inside_of_a_block_puts_the_handler_back() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.parametrize("number", HANDLERS)
+@pytest.mark.parametrize("block", [uninterrupted, uninterrupted_call, lambda: uninterrupted_call(holds_all=True)])
+def test_a_signal_at_any_bytecode_of_a_block_leaves_every_handler_as_it_was(
+    block: Callable[[], AbstractContextManager[Any]], number: int
+) -> None:
+    """Also those of other signals, which the block had begun to hold back, or had not given back yet."""
+    kept = {each: signal.signal(each, handler) for each, handler in HANDLERS.items()}
+
+    def call() -> None:
+        with block() as held:
+            del held
+
+    def verify(_: Outcome) -> None:
+        assert {each: signal.getsignal(each) for each in HANDLERS} == HANDLERS
+
+    try:
+        assert try_places(lambda: (call, verify), 1000, number=number) > 20
+    finally:
+        for each, handler in kept.items():
+            signal.signal(each, handler)
 
 
 def test_a_kept_error_holds_no_ctrl_c_back() -> None:
