@@ -32,7 +32,7 @@ from hybridmem.memory.eviction import (
 from hybridmem.memory.quantization import Float8, Quantized, Storage
 from hybridmem.models import EMBEDDED, LanguageModel, load_model
 
-_POLICIES = (Recent, KNorm, H2O, Scissorhands, TOVA, SnapKV, PyramidKV, ExpectedAttention, Quest)
+POLICIES = (Recent, KNorm, H2O, Scissorhands, TOVA, SnapKV, PyramidKV, ExpectedAttention, Quest)
 _SHARES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 _WINDOW, _EVERY, _CHUNK = 8, 8, 64
 _STORAGES = (Quantized(8, group=16), Float8(group=16), Quantized(4, group=16), Quantized(2, group=16))
@@ -94,7 +94,7 @@ def _quality(report: Report, *, n_dialogues: int, shares: tuple[float, ...]) -> 
 
     for storage in (None, *_STORAGES):
         add(None, storage, 1.0)
-    for kind in _POLICIES:
+    for kind in POLICIES:
         for share in shares:
             add(_policy(kind, max(1, round(share * mean_tokens))), None, share)
         for storage in _STORAGES:

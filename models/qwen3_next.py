@@ -12,7 +12,7 @@ from hybridmem.memory import AttentionSpec
 from hybridmem.memory.recurrences import DeltaRuleShape
 from hybridmem.models.layers.attention import Attention, Rotary, head_dim_of
 from hybridmem.models.layers.decoder import Block, Decoder, Mixer
-from hybridmem.models.layers.delta_mixer import DeltaInputs, DeltaMixer
+from hybridmem.models.layers.delta_mixer import DeltaInputs, DeltaMixer, delta_shape_of
 from hybridmem.models.layers.experts import MixtureOfExperts, SharedExpert, load_experts, softmax_then_choose
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.mlp import GatedMLP
@@ -59,13 +59,7 @@ class Qwen3Next(Decoder):
             raise UnsupportedModelError(
                 f"layer_types[{i}]={kind!r}; implemented are linear_attention and full_attention"
             )
-        shape = DeltaRuleShape(
-            config.linear_num_value_heads,
-            config.linear_num_key_heads,
-            config.linear_value_head_dim,
-            config.linear_key_head_dim,
-            config.linear_conv_kernel_dim,
-        )
+        shape = delta_shape_of(config)
         prefix = f"{prefix}.linear_attn"
         inputs = self._delta_inputs(checkpoint, prefix, config.hidden_size, shape)
         return DeltaMixer(

@@ -31,7 +31,7 @@ from hybridmem.models.loading.architectures import register
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError, require
 
 if TYPE_CHECKING:
-    from transformers import Zamba2Config
+    from transformers import Zamba2Config, ZambaConfig
 
 _MIXER_NORM_EPS = 1e-5
 """Epsilon of the gated norms; the config's epsilon is that of all other norms."""
@@ -114,15 +114,11 @@ class Zamba2(Decoder):
         rotary = Rotary(config, config.attention_head_dim, checkpoint.device) if config.use_mem_rope else None
         blocks: dict[str, _SharedBlock] = {}
         layers: list[Layer] = []
-        for i, kind in enumerate(config.layers_block_type):
+        for i in range(len(config.layers_block_type)):
             prefix = f"model.layers.{i}"
-            if kind == "linear_attention":
+            if not is_hybrid(config, i):
                 layers.append(Block(_load_mamba(config, checkpoint, prefix, i)))
                 continue
-            if kind != "hybrid":
-                raise UnsupportedModelError(
-                    f"layers_block_type[{i}]={kind!r}; implemented are linear_attention and hybrid"
-                )
             n_before = config.hybrid_layer_ids.index(i)
             owner = _block_prefix(config, checkpoint, i, n_before)
             if owner not in blocks:
@@ -135,6 +131,14 @@ class Zamba2(Decoder):
             layers.append(Hybrid(vocabulary, attention, mlp, out, mamba))
         norm = RMSNorm(checkpoint.take("model.final_layernorm.weight", n_model), config.rms_norm_eps)
         super().__init__(config, checkpoint, vocabulary, layers, norm)
+
+
+def is_hybrid(config: ZambaConfig | Zamba2Config, i: int) -> bool:
+    """Return whether a shared block runs before layer i's mixer. Raises UnsupportedModelError for other kinds."""
+    kind = config.layers_block_type[i]
+    if kind not in ("linear_attention", "hybrid"):
+        raise UnsupportedModelError(f"layers_block_type[{i}]={kind!r}; implemented are linear_attention and hybrid")
+    return bool(kind == "hybrid")
 
 
 def _block_prefix(config: Zamba2Config, checkpoint: Checkpoint, i: int, n_before: int) -> str:

@@ -114,7 +114,7 @@ def interrupted(
             try:
                 outcome.result = call()
                 outcome.has_returned = True
-                time.sleep(0)  # what waited until the call had returned is raised here
+                time.sleep(0)  # What waited until the call had returned is raised here.
             finally:
                 sys.settrace(old)
         except (KeyboardInterrupt, TimedOutError):

@@ -23,7 +23,7 @@ from benchmarks.ours import N_UNTIMED, Ours, draw
 from benchmarks.real.programs import llama_server, our_server, resident_mib
 from hybridmem.models import load_model
 from hybridmem.models.loading.gguf.header import Header
-from tests.models.gguf_files import described
+from tests.models.gguf_files import add_field, described
 
 _RANDOM = np.random.default_rng(0).integers(0, 256, 1 << 22, dtype=np.uint8)
 NOTE = (
@@ -43,10 +43,11 @@ def measure(report: Report, programs: Path, vocabulary: Path, *, quick: bool) ->
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "qwen3.5-9b-random.gguf"
         _write(path, vocabulary, n_layers=4 if quick else 32)
-        os.sync()  # else the file is still being written to the disk when it is read
+        # Else the file would still be written to the disk while it is read.
+        os.sync()
         call = f"print_figures({str(path)!r}, {torch.get_num_threads()})"
         command = [sys.executable, "-c", f"from benchmarks.real.big_file import print_figures; {call}"]
-        for _ in range(2):  # the first compiles kernels
+        for _ in range(2):  # The first run compiles kernels.
             said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         own = json.loads(said.splitlines()[-1])
         n_threads = torch.get_num_threads()
@@ -103,10 +104,10 @@ def _write(path: Path, vocabulary: Path, n_layers: int) -> None:
     arch, described_fields, tensors = described(config.to_dict(), state)
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     for key, value in described_fields.items():
-        _add(writer, f"{writer.arch}.{key}", value)
+        add_field(writer, f"{writer.arch}.{key}", value)
     for key in fields:
         if key.startswith("tokenizer."):
-            _add(writer, key, fields[key])
+            add_field(writer, key, fields[key])
     for name, tensor in tensors.items():
         data, kind = _random(name, tuple(tensor.shape))
         writer.add_tensor(name, data, raw_dtype=kind)
@@ -114,19 +115,6 @@ def _write(path: Path, vocabulary: Path, n_layers: int) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
 
 
 def _random(name: str, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], gguf.GGMLQuantizationType]:
@@ -142,10 +130,10 @@ def _random(name: str, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], gg
     n_bytes, kind = (210, gguf.GGMLQuantizationType.Q6_K) if has_six else (144, gguf.GGMLQuantizationType.Q4_K)
     start = zlib.crc32(name.encode()) % len(_RANDOM)
     blocks = np.resize(np.roll(_RANDOM, start), n_rows * width // 256 * n_bytes).reshape(-1, n_bytes)
-    if has_six:  # (q - 32) * scale * d, q uniform
+    if has_six:  # A number is (q - 32) * scale * d, and q is uniform.
         blocks[:, 192:208] = 32
         blocks[:, 208:] = np.frombuffer(np.float16(width**-0.5 / (18.5 * 32)).tobytes(), np.uint8)
-    else:  # q * scale * d - minimum * d_minimum, scales and minima 32
+    else:  # A number is q * scale * d - minimum * d_minimum; all scales and minima are 32.
         scales = np.array([1, 7.5]) * width**-0.5 / (4.6 * 32)
         blocks[:, :4] = np.frombuffer(scales.astype(np.float16).tobytes(), np.uint8)
         blocks[:, 4:12], blocks[:, 12:16] = 0xA0, 0

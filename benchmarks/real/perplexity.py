@@ -18,24 +18,13 @@ from torch import Tensor
 
 from benchmarks.harness import Report
 from benchmarks.real.programs import quantised
+from benchmarks.sparse import POLICIES
 from hybridmem.memory import HybridMemory, MemorySpec
-from hybridmem.memory.eviction import (
-    H2O,
-    TOVA,
-    ExpectedAttention,
-    KNorm,
-    PyramidKV,
-    Quest,
-    Recent,
-    Scissorhands,
-    SnapKV,
-)
 from hybridmem.memory.quantization import Float8, Quantized
 from hybridmem.models import LanguageModel, load_model
 
 WINDOW_TOKENS = 512
 _LONG_TOKENS, _STEP_TOKENS = 2048, 16
-_POLICIES = (Recent, KNorm, H2O, Scissorhands, TOVA, SnapKV, PyramidKV, ExpectedAttention, Quest)
 _SHARES = (0.1, 0.25, 0.5)
 _STORAGES = (Quantized(8), Float8(), Quantized(4), Quantized(2))
 _FINAL = re.compile(r"Final estimate: PPL = ([\d.]+)")
@@ -81,7 +70,7 @@ def by_rows(report: Report, path: Path, ids: list[int], first: list[int]) -> Non
     for storage in _STORAGES:
         found = _long_perplexity(model, spec.with_storage(storage), ids, first)
         report.add(table, {"rows": repr(storage), "share": 1.0, "perplexity": found, "ratio": found / every})
-    for policy in _POLICIES:
+    for policy in POLICIES:
         for share in _SHARES:
             own = policy(round(share * _LONG_TOKENS))
             found = _long_perplexity(model, spec.with_policy(own), ids, first)

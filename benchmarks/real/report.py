@@ -28,7 +28,7 @@ def real(*, quick: bool, programs: Path, files: list[Path], book: Path, parts: l
     for path in files:
         tokenizer = load_tokenizer(path)
         ids = tokenizer.encode(whole, add_special_tokens=False)[: _N_TOKENS // (10 if quick else 1)]
-        first = tokenizer.encode("")  # the token that begins texts, if this model wants one
+        first = tokenizer.encode("")  # It is the token that begins texts, if the model wants one.
         if "serving" in parts:
             serving.compare(report, programs, path, whole, 1 if quick else 5)
         if "texts" in parts:

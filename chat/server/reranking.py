@@ -70,14 +70,14 @@ class Reranking:
         owner = service.owners.of_prefixes(request.headers.get, asked)
         for prompt in prompts:
             check_length(len(prompt) + len(query), 0, None, service.context_tokens, param="documents")
-        asks = [
+        requests = [
             PromptRequest(
                 [*prompt, *query], 0, (), (Sampling(),), owner, Output(prompt_logprobs=0, scored_from=len(prompt)),
                 marks=(len(prompt) - 1,) if len(prompt) > 1 else (),
             )
             for prompt in prompts
         ]  # fmt: skip
-        replies = await service.run(exchange_of(request.scope), asks)
+        replies = await service.run(exchange_of(request.scope), requests)
         scores = [
             math.exp(sum(each.logprob or 0.0 for each in generation.prompt_logprobs) / len(query))
             for _, generation in sorted(replies.generations.items())

@@ -36,7 +36,7 @@ class KimiLinear(Decoder):
     embedding = "model.embed_tokens.weight"
 
     def __init__(self, config: KimiLinearConfig, checkpoint: Checkpoint) -> None:
-        require(config, tie_word_embeddings=False)  # transformers never ties them
+        require(config, tie_word_embeddings=False)  # Transformers never ties them.
         n_model = config.hidden_size
         vocabulary = Vocabulary.load(checkpoint, config, self.embedding)
 

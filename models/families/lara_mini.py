@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridmem.memory import AttentionSpec
-from hybridmem.memory.recurrences import DeltaRuleShape
 from hybridmem.models.layers.attention import Attention, Rotary, head_dim_of, load_projections
 from hybridmem.models.layers.decoder import Block, Decoder, Mixer
-from hybridmem.models.layers.delta_mixer import DeltaInputs, DeltaMixer
+from hybridmem.models.layers.delta_mixer import DeltaInputs, DeltaMixer, delta_shape_of
 from hybridmem.models.layers.experts import MixtureOfExperts, load_experts, softmax_then_choose
 from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.layers.norms import RMSNorm
@@ -75,13 +74,7 @@ def _load_mixer(config: LaraMiniConfig, checkpoint: Checkpoint, i: int, rotary: 
 
 def _load_delta(config: LaraMiniConfig, checkpoint: Checkpoint, prefix: str, i: int) -> DeltaMixer:
     """Load a delta mixer, whose inputs are one matrix in files: q, k, v, z, b and a."""
-    shape = DeltaRuleShape(
-        config.linear_num_value_heads,
-        config.linear_num_key_heads,
-        config.linear_value_head_dim,
-        config.linear_key_head_dim,
-        config.linear_conv_kernel_dim,
-    )
+    shape = delta_shape_of(config)
     sizes = [shape.n_channels, shape.n_heads * shape.value_dim, shape.n_heads, shape.n_heads]
     inputs = checkpoint.take(f"{prefix}.in_proj.weight", sum(sizes), config.hidden_size).split_with_sizes(sizes)
     return DeltaMixer(

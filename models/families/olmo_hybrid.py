@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hybridmem.memory import AttentionSpec, Step
-from hybridmem.memory.recurrences import DeltaRuleShape
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.attention import Attention, Rotary, head_dim_of, load_projections
 from hybridmem.models.layers.decoder import Block, Decoder, Layer, Mixer, Normed
-from hybridmem.models.layers.delta_mixer import DeltaInputs, DeltaMixer
+from hybridmem.models.layers.delta_mixer import DeltaInputs, DeltaMixer, delta_shape_of
 from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.layers.norms import RMSNorm, RowNorm
 from hybridmem.models.layers.vocabulary import Vocabulary
@@ -91,13 +90,7 @@ def _load_rotary(config: OlmoHybridConfig, checkpoint: Checkpoint) -> Rotary | N
 
 
 def _load_delta(config: OlmoHybridConfig, checkpoint: Checkpoint, prefix: str, i: int) -> DeltaMixer:
-    shape = DeltaRuleShape(
-        config.linear_num_value_heads,
-        config.linear_num_key_heads,
-        config.linear_value_head_dim,
-        config.linear_key_head_dim,
-        config.linear_conv_kernel_dim,
-    )
+    shape = delta_shape_of(config)
     n_values = shape.n_heads * shape.value_dim
     sizes = {"q": shape.n_keys, "k": shape.n_keys, "v": n_values, "g": n_values, "b": shape.n_heads, "a": shape.n_heads}
     q, k, v, *others = (

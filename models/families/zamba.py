@@ -22,9 +22,9 @@ from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError, require
+from hybridmem.models.weights.checkpoint import Checkpoint, require
 from hybridmem.models.weights.dry import rates_of
-from hybridmem.models.zamba2 import Hybrid
+from hybridmem.models.zamba2 import Hybrid, is_hybrid
 
 if TYPE_CHECKING:
     from transformers import ZambaConfig
@@ -40,15 +40,11 @@ class Zamba(Decoder):
         vocabulary = Vocabulary.load(checkpoint, config, "model.embed_tokens.weight")
         blocks: dict[str, _SharedBlock] = {}
         layers: list[Layer] = []
-        for i, kind in enumerate(config.layers_block_type):
+        for i in range(len(config.layers_block_type)):
             prefix = f"model.layers.{i}"
-            if kind == "linear_attention":
+            if not is_hybrid(config, i):
                 layers.append(Block(_load_mamba(config, checkpoint, prefix, i)))
                 continue
-            if kind != "hybrid":
-                raise UnsupportedModelError(
-                    f"layers_block_type[{i}]={kind!r}; implemented are linear_attention and hybrid"
-                )
             owner = _block_prefix(config, checkpoint, i)
             if owner not in blocks:
                 blocks[owner] = _load_block(config, checkpoint, owner.removesuffix("."))

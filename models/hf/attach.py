@@ -195,7 +195,7 @@ class Attached:
         ):
             current.step.check_model(spec)
             if type(self._model).__name__ in _TAKE_NO_OTHER_CACHE:
-                given["use_cache"] = False  # else it refuses caches that are not its own
+                given["use_cache"] = False  # Else it refuses caches that are not its own.
             if "position_ids" in self._parameters:
                 given["position_ids"] = current.position_ids
             if "cache_params" in self._parameters:

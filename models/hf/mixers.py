@@ -96,13 +96,18 @@ def falcon_mamba(module: Module) -> Mix:
     return mamba(module, norms=SplitNorm(module.rms_eps, *ones))
 
 
-def mamba2(module: Module) -> Mix:
-    """Return the mix of a Mamba-2 mixer."""
+def _ssd_of(module: Module) -> SSD:
     shape = SSDShape(module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size, module.conv_kernel_size)
-    recurrence = SSD(
+    return SSD(
         shape=shape, conv=_conv_of(module.conv1d), dt_bias_H=module.dt_bias.detach().float(), a_H=_decay_of(module),
         d_H=module.D.detach().float(), dt_limits=tuple(module.time_step_limit),
     )  # fmt: skip
+
+
+def mamba2(module: Module) -> Mix:
+    """Return the mix of a Mamba-2 mixer."""
+    recurrence = _ssd_of(module)
+    shape = recurrence.shape
 
     def mix(x_TM: Tensor, step: Step) -> Tensor:
         gate_TI, rows_TR = module.in_proj(x_TM).split([shape.n_inner, shape.n_channels + shape.n_heads], -1)
@@ -115,11 +120,8 @@ def mamba2(module: Module) -> Mix:
 
 def falcon_h1_mamba(module: Module) -> Mix:
     """Return the mix of a Mamba-2 mixer whose input and projections are scaled, and whose norm may be missing."""
-    shape = SSDShape(module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size, module.conv_kernel_size)
-    recurrence = SSD(
-        shape=shape, conv=_conv_of(module.conv1d), dt_bias_H=module.dt_bias.detach().float(), a_H=_decay_of(module),
-        d_H=module.D.detach().float(), dt_limits=tuple(module.time_step_limit),
-    )  # fmt: skip
+    recurrence = _ssd_of(module)
+    shape = recurrence.shape
 
     def mix(x_TM: Tensor, step: Step) -> Tensor:
         projected = module.in_proj(x_TM * module.ssm_in_multiplier) * module.mup_vector.flatten()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,20 @@ from hybridmem.models.layers.mamba_mixers import load_conv
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.weights.checkpoint import Checkpoint
 from hybridmem.models.weights.dry import joined, rates_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def delta_shape_of(config: PreTrainedConfig) -> DeltaRuleShape:
+    """Return the sizes of a gated delta rule from a config that names them as Qwen3-Next's does."""
+    return DeltaRuleShape(
+        config.linear_num_value_heads,
+        config.linear_num_key_heads,
+        config.linear_value_head_dim,
+        config.linear_key_head_dim,
+        config.linear_conv_kernel_dim,
+    )
 
 
 @dataclass(frozen=True)

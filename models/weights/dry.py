@@ -24,7 +24,8 @@ def joined(*weights: Tensor, dim: int = 0) -> Tensor:
     """Return weights one behind the other in one dimension: (n_i, ...) become (sum of n_i, ...)."""
     if len(weights) == 1:
         return weights[0]
-    is_plain = type(weights[0]).__torch_dispatch__ is Tensor.__torch_dispatch__  # else it knows how to join its parts
+    # A tensor of a class with rules of its own knows how to join its parts.
+    is_plain = type(weights[0]).__torch_dispatch__ is Tensor.__torch_dispatch__
     if weights[0].is_meta and is_plain:
         shape = list(weights[0].shape)
         shape[dim] = sum(weight.shape[dim] for weight in weights)

@@ -1,4 +1,4 @@
-"""Haystack."""
+"""Haystack's agent works through a real two-tool loop."""
 
 from __future__ import annotations
 

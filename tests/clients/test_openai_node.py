@@ -1,4 +1,4 @@
-"""OpenAI's client for Node."""
+"""OpenAI's client for Node works with chats, streams and tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pi, as npm installs it."""
+"""pi, as npm installs it, works with this server."""
 
 from __future__ import annotations
 

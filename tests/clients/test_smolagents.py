@@ -1,4 +1,4 @@
-"""smolagents."""
+"""An agent of smolagents works through calls of tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vercel's AI SDK."""
+"""Vercel's AI SDK works with streams and tools."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def write_gguf(
         tensors = _fused(tensors)
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
     for key, value in (fields | changed).items():
-        _add(writer, f"{writer.arch}.{key}", value)
+        add_field(writer, f"{writer.arch}.{key}", value)
     for name, tensor in tensors.items():
         if name == leave_out or (name == "output.weight" and config.get("tie_word_embeddings")):
             continue
@@ -95,7 +95,7 @@ def described(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dic
         "embedding_length": config["hidden_size"],
     }
     eps = next(config[k] for k in config if k.endswith(("norm_eps", "norm_epsilon")))
-    # as configs name it; llama.cpp takes either for Nemotron-H
+    # The name is that of the configs; llama.cpp takes either for Nemotron-H.
     is_plain = arch in (MODEL_ARCH.RWKV7, MODEL_ARCH.NEMOTRON_H, MODEL_ARCH.NEMOTRON_H_MOE)
     fields[f"attention.layer_norm_{'' if is_plain else 'rms_'}epsilon"] = eps
     return arch, fields, tensors
@@ -151,7 +151,8 @@ def _add_world(writer: GGUFWriter, tokens: Sequence[bytes]) -> None:
     writer.add_chat_template("rwkv-world")
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def add_field(writer: GGUFWriter, key: str, value: Any) -> None:
+    """Add a field in the type that its Python object has."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, str):

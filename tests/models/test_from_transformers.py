@@ -23,7 +23,7 @@ ONE_OF_EACH = (
     "mamba", "mamba2", "nemotron-h", "qwen3-next", "qwen3.5", "qwen3.5-moe", "recurrent-gemma", "rwkv", "zamba",
     "zamba2",
 )  # fmt: skip
-ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # transformers 5.23 lacks one
+ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # Transformers 5.23 lacks one.
 
 
 def run(model: LanguageModel) -> Tensor:

@@ -46,10 +46,10 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name.removesuffix("-tied") if "gemma" in name else name]()
-    if "gemma" in name:  # no file says another scale of scores than that of its heads' width
+    if "gemma" in name:  # Files do not say how scores are scaled.
         config.query_pre_attn_scalar, config.tie_word_embeddings = config.head_dim, True
     if "mscale" in (rope := getattr(config, "rope_parameters", None) or {}):
-        rope["mscale"] = rope["mscale_all_dim"]  # no file says both
+        rope["mscale"] = rope["mscale_all_dim"]  # Files say one of the two.
     if hasattr(config, "time_step_limit"):
         config.time_step_limit = (0.0, float("inf"))  # llama.cpp knows no other
     if config.model_type == "lfm2_moe":

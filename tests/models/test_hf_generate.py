@@ -20,7 +20,7 @@ ONE_OF_EACH = (
     "llama", "mamba2", "mamba", "minimax", "mistral", "nemotron-h", "olmo-hybrid", "qwen3", "qwen3-next", "qwen3.5",
     "qwen3.5-moe", "zamba", "zamba2",
 )  # fmt: skip
-ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # transformers 5.23 lacks one
+ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # Transformers 5.23 lacks one.
 WITH_BIASES = (
     "bamba-biases",
     "falcon-h1-biases",

@@ -19,7 +19,7 @@ def bailing_hybrid_config(layers: str = "DAD", **options: Any) -> BailingHybridC
 
 
 CONFIGS = {
-    # without so large an epsilon, norms of small rows enlarge what bfloat16 rounds, in plain torch as well
+    # Without so large an epsilon, norms of small rows enlarge what bfloat16 rounds, in plain torch as well.
     "bailing-hybrid": bailing_hybrid_config,
     "bailing-hybrid-two-of-eight-experts-in-groups": lambda: bailing_hybrid_config(
         "DA", q_lora_rank=12, num_local_experts=8, num_experts_per_tok=2, n_group=2, n_shared_experts=2,

@@ -26,7 +26,7 @@ def kimi_linear_config(layers: str = "DAD", **options: Any) -> KimiLinearConfig:
 
 
 CONFIGS = {
-    # without so large an epsilon, norms of small rows enlarge what bfloat16 rounds, in plain torch as well
+    # Without so large an epsilon, norms of small rows enlarge what bfloat16 rounds, in plain torch as well.
     "kimi-linear": kimi_linear_config,
     "kimi-linear-two-of-eight-experts-in-groups": lambda: kimi_linear_config(
         "AD", q_lora_rank=12, num_local_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=2,

@@ -25,7 +25,7 @@ def lara_mini_config(layers: str = "DSDF", **options: Any) -> transformers.PreTr
 
 
 CONFIGS = {
-    # without so large an epsilon, norms of small rows enlarge what bfloat16 rounds, in plain torch as well
+    # Without so large an epsilon, norms of small rows enlarge what bfloat16 rounds, in plain torch as well.
     "lara-mini": lara_mini_config,
     "lara-mini-two-of-four-experts": lambda: lara_mini_config(
         "FDS", num_experts=4, num_experts_per_tok=2, norm_topk_prob=False, attention_bias=True,

@@ -38,7 +38,7 @@ CONFIGS = {
     "mamba-wide": lambda: mamba_config(
         expand=3, conv_kernel=3, state_size=5, time_step_rank=7, tie_word_embeddings=False
     ),
-    # so large an epsilon shows whether it is the norm's own
+    # So large an epsilon shows whether the norm's own epsilon is used.
     "falcon-mamba": lambda: falcon_mamba_config(mixer_rms_eps=0.1),
     "falcon-mamba-wide": lambda: falcon_mamba_config(
         expand=3, conv_kernel=3, state_size=5, time_step_rank=7, tie_word_embeddings=False, use_bias=True,

@@ -20,7 +20,7 @@ def olmo_hybrid_config(layers: str = "DAD", **options: Any) -> OlmoHybridConfig:
 
 
 CONFIGS = {
-    # without so large an epsilon, norms of small rows enlarge what bfloat16 rounds, in plain torch as well
+    # Without so large an epsilon, norms of small rows enlarge what bfloat16 rounds, in plain torch as well.
     "olmo-hybrid": lambda: olmo_hybrid_config(rms_norm_eps=1e-2),
     "olmo-hybrid-rope": lambda: olmo_hybrid_config(
         "ADA", rope_parameters={"rope_type": "default", "rope_theta": 1e4}, linear_allow_neg_eigval=False,

@@ -28,7 +28,7 @@ def qwen3_next_config(**options: Any) -> Qwen3NextConfig:
 
 
 CONFIGS = {
-    # without so large an epsilon, norms of small rows enlarge what bfloat16 rounds, in plain torch as well
+    # Without so large an epsilon, norms of small rows enlarge what bfloat16 rounds, in plain torch as well.
     "qwen3-next": lambda: qwen3_next_config(rms_norm_eps=1e-2),
     "qwen3-next-two-of-four-experts": lambda: qwen3_next_config(
         num_experts=4, num_experts_per_tok=2, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[3],
