@@ -298,15 +298,20 @@ class Coordinator(Lifetime):
         if encoder is None and cross_attention is not None:
             raise BatchError(f"{self.spec.model} has an encoder; give its output, open(encoder=model.encode(...)[i])")
 
-        def attempt() -> Sequence:
-            with self.journal.change():
-                sequence = self.ledger.open()
-                if cross_attention is not None:
-                    cross_attention.write(sequence.slot, encoder)
-                made.append(sequence)
-            return sequence
+        if cross_attention is not None:
+            return self.room.make(lambda: self._open_encoded(encoder, made))
+        with self.journal.change():
+            sequence = self.ledger.open()
+            made.append(sequence)
+        return sequence
 
-        return attempt() if cross_attention is None else self.room.make(attempt)
+    def _open_encoded(self, encoder: Encoded | None, made: list[Sequence]) -> Sequence:
+        cross_attention: Any = self.layers["cross-attention"]
+        with self.journal.change():
+            sequence = self.ledger.open()
+            cross_attention.write(sequence.slot, encoder)
+            made.append(sequence)
+        return sequence
 
     @locked
     def close_one(self, sequence: Sequence) -> None:

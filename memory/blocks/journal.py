@@ -115,13 +115,6 @@ class Journal:
         for run in [run for run in self.watched if _is_gone(run.block)]:
             self.abandon(run)
 
-    def _begin(self, block: ref[Any] | None) -> None:
-        if self.is_open:
-            self._give_way()
-        self._block = block
-        self.is_open = True
-        self._undo = []
-
     def _give_way(self) -> None:
         if _is_gone(self._block):
             self._roll_back()
@@ -130,24 +123,6 @@ class Journal:
                 "this memory is in the middle of another change, which this call has interrupted; use it in no handler "
                 "of a signal and in no finalizer, but set a flag there and act when the other call has returned"
             )
-
-    def _settle(self) -> None:
-        self._undo = None  # From here on the change counts.
-        if self._after:
-            for act, arguments in self._after:
-                act(*arguments)
-            self._after.clear()
-        self.is_open = False
-
-    def _refuse(self) -> None:
-        """End a change that an error of this library has refused.
-
-        No record has changed, and all that it took is free again.
-        """
-        if self._undo:
-            self._roll_back()
-        else:
-            self._settle()
 
     def _roll_back(self) -> None:
         for restore, arguments in reversed(self._undo or ()):
@@ -172,16 +147,26 @@ class Change:
         self._block: ref[Any] | None = None
 
     def __enter__(self) -> None:
-        self._journal._begin(self._block)
+        journal = self._journal
+        if journal.is_open:
+            journal._give_way()
+        journal._block = self._block
+        journal.is_open = True
+        journal._undo = []
 
     __exit__ = ExitOnStack()
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._journal._settle()
-        elif issubclass(kind, HybridMemoryError):
-            self._journal._refuse()
-        else:
-            self._journal._roll_back()
+        journal = self._journal
+        # Where an error of this library refuses a change before any record has changed, all that it took is free again.
+        if kind is not None and (journal._undo or not issubclass(kind, HybridMemoryError)):
+            journal._roll_back()
+            return
+        journal._undo = None  # From here on the change counts.
+        if journal._after:
+            for act, arguments in journal._after:
+                act(*arguments)
+            journal._after.clear()
+        journal.is_open = False

@@ -103,29 +103,33 @@ class BlockPool:
         return ids
 
     def retain(self, ids: Int64s) -> None:
-        """Add a reference to each block. An id may occur several times."""
+        """Add a reference to each block. An id may occur several times; a negative one stands for no block."""
         if len(ids) > _FEW:
-            np.add.at(self.counts, ids, 1)
+            np.add.at(self.counts, ids[ids >= 0], 1)
         else:
             for block in ids.tolist():
-                self.counts[block] += 1
+                if block >= 0:
+                    self.counts[block] += 1
 
     def release(self, ids: Int64s) -> None:
-        """Remove a reference from each block, and free those that have none left.
+        """Remove a reference from each block, and free those that have none left. A negative id stands for no block.
 
-        In a change it waits until the change counts.
+        In a change it waits until the change counts, so the ids must stay as they are.
         """
         if len(ids):
             self.journal.after(self._release, ids)
 
     def _release(self, ids: Int64s) -> None:
         if len(ids) > _FEW:
+            ids = ids[ids >= 0]
             np.subtract.at(self.counts, ids, 1)
             dead = ids[self.counts[ids] == 0]
             freed: list[int] = np.unique(dead).tolist() if len(dead) else []
         else:
             freed = []
             for block in ids.tolist():
+                if block < 0:
+                    continue
                 self.counts[block] -= 1
                 if not self.counts[block]:
                     freed.append(block)

@@ -406,7 +406,8 @@ class Ledger:
 
         With `to_advance` it must not be a checkpoint either. With `may_be_away` it may be swapped out.
         """
-        self.check_open(sequence)
+        if type(sequence) is not Sequence or self.handles.get(sequence.slot) is not sequence:
+            self.check_open(sequence)
         if self.is_busy[sequence.slot] and (owner := self._owner()) is not None:
             owner.abort_abandoned()
         if self.is_busy[sequence.slot]:

@@ -214,15 +214,15 @@ class TailTable(Generic[TailPlanT]):
         new, old = self.slots.take(sources), self.slots.take(targets)
         self.store.journal.before(self._put_back, targets, old.table)
         for pool, taken, left in ((self.states, new.states, old.states), (self.tails, new.tail, old.tail)):
-            pool.retain(taken[taken >= 0])
-            pool.release(left[left >= 0])
+            pool.retain(taken.ravel())
+            pool.release(left.ravel())
         self.slots.put(targets, new)
 
     def _note(self, slots: Int64s | int) -> None:
         """Note the columns of slots, because they are about to change."""
         self.store.journal.before(self._put_back, slots, self.slots.table[:, slots].copy())
 
-    def _put_back(self, slots: Int64s | int, columns: Int64s | list[int]) -> None:
+    def _put_back(self, slots: Int64s | int, columns: Int64s) -> None:
         self.slots.table[:, slots] = columns
 
     def truncate(self, slot: int, to: int) -> None:
@@ -303,12 +303,12 @@ class TailTable(Generic[TailPlanT]):
     def release(self, slot: int) -> None:
         """Release every block that the slot refers to."""
         if slot < len(self.slots):
-            column: list[int] = self.slots.table[:, slot].tolist()
-            if column == _EMPTY_LIST:
+            column = self.slots.table[:, slot].copy()
+            if column.tolist() == _EMPTY_LIST:
                 return
             self.store.journal.before(self._put_back, slot, column)
-            for pool, ids in ((self.states, column[5:8]), (self.tails, column[8:])):
-                pool.release(np.array([block for block in ids if block >= 0], np.int64))
+            self.states.release(column[5:8])
+            self.tails.release(column[8:])
             self.slots.table[:, slot] = EMPTY_COLUMN
 
     def horizon(self, slot: int) -> int:
