@@ -173,7 +173,10 @@ def test_a_mark_in_ordinary_text_begins_a_call_that_is_checked(embedded: Any) ->
         ("hermes", CALL % GOOD + "\n" + CALL % GOOD),
         ("qwen", "Well. " + QWEN % "Paris"),
         ("gpt-oss", HEARD + " Shall I write to=functions.wind?<|end|>" + HARMONY % GOOD),
-        ("gpt-oss", HEARD + "<|end|><|start|>assistant<|channel|>final<|message|>Calls begin with to=functions.weather"),
+        (
+            "gpt-oss",
+            HEARD + "<|end|><|start|>assistant<|channel|>final<|message|>Calls begin with to=functions.weather",
+        ),
     ],
 )
 def test_what_breaks_no_schema_stays(embedded: Any, family: str, text: str) -> None:
