@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ def load(model: str, device: str, dtype: str, weights: str) -> tuple[LanguageMod
     from hybridmem.models import load_model
     from hybridmem.models.loading.folders import find_folder
 
+    gc.freeze()  # What was imported stays. A search for garbage need not look at it before the server begins.
     folder = find_folder(model)
     language_model = load_model(folder, device=device, dtype=dtype, weights=cast("WeightFormat", weights))
     tokenizer = load_tokenizer(folder)

@@ -45,6 +45,7 @@ from hybridmem.chat.engine.stepping import Stepper
 from hybridmem.chat.engine.streaming import CONTEXT_TOKENS, TextStream
 from hybridmem.chat.prompts import Tokenizer, find_stop_ids
 from hybridmem.chat.sampling.sampling import Sampling
+from hybridmem.chat.special_tokens import find_turn_begin
 from hybridmem.defaults import STEP_TOKENS
 from hybridmem.memory import BatchError, HybridMemory, Sequence, SequenceError, SpecError, StepError
 from hybridmem.memory.blocks import read_count, refuse_to_copy
@@ -137,7 +138,8 @@ class Engine:
             self.stop_ids = find_stop_ids(tokenizer, model) if tokenizer is not None else ()
         self.tokenizer = tokenizer
         self._clock = clock
-        self._scheduler = Scheduler(memory, prefixes, self.stats, max_running)
+        turn_begin = find_turn_begin(tokenizer) if prefixes is not None and tokenizer is not None else ()
+        self._scheduler = Scheduler(memory, prefixes, self.stats, max_running, turn_begin)
         self._serving = Serving(self)
         self._stepping = Lease()
         self._callbacks = Callbacks(self._scheduler)

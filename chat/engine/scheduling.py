@@ -11,6 +11,7 @@ from hybridmem.chat.engine.requests import LEAST_CHUNK_TOKENS, FinishReason, Gen
 from hybridmem.chat.engine.room import Sizes
 from hybridmem.chat.engine.stats import EngineStats
 from hybridmem.chat.engine.streaming import TextStream
+from hybridmem.chat.engine.turns import apart, begun_turns
 from hybridmem.memory import CapacityError, HybridMemory, HybridMemoryError, Sequence, SequenceError
 from hybridmem.memory.prefix import Lookup, PrefixCache
 from hybridmem.memory.sequences import uninterrupted
@@ -58,6 +59,8 @@ class Scheduler:
     Any thread may call `add`, `cancel`, `check_sequence`, `waiting_sequences` and `load`. Everything else belongs to
     the thread that steps.
 
+    Args:
+        turn_begin: the tokens with which a turn of a user begins.
     Attributes:
         jobs: all jobs, by generation.
         waiting: jobs that are not admitted yet, the next one first.
@@ -69,8 +72,9 @@ class Scheduler:
     """
 
     def __init__(
-        self, memory: HybridMemory, prefixes: PrefixCache | None, stats: EngineStats, max_running: int
-    ) -> None:
+        self, memory: HybridMemory, prefixes: PrefixCache | None, stats: EngineStats, max_running: int,
+        turn_begin: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         # This lock guards `jobs`, `waiting`, and the sets of given sequences and cancelled jobs.
         self._lock = threading.Lock()
         self._n_submitted = 0
@@ -87,6 +91,7 @@ class Scheduler:
         self._prefixes = prefixes
         self._stats = stats
         self._max_running = max_running
+        self._turn_begin = turn_begin
         self._sizes = Sizes(memory)
         self._n_admitted = 0
 
@@ -346,7 +351,9 @@ class Scheduler:
             start = job.n_base + job.n_fed
             cuts = self._prefixes.cuts(known, start, marks, request.owner)
             # A checkpoint of a few tokens saves less than the step that ends there costs.
-            job.cuts = [cut - job.n_base for cut in cuts if cut - start >= LEAST_CHUNK_TOKENS or cut in marks]
+            cuts = [cut for cut in cuts if cut - start >= LEAST_CHUNK_TOKENS or cut in marks]
+            turns = begun_turns(known, self._turn_begin, start, self._memory.rollback_window)
+            job.cuts = [cut - job.n_base for cut in apart(cuts, turns)]
         job.begin_reply(known)
 
     def _open(self, prefixes: PrefixCache, job: Job) -> tuple[Sequence, Lookup]:

@@ -30,11 +30,24 @@ class Chosen:
 
 def with_logprobs(logits_SV: Tensor, token_ids: Sequence[int], n_top: Sequence[int]) -> list[Chosen]:
     """Return the chosen token of each row with its log probability, and with the row's likeliest tokens and theirs."""
-    logprobs_SV = logits_SV.detach().float().log_softmax(-1)
+    logits_SV = logits_SV.detach().float()
+    log_sums_S = _log_sum_exp(logits_SV)
     rows = range(len(token_ids))
-    own = logprobs_SV[list(rows), list(token_ids)].tolist()
-    values_SK, ids_SK = logprobs_SV.topk(min(max((1, *n_top)), logprobs_SV.shape[1]), dim=-1)
+    own = (logits_SV[list(rows), list(token_ids)].double() - log_sums_S).tolist()
+    values_SK, ids_SK = logits_SV.topk(min(max((1, *n_top)), logits_SV.shape[1]), dim=-1)
+    values_SK = values_SK.double() - log_sums_S[:, None]
     pairs = [
         list(zip(ids, values, strict=True)) for ids, values in zip(ids_SK.tolist(), values_SK.tolist(), strict=True)
     ]
     return [Chosen(token_ids[i], own[i], tuple(pairs[i][: n_top[i]])) for i in rows]
+
+
+def _log_sum_exp(logits_SV: Tensor) -> Tensor:
+    """Return the logarithm of the sum of each row's exponentials, (S,) float64.
+
+    Clients add up the log probabilities of many tokens. In float32 each would be rounded to about 1e-6, and all rows
+    alike, so that the sum for a text of a hundred tokens would be wrong in the fourth decimal place.
+    """
+    highest_S1 = logits_SV.amax(-1, keepdim=True)
+    sums_S = (logits_SV - highest_S1).exp_().sum(-1)
+    return highest_S1[:, 0].double() + sums_S.double().log()

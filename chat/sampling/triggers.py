@@ -60,6 +60,7 @@ class CallGrammar:
         grammar: begins with the mark.
         begin: the mark. None: no mark tells where a call begins, so only `Trigger.force` begins one.
         thoughts: the marks around thoughts, in which no call begins. None: the model has no thoughts.
+        thinks_anywhere: whether such text may begin anywhere, and not only where the reply does.
         is_thinking: whether the reply begins inside of thoughts.
         is_single: whether the reply ends behind its first call.
     """
@@ -70,6 +71,7 @@ class CallGrammar:
     thoughts: tuple[Mark, Mark] | None = None
     is_thinking: bool = False
     is_single: bool = False
+    thinks_anywhere: bool = False
 
     def watch(self) -> Trigger:
         """Return what follows a new reply."""
@@ -110,9 +112,10 @@ class Trigger:
             begin, end = self._calls.thoughts
             if self._may_think:
                 self._is_thinking = begin.end_in(token_id, self._tail, len(piece)) is not None
-                self._may_think = not self._is_thinking and begin.text.encode().startswith(self._tail.lstrip())
+                is_open = self._calls.thinks_anywhere or begin.text.encode().startswith(self._tail.lstrip())
+                self._may_think = not self._is_thinking and is_open
             elif end.end_in(token_id, self._tail, len(piece)) is not None:
-                self._is_thinking = False
+                self._is_thinking, self._may_think = False, self._calls.thinks_anywhere
             if self._is_thinking:
                 return None
         n_behind = mark.end_in(token_id, self._tail, len(piece))

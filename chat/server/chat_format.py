@@ -105,7 +105,9 @@ class ChatFormat:
 
     def pieces(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the chunks for what a step brought for one choice. There are none while the text may begin a mark."""
-        reader = self._readers.setdefault(piece.index, self.new_reader())
+        reader = self._readers.get(piece.index)
+        if reader is None:
+            reader = self._readers[piece.index] = self.new_reader()
         parts = reader.feed(piece.text)
         if piece.is_last:
             parts += reader.close()

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from hybridmem.chat.server.access_log import start_log
 from hybridmem.chat.server.connections import Connection, Connections
 from hybridmem.chat.server.service import Service
+from hybridmem.models.loading.freed_memory import give_back_freed_memory
 from hybridmem.memory import SpecError
 
 _EXTRA_GRACE_SECONDS = 5
@@ -88,6 +89,7 @@ def run(app: FastAPI, listener: socket.socket, on_listening: Callable[[str], Non
         on_listening: is called with the URL.
     """
     gc.collect()
+    give_back_freed_memory()
     gc.freeze()  # Searching the libraries' objects for garbage would delay all requests by half a second.
     gc.set_threshold(*_GARBAGE)
     options = app.state.service.options

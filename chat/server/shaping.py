@@ -129,8 +129,8 @@ class Shaping:
         self, calls: Required, *, is_thinking: bool
     ) -> tuple[CallGrammar | None, Callable[[], CallReader] | None]:
         begun = make_calls_grammar(self._grammars, self.habits, calls, self._tokens, is_thinking=is_thinking)
-        if begun is None or self.habits.has_channels:  # In channels, every call begins with its mark.
-            return begun, None
+        if begun is None:
+            return None, None
         check = CallCheck.of(self._grammars, calls)
         return begun, partial(CheckedReply, check, self.habits, calls.format, is_thinking=is_thinking)
 

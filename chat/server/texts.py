@@ -180,4 +180,6 @@ def find_longest_token(tokenizer: Tokenizer) -> int:
     This does not consider what a tokenizer leaves out of a text, such as spaces that it joins, or runs of unknown
     characters.
     """
-    return max(len(name.encode(errors="surrogatepass")) for name in tokenizer.get_vocab())
+    names = tokenizer.get_vocab()
+    n_most = max(map(len, names))  # A character has four bytes at most, so shorter names need no look.
+    return max(len(name.encode(errors="surrogatepass")) for name in names if 4 * len(name) >= n_most)

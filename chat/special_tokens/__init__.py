@@ -6,7 +6,7 @@ template gets it, and only names without a cut become special tokens.
 """
 
 from hybridmem.chat.special_tokens.guard import Rendered, protect
-from hybridmem.chat.special_tokens.templates import apply_template, find_turn_end, template_text
+from hybridmem.chat.special_tokens.templates import apply_template, find_turn_begin, find_turn_end, template_text
 from hybridmem.chat.special_tokens.tokens import SpecialTokens, Tokenizer, special_tokens_of
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "SpecialTokens",
     "Tokenizer",
     "apply_template",
+    "find_turn_begin",
     "find_turn_end",
     "protect",
     "special_tokens_of",

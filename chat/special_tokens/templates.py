@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -153,6 +153,28 @@ def find_turn_end(tokenizer: Any) -> int | None:
                 first = _first_token(tokenizer, thought_through, reply)
         return first if first in tokenizer.added_tokens_decoder else None
     return None
+
+
+def find_turn_begin(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that the chat template writes before the words of a user who answers a reply.
+
+    The first of them is an added token, so no words of anybody begin a turn. They are empty if there is no such token.
+    """
+    reply, words = "x7e2", ("x7e3", "7x", "(e")
+    with suppress(Exception):
+        begun = list[list[int]]()
+        for said in words:
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}]
+            rendered = apply_template(tokenizer, [*messages, {"role": "user", "content": said}])
+            between = rendered.partition(reply)[2].partition(said)[0]
+            begun.append(list(tokenizer.encode(between.lstrip() + said, add_special_tokens=False)))
+        # A token that belongs to the words, at least in part, stands in one of the three only.
+        common = [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, zip(*begun, strict=False))]
+        added = [i for i, token_id in enumerate(common) if token_id in tokenizer.added_tokens_decoder]
+        if added[:2] == [0, 1] or (added[:1] == [0] and common[0] == find_turn_end(tokenizer)):
+            added = added[1:]  # The reply ends there.
+        return tuple(common[added[0] :]) if added else ()
+    return ()
 
 
 def _first_token(tokenizer: Any, text: str, behind: str) -> int:

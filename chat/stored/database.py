@@ -110,7 +110,12 @@ def is_same_model(signature: str, other: str) -> bool:
 def model_signature(spec: MemorySpec, tokenizer: Tokenizer) -> str:
     """Return a text that identifies a model and its tokenizer, by its name, its weights and its vocabulary."""
     tokens = tokenizer.get_vocab()
-    ordered = sorted(tokens, key=tokens.__getitem__)
-    ids = ",".join(map(str, sorted(tokens.values())))
+    names = dict(zip(tokens.values(), tokens, strict=True))
+    if len(names) == len(tokens):  # Integers are sorted faster than what they stand for.
+        numbers = sorted(names)
+        ordered = list(map(names.__getitem__, numbers))
+    else:
+        numbers, ordered = sorted(tokens.values()), sorted(tokens, key=tokens.__getitem__)
+    ids = ",".join(map(str, numbers))
     vocabulary = hashlib.sha256("\0".join([*ordered, ids]).encode(errors="surrogatepass"))
     return f"{spec.model} {str(spec.weights)[:16]} {vocabulary.hexdigest()[:16]}"

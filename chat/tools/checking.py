@@ -11,7 +11,7 @@ from hybridmem.chat.sampling.grammar import Grammar, Grammars
 from hybridmem.chat.tools.calls import CallFormat, Tool, parse_json
 from hybridmem.chat.tools.families import Habits
 from hybridmem.chat.tools.grammars import Required
-from hybridmem.chat.tools.reading import ReplyReader
+from hybridmem.chat.tools.reading import make_reader
 from hybridmem.chat.tools.schemas import resolve
 from hybridmem.chat.tools.tool_schemas import arguments_rule
 
@@ -100,7 +100,7 @@ class CheckedReply:
 
     def __init__(self, check: CallCheck, habits: Habits, calls: CallFormat, *, is_thinking: bool) -> None:
         self._check = check
-        self._reader = ReplyReader(habits, check.tools, calls, is_thinking=is_thinking)
+        self._reader = make_reader(habits, check.tools, calls, is_thinking=is_thinking)
         self._calls = dict[int, list[str]]()  # The name and the arguments of each call that was not checked yet.
         self._is_constrained = False
 

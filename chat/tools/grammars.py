@@ -14,7 +14,7 @@ from hybridmem.chat.sampling.token_bytes import TokenBytes
 from hybridmem.chat.sampling.triggers import CallGrammar, Mark
 from hybridmem.chat.tools.calls import CallFormat, Literals, Tool
 from hybridmem.chat.tools.families import Habits
-from hybridmem.chat.tools.harmony import content_opening, thoughts_rule
+from hybridmem.chat.tools.harmony import MESSAGE, content_opening, thoughts_rule
 from hybridmem.chat.tools.tool_schemas import arguments_rule, properties_of, required_of
 
 MOST_GRAMMAR = 64 << 10
@@ -103,10 +103,12 @@ def make_calls_grammar(
     is_parallel = calls.is_parallel and calls.format.has_blocks
     rules = calls.format.rules(calls.tools, literals, is_parallel=is_parallel)
     mark, own = partial(_mark, literals), habits.thoughts
-    thoughts = (mark(own.begin), mark(own.end)) if habits.thinks else None
+    # In channels, calls begin in headers: thoughts and contents are bodies of messages.
+    around = (MESSAGE if habits.has_channels else own.begin, own.end)
+    thoughts = (mark(around[0]), mark(around[1])) if habits.thinks else None
     return CallGrammar(
         grammars.lark(f"start: calls\n{rules}"), mark(begin) if begin else None, tokens, thoughts, is_thinking,
-        is_single=not calls.is_parallel,
+        is_single=not calls.is_parallel, thinks_anywhere=habits.has_channels,
     )  # fmt: skip
 
 

@@ -21,7 +21,8 @@ MESSAGE, CHANNEL, START, END = "<|message|>", "<|channel|>", "<|start|>", "<|end
 THOUGHTS_BEGIN = f"{CHANNEL}analysis{MESSAGE}"
 _ENDS = (END, "<|call|>", "<|return|>", START)
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_RECIPIENT_MARK = "to="
+_RECIPIENT = re.compile(rf"\b{_RECIPIENT_MARK}([^\s<]+)")
 _FUNCTIONS = "functions."
 
 
@@ -81,25 +82,44 @@ def content_opening(literals: Literals) -> str:
 
 
 class HarmonyReader:
-    """Reads one reply, as `ReplyReader` does. The prompt has ended with "<|start|>assistant"."""
+    """Reads one reply, as `ReplyReader` does. The prompt has ended with "<|start|>assistant".
+
+    Attributes:
+        begun_at: the number of characters before the recipient of the newest call.
+    """
 
     def __init__(self, tools: Sequence[Tool] = (), *, has_calls: bool = False) -> None:
         self._tools, self._takes_calls = frozenset(tool.name for tool in tools), has_calls
         self._held = ""
         self._kind: str | None = None  # What the current message is: "thoughts", "content" or "call". None: its header.
         self._nesting = Nesting()
-        self._n_calls = 0
+        self._n_calls = self._n_fed = self.begun_at = 0
 
     @property
     def has_calls(self) -> bool:
         return self._n_calls > 0
 
+    @property
+    def is_in_call(self) -> bool:
+        """Return whether the arguments of a call have begun and are not complete."""
+        return self._kind == "call" and not self._nesting.is_closed
+
+    @property
+    def is_quiet(self) -> bool:
+        """Return whether no text is held back, except for a header that names no recipient yet."""
+        if self._kind is None:
+            return _RECIPIENT_MARK not in self._held and not n_begun(self._held, _RECIPIENT_MARK)
+        return not (self.is_in_call or self._held)
+
     def feed(self, text: str) -> list[Part]:
         self._held += text
+        self._n_fed += len(text)
         return self._read(is_end=False)
 
     def close(self) -> list[Part]:
         parts = self._read(is_end=True)
+        if self.is_in_call:
+            self._kind = None
         if self._kind is None and self._held.strip() and not _is_header(self._held):
             parts.append(Part(content=self._held))  # The model has left out its channels.
             self._held = ""
@@ -127,9 +147,10 @@ class HarmonyReader:
         header, found, rest = self._held.partition(MESSAGE)
         if not found:
             return []
-        self._held = rest
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        n_before, self._held = self._n_fed - len(self._held), rest
         if recipient is not None and recipient[1].startswith(_FUNCTIONS) and self._takes_calls:
+            self.begun_at = n_before + recipient.start()
             self._kind, self._nesting = "call", Nesting()
             self._n_calls += 1
             return [Part(call=CallPart(self._n_calls - 1, recipient[1].removeprefix(_FUNCTIONS)))]

@@ -39,6 +39,18 @@ def test_the_page_says_what_the_memory_says(served: Served, make_page: MakePage)
     expect(page.locator("#tip")).to_contain_text("newest tokens")
 
 
+def test_calls_that_were_taken_back_are_counted(served: Served, make_page: MakePage) -> None:
+    page = make_page(served.url)
+    say(page, CAT)
+    tile = page.locator(".part-now .tile", has_text="taken back")
+    expect(tile).to_have_count(0)
+    served.engine.stats.n_taken_back += 2  # The small model calls no tools.
+    say(page, "What is my cat called?")
+    expect(tile).to_contain_text("2")
+    tile.locator("[data-term]").hover()
+    expect(page.locator("#tip")).to_contain_text("drawn again")
+
+
 def test_nothing_is_counted_while_the_memory_is_not_seen(served: Served, make_page: MakePage) -> None:
     page = make_page(served.url, size=PHONE)
     expect(page.locator("#model")).to_have_text("embedded")

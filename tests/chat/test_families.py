@@ -13,7 +13,7 @@ import pytest
 
 from hybridmem.chat.prompts import encode_chat, render
 from hybridmem.chat.sampling.grammar import Grammars
-from hybridmem.chat.special_tokens import find_turn_end
+from hybridmem.chat.special_tokens import find_turn_begin, find_turn_end
 from hybridmem.chat.tools.calls import Tool
 from hybridmem.chat.tools.families import find_habits
 from hybridmem.chat.tools.grammars import Required, Shape, make_grammar
@@ -128,6 +128,29 @@ def test_a_reply_in_channels_has_thoughts_content_and_calls() -> None:
     # <|end|> stands behind thoughts as well, so a reply does not end there.
     assert find_turn_end(tokenizer) == tokenizer.convert_tokens_to_ids("<|return|>")
     assert find_turn_end(model("hermes")[0]) == model("hermes")[0].convert_tokens_to_ids("<|end|>")
+    assert tokenizer.decode(list(find_turn_begin(tokenizer))) == "<|start|>user<|message|>"
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_turns_of_users_begin_with_a_mark(family: str) -> None:
+    tokenizer, _ = model(family)
+    begin, ids = list(find_turn_begin(tokenizer)), [1, 2]
+    for content in ("\n", "user", "<|turn|>user\n"):
+        chat = [{"role": "user", "content": content}]
+        ids = encode_chat(tokenizer, [*chat, {"role": "assistant", "content": "Yes."}, *chat])
+        places = [i for i in range(len(ids)) if ids[i : i + len(begin)] == begin]
+        assert begin[0] in tokenizer.added_tokens_decoder and len(places) == 2, tokenizer.decode(ids)
+
+
+def test_a_template_without_marks_has_none_where_turns_begin() -> None:
+    tokenizer, _ = model("hermes")
+    tokenizer = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
+    for template in (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        "{{ raise_exception('no') }}",
+    ):
+        tokenizer.chat_template = template
+        assert find_turn_begin(tokenizer) == ()
 
 
 def test_the_content_of_a_reply_in_channels_has_the_form_that_is_asked_for() -> None:

@@ -125,6 +125,8 @@ QWEN = (
     "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
 )
 BARE = '{"name": "weather", "parameters": {%s}}'
+HARMONY = "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{%s}<|call|>"
+HEARD = "<|channel|>analysis<|message|>Hm."
 
 
 @pytest.mark.parametrize(
@@ -136,6 +138,10 @@ BARE = '{"name": "weather", "parameters": {%s}}'
         ("llama", BARE % '"city": "Paris", "days": 2, "unit": "C"', BARE % GOOD, ""),
         ("hermes", "<think>So: " + CALL % BAD, "<think>So: " + CALL % GOOD, ""),
         ("qwen", "Well. " + QWEN % "paris", "Well. <tool_call>\n" + QWEN % '"Paris"', "Well. "),
+        # Thoughts of gpt-oss that do not end: the next message begins inside of them.
+        ("gpt-oss", HEARD + HARMONY % BAD, HEARD + HARMONY % GOOD, ""),
+        ("gpt-oss", HEARD + HARMONY % '"city": "Paris"<|call|>', HEARD + HARMONY % GOOD, ""),
+        ("gpt-oss", HEARD + HARMONY.replace("weather", "wind") % "", HEARD + HARMONY % GOOD, ""),
     ],
 )
 def test_a_call_that_breaks_its_schema_is_drawn_again(
@@ -166,6 +172,11 @@ def test_a_mark_in_ordinary_text_begins_a_call_that_is_checked(embedded: Any) ->
         ("hermes", "Marks such as <b> and <tool_ca are text."),
         ("hermes", CALL % GOOD + "\n" + CALL % GOOD),
         ("qwen", "Well. " + QWEN % "Paris"),
+        ("gpt-oss", HEARD + " Shall I write to=functions.wind?<|end|>" + HARMONY % GOOD),
+        (
+            "gpt-oss",
+            HEARD + "<|end|><|start|>assistant<|channel|>final<|message|>Calls begin with to=functions.weather",
+        ),
     ],
 )
 def test_what_breaks_no_schema_stays(embedded: Any, family: str, text: str) -> None:

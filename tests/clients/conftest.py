@@ -39,23 +39,23 @@ prompts and the calls of their tools are real.
 |---|---|---|---|
 """
 _TAIL = """
-What agents compute of their first prompt, in tokens, when the server has seen one session of the same agent before.
-Each session has other words. The words of the user stand last in the prompt, so a session in the same folder computes
-little else. Claude Code, Codex, opencode and Qwen Code write the folder and what is in it further up, and all that
-follows belongs to that folder.
+What agents compute of their first prompt, in tokens, when the server has seen sessions of the same agent before. Each
+session has other words. The words of the user stand last in the prompt, so a session in the same folder computes little
+else. Claude Code, Codex, opencode and Qwen Code write the folder and what is in it further up. All tokens behind the
+first that differs are new to a model that reads from left to right, so no server computes fewer than those in brackets.
 
-| agent | first prompt | again, in the same folder | again, in another folder |
-|---|---|---|---|
-| Claude Code | 50,672 | 20 (0.04 %) | 6,636 (13 %) |
-| Codex | 24,377 | 20 (0.08 %) | 309 (1.3 %) |
-| opencode | 19,655 | 21 (0.1 %) | 709 (3.6 %) |
-| pi | 3,629 | 20 (0.6 %) | 11 (0.3 %) |
-| Qwen Code | 48,801 | 20 (0.04 %) | 8,339 (17 %) |
+| agent | first prompt | again, in the same folder | in a second folder | in a third folder |
+|---|---|---|---|---|
+| Claude Code | 50,672 | 20 (20), 0.04 % | 6,636 (6,170), 13 % | 6,177 (6,177), 12 % |
+| Codex | 24,377 | 20 (20), 0.08 % | 309 (265), 1.3 % | 272 (272), 1.1 % |
+| opencode | 19,655 | 21 (21), 0.1 % | 709 (562), 3.6 % | 566 (566), 2.9 % |
+| pi | 3,629 | 20 (20), 0.6 % | 11 (11), 0.3 % | 15 (15), 0.4 % |
+| Qwen Code | 48,801 | 20 (20), 0.04 % | 8,339 (8,108), 17 % | 8,130 (8,130), 17 % |
 
-Where the first session's words are longer than the rollback window, the second begins at a checkpoint before them, and
-computes up to some hundred tokens more; the third begins where the two have parted. opencode and Qwen Code also send a
-second, smaller prompt. Qwen Code's has 25,090 tokens, and more text behind the words of the user than the rollback
-window holds: the second session computes 1,538 of them.
+Where two prompts part for the first time, the second continues from the checkpoint before, which lies less than 512
+tokens away. It leaves one where the two have parted, so the third computes only what is new. opencode and Qwen Code
+also send a second, smaller prompt. Qwen Code's has 25,090 tokens, of which 1,071 stand behind the words of the user. A
+second session continues where the user's turn begins, and computes 1,073 of them.
 
 These features cannot work with the embedded model, which knows a small world and follows no instructions:
 

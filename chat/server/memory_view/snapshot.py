@@ -116,6 +116,8 @@ def engine_counts(engine: Engine) -> dict[str, Any]:
         "recomputed": dict(stats.recomputed),
         "n_preempted": stats.n_preempted,
         "n_swapped_in": stats.n_swapped_in,
+        "n_taken_back": stats.n_taken_back,
+        "n_discarded": stats.n_discarded,
         "swaps": {"to_host": swaps.n_to_host, "to_disk": swaps.n_to_disk, "back": swaps.n_back},
     }
 

@@ -135,12 +135,13 @@ function drawMeter(data) {
 }
 
 function drawNow(data) {
-  const { running, waiting, preempted } = data.engine;
+  const { running, waiting, preempted, n_taken_back: takenBack } = data.engine;
   const tile = (value, name, words) => h("div", { class: "tile" }, h("b", null, value), term(name, words));
   update(parts.now,
     tile(rates ? rates.steps.toFixed(rates.steps < 9.95 ? 1 : 0) : "0", "speed", "steps a second"),
     tile(whole(running), "running"), tile(whole(waiting), "waiting"),
-    preempted || data.sequences.n_swapped_out ? tile(whole(Math.max(preempted, data.sequences.n_swapped_out)), "swapped", "swapped out") : "");
+    preempted || data.sequences.n_swapped_out ? tile(whole(Math.max(preempted, data.sequences.n_swapped_out)), "swapped", "swapped out") : "",
+    takenBack ? tile(whole(takenBack), "takenBack", takenBack === 1 ? "call taken back" : "calls taken back") : "");
 }
 
 let drawnUsage = null;

@@ -20,6 +20,7 @@ export const TERMS = {
   waiting: "Requests that wait until there is room for them.",
   preempted: "Replies that had to make room and come back as they were.",
   speed: "How many times a second the model runs. Each run gives every running reply one more token.",
+  takenBack: "Calls of tools that broke their schemas, and were drawn again before a client saw them.",
   swapped: "Sequences that were moved out of the budget, to come back bit for bit.",
   sequence: "What the memory holds of one text: a reply in progress, or a checkpoint of one.",
   replica: "One of several processes that answer at this address. Each has a budget of its own.",

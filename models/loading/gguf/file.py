@@ -116,6 +116,10 @@ class GgufFile:
         """Return what the metadata says of this architecture, as `value` does."""
         return self.value(f"{self.architecture}.{key}", default, is_needed=is_needed)
 
+    def header_digest(self) -> str:
+        """Return a digest of all fields, and of what the tensors are."""
+        return self._headers[0].digest()
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, its last axis the one that is contiguous."""
         return self._tensors[name].shape

@@ -8,6 +8,7 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 from __future__ import annotations
 
 import math
+import hashlib
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
@@ -101,6 +102,7 @@ class Header:
         alignment = self.fields.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"an alignment of {alignment!r}")
+        self._n_header = self._at
         start = -(-self._at // alignment) * alignment
         self.tensors = {name: self._tensor(name, shape, kind, start + offset) for name, shape, kind, offset in found}
 
@@ -108,6 +110,11 @@ class Header:
         """Let go of what was read of the file: it is mapped again when it is read again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._data.madvise(mmap.MADV_DONTNEED)
+
+    def digest(self) -> str:
+        """Return a digest of everything that stands before the tensors."""
+        with memoryview(self._data) as data:
+            return hashlib.sha256(data[: self._n_header]).hexdigest()
 
     def _describe_tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, (n_dimensions,) = self._text(), self._numbers("I")

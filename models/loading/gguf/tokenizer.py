@@ -10,6 +10,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from hybridmem.memory.errors import FormatError
+from hybridmem.models.loading.freed_memory import give_back_freed_memory
 from hybridmem.models.loading.gguf.file import GgufFile
+from hybridmem.models.loading.gguf.kept_tokenizers import kept_tokenizer
 from hybridmem.models.loading.gguf.pre_tokenizers import DEFAULT, PRE_TOKENIZERS
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         tokenizer.chat_template = {"default": tokenizer.chat_template, **named}
     ends = [file.value(f"tokenizer.ggml.{name}_token_id", is_needed=False) for name in ("eot", "eom")]
     tokenizer.end_token_ids = [int(i) for i in ends if i is not None]
+    give_back_freed_memory()
     return tokenizer
 
 
@@ -77,9 +81,24 @@ def _without_collection() -> Iterator[None]:
 def _load_fast(file: GgufFile, model: str) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
-    tokens = _tokens_of(file)
+    backend = kept_tokenizer(file, partial(_build, file, model))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_Given(backend),
+        chat_template=file.value("tokenizer.chat_template", is_needed=False),
+        clean_up_tokenization_spaces=False,
+        **{f"{role}_token": backend.id_to_token(i) for role, i in _roles(file, model, backend.get_vocab_size()).items()},
+    )
+
+
+def _roles(file: GgufFile, model: str, n_tokens: int) -> dict[str, int]:
+    """Return the ids of special tokens by transformers' names of them."""
     usual = {"bos": 1, "eos": 2, "unk": 0} if model == "llama" else {}
-    roles = {role: _id_of(file, name, tokens, usual.get(role)) for role, name in _ROLES.items()}
+    ids = {role: _id_of(file, name, n_tokens, usual.get(role)) for role, name in _ROLES.items()}
+    return {role: i for role, i in ids.items() if i is not None}
+
+
+def _build(file: GgufFile, model: str) -> Tokenizer:
+    tokens = _tokens_of(file)
     adds_bos, backend = _KINDS[model](file, tokens)
     added = _added_tokens(file, tokens)
     backend.add_special_tokens([token for token in added if token.special])
@@ -88,7 +107,7 @@ def _load_fast(file: GgufFile, model: str) -> PreTrainedTokenizerBase:
         raise FormatError(
             f"{file.path} has {len(tokens):,} tokens that make {backend.get_vocab_size():,}; get it again"
         )
-    names = {role: tokens[i] for role, i in roles.items() if i is not None}
+    names = {role: tokens[i] for role, i in _roles(file, model, len(tokens)).items()}
     # llama.cpp adds it for Gemma 4 whatever the file says, because files say it wrongly.
     bos = "bos" in names and (bool(file.value("tokenizer.ggml.add_bos_token", adds_bos)) or model == "gemma4")
     eos = "eos" in names and bool(file.value("tokenizer.ggml.add_eos_token", False))
@@ -96,12 +115,7 @@ def _load_fast(file: GgufFile, model: str) -> PreTrainedTokenizerBase:
     if len(around) > 1:
         special = [(name, tokens.index(name)) for name in around if name != "$A"]
         backend.post_processor = processors.TemplateProcessing(single=around, pair=None, special_tokens=special)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_Given(backend),
-        chat_template=file.value("tokenizer.chat_template", is_needed=False),
-        clean_up_tokenization_spaces=False,
-        **{f"{role}_token": name for role, name in names.items()},
-    )
+    return backend
 
 
 class _Given:
@@ -123,10 +137,10 @@ def _tokens_of(file: GgufFile) -> list[str]:
     return tokens
 
 
-def _id_of(file: GgufFile, name: str, tokens: list[str], usual: int | None = None) -> int | None:
+def _id_of(file: GgufFile, name: str, n_tokens: int, usual: int | None = None) -> int | None:
     """Return the id of a special token, if the file names one that exists; else the usual one."""
     found = file.value(f"tokenizer.ggml.{name}_token_id", is_needed=False)
-    return int(found) if found is not None and 0 <= int(found) < len(tokens) else usual
+    return int(found) if found is not None and 0 <= int(found) < n_tokens else usual
 
 
 def _added_tokens(file: GgufFile, tokens: list[str]) -> list[AddedToken]:
@@ -203,7 +217,7 @@ def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]
 
 
 def _unknown(file: GgufFile, tokens: list[str]) -> str:
-    return tokens[_id_of(file, "unknown", tokens, 0) or 0]
+    return tokens[_id_of(file, "unknown", len(tokens), 0) or 0]
 
 
 def _space_decoder(*, strips: bool) -> Any:
