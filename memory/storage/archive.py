@@ -20,6 +20,7 @@ from hybridmem.memory.coordinator import Coordinator
 from hybridmem.memory.errors import FormatError, IntegrityError, SequenceError
 from hybridmem.memory.interface import Sequence
 from hybridmem.memory.layer_memories import Held, LayerMemories
+from hybridmem.memory.sequences.batch import read_saved_ids
 from hybridmem.memory.sequences.folding import TailRules
 from hybridmem.memory.sequences.locking import locked
 from hybridmem.memory.specs import MemorySpec
@@ -204,7 +205,8 @@ class Archive:
             # position.
             model = ledger.open()
             try:
-                ledger.restore(model.slot, tokens, len(tokens), coordinator.spec.vocab_size)
+                ids = read_saved_ids(tokens, coordinator.spec.vocab_size, coordinator.spec.soft_tokens)
+                ledger.restore(model.slot, ids, len(ids))
                 for sequence, member in zip(opened, saved.members, strict=True):
                     if member.buffer == buffer:
                         drops = tuple((position, n_drops + number) for position, number in member.drops)
