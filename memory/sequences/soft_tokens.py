@@ -45,17 +45,22 @@ class Passage:
     Attributes:
         digest: tells its content from any other.
         rows: (N, M), the embeddings.
-        token_ids: (N,) the id of each row.
         offsets: (axes, N) how far each row's rotary position on each axis is ahead of its place in the sequence. None:
             rows are rotated by their places, as text is.
+        back: by how many positions text behind it is moved back.
         about: what whoever added it wants to find with it. The memory does not read it.
     """
 
     digest: bytes
     rows: Tensor
-    token_ids: Int64s
     offsets: Int64s | None
+    back: int = 0
     about: Any = None
+
+    @cached_property
+    def token_ids(self) -> Int64s:
+        """Return (N,) the id of each row."""
+        return _ids_of(self.digest, len(self.rows), self.back)
 
     @cached_property
     def _order(self) -> Int64s:
@@ -66,7 +71,7 @@ class Passage:
         return int(self._order[np.searchsorted(self.token_ids, token_id, sorter=self._order)])
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return len(self.rows)
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,17 @@ class SoftTokens:
         if not isinstance(rows, Tensor) or rows.dim() != 2 or not 0 < len(rows) < MOST_ROWS:
             found = tuple(rows.shape) if isinstance(rows, Tensor) else f"{rows!r:.40}"
             raise SpecError(f"rows are {found}; give a tensor (N, M) with 0 < N < {MOST_ROWS}")
-        offsets, back = self._offsets(len(rows), positions, n_positions)
-        passage = Passage(digest, rows.detach(), _ids_of(digest, len(rows), back), offsets, about)
+        return self._insert(Passage(digest, rows.detach(), *self._offsets(len(rows), positions, n_positions), about))
+
+    def restore(self, digest: bytes, rows: Tensor, offsets: Int64s | None, back: int, about: Any) -> Passage:
+        """Add a passage that a file holds, with the attributes of `Passage`. Raises ValueError if they do not fit."""
+        wanted = None if self.n_axes == 1 else (self.n_axes, len(rows))
+        if (None if offsets is None else offsets.shape) != wanted or not 0 <= back < len(rows) < MOST_ROWS:
+            raise ValueError(f"the positions of the picture {digest.hex()}")
+        return self._insert(Passage(digest, rows, offsets, back, about))
+
+    def _insert(self, passage: Passage) -> Passage:
+        digest = passage.digest
         with self._lock:
             if (known := self._living.get(digest)) is not None:
                 self._keep(known)
@@ -173,6 +187,11 @@ class SoftTokens:
         ids = np.asarray(token_ids)
         soft = ids[ids >= FIRST_SOFT_ID] if ids.dtype == np.int64 else ids[:0]
         return tuple(dict.fromkeys(run.passage for run in self.runs(soft)))
+
+    def known(self, token_ids: Iterable[Int64s]) -> list[Passage]:
+        """Return the passages of these arrays of ids whose rows are here, each once."""
+        found = (self._by_id.get(id) for ids in token_ids for id in ids[ids >= FIRST_SOFT_ID].tolist())
+        return list(dict.fromkeys(passage for passage in found if passage is not None))
 
     def runs(self, token_ids: Int64s) -> Iterator[Run]:
         """Generate the runs of soft tokens (T,), in order. Raises BatchError if the rows of one are here no more."""

@@ -27,6 +27,7 @@ from hybridmem.memory.specs import MemorySpec
 from hybridmem.memory.storage.family_files import Member, MemberKind, SavedFamily, family_in, write_family
 from hybridmem.memory.storage.files import SEQUENCES_FORMAT, read_path
 from hybridmem.memory.storage.names import names_in_files
+from hybridmem.memory.storage.passages import SavedPassage
 from hybridmem.memory.storage.reading import read_content
 from hybridmem.memory.storage.signature import check_signature, check_weights, signature_of
 from hybridmem.memory.storage.swapping import Swapping
@@ -121,7 +122,9 @@ class Archive:
         """Copy sequences out of the memory, by the names of files."""
         saved = _Gathering(self._coordinator, self._swapping, chosen).saved
         saved = saved.renamed(names_in_files(self._coordinator.layers))
-        return replace(saved, about=self._about(self._coordinator.spec))
+        soft = self._coordinator.spec.soft_tokens
+        passages = () if soft is None else tuple(map(SavedPassage.of, soft.known(saved.tokens)))
+        return replace(saved, about=self._about(self._coordinator.spec), passages=passages)
 
     def _choose(
         self, sequence: Sequence, checkpoints: Checkpoints, forks: Forks
@@ -215,6 +218,9 @@ class Archive:
                         ledger.copy([model], [sequence], coordinator.layers.horizon)
             finally:
                 ledger.close(model)
+        if (soft := coordinator.spec.soft_tokens) is not None:
+            for passage in saved.passages:
+                passage.restore(soft, coordinator.spec.device)
         for sequence in opened:
             coordinator.check_slot(sequence.slot)
         return opened

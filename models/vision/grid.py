@@ -32,4 +32,4 @@ class GridSight:
 
     def layout(self, inputs: Mapping[str, Any], n_rows: int) -> Layout:
         start, end = self._around
-        return start, range(n_rows), end
+        return [start, [0, n_rows], end]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedConfig
 
-Layout: TypeAlias = tuple[str | int | range, ...]
-"""What stands for a picture in a prompt: names of special tokens, ids of tokens, and ranges of its rows."""
+Layout: TypeAlias = list[str | int | list[int]]
+"""What stands for a picture in a prompt: names of special tokens, ids of tokens, and ranges [start, end) of rows."""
 
 
 class Sight(Protocol):
@@ -80,8 +80,8 @@ class Picture:
         """
         ids = list[int]()
         for part in self.layout:
-            if isinstance(part, range):
-                ids += self.passage.token_ids[part.start : part.stop].tolist()
+            if isinstance(part, list):
+                ids += self.passage.token_ids[slice(*part)].tolist()
             elif isinstance(part, int):
                 ids.append(part)
             elif isinstance(id := id_of(part), int):
