@@ -263,6 +263,11 @@ def refuse_to_drop(token_ids: Int64s, dropped: Dropped) -> None:
         )  # fmt: skip
 
 
+def is_soft(token_id: int) -> bool:
+    """Return whether an id is a soft token's, and in no vocabulary."""
+    return token_id >= FIRST_SOFT_ID
+
+
 def plain_ids(token_ids: Iterable[int]) -> list[int]:
     """Return the ids without those of soft tokens, which are in no vocabulary."""
     return [token for token in token_ids if token < FIRST_SOFT_ID]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hybridmem.memory import Passage, SoftTokens
 from hybridmem.memory.blocks import Int64s
-from hybridmem.models.vision.reading import Limits, PictureError, digest_of, open_picture
+from hybridmem.models.vision.reading import Limits, PictureError, digest_of, file_of, open_picture
 from hybridmem.models.vision.tower import Tower
-from hybridmem.models.weights.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -59,10 +59,12 @@ class Picture:
     Attributes:
         passage: its rows of embeddings.
         layout: what stands for it in a prompt.
+        file: a file with the picture, as it was given or as PNG.
     """
 
     passage: Passage
     layout: Layout
+    file: bytes = field(repr=False)
 
     @property
     def digest(self) -> bytes:
@@ -162,7 +164,7 @@ class Pictures:
         if passage is None:
             with self._lock:  # Who sends the same picture at the same time waits here, and finds it.
                 passage = self.soft_tokens.find(digest) or self._compute(digest, image)
-        return Picture(passage, passage.about)
+        return Picture(passage, passage.about, file_of(source, image))
 
     def _compute(self, digest: bytes, image: Image) -> Passage:
         tower = self._load()
@@ -185,6 +187,18 @@ class Pictures:
             tensors = checkpoint.read_below(self._sight.prefixes)
             self._tower = Tower(self._config, tensors, checkpoint.dtype, checkpoint.device)
         return self._tower
+
+
+def pictures_of(model: object) -> Pictures:
+    """Return what reads pictures for a model. Raises UnsupportedModelError, which names the model, if it sees none."""
+    found = getattr(model, "pictures", None)
+    if not isinstance(found, Pictures):
+        name = getattr(getattr(model, "memory_spec", None), "model", type(model).__name__)
+        raise UnsupportedModelError(
+            f"{name} reads text alone: no picture can be in its prompts. Models that see are in "
+            "docs/results/architectures.md; of files for llama.cpp only the language model is read"
+        )
+    return found
 
 
 def pictures_below(sight: Sight, config: PreTrainedConfig, checkpoint: Checkpoint) -> Pictures | None:

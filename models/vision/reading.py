@@ -73,6 +73,17 @@ def digest_of(image: Image) -> bytes:
     return hasher.digest()
 
 
+def file_of(source: bytes | str | Path | Image, image: Image) -> bytes:
+    """Return a file with a picture: what was given, or for an image of Pillow its pixels as PNG."""
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, str | Path):
+        return Path(source).read_bytes()
+    written = io.BytesIO()
+    image.save(written, "PNG")
+    return written.getvalue()
+
+
 def _read_bytes(source: bytes | str | Path, limits: Limits) -> bytes:
     if not isinstance(source, bytes | str | Path):
         raise PictureError(f"{source!r:.80} is no picture; give the bytes or the path of a file, or an image of Pillow")

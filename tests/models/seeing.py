@@ -21,15 +21,19 @@ EYES = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24,
     "num_position_embeddings": 16, "patch_size": 4,
 }  # fmt: skip
-PLACEHOLDER, START, END = 3, 4, 5
+PLACEHOLDER = 3
 
 
-def write_seeing(folder: Path, **text: Any) -> PreTrainedModel:
-    """Write a small Qwen3.5 that sees, with its image processor, and return transformers' model."""
+def write_seeing(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -> PreTrainedModel:
+    """Write a small Qwen3.5 that sees, with its image processor, and return transformers' model.
+
+    Args:
+        placeholder: the token that stands for a row; those behind it stand for videos, and around pictures.
+    """
     inner = qwen3_5_config(rope_parameters=SHARES, **text).to_dict()
     config = Qwen3_5Config(
-        text_config=inner, vision_config=EYES, image_token_id=PLACEHOLDER, video_token_id=6,
-        vision_start_token_id=START, vision_end_token_id=END,
+        text_config=inner, vision_config=EYES, image_token_id=placeholder, video_token_id=placeholder + 1,
+        vision_start_token_id=placeholder + 2, vision_end_token_id=placeholder + 3,
     )  # fmt: skip
     torch.manual_seed(5)
     model = AutoModelForImageTextToText.from_config(config).eval()
