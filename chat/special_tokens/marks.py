@@ -7,6 +7,7 @@ be beside the same message: there is no way to another one.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,11 @@ _SIGN = "\U0010fffe"
 MARK = re.compile(f"{_SIGN}([0-9a-f]{{64}}){_SIGN}")
 FindIds = Callable[[str], list[int] | None]
 """Returns the token ids of a picture by its name of 64 hexadecimal digits. None: it is not known."""
+
+
+def name_of_source(url: str, detail: str) -> str:
+    """Return the name of a picture that comes by a URL, which may hold its data."""
+    return hashlib.sha256(f"{detail}\n{url}".encode(errors="surrogatepass")).hexdigest()
 
 
 def mark_of(name: str) -> str:
