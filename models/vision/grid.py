@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class GridSight:
     """Says that a picture is a grid, whose positions take as many places as its longer side (Wang et al. 2024)."""
 
-    prefixes = ("model.visual.", "visual.")
+    prefixes: tuple[str, ...] = ("model.visual.", "visual.")
     n_axes = 3
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -33,3 +33,13 @@ class GridSight:
     def layout(self, inputs: Mapping[str, Any], n_rows: int) -> Layout:
         start, end = self._around
         return [start, [0, n_rows], end]
+
+
+class FlatGridSight(GridSight):
+    """Says that a picture is such a grid in the tower alone: for the language model each row is a token's place."""
+
+    prefixes = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
+    n_axes = 1
+
+    def positions(self, inputs: Mapping[str, Any]) -> tuple[Int64s | None, int]:
+        return None, 0

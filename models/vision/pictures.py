@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -199,6 +200,13 @@ def pictures_of(model: object) -> Pictures:
             "docs/results/architectures.md; of files for llama.cpp only the language model is read"
         )
     return found
+
+
+def text_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the language model of a model that sees. Whether weights are tied, the outer one says."""
+    text = copy(config.get_text_config())
+    text.tie_word_embeddings = config.tie_word_embeddings
+    return text
 
 
 def pictures_below(sight: Sight, config: PreTrainedConfig, checkpoint: Checkpoint) -> Pictures | None:

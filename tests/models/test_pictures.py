@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from hybridmem.memory import BatchError, DropError, HybridMemory, Sequence
 from hybridmem.models import from_transformers, load_model, plan_memory, weight_bytes
 from hybridmem.models.layers.decoder import Decoder
+from hybridmem.models.lfm2 import Lfm2Vl
 from hybridmem.models.vision.pictures import Picture
-from tests.models.seeing import draw_picture, joined, logits_of_peer, write_seeing
+from tests.models.seeing import WRITERS, TileProcessor, draw_picture, joined, logits_of_peer
 from tests.tolerances import assert_split_close
 
 WIDE, TALL = draw_picture(1, 72, 40), draw_picture(2, 24, 64)
@@ -46,13 +47,19 @@ class Seeing:
         return logits
 
 
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+@pytest.fixture(scope="module", params=WRITERS)
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     folder = tmp_path_factory.mktemp("seeing")
-    peer = write_seeing(folder)
+    peer = WRITERS[request.param](folder)
+    return Seeing(folder, peer, load(folder))
+
+
+def load(folder: Path) -> Decoder:
     model = load_model(folder)
-    assert isinstance(model, Decoder)
-    return Seeing(folder, peer, model)
+    assert isinstance(model, Decoder) and model.pictures is not None
+    if isinstance(model, Lfm2Vl):
+        model.pictures.processor = TileProcessor()
+    return model
 
 
 def test_logits_are_those_of_transformers(seeing: Seeing) -> None:
@@ -141,8 +148,8 @@ def test_loaded_sequences_can_compute_a_picture_again_elsewhere(seeing: Seeing, 
     alice = memory.open()
     seeing.fed(memory, alice, 7, wide, 8)
     memory.save(alice, tmp_path / "alice.safetensors")
-    other = load_model(seeing.folder)
-    assert isinstance(other, Decoder) and other.pictures is not None
+    other = load(seeing.folder)
+    assert other.pictures is not None
     elsewhere = HybridMemory(other.memory_spec, "16MiB", rollback_window=16)
     loaded = elsewhere.load(tmp_path / "alice.safetensors")
     ids = loaded.tokens.tolist()
@@ -180,13 +187,13 @@ def test_a_model_of_transformers_brings_its_tower(seeing: Seeing) -> None:
 
 
 def test_the_tower_runs_once_for_each_picture_and_is_loaded_at_the_first(seeing: Seeing) -> None:
-    model = load_model(seeing.folder)
-    assert isinstance(model, Decoder) and model.pictures is not None
+    model = load(seeing.folder)
+    assert model.pictures is not None
     before = weight_bytes(model)
     first = model.pictures.read(WIDE)
     assert weight_bytes(model) > before
     again, other = model.pictures.read(WIDE.copy()), model.pictures.read(TALL)
     assert model.pictures.n_computed == 2
-    assert again.token_ids() == first.token_ids() != other.token_ids()
-    spec = plan_memory(model.config, "Qwen3_5ForConditionalGeneration")
+    assert joined(again) == joined(first) != joined(other)
+    spec = plan_memory(seeing.peer.config, seeing.peer.config.architectures[0])
     assert spec.same_memories(model.memory_spec)
