@@ -20,6 +20,7 @@ from hybridmem.memory.errors import (
 from hybridmem.memory.hybrid import HybridMemory
 from hybridmem.memory.interface import Sequence
 from hybridmem.memory.rotary import UNROTATED, Rotation
+from hybridmem.memory.sequences.soft_tokens import Passage, SoftTokens
 from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec, RecurrentSpec, StateTensor
 from hybridmem.memory.state.access import Recurrence, States
 from hybridmem.memory.step import Step
@@ -39,12 +40,14 @@ __all__ = [
     "IntegrityError",
     "MemorySpec",
     "MismatchError",
+    "Passage",
     "Recurrence",
     "RecurrentSpec",
     "RollbackError",
     "Rotation",
     "Sequence",
     "SequenceError",
+    "SoftTokens",
     "SpecError",
     "StateTensor",
     "States",

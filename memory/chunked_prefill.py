@@ -89,7 +89,7 @@ def run_in_chunks(
     sequences, values = read_pairs(requests)
     # Refuse requests by their number of tokens, before the tokens are read: to read a million takes long.
     memory.counters.require_room(sequences, count_tokens(values), max_tokens)
-    tokens = read_tokens(sequences, values, memory.spec.vocab_size)
+    tokens = read_tokens(sequences, values, memory.spec.vocab_size, memory.spec.soft_tokens)
     tokens.arrive(sequences, memory.spec.vocab_size)
     # This step is never entered: making it refuses bad handles and options before anything is computed.
     probe = memory.step([(sequence, 0) for sequence in sequences], outputs=outputs)

@@ -24,6 +24,7 @@ from hybridmem.memory.sequences.lifetime import Lifetime
 from hybridmem.memory.sequences.locking import MemoryLock, locked
 from hybridmem.memory.sequences.reach import nearest_position, out_of_reach, position_before
 from hybridmem.memory.sequences.room import Room
+from hybridmem.memory.sequences.soft_tokens import refuse_to_drop
 from hybridmem.memory.specs import MemorySpec
 from hybridmem.memory.views.sequence_view import sequence_html
 from hybridmem.memory.views.usage import Inventory
@@ -437,14 +438,14 @@ class Coordinator(Lifetime):
     @locked
     def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool) -> None:
         """See `HybridMemory.drop`."""
-        ledger = self.ledger
+        ledger, slot = self.ledger, sequence.slot
         ledger.check_usable(sequence)
-        slot = sequence.slot
-        length, peak = int(ledger.lengths[slot]), int(ledger.peaks[slot])
-        dropped = Dropped.of(slot, start, end, length, peak, approximate=approximate)
+        length = int(ledger.lengths[slot])
+        dropped = Dropped.of(slot, start, end, length, int(ledger.peaks[slot]), approximate=approximate)
         if dropped.n_tokens and dropped.end == length and self.can_rollback(sequence, dropped.start):
             self.rollback(sequence, dropped.start, None)
         elif dropped.n_tokens:
+            refuse_to_drop(ledger.tokens(slot), dropped)
 
             def attempt() -> None:
                 with self.journal.change():

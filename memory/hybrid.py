@@ -371,7 +371,7 @@ class HybridMemory:
         sequences, values = read_pairs(requests)
         self._coordinator.mend()
         self._coordinator.room.refuse_hopeless(sequences, values)
-        tokens = read_tokens(sequences, values, self.spec.vocab_size)
+        tokens = read_tokens(sequences, values, self.spec.vocab_size, self.spec.soft_tokens)
         self._coordinator.ledger.check_all_usable(sequences)
         return Step(self._coordinator, sequences, tokens, outputs)
 

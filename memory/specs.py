@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridmem.memory.blocks.arguments import read_count, read_device, read_dtype
 from hybridmem.memory.errors import SpecError, StepError
 from hybridmem.memory.rotary import Rotation
+from hybridmem.memory.sequences.soft_tokens import SoftTokens
 
 if TYPE_CHECKING:
     from hybridmem.memory.eviction import Budget
@@ -254,6 +255,8 @@ class MemorySpec:
         model: a label for messages.
         weights: a text such as "float32:DIGEST" that tells the model's weights from others of the same shapes. None:
             not known. Saved files of other weights are refused.
+        soft_tokens: finds the rows of embeddings that may be fed in place of tokens, such as those of pictures. None:
+            the model takes tokens alone.
     """
 
     layers: tuple[tuple[LayerSpec, ...], ...]
@@ -262,6 +265,7 @@ class MemorySpec:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     model: str = "model"
     weights: str | None = field(default=None, compare=False, repr=False)
+    soft_tokens: SoftTokens | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         read_count("vocab_size", self.vocab_size, 1)

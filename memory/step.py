@@ -25,6 +25,7 @@ from hybridmem.memory.interface import OpenStep, Sequence
 from hybridmem.memory.kernels import Scoring
 from hybridmem.memory.layer_memories import LayerMemories, Place, PlaceKey, Places
 from hybridmem.memory.sequences.batch import TokenLists, output_rows
+from hybridmem.memory.sequences.soft_tokens import FIRST_SOFT_ID, Run, has_soft, rotary_positions
 from hybridmem.memory.specs import MemorySpec
 from hybridmem.memory.state.access import Recurrence, States
 
@@ -35,6 +36,13 @@ _FEW_TOKENS = 16
 
 To launch a prompt's kernels costs little in comparison.
 """
+
+
+class PositionsBack(Protocol):
+    """Declares what a step reads of the ledger."""
+
+    @property
+    def backs(self) -> Int64s: ...
 
 
 class StepOwner(Protocol):
@@ -50,6 +58,8 @@ class StepOwner(Protocol):
     places: Places
     store: Store
 
+    @property
+    def ledger(self) -> PositionsBack: ...
     def begin(self, step: Step) -> None: ...
     def commit(self, opened: OpenStep, kept: Int64s) -> None: ...
     def abort(self, opened: OpenStep) -> None: ...
@@ -67,7 +77,9 @@ class Step:
 
     Attributes, once entered:
         token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order. Copy what is needed
-            after the step: the next step may overwrite them.
+            after the step: the next step may overwrite them. For a row of a picture, token_ids has the placeholder
+            of `MemorySpec.soft_tokens`.
+        rotary_positions: (T,) what to rotate by; or (axes, T) if pictures have several axes and are in this step.
         cu_seqlens: (S + 1,) int64 on the host. The step's request i has tokens [cu_seqlens[i], cu_seqlens[i + 1]).
         sequences: the sequences, in the caller's order.
         notes: a dict in which layers pass values to later layers of this step, such as rotary angles. Each uses keys of
@@ -87,6 +99,7 @@ class Step:
         self._served: set[Place] = set()
         self._begun: set[Place] = set()  # These recurrences have run, and may have overwritten their start states.
         self._is_spent = False
+        self._soft_runs: list[Run] = []
 
     __reduce_ex__ = refuse_to_copy("make a step where the memory is")
 
@@ -142,7 +155,16 @@ class Step:
         """Take what the memory has allocated. From now on this step must commit or abort."""
         self._opened, packed = opened, opened.packed
         # These are copies, because a model may write to them.
-        self.token_ids, self.positions = upload(packed.token_ids.copy()), upload(packed.positions.copy())
+        token_ids = packed.token_ids.copy()
+        soft = self.owner.spec.soft_tokens
+        if soft is not None and has_soft(token_ids):
+            self._soft_runs = [*soft.runs(token_ids)]
+            token_ids[token_ids >= FIRST_SOFT_ID] = soft.placeholder_id
+        self.token_ids, self.positions = upload(token_ids), upload(packed.positions.copy())
+        self.rotary_positions = self.positions
+        if soft is not None and soft.n_axes > 1:
+            rotary = rotary_positions(packed, self.owner.ledger.backs[packed.slots], self._soft_runs, soft.n_axes)
+            self.rotary_positions = upload(rotary.reshape(-1)).view(rotary.shape)
         self.cu_seqlens = packed.cu_seqlens.copy()
         self._output_rows = upload(output_rows(packed, self.outputs))
         if self.tokens.late is not None:
@@ -255,6 +277,17 @@ class Step:
         self._served.add(place)
         return y
 
+    def embed(self, look_up: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the inputs of the first layer, (T, M): `look_up(token_ids)`, with the rows of soft tokens in place."""
+        self._entered()
+        x_TM = look_up(self.token_ids)
+        for run in self._soft_runs:
+            rows = run.passage.rows[run.row : run.row + run.n]
+            if rows.shape[1] != x_TM.shape[1]:
+                raise StepError(f"rows of a picture have {rows.shape[1]} elements, the model's have {x_TM.shape[1]}")
+            x_TM[run.at : run.at + run.n] = rows.to(x_TM)
+        return x_TM
+
     def select(self, hidden: Tensor) -> Tensor:
         """Return the rows of hidden (T, ...) to output: the last of each request, or all, in the caller's order."""
         self._entered()
@@ -270,7 +303,7 @@ class Step:
         """
         opened = self._entered()
         counts, place = opened.packed.counts, None if opened.stage is None else opened.stage.layout
-        is_of_few = counts[0] <= _FEW_TOKENS and (counts == counts[0]).all()
+        is_of_few = counts[0] <= _FEW_TOKENS and (counts == counts[0]).all() and not self._soft_runs
         if place is None or self._served or not is_of_few or not self.owner.layers.can_capture(opened.plans):
             return None
         return place, int(counts[0]), self.outputs
@@ -373,7 +406,7 @@ class Step:
 
         def __getattr__(self, name: str) -> object:
             """Raise StepError for what a step has only while it is entered."""
-            if name in ("token_ids", "positions", "cu_seqlens"):
+            if name in ("token_ids", "positions", "rotary_positions", "cu_seqlens"):
                 self._entered()
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -18,10 +18,12 @@ from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.short_conv_mixer import ShortConvMixer
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
+from hybridmem.models.vision.pictures import pictures_below, text_config_of
+from hybridmem.models.vision.tiles import TileSight
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from transformers import Lfm2Config, Lfm2MoeConfig
+    from transformers import Lfm2Config, Lfm2MoeConfig, Lfm2VlConfig
 
 _MLP_NAMES = ("w1", "w3", "w2")
 
@@ -30,33 +32,49 @@ _MLP_NAMES = ("w1", "w3", "w2")
 class Lfm2(Decoder):
     """Implements LFM2: each layer is a short convolution or attention, and then a gated MLP."""
 
-    def __init__(self, config: Lfm2Config, checkpoint: Checkpoint) -> None:
+    def __init__(self, config: Lfm2Config, checkpoint: Checkpoint, root: str = "model") -> None:
         n_model = config.hidden_size
-        vocabulary = Vocabulary.load(checkpoint, config, "model.embed_tokens.weight")
+        vocabulary = Vocabulary.load(checkpoint, config, f"{root}.embed_tokens.weight")
         rotary = Rotary(config, head_dim_of(config), checkpoint.device)
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.norm_eps)
+            return RMSNorm(checkpoint.take(f"{root}.{name}.weight", n_model), config.norm_eps)
 
         layers = [
             Block(
-                (norm(f"layers.{i}.operator_norm"), _mixer(config, checkpoint, i, rotary)),
-                (norm(f"layers.{i}.ffn_norm"), self._feed_forward(config, checkpoint, i)),
+                (norm(f"layers.{i}.operator_norm"), _mixer(config, checkpoint, f"{root}.layers.{i}", i, rotary)),
+                (
+                    norm(f"layers.{i}.ffn_norm"),
+                    self._feed_forward(config, checkpoint, f"{root}.layers.{i}", i),
+                ),
             )
             for i in range(config.num_hidden_layers)
         ]
         super().__init__(config, checkpoint, vocabulary, layers, norm("embedding_norm"))
 
-    def _feed_forward(self, config: Lfm2Config, checkpoint: Checkpoint, i: int) -> Callable[[Tensor], Tensor]:
-        return _load_mlp(checkpoint, f"model.layers.{i}.feed_forward", config.hidden_size, _mlp_size(config))
+    def _feed_forward(
+        self, config: Lfm2Config, checkpoint: Checkpoint, prefix: str, i: int
+    ) -> Callable[[Tensor], Tensor]:
+        return _load_mlp(checkpoint, f"{prefix}.feed_forward", config.hidden_size, _mlp_size(config))
+
+
+@register("Lfm2VlForConditionalGeneration")
+class Lfm2Vl(Lfm2):
+    """Implements LFM2-VL: LFM2 with a tower, which is loaded at the first picture."""
+
+    def __init__(self, config: Lfm2VlConfig, checkpoint: Checkpoint) -> None:
+        super().__init__(text_config_of(config), checkpoint, "model.language_model")
+        self.see(pictures_below(TileSight(config), config, checkpoint))
 
 
 @register("Lfm2MoeForCausalLM")
 class Lfm2Moe(Lfm2):
     """Implements LFM2 with experts in all layers but the first `num_dense_layers`."""
 
-    def _feed_forward(self, config: Lfm2MoeConfig, checkpoint: Checkpoint, i: int) -> Callable[[Tensor], Tensor]:
-        n_model, n_experts, prefix = config.hidden_size, config.num_experts, f"model.layers.{i}.feed_forward"
+    def _feed_forward(
+        self, config: Lfm2MoeConfig, checkpoint: Checkpoint, prefix: str, i: int
+    ) -> Callable[[Tensor], Tensor]:
+        n_model, n_experts, prefix = config.hidden_size, config.num_experts, f"{prefix}.feed_forward"
         if i < config.num_dense_layers:
             return _load_mlp(checkpoint, prefix, n_model, config.intermediate_size)
         bias_E = (
@@ -76,8 +94,8 @@ class Lfm2Moe(Lfm2):
         )
 
 
-def _mixer(config: Lfm2Config | Lfm2MoeConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Mixer:
-    n_model, kind, prefix = config.hidden_size, config.layer_types[i], f"model.layers.{i}"
+def _mixer(config: Lfm2Config | Lfm2MoeConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary) -> Mixer:
+    n_model, kind = config.hidden_size, config.layer_types[i]
     if kind == "conv":
         return ShortConvMixer(checkpoint, f"{prefix}.conv", i, n_model, config.conv_L_cache, has_bias=config.conv_bias)
     if kind != "full_attention":

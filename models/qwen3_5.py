@@ -1,8 +1,7 @@
 """Implements the language model of Qwen3.5 (Qwen Team 2026), dense or with experts in each layer.
 
 Its layers are those of Qwen3-Next with other input matrices. Its rotary embedding has three kinds of positions, time,
-height and width, each for a share of the frequencies. For text the three are equal, so text is rotated by one position,
-whatever the shares are.
+height and width, each for a share of the frequencies. For text the three are equal.
 """
 
 from __future__ import annotations
@@ -18,26 +17,32 @@ from hybridmem.models.layers.delta_mixer import DeltaInputs
 from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.loading.architectures import register
 from hybridmem.models.qwen3_next import Qwen3Next, load_mixture
+from hybridmem.models.vision.grid import GridSight
+from hybridmem.models.vision.pictures import pictures_below
 from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+_SECTIONS = [11, 11, 10]
+"""The shares of time, height and width, where the config does not say."""
+
+
 @register("Qwen3_5ForCausalLM")
 @register("Qwen3_5ForConditionalGeneration")
 class Qwen35(Qwen3Next):
-    """Implements Qwen3.5; of a checkpoint that also reads images it loads the language model.
-
-    Loading warns that the other tensors are not used.
-    """
+    """Implements Qwen3.5. Of a checkpoint that also sees, the tower is loaded at the first picture."""
 
     def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
         text = copy(config.get_text_config())
         text.tie_word_embeddings = config.tie_word_embeddings  # the outer config decides
+        text.rope_parameters = {"mrope_section": _SECTIONS, **text.rope_parameters}
         root = "model.language_model"
         # A checkpoint that ties them may hold the head only, not the embedding.
         super().__init__(text, checkpoint, root if f"{root}.norm.weight" in checkpoint else "model")
+        if text is not config and hasattr(config, "vision_config"):
+            self.see(pictures_below(GridSight(config), config, checkpoint))
 
     def _delta_inputs(self, checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
         return DeltaInputs.take(checkpoint, prefix, n_model, shape)

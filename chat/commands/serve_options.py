@@ -85,6 +85,12 @@ SERVE: tuple[Option, ...] = (
     Option("default_tokens", "whole", None,
            "A chat's reply has at most this many tokens where the request does not say. By default, it may be as long "
            "as fits beside its prompt.", "server", least=1),
+    Option("picture_host", "texts", None,
+           "Fetch pictures that requests name by URL from this host, such as example.com. The option may be repeated. "
+           "Without it, pictures come as data URLs alone.", "server.picture_hosts"),
+    Option("max_pictures", "whole", 16, "A request may have this many pictures.", "server", least=1),
+    Option("max_picture_bytes", "bytes", "20MiB", "A picture's file may have this many bytes.", "server"),
+    Option("max_picture_pixels", "whole", 48_000_000, "A picture may have this many pixels.", "server", least=1),
     Option("max_requests", "whole", 256,
            "Answer this many requests at once. Others are told to come back later.", "server", least=1),
     Option("max_connections", "whole", 768,

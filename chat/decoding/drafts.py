@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ from hybridmem.chat.sampling.sampler import Sampler
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, Step, StepError
 from hybridmem.memory.blocks import read_count
-from hybridmem.memory.sequences import uninterrupted
+from hybridmem.memory.sequences import is_soft, uninterrupted
 from hybridmem.memory.step import Outputs
 from hybridmem.models import LanguageModel
 
@@ -146,7 +147,7 @@ class _Index:
         # The end of the text is reached. Repeat the tokens since `start`, as if the text went on in a loop.
         while len(found) < n_tokens:
             found.append(found[start - n])
-        return found
+        return list(takewhile(lambda token: not is_soft(token), found))  # no reply has a picture
 
 
 class PromptLookup:

@@ -237,7 +237,8 @@ class Engine:
 
     def _read(self, token_ids: Any, options: dict[str, Any]) -> Request:
         n_base = self._require_possible(token_ids, options.get("sequence"))
-        request = Request.read(token_ids, options, self.stop_ids, self.memory.spec.vocab_size)
+        spec = self.memory.spec
+        request = Request.read(token_ids, options, self.stop_ids, spec.vocab_size, spec.soft_tokens)
         check_can_decode(self.memory, self.tokenizer, request.sequence, request.stop)
         max_tokens = fit_reply(n_base + len(request.token_ids), request.max_tokens, self.context_tokens)
         return request if max_tokens == request.max_tokens else replace(request, max_tokens=max_tokens)

@@ -18,10 +18,10 @@ from hybridmem.chat.engine.taking_back import FollowedCalls
 from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.sampler import Sampler
 from hybridmem.chat.sampling.sampling import Sampling, check_sampling
-from hybridmem.memory import BatchError, Sequence
+from hybridmem.memory import BatchError, Passage, Sequence, SoftTokens
 from hybridmem.memory.blocks import is_integer
 from hybridmem.memory.prefix import Lookup
-from hybridmem.memory.sequences import why_no_ids
+from hybridmem.memory.sequences import is_soft, why_no_ids
 
 LEAST_CHUNK_TOKENS = 16
 """A shared step takes at least this many tokens of a prompt, unless fewer are left. Smaller chunks cost more than they
@@ -118,23 +118,31 @@ class Request:
     owner: Hashable = None
     reports_prefill: bool = False
     prediction: tuple[int, ...] = ()
+    passages: tuple[Passage, ...] = ()
 
     @classmethod
-    def read(cls, token_ids: object, options: Mapping[str, Any], stop_ids: tuple[int, ...], vocab_size: int) -> Request:
+    def read(
+        cls, token_ids: object, options: Mapping[str, Any], stop_ids: tuple[int, ...], vocab_size: int,
+        soft: SoftTokens | None = None,
+    ) -> Request:  # fmt: skip
         """Make a request from the arguments of `Engine.submit`. Raises BatchError.
 
         Args:
             stop_ids: the engine's stop ids, for an output that names none.
+            soft: finds the rows of pictures, which the request then holds. None: the model sees none.
         """
         if unknown := options.keys() - {each.name for each in fields(cls)}:
             raise BatchError(f"{min(unknown)}=... is no option of a request; see Engine.submit")
-        ids, prediction = read_token_ids(token_ids, vocab_size), options.get("prediction", ())
+        ids, prediction = read_token_ids(token_ids, vocab_size, soft), options.get("prediction", ())
         read = {
             "stop": read_stop(options.get("stop", ())),
             "marks": read_marks(options.get("marks", ())),
             "output": options.get("output", PLAIN).read(stop_ids, vocab_size),
             "prediction": tuple(read_token_ids(prediction, vocab_size)) if len(prediction) else (),
+            "passages": () if soft is None else soft.held(np.array(ids, np.int64)),
         }
+        if read["passages"] and read["output"].prompt_logprobs is not None:
+            raise BatchError("output.prompt_logprobs: rows of pictures cannot be scored; leave it out")
         return cls(ids, **{**options, **read})
 
     def __post_init__(self) -> None:
@@ -160,10 +168,10 @@ class Request:
             raise BatchError(f"owner={self.owner!r}; give something hashable, such as a user's name, or None")
 
 
-def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:
+def read_token_ids(token_ids: object, vocab_size: int, soft: SoftTokens | None = None) -> list[int]:
     """Return a request's tokens as a list.
 
-    Raises BatchError unless they are one or more integers with 0 <= id < vocab_size.
+    Raises BatchError unless they are one or more integers with 0 <= id < vocab_size, or `soft` tokens.
     """
     if isinstance(token_ids, Tensor | np.ndarray):
         if token_ids.ndim > 1:
@@ -179,7 +187,7 @@ def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:
             raise BatchError(f"token_ids hold {reprlib.repr(token)}; give one axis, one request at a time")
         if not is_integer(token):
             raise BatchError(f"token_ids hold {reprlib.repr(token)}: {why_no_ids(token, vocab_size)}")
-        if not 0 <= token < vocab_size:
+        if not 0 <= token < vocab_size and (soft is None or not is_soft(token)):
             raise BatchError(f"token {token} is outside the vocabulary: 0 <= id < {vocab_size}")
     if not ids:
         raise BatchError("token_ids are empty; there must be a token to go on from")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 
 from hybridmem.chat.prompts import Tokenizer
+from hybridmem.memory.sequences import plain_ids
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Tokenizers decode bytes to this if they are not a character, or not yet a whole one."""
@@ -44,7 +45,7 @@ class TextStream:
         self._hidden_ids = hidden_ids if shows_special else frozenset()
         self._held = ""  # This text is decoded and not shown. It may be the start of a stop string.
         # Tokens are decoded together with those of the piece before: a space may depend on what stands to its left.
-        self._window: list[int] = [*before]
+        self._window: list[int] = plain_ids(before)
         self._n_before = len(self._window)  # This many tokens of the window belong to the piece before.
         # This many characters of the window's text were taken already.
         self._n_taken = len(self._decode(self._window).rstrip(_INCOMPLETE)) if self._window else 0

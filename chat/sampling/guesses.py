@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+
+from hybridmem.memory.sequences import is_soft
 
 N_GRAM = 3
 """This many tokens must agree. A smaller number gives more and worse guesses."""
@@ -55,7 +58,7 @@ class Guesses:
         """Return up to `n_tokens` tokens that may come next. The list is empty without a guess."""
         last = tuple(self._text[-N_GRAM:])
         found = self._predicted(last, n_tokens) if self._prediction is not None else []
-        return found or self._repeated(last, n_tokens)
+        return list(takewhile(lambda token: not is_soft(token), found or self._repeated(last, n_tokens)))
 
     def _predicted(self, last: tuple[int, ...], n_tokens: int) -> list[int]:
         assert self._prediction is not None

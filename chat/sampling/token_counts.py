@@ -7,17 +7,18 @@ from collections.abc import Iterable
 import numpy as np
 
 from hybridmem.memory.blocks import Int64s
+from hybridmem.memory.sequences import plain_ids
 
 
 class TokenCounts:
     """Holds distinct token ids in growing arrays, which a step reads without a loop in Python.
 
     Args:
-        prompt_ids: tokens that occurred without being chosen.
+        prompt_ids: tokens that occurred without being chosen. Those of pictures do not count.
     """
 
     def __init__(self, prompt_ids: Iterable[int] = ()) -> None:
-        known = sorted(set(prompt_ids))
+        known = sorted(set(plain_ids(prompt_ids)))
         self._index = {token_id: i for i, token_id in enumerate(known)}
         self._ids = np.array(known, np.int64)
         self._counts = np.zeros(len(known), np.int64)

@@ -14,6 +14,7 @@ from hybridmem.chat.prompts import Message, Tokenizer, encode_chat, render
 from hybridmem.chat.special_tokens import special_tokens_of
 from hybridmem.chat.tools.families import Thoughts
 from hybridmem.memory import FormatError
+from hybridmem.memory.sequences import plain_ids
 
 _TAIL_TOKENS = 8
 _THOUGHTS = Thoughts()
@@ -52,7 +53,7 @@ def encode_messages(
 def _begin_reply(texts: Tokenizer, ids: list[int], message: Message, thoughts: Thoughts) -> list[int]:
     """Return the token ids of the beginning of a reply. Thoughts that the prompt has opened are closed before it."""
     special = special_tokens_of(texts, "assistant")
-    tail = str(texts.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)).rstrip()
+    tail = str(texts.decode(plain_ids(ids[-_TAIL_TOKENS:]), skip_special_tokens=False)).rstrip()
     if not tail.endswith(thoughts.begin.strip()):
         return special.encode_text(message["content"])
     thought = special.encode_text(str(message.get("reasoning_content") or ""))

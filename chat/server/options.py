@@ -18,6 +18,7 @@ MOST_CHOICES = 16
 """A request may ask for this many replies, which is its prompts times `n`."""
 
 _HOST = re.compile(r"[^\s/:@,]+|\[[0-9a-fA-F:.]+\]")
+_PICTURE_HOST = re.compile(rf"(?:{_HOST.pattern})(?::[0-9]{{1,5}})?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/,]+|null")
 
 
@@ -65,6 +66,12 @@ class ServerOptions:
         warm: a file with one request a line, whose prompts are computed at the start and kept.
         slot_save_path: the folder in which clients of llama.cpp's server save the prefixes of slots. None: they cannot.
         trees: whether chats and messages are stored too, as trees of their agents' steps.
+        picture_hosts: hosts from which the server fetches pictures that requests name by URL, such as "example.com" or
+            "example.com:8443". Of others only data URLs are read: a client could otherwise make the server ask any
+            address that it can reach.
+        max_pictures: the most pictures of a request.
+        max_picture_bytes: the most bytes of a picture's file. max_picture_pixels: the most pixels that it may have,
+            which is compared with its header before it is decoded.
         session_days: a session that nobody has used for so many days is deleted. Sessions with a pinned node stay.
     Raises:
         SpecError: a wrong value. The message names the option and the value.
@@ -101,6 +108,10 @@ class ServerOptions:
     trees: bool = False
     warm: str | None = None
     slot_save_path: str | None = None
+    picture_hosts: tuple[str, ...] = ()
+    max_pictures: int = 16
+    max_picture_bytes: int = 20 << 20
+    max_picture_pixels: int = 48_000_000
 
     def __post_init__(self) -> None:
         if self.api_key is not None:
@@ -113,6 +124,9 @@ class ServerOptions:
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise SpecError(f"allowed host {host!r}; give a name without scheme and port, such as example.com")
+        for host in self.picture_hosts:
+            if not _PICTURE_HOST.fullmatch(host):
+                raise SpecError(f"picture host {host!r}; give a name without scheme, such as example.com")
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise SpecError(f"allowed origin {origin!r}; give scheme and name, such as https://example.com, or *")
@@ -125,6 +139,9 @@ class ServerOptions:
             "max_peer_connections": 1,
             "body_bytes_per_second": 1,
             "session_bytes": 1,
+            "max_pictures": 1,
+            "max_picture_bytes": 1,
+            "max_picture_pixels": 1,
         }
         for name, n in least.items():
             value = getattr(self, name)

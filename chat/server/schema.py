@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from hybridmem.chat.sampling.logprobs import MOST_LOGPROBS
 from hybridmem.chat.server.checked import ANY, MOST_VALUES, Checked, Neutral, read_request
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.options import MOST_CHOICES
+from hybridmem.chat.server.pictures import NOTHING, Seen, mark_part, sees
 from hybridmem.chat.server.sampled import SamplingFields
 from hybridmem.chat.server.structured import StructuredFields
 from hybridmem.chat.server.template_fields import TemplateFields
@@ -56,6 +57,8 @@ def _read_content(value: object) -> str:
 
 def _read_part(part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict) and _is_image(part):
+        return mark_part(part)
     if not isinstance(part, dict) or kind not in _PARTS:
         raise ValueError("only parts of the type 'text' are supported, such as {'type': 'text', 'text': ...}")
     text = part.get("refusal" if kind == "refusal" else "text")
@@ -119,13 +122,16 @@ class Message(Checked):
     @model_validator(mode="before")
     @classmethod
     def read_contents(cls, value: object) -> object:
-        """Let a message without text have `null` as its content. Replace images in results of tools by a text."""
+        """Let a message without text have `null` as its content.
+
+        In results of tools, replace images by a text if the model reads text alone.
+        """
         content = value.get("content", "") if isinstance(value, dict) else ""
         if not isinstance(value, dict) or not (content is None or isinstance(content, list)):
             return value
         if content is None:
             return {**value, "content": ""}
-        if value.get("role") != "tool":
+        if value.get("role") != "tool" or sees():
             return value
         told = {"type": "text", "text": UNSEEN_IMAGE}
         return {**value, "content": [told if _is_image(part) else part for part in content]}
@@ -248,6 +254,15 @@ class ChatRequest(CommonRequest, TemplateFields):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
     include_reasoning: bool = True
+    _seen: Seen = PrivateAttr(NOTHING)
+
+    @property
+    def seen(self) -> Seen:
+        """Return the pictures of the messages. As long as the request is kept, so are their rows."""
+        return self._seen
+
+    def hold(self, seen: Seen) -> None:
+        self._seen = seen
 
     @model_validator(mode="after")
     def check_logprobs(self) -> ChatRequest:

@@ -32,13 +32,15 @@ from hybridmem.chat.server.memory_view.events import MemoryView
 from hybridmem.chat.server.metrics import Metrics
 from hybridmem.chat.server.options import ServerOptions
 from hybridmem.chat.server.owners import Owners
+from hybridmem.chat.server.pictures import Sight
 from hybridmem.chat.server.replies import Piece, PromptRequest, Replies
 from hybridmem.chat.server.schema import ChatRequest, CommonRequest, CompletionRequest, Prompt, read_request
 from hybridmem.chat.server.shaping import NewReader, Shaping
 from hybridmem.chat.server.streams import OpenAIWriter, Style, Writer, first_piece, write_stream
-from hybridmem.chat.server.texts import Texts
+from hybridmem.chat.server.texts import LONG_BYTES, Texts
 from hybridmem.chat.server.usage import account_for
 from hybridmem.memory import CapacityError, FormatError, IntegrityError
+from hybridmem.models.vision.pictures import Pictures
 
 
 class Whole(Protocol):
@@ -82,6 +84,8 @@ class Service:
         self.asking = Asking(
             engine.stop_ids, engine.memory.spec.vocab_size, options.sampling or read_defaults(tokenizer)
         )
+        found = getattr(engine.model, "pictures", None)
+        self.sight = Sight(found if isinstance(found, Pictures) else None, options)
         self.recorder: Watcher | None = None
         self.tokens = TokenBytes(tokenizer)
         self.shaping = Shaping(tokenizer, engine.memory.spec.vocab_size, engine.stop_ids)
@@ -228,9 +232,7 @@ class Service:
             The request, the arguments of the engine, and a function that makes the reader of a reply.
         """
         body = await request.body()
-        asked, token_ids, is_thinking = await self.texts.run(
-            len(body), lambda texts: self.read_chat(texts, body, read), param="messages"
-        )
+        asked, token_ids, is_thinking = await self.read_chat_of(body, read)
         output, new_reader = await self.form_of(asked, is_thinking=is_thinking)
         messages = [message.as_template_knows() for message in asked.messages]
         notes = [*asked.left_out_of(self.shaping.habits.template), *self.shaping.notes_on(asked, messages)]
@@ -266,16 +268,28 @@ class Service:
         prompts = [self._prompt_request(asked, ids, asked.max_tokens, owner, output, param="prompt") for ids in encoded]
         return asked, prompts
 
+    async def read_chat_of(
+        self, body: bytes, read: Callable[[bytes], ChatRequest]
+    ) -> tuple[ChatRequest, list[int], bool]:
+        """Call `read_chat` in a thread of texts: where long ones wait for each other, if there seem to be pictures."""
+        n_bytes = max(len(body), LONG_BYTES + 1) if self.sight.is_likely(body) else len(body)
+        return await self.texts.run(n_bytes, lambda texts: self.read_chat(texts, body, read), param="messages")
+
     def read_chat(
         self, texts: Tokenizer, body: bytes, read: Callable[[bytes], ChatRequest]
     ) -> tuple[ChatRequest, list[int], bool]:
         """Read a request and its tokens, and whether they end in the middle of thoughts. Raises ApiError."""
         check_lists(body, self.context_tokens, param="messages")
-        asked = read(body)
+        with self.sight.collecting() as sources:
+            asked = read(body)
         self.check_model(asked.model)
+        asked.hold(self.sight.read(sources, texts, param="messages"))
+        if sources and asked.prompt_logprobs is not None:
+            message = "'prompt_logprobs' are not possible with pictures: their rows are no tokens."
+            raise ApiError(400, message, param="prompt_logprobs", code="unsupported_value")
         try:
             messages = [message.as_template_knows() for message in asked.messages]
-            texts = asked.with_template(texts, self.shaping.habits.template)
+            texts = asked.with_template(texts.with_pictures(asked.seen.picture_ids), self.shaping.habits.template)
             token_ids = self.encode_chat(texts, asked, messages)
         except FormatError as error:
             raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None

@@ -23,6 +23,7 @@ from hybridmem.chat.tools.grammars import Required, Shape, make_calls_grammar, m
 from hybridmem.chat.tools.reading import Reader, make_reader
 from hybridmem.chat.tools.tool_schemas import left_out_of
 from hybridmem.memory import SpecError
+from hybridmem.memory.sequences import plain_ids
 
 _LACKING = {
     "reasoning_content": "this model's chat template does not show earlier thoughts",
@@ -53,7 +54,7 @@ class Shaping:
         Args:
             texts: a tokenizer for this thread.
         """
-        end = str(texts.decode(list(token_ids[-_TAIL_TOKENS:]), skip_special_tokens=False)).rstrip()
+        end = str(texts.decode(plain_ids(token_ids[-_TAIL_TOKENS:]), skip_special_tokens=False)).rstrip()
         return self.habits.thinks and end.endswith(self.habits.thoughts.begin.strip())
 
     async def shape(

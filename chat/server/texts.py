@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from hybridmem.chat.prompts import Message, Tokenizer
 from hybridmem.chat.server.errors import ContextError, too_many
+from hybridmem.chat.special_tokens.marks import FindIds
 
 T = TypeVar("T")
 
@@ -142,21 +143,28 @@ class _Bounded:
         unbounded: the wrapped tokenizer.
         template_options: the options of its chat template, such as its tools.
         write_calls: as in `Texts`.
+        picture_ids: returns the token ids of a picture of the prompt by its name. None: there are no pictures.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, texts: Texts, param: str | None, options: dict[str, Any] | None = None
-    ) -> None:
+        self, tokenizer: Tokenizer, texts: Texts, param: str | None, options: dict[str, Any] | None = None,
+        picture_ids: FindIds | None = None,
+    ) -> None:  # fmt: skip
         self.unbounded = tokenizer
         self._texts = texts
         self._param = param
         self._n_bytes = 0
         self.template_options = options or {}
         self.write_calls = texts.write_calls
+        self.picture_ids = picture_ids
+
+    def with_pictures(self, picture_ids: FindIds) -> _Bounded:
+        """Return a new wrapper that knows the token ids of pictures."""
+        return _Bounded(self.unbounded, self._texts, self._param, self.template_options, picture_ids)
 
     def with_options(self, options: dict[str, Any]) -> _Bounded:
         """Return a new wrapper for another prompt, with options of the chat template such as its tools."""
-        return _Bounded(self.unbounded, self._texts, self._param, options)
+        return _Bounded(self.unbounded, self._texts, self._param, options, self.picture_ids)
 
     def for_another_prompt(self) -> _Bounded:
         return _Bounded(self.unbounded, self._texts, self._param)

@@ -35,6 +35,7 @@ class SavedSession:
 
     Attributes:
         parent: the number of the session from which it branched, among those saved together.
+        pictures: what `Album.load` reads. Those of all sessions that are saved together are with the first.
     """
 
     messages: tuple[Utterance, ...]
@@ -43,6 +44,7 @@ class SavedSession:
     sampling: Sampling
     stop: tuple[str, ...]
     parent: int | None = None
+    pictures: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ def _read_one(path: Path, about: dict[str, Any], vocab_size: int) -> SavedSessio
         )
     options = (int(about["max_tokens"]), Sampling(**about["sampling"]), tuple(map(str, about["stop"])))
     parent = about.get("parent")
-    saved = SavedSession(messages, int(about["n_heard"]), *options, None if parent is None else int(parent))
+    pictures = tuple(map(dict, about.get("pictures", ())))
+    saved = SavedSession(messages, int(about["n_heard"]), *options, None if parent is None else int(parent), pictures)
     if not 0 <= saved.n_heard <= len(messages):
         raise ValueError(f"{saved.n_heard} messages heard")
     return saved

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridmem.chat.engine.engine import Engine, Generation, Sampling, require_engine
 from hybridmem.chat.engine.requests import GREEDY, check_max_tokens, read_stop
 from hybridmem.chat.sampling.sampling import check_sampling
+from hybridmem.chat.session.album import Album
 from hybridmem.chat.session.history import (
     Rendering,
     Utterance,
@@ -31,9 +32,14 @@ from hybridmem.chat.session.saved import SavedSession, read_folder
 from hybridmem.chat.session.tree import Tree, resume_together, save_together
 from hybridmem.chat.session.turn import EDITED, NEW, explain
 from hybridmem.chat.session.turn import Turn as Turn
+from hybridmem.chat.special_tokens import Tokenizer
+from hybridmem.chat.special_tokens.marks import Seeing, mark_of, names_in
 from hybridmem.memory import BatchError, FormatError, Sequence, SequenceError, SpecError, StepError
 from hybridmem.memory.blocks import is_integer
 from hybridmem.memory.sequences import Lease, uninterrupted, uninterrupted_call
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 OnText = Callable[[str], None]
 
@@ -58,6 +64,7 @@ class ChatSession:
             can forge a turn.
         owner: the owner of what the prefix cache keeps of this session. Sessions of other owners do not find it; see
             `PrefixCache`.
+        album: the pictures that `messages` name by their marks. None: there are none so far.
     Raises:
         SpecError: no engine. BatchError: wrong arguments. FormatError: no tokenizer, no chat template, or a template
         that refuses the messages.
@@ -74,6 +81,7 @@ class ChatSession:
         stop: str | Iterable[str] = (),
         owner: Hashable = None,
         parse_special: bool = False,
+        album: Album | None = None,
     ) -> None:
         require_engine(engine, "ChatSession(engine)")
         if engine.tokenizer is None:
@@ -86,7 +94,8 @@ class ChatSession:
         self.stop = read_stop(stop)
         self.owner = owner
         self.parse_special = parse_special
-        self._tokenizer = engine.tokenizer
+        self._album = Album(engine) if album is None else album
+        self._tokenizer: Tokenizer = Seeing(engine.tokenizer, self._album.picture_ids)
         first = [] if system is None else [Utterance("system", system)]
         self._messages: tuple[Utterance, ...] = (*first, *read_messages(messages))
         self._n_heard = 0  # The memory has once held this many messages.
@@ -116,17 +125,20 @@ class ChatSession:
 
     def say(
         self, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None,
-        on_text: OnText | None = None
+        on_text: OnText | None = None, pictures: Iterable[bytes | str | Path | Image] = (),
     ) -> Turn:  # fmt: skip
         """Say something and get the reply.
 
         Args:
+            pictures: stand before the text: bytes or paths of files, or images of Pillow.
             on_text: is called with each piece of the reply. If it raises, the call ends with that error.
         Raises:
             BatchError: wrong arguments. CapacityError: no room. SequenceError: the session is closed. Whatever the
-            model or `on_text` raises. After an error the messages are as they were.
+            model or `on_text` raises. UnsupportedModelError: the model sees no pictures. PictureError: one cannot be
+            read. After an error the messages are as they were.
         """
-        new = [Utterance("user", _checked(text))]
+        marks = [self._album.add(picture) for picture in pictures]
+        new = [Utterance("user", "".join(marks) + _checked(text))]
         messages, turn = self._reply_to(NEW, len(self._messages), new, max_tokens, sampling, on_text)
         with uninterrupted_call(holds_all=True) as until_return:
             self._keep(messages)
@@ -135,9 +147,12 @@ class ChatSession:
 
     def edit(
         self, index: int, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None,
-        on_text: OnText | None = None
+        on_text: OnText | None = None, pictures: Iterable[bytes | str | Path | Image] | None = None,
     ) -> Turn:  # fmt: skip
         """Replace the text of `messages[index]`, forget what followed, and get the reply.
+
+        Args:
+            pictures: as for `say`. None: the message keeps its own.
 
         Raises as `say`. Raises BatchError if the message is not the user's.
         """
@@ -146,7 +161,9 @@ class ChatSession:
             raise BatchError(
                 f"message {index!r} is none of the user's; edit one of {', '.join(map(str, users)) or 'those to come'}"
             )
-        new = [Utterance("user", _checked(text))]
+        own = map(mark_of, names_in(self._messages[index].content))
+        marks = own if pictures is None else [self._album.add(picture) for picture in pictures]
+        new = [Utterance("user", "".join(marks) + _checked(text))]
         messages, turn = self._reply_to(EDITED, index, new, max_tokens, sampling, on_text)
         with uninterrupted_call(holds_all=True) as until_return:
             self._keep(messages)
@@ -211,7 +228,7 @@ class ChatSession:
         """
         self._check_free()
         options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop}
-        also = {"owner": self.owner, "parse_special": self.parse_special}
+        also = {"owner": self.owner, "parse_special": self.parse_special, "album": self._album}
         other = ChatSession(self.engine, messages=self._messages, **options, **also)  # type: ignore[arg-type]
         other._n_heard = self._n_heard
         other._tree = self._tree
@@ -283,10 +300,10 @@ class ChatSession:
         require_engine(engine, "ChatSession.resume(engine, folder)")
         with engine.lock:
 
-            def make(saved: SavedSession) -> ChatSession:
+            def make(saved: SavedSession, album: Album) -> ChatSession:
                 session = ChatSession(
                     engine, messages=saved.messages, max_tokens=saved.max_tokens, sampling=saved.sampling,
-                    stop=saved.stop, owner=owner, parse_special=parse_special,
+                    stop=saved.stop, owner=owner, parse_special=parse_special, album=album,
                 )  # fmt: skip
                 session._n_heard = saved.n_heard
                 return session
@@ -341,6 +358,7 @@ class ChatSession:
                 with self.engine.lock, uninterrupted():
                     start = resume(self.engine, self._live, prompt.token_ids, self.owner)
                     self._live = start.sequence
+                    self._album.hold(prompt.token_ids[start.n_kept :])
                     self._generation = generation = self.engine.submit(
                         prompt.token_ids[start.n_kept :],
                         sequence=start.sequence,
@@ -357,6 +375,7 @@ class ChatSession:
                     self.engine.step()
             finally:
                 self._stop()
+                self._album.rest()
         if generation.error is not None:
             raise generation.error
         reply = self._read_reply(generation)

@@ -10,9 +10,11 @@ from typing import Any, Protocol, TypeVar
 
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.sampling.sampling import Sampling
+from hybridmem.chat.session.album import Album
 from hybridmem.chat.session.history import Utterance
 from hybridmem.chat.session.saved import Remembered, SavedSession, read_sessions, write_sessions
-from hybridmem.memory import Sequence
+from hybridmem.chat.special_tokens.marks import names_in
+from hybridmem.memory import FormatError, Sequence
 from hybridmem.memory.sequences import Lease
 
 
@@ -28,6 +30,7 @@ class TreeSession(Protocol):
     _live: Sequence | None
     _tree: Tree
     _answering: Lease
+    _album: Album
 
     @property
     def messages(self) -> tuple[Utterance, ...]: ...
@@ -72,10 +75,12 @@ def save_together(sessions: list[SessionT], tree: Tree, folder: Path) -> None:
     with ExitStack() as stack:
         lives = [_said(session, stack) for session in sessions]
         parents = [tree.parent_of(session) for session in sessions]
+        texts = (message.content for session in sessions for message in session.messages)
+        pictures = sessions[0]._album.saved(name for text in texts for name in names_in(text))
         saved = [
             SavedSession(
                 session.messages, session._n_heard, session.max_tokens, session.sampling, session.stop,
-                None if parent is None else sessions.index(parent),
+                None if parent is None else sessions.index(parent), pictures if session is sessions[0] else (),
             )
             for session, parent in zip(sessions, parents, strict=True)
         ]  # fmt: skip
@@ -110,17 +115,21 @@ def _checkpoints(session: TreeSession, lives: list[Sequence | None]) -> list[Seq
     return list(dict.fromkeys(chain.from_iterable(found)))
 
 
-def resume_together(engine: Engine, folder: Path, make: Callable[[SavedSession], SessionT]) -> SessionT:
+def resume_together(engine: Engine, folder: Path, make: Callable[[SavedSession, Album], SessionT]) -> SessionT:
     """Return the session that was saved in a folder, with its branches. Raises as `read_sessions`.
 
     Args:
-        make: makes a session without memory from what was saved.
+        make: makes a session without memory from what was saved, and the pictures of all.
     """
     saved, load = read_sessions(folder, engine.memory)
-    sessions = list[SessionT]()
+    sessions, album = list[SessionT](), Album(engine)
+    try:
+        album.load(saved[0].pictures)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{folder} holds a picture that cannot be read ({error}); save the session again") from error
     try:
         for own in saved:
-            sessions.append(make(own))
+            sessions.append(make(own, album))
             sessions[-1]._tree = sessions[0]._tree
         for session, own in zip(sessions, saved, strict=True):
             is_known = own.parent is not None and 0 <= own.parent < len(sessions)

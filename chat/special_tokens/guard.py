@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 from uuid import uuid4
 
+from hybridmem.chat.special_tokens.marks import ids_of_picture, split_at_marks
 from hybridmem.chat.special_tokens.tokens import SpecialTokens, Tokenizer, special_tokens_of
 
 _OWN = ("content", "reasoning_content", "reasoning", "thinking")
@@ -28,11 +29,19 @@ class Rendered:
     cuts: tuple[int, ...] = ()
 
     def encode(self, tokenizer: Tokenizer, start: int = 0, end: int | None = None) -> list[int]:
-        """Return the token ids of a part of the text.
+        """Return the token ids of a part of the text, with those of pictures in place of their marks.
 
-        Raises FormatError if the tokenizer cannot encode a name without its special token.
+        Raises FormatError if the tokenizer cannot encode a name without its special token, or does not know a picture.
         """
-        end = len(self.text) if end is None else end
+        ids = list[int]()
+        for begin, stop, name in split_at_marks(self.text, start, len(self.text) if end is None else end):
+            if name is not None:
+                ids += ids_of_picture(tokenizer, name)
+            elif begin < stop:
+                ids += self._encode(tokenizer, begin, stop)
+        return ids
+
+    def _encode(self, tokenizer: Tokenizer, start: int, end: int) -> list[int]:
         text, cuts = self.text[start:end], [cut - start for cut in self.cuts if start <= cut < end]
         if not cuts:
             return list(tokenizer.encode(text, add_special_tokens=False))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
+from hybridmem.chat.special_tokens.marks import mark_of, name_of_source
 from hybridmem.chat.stored.nodes import Item, Node, Role, new_id
 from hybridmem.chat.tools.calls import parse_json
 
@@ -35,6 +36,22 @@ def _text_of(item: Item) -> str:
     return ""
 
 
+def pictures_in(item: Item) -> list[tuple[str, str]]:
+    """Return URL and detail of each picture in an item."""
+    parts = item["content"] if item["type"] == "message" else []
+    return [(part["image_url"], part["detail"]) for part in parts if part.get("type") == "input_image"]
+
+
+def _content_of(item: Item) -> str:
+    """Return the content of a message, with marks in the places of its pictures."""
+    if not pictures_in(item):
+        return _text_of(item)
+    return "".join(
+        mark_of(name_of_source(part["image_url"], part["detail"])) if part["type"] == "input_image" else part["text"]
+        for part in item["content"]
+    )
+
+
 def make_nodes(session: str, parent: str | None, items: list[Item]) -> list[Node]:
     """Return a node for each run of items with one role. Each node is the parent of the next."""
     nodes = list[Node]()
@@ -48,6 +65,11 @@ def make_title(items: Iterable[Item]) -> str:
     """Return the first title of a session, which is the beginning of its user's first message."""
     said = " ".join(text_of(item for item in items if role_of(item) == "user").split())
     return said if len(said) <= _MOST_TITLE else said[: _MOST_TITLE - 1] + "…"
+
+
+def picture_part(url: str, detail: str) -> Item:
+    """Return a part of a message with a picture."""
+    return {"type": "input_image", "image_url": url, "detail": detail}
 
 
 def text_item(role: str, text: str, *, kind: str = "msg") -> Item:
@@ -68,7 +90,7 @@ def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
     messages = list[dict[str, Any]]()
     for item in items:
         if item["type"] == "message":
-            messages.append({"role": role_of(item), "content": _text_of(item)})
+            messages.append({"role": role_of(item), "content": _content_of(item)})
         elif item["type"] == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})

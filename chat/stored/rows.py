@@ -58,7 +58,7 @@ def read_node(row: sqlite3.Row) -> Node:
     """Return the node of a row. Raises FormatError for a damaged one."""
     try:
         values, own = {name: row[name] for name in _NODE}, row["own_tokens"]
-        tokens = None if own is None else np.frombuffer(own, "<i4").astype(np.int64)
+        tokens = None if own is None else _tokens_in(own)
         items, about = read_items(row["items"]), json.loads(row["about"])
     except _DAMAGE as error:
         raise damaged(f"a message: {error}") from None
@@ -87,6 +87,8 @@ def damaged(what: str) -> FormatError:
     return FormatError(f"the database of sessions is damaged ({what}); restore a copy of it, or name another folder")
 
 
+_WIDE = b"\xff\xff\xff\xff"
+"""Begins token ids of 8 bytes each. As 4 bytes it would be -1, which is no token."""
 _DAMAGE = (ValueError, TypeError, KeyError, IndexError, RecursionError)
 """The errors that reading a damaged row may raise."""
 
@@ -101,4 +103,13 @@ def as_json(value: object) -> str:
 
 
 def _as_blob(tokens: Int64s | None) -> bytes | None:
-    return None if tokens is None else tokens.astype("<i4").tobytes()
+    """Return token ids in 4 bytes each; in 8 behind `_WIDE` if there are some of pictures, which need as many."""
+    if tokens is None or tokens.max(initial=0) < 1 << 31:
+        return None if tokens is None else tokens.astype("<i4").tobytes()
+    return _WIDE + tokens.astype("<i8").tobytes()
+
+
+def _tokens_in(blob: bytes) -> Int64s:
+    if blob.startswith(_WIDE):
+        return np.frombuffer(blob, "<i8", offset=len(_WIDE)).astype(np.int64)
+    return np.frombuffer(blob, "<i4").astype(np.int64)

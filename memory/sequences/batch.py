@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from hybridmem.memory.blocks.arguments import is_integer
@@ -18,6 +18,7 @@ from hybridmem.memory.blocks.arrays import Int64s, ranges, starts_of
 from hybridmem.memory.blocks.staging import Download, is_apart
 from hybridmem.memory.errors import BatchError
 from hybridmem.memory.interface import Packed, Requests, Sequence, Tokens
+from hybridmem.memory.sequences.soft_tokens import FIRST_SOFT_ID, Passage, SoftTokens
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
@@ -26,12 +27,14 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 class TokenLists:
     """Holds the token ids of several requests, one after the other in `flat` (T,). Request i has counts[i] tokens.
 
-    The ids in `late` are still on the device. `flat` holds zeros in their place until `arrive`.
+    The ids in `late` are still on the device. `flat` holds zeros in their place until `arrive`. `passages` are those
+    that soft tokens among them stand for: as long as this object lives, their rows stay.
     """
 
     flat: Int64s
     counts: Int64s
     late: Download | None = None
+    passages: tuple[Passage, ...] = ()
 
     @staticmethod
     def of(lists: list[Int64s]) -> TokenLists:
@@ -93,11 +96,13 @@ def count_tokens(values: list[Any]) -> Int64s:
     return np.maximum(np.array([count(x) for x in values], np.int64), 1)
 
 
-def read_tokens(sequences: list[Sequence], values: list[Any], vocab_size: int) -> TokenLists:
+def read_tokens(
+    sequences: list[Sequence], values: list[Any], vocab_size: int, soft: SoftTokens | None = None
+) -> TokenLists:
     """Read and check the token ids of each request.
 
     Raises BatchError, which names the request and the value, if there are no tokens, or if one is no integer with 0 <=
-    id < vocab_size.
+    id < vocab_size, and stands for no row that `soft` has.
     """
     # In a decode step, all tokens are checked at once.
     if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:
@@ -108,7 +113,9 @@ def read_tokens(sequences: list[Sequence], values: list[Any], vocab_size: int) -
             return TokenLists(np.array(flat, np.int64), np.fromiter(map(len, values), np.int64, len(values)))
     if _are_late(values):
         return TokenLists.on_their_way(values)
-    return TokenLists.of([_read_tokens(*pair, vocab_size) for pair in zip(sequences, values, strict=True)])
+    lists = [_read_tokens(*pair, vocab_size, soft) for pair in zip(sequences, values, strict=True)]
+    tokens = TokenLists.of(lists)
+    return tokens if soft is None else replace(tokens, passages=soft.held(tokens.flat))
 
 
 def _are_late(values: list[Tokens]) -> TypeGuard[list[Tensor]]:
@@ -134,7 +141,7 @@ def _read_pairs(requests: Iterable[tuple[Sequence, Tokens]]) -> tuple[list[Seque
     return sequences, [tokens for _, tokens in pairs]
 
 
-def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int) -> Int64s:
+def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int, soft: SoftTokens | None) -> Int64s:
     """Read and check the token ids of one request. Raises BatchError."""
     if isinstance(tokens, Tensor):
         if tokens.device.type == "meta":
@@ -153,14 +160,23 @@ def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int) -> Int64s:
     if ids.dtype.kind not in "iu":
         raise _not_integers(sequence, tokens, vocab_size)
     ids = ids.reshape(-1)
-    _require_in_vocabulary(ids, sequence, vocab_size)
+    _require_in_vocabulary(ids if soft is None else ids[ids < FIRST_SOFT_ID], sequence, vocab_size)
     return ids.astype(np.int64)
 
 
 def _require_in_vocabulary(ids: NDArray[np.integer[Any]], sequence: Sequence, vocab_size: int) -> None:
-    if ids.min() < 0 or ids.max() >= vocab_size:
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
         bad = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise BatchError(f"token {bad} of {sequence!r} is outside the vocabulary: 0 <= id < {vocab_size}")
+
+
+def read_saved_ids(tokens: ArrayLike, vocab_size: int, soft: SoftTokens | None) -> Int64s:
+    """Return the token ids of a file, (n,). Raises ValueError if one is no token of this memory's model."""
+    ids = np.asarray(tokens, np.int64).ravel()
+    plain = ids if soft is None else ids[ids < FIRST_SOFT_ID]
+    if len(plain) and not 0 <= plain.min() <= plain.max() < vocab_size:
+        raise ValueError(f"token ids {plain.min()} ... {plain.max()} are not in a vocabulary of {vocab_size}")
+    return ids
 
 
 def _not_integers(sequence: Sequence, tokens: Tokens, vocab_size: int) -> BatchError:

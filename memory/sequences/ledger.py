@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from hybridmem.memory.blocks.arrays import EMPTY, Int64s
 from hybridmem.memory.blocks.journal import Journal
 from hybridmem.memory.errors import IntegrityError, SequenceError
 from hybridmem.memory.interface import Dropped, Packed, Sequence, SequenceOwner
-from hybridmem.memory.sequences.token_buffer import Checkpoint, TokenBuffer, common_prefix, is_roomy
+from hybridmem.memory.sequences.soft_tokens import has_soft, kept_back, positions_back
+from hybridmem.memory.sequences.token_buffer import Checkpoint, TokenBuffer, common_prefix, is_roomy, write_tokens
 
-_COLUMNS = ("lengths", "peaks", "_writable", "is_busy", "is_away", "_is_checkpoint")
+_COLUMNS = ("lengths", "peaks", "backs", "_writable", "is_busy", "is_away", "_is_checkpoint")
 """Names of the arrays of a ledger that have an element for each slot."""
 
 
@@ -29,6 +29,7 @@ class Ledger:
         journal: the memory's journal.
     Attributes:
         lengths, peaks: (n_slots,) how many tokens each slot holds, and the furthest position that it has ever reached.
+        backs: (n_slots,) by how many rotary positions a slot's tokens move text behind them back (`soft_tokens`).
         is_busy, is_away: (n_slots,) True while the sequence is in an open step, and while it is swapped out.
         handles: slot -> the handle of an open sequence or checkpoint.
         n_drops: the number of the latest drop.
@@ -38,6 +39,7 @@ class Ledger:
         self._journal = journal
         self.lengths = np.zeros(16, np.int64)
         self.peaks = np.zeros(16, np.int64)
+        self.backs = np.zeros(16, np.int64)
         self.is_busy = np.zeros(16, np.bool_)
         self.is_away = np.zeros(16, np.bool_)
         self.handles: dict[int, Sequence] = {}
@@ -81,17 +83,23 @@ class Ledger:
 
     def _note(self, sequence: Sequence) -> None:
         """Note the records of a sequence, because they are about to change."""
-        slot, position = sequence.slot, (self.lengths.item(sequence.slot), self.peaks.item(sequence.slot))
+        slot = sequence.slot
+        position = self.lengths.item(slot), self.peaks.item(slot), self.backs.item(slot)
         found = self._buffers.get(slot), self._seams.get(slot), self._swapped.get(slot)
         self._journal.before(self._put_back, sequence, sequence.lineage, sequence.closed, position, found)
 
     def _put_back(
-        self, sequence: Sequence, lineage: int, closed: bool, position: tuple[int, int], found: tuple[Any, Any, Any]
+        self,
+        sequence: Sequence,
+        lineage: int,
+        closed: bool,
+        position: tuple[int, int, int],
+        found: tuple[Any, Any, Any],
     ) -> None:
         slot = sequence.slot
         sequence.lineage, sequence.closed = lineage, closed
         self.handles[slot], self._is_checkpoint[slot] = sequence, sequence.is_checkpoint
-        self.lengths[slot], self.peaks[slot] = position
+        self.lengths[slot], self.peaks[slot], self.backs[slot] = position
         columns: tuple[dict[int, Any], ...] = self._buffers, self._seams, self._swapped
         for column, value in zip(columns, found, strict=True):
             if value is None:
@@ -112,7 +120,7 @@ class Ledger:
             setattr(self, name, getattr(self, name)[:n_slots])
         self._free_slots = [slot for slot in range(n_slots - 1, -1, -1) if slot not in self.handles]
         free = self._free_slots
-        self.lengths[free] = self.peaks[free] = 0
+        self.lengths[free] = self.peaks[free] = self.backs[free] = 0
         for by_slot in (self._buffers, self._seams, self._swapped, self._reserved):
             for slot in by_slot.keys() - self.handles.keys():
                 del by_slot[slot]
@@ -146,7 +154,7 @@ class Ledger:
         del self.handles[sequence.slot]
         self._found_usable = []
         self._leave_buffer(sequence)
-        self.lengths[sequence.slot] = self.peaks[sequence.slot] = 0
+        self.lengths[sequence.slot] = self.peaks[sequence.slot] = self.backs[sequence.slot] = 0
         self.bring_back(sequence.slot)
         self._seams.pop(sequence.slot, None)
         self._free_slots.append(sequence.slot)
@@ -227,25 +235,19 @@ class Ledger:
         """Append the first kept[i] tokens of each request. Peaks count all tokens that were fed, kept or not."""
         moved = kept.nonzero()[0]
         slots, starts, n_tokens = packed.slots[moved], packed.starts[moved], kept[moved]
-        self._journal.before(self._take_back, slots, starts, self.peaks[slots])
+        self._journal.before(self._take_back, slots, starts, self.peaks[slots], self.backs[slots])
         self.lengths[slots] = starts + n_tokens
         self.peaks[slots] = packed.peaks[moved]
+        if has_soft(packed.token_ids):
+            self.backs[slots] += kept_back(packed, kept)[moved]
         for slot in self._reserved.keys() & slots.tolist() if self._reserved else ():
             self._note(self.handles[slot])
             self._place(slot, self._reserved.pop(slot))
-        buffers = self._buffers
-        if packed.is_decode:
-            tokens = packed.token_ids[moved].tolist()
-            for slot, start, token in zip(slots.tolist(), starts.tolist(), tokens, strict=True):
-                buffers[slot].ids[start] = token
-            return
-        begins, counts = packed.cu_seqlens[moved].tolist(), n_tokens.tolist()
-        for slot, start, begin, n in zip(slots.tolist(), starts.tolist(), begins, counts, strict=True):
-            buffers[slot].ids[start : start + n] = packed.token_ids[begin : begin + n]
+        write_tokens(self._buffers, packed, moved, n_tokens)
 
-    def _take_back(self, slots: Int64s, lengths: Int64s, peaks: Int64s) -> None:
+    def _take_back(self, slots: Int64s, lengths: Int64s, peaks: Int64s, backs: Int64s) -> None:
         """Put back the positions of slots. Further tokens in their buffers do no harm."""
-        self.lengths[slots], self.peaks[slots] = lengths, peaks
+        self.lengths[slots], self.peaks[slots], self.backs[slots] = lengths, peaks, backs
 
     def occupy(self, slots: Int64s) -> None:
         """Note that these slots are in an open step, until `vacate`."""
@@ -260,6 +262,8 @@ class Ledger:
     def truncate(self, slot: int, to: int) -> None:
         self._note(self.handles[slot])
         self.lengths[slot] = to
+        if self.backs[slot]:
+            self._count_back(slot)
         self._go_back_to(slot, to)
         if slot in self._seams:
             self._seams[slot] = tuple(seam for seam in self._seams[slot] if seam[0] <= to)
@@ -268,8 +272,11 @@ class Ledger:
         """Put a slot back to position 0, as if nothing had ever been fed."""
         self._note(self.handles[slot])
         self._leave_buffer(self.handles[slot])
-        self.lengths[slot] = self.peaks[slot] = 0
+        self.lengths[slot] = self.peaks[slot] = self.backs[slot] = 0
         self._seams.pop(slot, None)
+
+    def _count_back(self, slot: int) -> None:
+        self.backs[slot] = positions_back(self.tokens(slot)).sum()
 
     def drop(self, dropped: Dropped, changed_from: int) -> None:
         """Remove tokens from the middle. From `changed_from` on, memory differs from one that was fed only the rest."""
@@ -295,19 +302,17 @@ class Ledger:
         """Return what files say of a slot: its tokens (length,), and the rest as values for JSON."""
         return {"tokens": self.tokens(slot), "peak": int(self.peaks[slot]), "seams": [at for at, _ in self.drops(slot)]}
 
-    def restore(self, slot: int, tokens: ArrayLike, peak: int, vocab_size: int) -> None:
-        """Fill an empty slot from what a file says of it. Raises ValueError or TypeError."""
-        own = np.asarray(tokens, np.int64).ravel()
-        if len(own) and not 0 <= own.min() <= own.max() < vocab_size:
-            raise ValueError(f"token ids {own.min()} ... {own.max()} are not in a vocabulary of {vocab_size}")
+    def restore(self, slot: int, ids: Int64s, peak: int) -> None:
+        """Fill an empty slot from what a file says of it: its tokens (n,), which are checked, and its peak."""
         self._note(self.handles[slot])
-        self._place(slot, own.copy())
-        self.restore_position(slot, len(own), peak, ())
+        self._place(slot, ids.copy())
+        self.restore_position(slot, len(ids), peak, ())
 
     def restore_position(self, slot: int, length: int, peak: int, drops: tuple[tuple[int, int], ...]) -> None:
         """Set how many of its tokens a slot holds, its peak and its drops."""
         self._note(self.handles[slot])
         self.lengths[slot], self.peaks[slot] = length, peak
+        self._count_back(slot)
         self._seams.pop(slot, None)
         if drops:
             self._seams[slot], self.n_drops = drops, max(self.n_drops, drops[-1][1])
@@ -343,14 +348,14 @@ class Ledger:
         """
         before = [(target, self._buffers.get(target.slot)) for target in targets]
         records = [
-            (s.lineage, self.lengths.item(s.slot), self.peaks.item(s.slot),
+            (s.lineage, self.lengths.item(s.slot), self.peaks.item(s.slot), self.backs.item(s.slot),
              self._buffers.get(s.slot), self._seams.get(s.slot))
             for s in sources
         ]  # fmt: skip
-        for (target, own), (lineage, length, peak, buffer, seams) in zip(before, records, strict=True):
+        for (target, own), (lineage, length, peak, back, buffer, seams) in zip(before, records, strict=True):
             slot = target.slot
             self._note(target)
-            self.lengths[slot], self.peaks[slot], target.lineage = length, peak, lineage
+            self.lengths[slot], self.peaks[slot], self.backs[slot], target.lineage = length, peak, back, lineage
             self._seams.pop(slot, None)
             if seams:
                 self._seams[slot] = seams

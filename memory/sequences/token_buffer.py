@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridmem.memory.blocks.arrays import Int64s
-from hybridmem.memory.interface import Sequence
+from hybridmem.memory.interface import Packed, Sequence
 
 _LEAST_TOKENS = 1024
 """Buffers of at most this many tokens are never shrunk."""
@@ -113,3 +113,16 @@ def common_prefix(a: Int64s, b: Int64s) -> int:
 def is_roomy(ids: Int64s, n_tokens: int) -> bool:
     """True if an array is far larger than so many tokens need."""
     return len(ids) > 4 * n_tokens + _LEAST_TOKENS
+
+
+def write_tokens(buffers: dict[int, TokenBuffer], packed: Packed, moved: Int64s, n_tokens: Int64s) -> None:
+    """Write the first n_tokens[i] tokens of the requests `moved` (s,) of a step into the buffers of their slots."""
+    slots, starts = packed.slots[moved].tolist(), packed.starts[moved].tolist()
+    if packed.is_decode:
+        tokens = packed.token_ids[moved].tolist()
+        for slot, start, token in zip(slots, starts, tokens, strict=True):
+            buffers[slot].ids[start] = token
+        return
+    begins, counts = packed.cu_seqlens[moved].tolist(), n_tokens.tolist()
+    for slot, start, begin, n in zip(slots, starts, begins, counts, strict=True):
+        buffers[slot].ids[start : start + n] = packed.token_ids[begin : begin + n]

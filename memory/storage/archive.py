@@ -20,12 +20,14 @@ from hybridmem.memory.coordinator import Coordinator
 from hybridmem.memory.errors import FormatError, IntegrityError, SequenceError
 from hybridmem.memory.interface import Sequence
 from hybridmem.memory.layer_memories import Held, LayerMemories
+from hybridmem.memory.sequences.batch import read_saved_ids
 from hybridmem.memory.sequences.folding import TailRules
 from hybridmem.memory.sequences.locking import locked
 from hybridmem.memory.specs import MemorySpec
 from hybridmem.memory.storage.family_files import Member, MemberKind, SavedFamily, family_in, write_family
 from hybridmem.memory.storage.files import SEQUENCES_FORMAT, read_path
 from hybridmem.memory.storage.names import names_in_files
+from hybridmem.memory.storage.passages import SavedPassage
 from hybridmem.memory.storage.reading import read_content
 from hybridmem.memory.storage.signature import check_signature, check_weights, signature_of
 from hybridmem.memory.storage.swapping import Swapping
@@ -120,7 +122,9 @@ class Archive:
         """Copy sequences out of the memory, by the names of files."""
         saved = _Gathering(self._coordinator, self._swapping, chosen).saved
         saved = saved.renamed(names_in_files(self._coordinator.layers))
-        return replace(saved, about=self._about(self._coordinator.spec))
+        soft = self._coordinator.spec.soft_tokens
+        passages = () if soft is None else tuple(map(SavedPassage.of, soft.known(saved.tokens)))
+        return replace(saved, about=self._about(self._coordinator.spec), passages=passages)
 
     def _choose(
         self, sequence: Sequence, checkpoints: Checkpoints, forks: Forks
@@ -204,7 +208,8 @@ class Archive:
             # position.
             model = ledger.open()
             try:
-                ledger.restore(model.slot, tokens, len(tokens), coordinator.spec.vocab_size)
+                ids = read_saved_ids(tokens, coordinator.spec.vocab_size, coordinator.spec.soft_tokens)
+                ledger.restore(model.slot, ids, len(ids))
                 for sequence, member in zip(opened, saved.members, strict=True):
                     if member.buffer == buffer:
                         drops = tuple((position, n_drops + number) for position, number in member.drops)
@@ -213,6 +218,9 @@ class Archive:
                         ledger.copy([model], [sequence], coordinator.layers.horizon)
             finally:
                 ledger.close(model)
+        if (soft := coordinator.spec.soft_tokens) is not None:
+            for passage in saved.passages:
+                passage.restore(soft, coordinator.spec.device)
         for sequence in opened:
             coordinator.check_slot(sequence.slot)
         return opened

@@ -1,8 +1,9 @@
 """Writes a sequence, with its checkpoints and forks, to one safetensors file, and reads it. Shared data is in it once.
 
 
-    tensors    tokens/N (n,) int64, the tokens of one buffer; blocks/NAME OF A POOL (n, block_bytes) uint8
-    metadata   format, version, about (the signature of the memory), members, checksum over all of this
+    tensors    tokens/N (n,) int64, the tokens of one buffer; blocks/NAME OF A POOL (n, block_bytes) uint8;
+               passages/N (rows, bytes of a row) uint8, the rows of embeddings of a picture
+    metadata   format, version, about (the signature of the memory), members, passages, checksum over all of this
 
 Each member is a sequence or a checkpoint: its length, its record, and which blocks of each pool it refers to. Tokens
 and blocks that no member before it has are its own. Its entry has a checksum over these. So damaged bytes cost only the
@@ -33,6 +34,7 @@ from hybridmem.memory.storage.files import (
     write_tensors,
 )
 from hybridmem.memory.storage.names import Names
+from hybridmem.memory.storage.passages import SavedPassage, as_tensors, passages_in
 from hybridmem.memory.storage.reading import Content, read_content
 
 MemberKind = Literal["sequence", "checkpoint", "fork"]
@@ -75,6 +77,7 @@ class SavedFamily:
         tokens: the tokens of each buffer, as many as its longest member has.
         blocks: pool -> the blocks in pieces, each (n, block_bytes).
         damaged: a text that says which members of a file were left out.
+        passages: the rows of pictures in the tokens.
     """
 
     path: str
@@ -83,6 +86,7 @@ class SavedFamily:
     tokens: list[Int64s]
     blocks: dict[str, list[Tensor]]
     damaged: tuple[str, ...] = ()
+    passages: tuple[SavedPassage, ...] = ()
 
     def renamed(self, names: Names) -> SavedFamily:
         """Return the same content with other names for layer memories and pools."""
@@ -111,12 +115,15 @@ def write_family(saved: SavedFamily) -> None:
     require_bytes(piece for pieces in saved.blocks.values() for piece in pieces)
     tensors = {BLOCKS + pool: pieces for pool, pieces in saved.blocks.items()}
     tensors |= {f"{_TOKENS}{i}": [torch.from_numpy(tokens)] for i, tokens in enumerate(saved.tokens)}
+    of_passages, about_passages = as_tensors(saved.passages)
+    tensors |= of_passages
     entries = [_entry(member) | {CHECKSUM: own} for member, own in zip(saved.members, _checksums(saved), strict=True)]
     metadata = {
         "format": SEQUENCES_FORMAT,
         "version": FORMAT_VERSION,
         "about": json.dumps(saved.about, sort_keys=True),
         "members": json.dumps(entries, sort_keys=True),
+        **about_passages,
     }
     write_tensors(saved.path, tensors, metadata, lambda: checksum_of({}, metadata))
 
@@ -141,7 +148,8 @@ def family_in(content: Content, *, only_first: bool = False) -> SavedFamily:
         members = [_read_entry(entry, most) for entry in entries]
         tokens = [tensors[f"{_TOKENS}{i}"].numpy() for i in range(1 + max(m.buffer for m in members))]
         blocks = {name.removeprefix(BLOCKS): [own] for name, own in tensors.items() if name.startswith(BLOCKS)}
-        saved = SavedFamily(path, about, members, tokens, blocks)
+        passages, lost = passages_in(tensors, metadata)
+        saved = SavedFamily(path, about, members, tokens, blocks, passages=tuple(passages))
         _check(saved)
         right = [own == entry[CHECKSUM] for own, entry in zip(_checksums(saved), entries, strict=True)]
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
@@ -153,7 +161,7 @@ def family_in(content: Content, *, only_first: bool = False) -> SavedFamily:
     members = [member for member, is_whole in zip(members, whole, strict=True) if is_whole]
     lengths = [max((m.length for m in members if m.buffer == i), default=0) for i in range(len(tokens))]
     tokens = [own[:length] for own, length in zip(tokens, lengths, strict=True)]
-    return replace(saved, members=members, tokens=tokens, damaged=left_out)
+    return replace(saved, members=members, tokens=tokens, damaged=(*left_out, *lost))
 
 
 # Entries of members, as JSON

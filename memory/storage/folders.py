@@ -30,6 +30,7 @@ from hybridmem.memory.blocks.holdings import Record
 from hybridmem.memory.coordinator import Coordinator
 from hybridmem.memory.errors import FormatError
 from hybridmem.memory.interface import Sequence
+from hybridmem.memory.sequences.batch import read_saved_ids
 from hybridmem.memory.sequences.folding import TailRules
 from hybridmem.memory.storage.files import is_local, join_path, make_folder, read_path, write_blocks
 from hybridmem.memory.storage.folder_writing import BlocksFile, Entry, FolderWriting
@@ -257,7 +258,8 @@ class _Reading:
             roots.setdefault(path[-1], writer.lineage)
             tokens = np.concatenate([own[i] for i in reversed(path)])
             peak = int(self._entries[leaf]["peak"])
-            ledger.restore(writer.slot, tokens, peak, self._memory.spec.vocab_size)
+            spec = self._memory.spec
+            ledger.restore(writer.slot, read_saved_ids(tokens, spec.vocab_size, spec.soft_tokens), peak)
             if len(tokens) != n_tokens[leaf]:
                 raise ValueError(f"{len(tokens)} tokens of checkpoint {leaf}")
             for i in path:

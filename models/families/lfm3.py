@@ -16,10 +16,12 @@ from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.short_conv_mixer import ShortConvMixer
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
+from hybridmem.models.vision.grid import FlatGridSight
+from hybridmem.models.vision.pictures import pictures_below, text_config_of
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from transformers import Lfm3Config
+    from transformers import Lfm3Config, Lfm3VlConfig
 
 _ATTENTION = ("full_attention", "sliding_attention")
 
@@ -28,9 +30,9 @@ _ATTENTION = ("full_attention", "sliding_attention")
 class Lfm3(Decoder):
     """Implements LFM3: each layer is a short convolution or attention, and then a gated MLP."""
 
-    def __init__(self, config: Lfm3Config, checkpoint: Checkpoint) -> None:
+    def __init__(self, config: Lfm3Config, checkpoint: Checkpoint, root: str = "model") -> None:
         n_model, n_inner = config.hidden_size, config.intermediate_size
-        vocabulary = Vocabulary.load(checkpoint, config, "model.embed_tokens.weight")
+        vocabulary = Vocabulary.load(checkpoint, config, f"{root}.embed_tokens.weight")
         rotaries = {
             kind: Rotary(config, head_dim_of(config), checkpoint.device, layer_type=kind)
             for kind in _ATTENTION
@@ -38,14 +40,14 @@ class Lfm3(Decoder):
         }
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.norm_eps)
+            return RMSNorm(checkpoint.take(f"{root}.{name}.weight", n_model), config.norm_eps)
 
         layers = []
         for i in range(config.num_hidden_layers):
             prefix = f"layers.{i}"
-            mixer = _load_mixer(config, checkpoint, i, rotaries)
+            mixer = _load_mixer(config, checkpoint, f"{root}.{prefix}", i, rotaries)
             mlp = GatedMLP.load(
-                checkpoint, f"model.{prefix}.feed_forward", n_model, n_inner, "silu", names=("w1", "w3", "w2")
+                checkpoint, f"{root}.{prefix}.feed_forward", n_model, n_inner, "silu", names=("w1", "w3", "w2")
             )
             norms = norm(f"{prefix}.operator_norm"), norm(f"{prefix}.ffn_norm")
             if config.use_sandwich_norm:
@@ -56,8 +58,17 @@ class Lfm3(Decoder):
         super().__init__(config, checkpoint, vocabulary, layers, norm("embedding_norm"))
 
 
-def _load_mixer(config: Lfm3Config, checkpoint: Checkpoint, i: int, rotaries: dict[str, Rotary]) -> Mixer:
-    n_model, kind, prefix, eps = config.hidden_size, config.layer_types[i], f"model.layers.{i}", config.norm_eps
+@register("Lfm3VlForConditionalGeneration")
+class Lfm3Vl(Lfm3):
+    """Implements LFM3-VL: LFM3 with a tower, which is loaded at the first picture."""
+
+    def __init__(self, config: Lfm3VlConfig, checkpoint: Checkpoint) -> None:
+        super().__init__(text_config_of(config), checkpoint, "model.language_model")
+        self.see(pictures_below(FlatGridSight(config), config, checkpoint))
+
+
+def _load_mixer(config: Lfm3Config, checkpoint: Checkpoint, prefix: str, i: int, rotaries: dict[str, Rotary]) -> Mixer:
+    n_model, kind, eps = config.hidden_size, config.layer_types[i], config.norm_eps
     if kind == "conv":
         return ShortConvMixer(checkpoint, f"{prefix}.conv", i, n_model, config.conv_L_cache, has_bias=config.conv_bias)
     if kind not in _ATTENTION:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,12 +64,14 @@ class Rotary:
             )
         self.rotation = Rotation(tuple(frequencies.float().tolist()))
         self._frequencies = frequencies.to(device, torch.float32)
+        sections = parameters.get("mrope_section")
+        self._axes = None if sections is None else axes_of(len(frequencies), sections).to(device)
 
     def __call__(self, x_THD: Tensor, step: Step) -> Tensor:
         """Return x (T, H, D), rotated by the positions of the step's tokens."""
         angles = step.notes.get(self)
         if angles is None:
-            angles = step.notes[self] = self._angles(step.positions, x_THD.dtype)
+            angles = step.notes[self] = self._angles(step.rotary_positions, x_THD.dtype)
         cos, sin = angles
         half = cos.shape[-1]
         a, b, rest = x_THD.split_with_sizes([half, half, x_THD.shape[-1] - 2 * half], -1)
@@ -77,8 +79,24 @@ class Rotary:
 
     def _angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, (T, 1, R / 2) each."""
-        angles = torch.outer(positions_T.float(), self._frequencies)[:, None]
+        if positions_T.dim() == 1:
+            angles = torch.outer(positions_T.float(), self._frequencies)[:, None]
+        else:  # pictures have several kinds of positions, each for a share of the frequencies (M-RoPE)
+            assert self._axes is not None, "only models with such a rotation see pictures with several axes"
+            angles = (positions_T[self._axes].float() * self._frequencies[:, None]).T[:, None]
         return (angles.cos() * self._attention_scale).to(dtype), (angles.sin() * self._attention_scale).to(dtype)
+
+
+def axes_of(n_frequencies: int, sections: Sequence[int]) -> Tensor:
+    """Return (n_frequencies,) by which position each frequency rotates: 0 for time, 1 for height, 2 for width.
+
+    The axes take turns: frequency i is of axis i % 3, as long as i < 3 sections[axis]; all others are of time
+    (Qwen Team 2025, "Qwen3-VL").
+    """
+    axes = torch.zeros(n_frequencies, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : sections[axis] * 3 : 3] = axis
+    return axes
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from hybridmem.memory.blocks import refuse_attribute, without_gradients
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.linear import add_scaled
 from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.vision.pictures import Pictures
 from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -172,6 +173,14 @@ class Decoder:
         )  # fmt: skip
 
     gives_hidden_states = True
+    pictures: Pictures | None = None
+    """Reads pictures for prompts. None: this model reads text alone, or its checkpoint has no tower."""
+
+    def see(self, pictures: Pictures | None) -> None:
+        """Let rows of pictures be fed in place of tokens."""
+        if pictures is not None:
+            self.pictures = pictures
+            self.memory_spec = replace(self.memory_spec, soft_tokens=pictures.soft_tokens)
 
     if not TYPE_CHECKING:  # a type checker would otherwise accept any name
 
@@ -183,7 +192,7 @@ class Decoder:
 
     @on_step
     def __call__(self, step: Step) -> Tensor:
-        x_TM = self._vocabulary.embed(step.token_ids).to(self._residual_dtype)
+        x_TM = step.embed(self._vocabulary.embed).to(self._residual_dtype)
         for layer in self._layers:
             x_TM = layer(x_TM, step)
         x_TM = self._norm(step.select(x_TM))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,9 @@ class DryCheckpoint(Checkpoint):
 
     def __contains__(self, name: str) -> bool:
         return self._stored is None or name in self._stored
+
+    def names_below(self, prefixes: Iterable[str]) -> list[str]:
+        return []
 
     def tie(self, source: str, *names: str, is_tied: bool = True, own: Collection[str] = ()) -> tuple[str, ...]:
         if self._stored is not None and (is_tied or all(name in self._stored for name in names)):

@@ -24,6 +24,7 @@ from hybridmem.models.loading.folders import find_folder, read_config, unsupport
 from hybridmem.models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
 from hybridmem.models.loading.quantised_checkpoints import find_coding
 from hybridmem.models.products.choice import Kind, compile_ahead, noting_kinds
+from hybridmem.models.vision.pictures import Pictures
 from hybridmem.models.weights.checkpoint import (
     Checkpoint,
     LoadedCheckpoint,
@@ -304,6 +305,8 @@ def weight_bytes(model: LanguageModel) -> int:
             todo += thing
         elif isinstance(thing, partial):
             todo += (thing.func, thing.args, *thing.keywords.values())
+        elif isinstance(thing, Pictures):
+            todo += thing.tensors()
         elif isinstance(thing, FunctionType):
             todo += [cell.cell_contents for cell in thing.__closure__ or ()]
         elif type(thing).__module__.startswith(("hybridmem.models.", "hybridmem.memory.")):

@@ -10,7 +10,7 @@ import math
 import re
 import reprlib
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -352,6 +352,18 @@ class Checkpoint:
     def ignore(self, *names: str) -> None:
         """Name tensors that files may hold although the model computes them itself: nobody is warned of them."""
         self._ignored.update(names)
+
+    def names_below(self, prefixes: Iterable[str]) -> list[str]:
+        """Return the names of stored tensors that begin with one of these. A dry run has none."""
+        return sorted(name for name in self._file_of if name.startswith(tuple(prefixes)))
+
+    def read_below(self, prefixes: Iterable[str]) -> dict[str, Tensor]:
+        """Return stored tensors whose names begin with one of these; floats in the checkpoint's dtype.
+
+        It is for a part that is not always loaded: none of them counts as taken.
+        """
+        found = {name: as_floats(self._read(name)) for name in self.names_below(prefixes)}
+        return {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in found.items()}
 
     def leftovers(self) -> list[str]:
         """Return the names of tensors that were not taken, ignored, or what others are tied to."""

@@ -9,8 +9,10 @@ from itertools import groupby
 from typing import Any
 
 from hybridmem.chat.server.chat_format import ReplyContent
-from hybridmem.chat.server.schema import Message
-from hybridmem.chat.stored.items import joined_name, role_of, text_item
+from hybridmem.chat.server.pictures import Sources
+from hybridmem.chat.server.schema import UNSEEN_IMAGE, Message
+from hybridmem.chat.special_tokens.marks import names_in, split_at_marks, without_marks
+from hybridmem.chat.stored.items import joined_name, picture_part, role_of, text_item
 from hybridmem.chat.stored.nodes import Item, Node, new_id
 from hybridmem.chat.tools.calls import parse_json
 
@@ -18,20 +20,33 @@ Group = list[Item]
 """The items of one turn, which is one node of a session."""
 
 
-def items_of(messages: Iterable[Message]) -> list[Item]:
-    """Return the messages of a chat as items of a session."""
+def items_of(messages: Iterable[Message], sources: Sources) -> list[Item]:
+    """Return the messages of a chat as items of a session, with its pictures."""
     items = list[Item]()
     for message in messages:
         if message.role == "tool":
-            result = {"call_id": message.tool_call_id, "output": message.content, "status": "completed"}
+            output = without_marks(message.content, UNSEEN_IMAGE)
+            result = {"call_id": message.tool_call_id, "output": output, "status": "completed"}
             items.append({"id": new_id("fco"), "type": "function_call_output", **result})
             continue
         if message.content or not message.tool_calls:
-            items.append(text_item(message.role, message.content))
+            items.append(_message_item(message, sources))
         for call in message.tool_calls:
             arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
             items.append(_call_item(call["id"], call["function"]["name"], arguments))
     return items
+
+
+def _message_item(message: Message, sources: Sources) -> Item:
+    item, parts = text_item(message.role, message.content), list[Item]()
+    if not names_in(message.content):
+        return item
+    for start, end, name in split_at_marks(message.content, 0, len(message.content)):
+        if name in sources:
+            parts.append(picture_part(sources[name].url, sources[name].detail))
+        elif start < end:
+            parts += text_item(message.role, message.content[start:end])["content"]
+    return item | {"content": parts}
 
 
 def items_of_reply(reply: ReplyContent, beginning: str) -> list[Item]:

@@ -90,7 +90,7 @@ class Recorder:
         """Store a chat when its reply has ended, or when its client goes away."""
         messages = list(asked.messages)
         beginning = messages.pop().content if asked.continue_final_message else ""
-        self._watch(request, asked, items_of(messages), beginning, token_ids, new_reader)
+        self._watch(request, asked, items_of(messages, asked.seen.sources), beginning, token_ids, new_reader)
 
     def watch_items(
         self, request: Request, asked: SampledRequest, items: list[Item], token_ids: list[int], new_reader: NewReader

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from hybridmem.chat.server.pictures import mark_part, sees
 from hybridmem.chat.server.schema import MOST_MESSAGES, UNSEEN_IMAGE
 
 ChatMessage = dict[str, Any]
@@ -82,6 +83,8 @@ def _read_text(block: Block) -> str:
     """Return the text of a block. `cache_control` and citations change nothing, since all prefixes are cached."""
     if block["type"] == "document":
         return _read_document(block)
+    if block["type"] == "image":
+        return mark_part(block)
     if block["type"] == "search_result":
         return "\n".join([str(block.get("title") or ""), *map(_read_text, _blocks_of(block.get("content")))])
     if block["type"] != "text":
@@ -103,13 +106,17 @@ def _read_document(block: Block) -> str:
 
 
 def _read_turn(blocks: list[Block]) -> list[ChatMessage]:
-    """Return a user's turn. Each result of a tool is a message of its own; texts between them stay in their order."""
+    """Return a user's turn. Each result of a tool is a message of its own; texts between them stay in their order.
+
+    Between two texts is an empty line. A picture stands right beside its texts, as in other dialects.
+    """
     messages = list[ChatMessage]()
-    for block in blocks:
+    for before, block in zip([None, *(block["type"] for block in blocks)], blocks, strict=False):
         if block["type"] == "tool_result":
             messages.append(_read_result(block))
         elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += "\n\n" + _read_text(block)
+            seam = "" if "image" in (block["type"], before) else "\n\n"
+            messages[-1]["content"] += seam + _read_text(block)
         else:
             messages.append({"role": "user", "content": _read_text(block)})
     return messages or [{"role": "user", "content": ""}]
@@ -124,7 +131,7 @@ def _read_result(block: Block) -> ChatMessage:
 
 def _read_found(block: Block) -> str:
     """Return the text of a block in the result of a tool."""
-    if block["type"] == "image":
+    if block["type"] == "image" and not sees():
         return UNSEEN_IMAGE
     return str(block.get("tool_name")) if block["type"] == "tool_reference" else _read_text(block)
 

@@ -25,7 +25,5 @@ class Messages:
     async def count(self, request: Request) -> Response:
         """Count the tokens that a prompt would have."""
         body = await request.body()
-        _, token_ids, *_ = await self._service.texts.run(
-            len(body), lambda texts: self._service.read_chat(texts, body, read_chat), param="messages"
-        )
+        _, token_ids, _ = await self._service.read_chat_of(body, read_chat)
         return JSONResponse({"input_tokens": len(token_ids)})

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from hybridmem.chat.server.checked import ANY, Checked, Neutral, read_request
 from hybridmem.chat.server.errors import ApiError
+from hybridmem.chat.server.pictures import sees
 from hybridmem.chat.server.schema import ChatRequest, CompletionRequest
 
 _SAME = (
@@ -142,6 +143,15 @@ def read_generate(body: bytes) -> OllamaGenerate:
     return read_request(OllamaGenerate, body)
 
 
+def _content_of(message: dict[str, Any]) -> Any:
+    """Return a message's content. Ollama's pictures come beside the text, as base64, and stand before it."""
+    images, text = message.get("images"), message.get("content")
+    if not isinstance(images, list) or not images:
+        return text
+    parts = [{"type": "image_url", "image_url": f"data:image/png;base64,{image}"} for image in images]
+    return [*parts, {"type": "text", "text": text or ""}]
+
+
 def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in OpenAI's form. Calls have no ids in Ollama's: results follow them in their order."""
     told, waiting = list[dict[str, Any]](), list[str]()
@@ -149,9 +159,9 @@ def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         names = {"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id", "name"}
         if unknown := sorted(message.keys() - names):
             raise ApiError(400, f"Unknown parameter: 'messages[{number}].{unknown[0][:40]}'.", param="messages")
-        if message.get("images"):
+        if message.get("images") and not sees():
             raise ApiError(400, "Unsupported parameter: 'images': this model reads text.", param="messages")
-        one = {"role": message.get("role"), "content": message.get("content"), "name": message.get("name")}
+        one = {"role": message.get("role"), "content": _content_of(message), "name": message.get("name")}
         if message.get("thinking"):
             one["reasoning_content"] = message["thinking"]
         calls = message.get("tool_calls")

@@ -21,6 +21,7 @@ from hybridmem.chat.stored.database import is_same_model
 from hybridmem.chat.stored.items import make_title, role_of
 from hybridmem.chat.stored.nodes import Item, Node, StoredSession, new_id
 from hybridmem.chat.stored.rows import without_tokens
+from hybridmem.memory.sequences import plain_ids
 
 FORMAT, VERSION = "hybrid-memory.session", 1
 _MOST_NODES = 4096
@@ -159,7 +160,7 @@ def _find_fault(node: Node, above: Ancestors, lengths: dict[str, int], vocab_siz
     if node.own_tokens is None:
         is_bare = node.base is None and not (node.n_kept or node.n_prompt)
         return "" if is_bare else "it has no tokens, and says where they begin"
-    if len(node.own_tokens) and node.own_tokens.max() >= vocab_size:
+    if max(plain_ids(node.own_tokens.tolist()), default=0) >= vocab_size:
         return f"its token ids are not 0 ... {vocab_size - 1}"
     n_base = 0 if node.base is None else lengths.get(node.base, -1)
     if node.role != "assistant" or (node.base is not None and not above.has(node.base, over=node.parent)):

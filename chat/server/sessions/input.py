@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from hybridmem.chat.server.pictures import sees, source_of
 from hybridmem.chat.server.schema import MOST_MESSAGES, UNSEEN_IMAGE
-from hybridmem.chat.stored.items import text_item
+from hybridmem.chat.stored.items import picture_part, text_item
 from hybridmem.chat.stored.nodes import Item, new_id
 
 REFERENCE = "item_reference"
@@ -119,10 +120,13 @@ def read_content(value: object) -> str:
         return value
     if not isinstance(value, list):
         raise ValueError("it must be a string, or a list of {'type': 'input_text', 'text': ...}")
-    return "".join(_read_part(part, "user")["text"] for part in value)
+    return "".join(_read_part(part, "assistant")["text"] for part in value)
 
 
 def _read_part(part: object, role: str) -> Item:
+    if isinstance(part, dict) and part.get("type") == "input_image" and role != "assistant" and sees():
+        source = source_of(part)
+        return picture_part(source.url, source.detail)
     if not isinstance(part, dict) or part.get("type") not in _PARTS:
         given = part.get("type") if isinstance(part, dict) else part
         raise ValueError(f"only parts with text are supported, of the type 'input_text'; got {str(given)[:40]!r}")

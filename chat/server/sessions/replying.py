@@ -20,6 +20,7 @@ from hybridmem.chat.server.errors import ApiError, as_api_error, stopping
 from hybridmem.chat.server.formats import EventStream
 from hybridmem.chat.server.guard import exchange_of
 from hybridmem.chat.server.lengths import check_length
+from hybridmem.chat.server.pictures import NOTHING, sources_of
 from hybridmem.chat.server.replies import Replies
 from hybridmem.chat.server.sessions.objects import Events, Response, about_of, failed, finished, new_response, usage_of
 from hybridmem.chat.server.sessions.prompting import History, count_nodes, find_base, make_prompt
@@ -28,6 +29,7 @@ from hybridmem.chat.server.sessions.session_repository import SessionRepository
 from hybridmem.chat.server.sessions.speaking import Speaking
 from hybridmem.chat.server.sessions.writing import Writing
 from hybridmem.chat.server.shaping import NewReader
+from hybridmem.chat.server.texts import LONG_BYTES
 from hybridmem.chat.stored.continuing import Prompt, tokens_of_text
 from hybridmem.chat.stored.items import make_nodes, make_title
 from hybridmem.chat.stored.nodes import Ids, Item, Node, StoredSession
@@ -92,6 +94,7 @@ class Replying:
         self._writing = Writing(self._events, new_id, asked.namespaces)
         self._has_ended = False
         self._told: dict[str, Any] = {}
+        self._seen = NOTHING
 
     async def answer(self, request: Request) -> HttpResponse:
         """Generate a reply, and send it whole or as a stream. Raises ApiError."""
@@ -145,12 +148,16 @@ class Replying:
             parse_special=service.options.parse_special,
         )  # fmt: skip
 
+        sources = sources_of(item for node in path for item in node.items)
+
         def work(texts: Any) -> tuple[Prompt, bool]:
-            prompt = make(texts)
+            self._seen = service.sight.read(sources, texts, param="input")
+            prompt = make(texts.with_pictures(self._seen.picture_ids))
             self._inputs = count_nodes(texts, len(prompt.token_ids), n_before, self._inputs)
             return prompt, service.shaping.is_thinking(texts, prompt.token_ids)
 
         n_bytes += sum(len(str(node.items)) for node in path)
+        n_bytes = max(n_bytes, LONG_BYTES + 1) if sources else n_bytes
         prompt, is_thinking = await service.texts.run(n_bytes, work, param="input")
         return prompt, *await service.shaping.shape(asked.form, asked, is_thinking=is_thinking)
 

@@ -67,7 +67,8 @@ class SessionRepository:
         if model.most_values > MOST_VALUES:
             asked = await asyncio.to_thread(read_request, model, body)
         else:
-            asked = read_request(model, body)
+            with self.service.sight.collecting():
+                asked = read_request(model, body)
         if isinstance(asked, SampledRequest) and asked.model:
             self.service.check_model(asked.model)
         return asked, self._owner(request, asked)

@@ -1,0 +1,71 @@
+"""Marks the places of pictures in texts. A mark names a picture that comes beside the text; its tokens replace it.
+
+So messages stay texts for everybody who handles them: templates, histories, edits and stores. A mark is written with a
+character that is in no text for interchange. Somebody may write one all the same, and then names a picture that must
+be beside the same message: there is no way to another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hybridmem.memory import FormatError
+
+_SIGN = "\U0010fffe"
+MARK = re.compile(f"{_SIGN}([0-9a-f]{{64}}){_SIGN}")
+FindIds = Callable[[str], list[int] | None]
+"""Returns the token ids of a picture by its name of 64 hexadecimal digits. None: it is not known."""
+
+
+def name_of_source(url: str, detail: str) -> str:
+    """Return the name of a picture that comes by a URL, which may hold its data."""
+    return hashlib.sha256(f"{detail}\n{url}".encode(errors="surrogatepass")).hexdigest()
+
+
+def mark_of(name: str) -> str:
+    """Return the mark of a picture by its name, 64 hexadecimal digits."""
+    return f"{_SIGN}{name}{_SIGN}"
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names of the pictures in a text, in order."""
+    return MARK.findall(text) if _SIGN in text else []
+
+
+def without_marks(text: str, instead: str = "") -> str:
+    """Return a text for readers, with other words in place of its marks."""
+    return MARK.sub(lambda _: instead, text) if _SIGN in text else text
+
+
+def split_at_marks(text: str, start: int, end: int) -> Iterator[tuple[int, int, str | None]]:
+    """Yield the parts of text[start:end]: the bounds of each, and the name of the picture that it marks, if it does."""
+    at = start
+    for found in MARK.finditer(text, start, end) if text.find(_SIGN, start, end) >= 0 else ():
+        yield at, found.start(), None
+        yield found.start(), found.end(), found[1]
+        at = found.end()
+    yield at, end, None
+
+
+def ids_of_picture(tokenizer: Any, name: str) -> list[int]:
+    """Return the token ids of a picture. Raises FormatError if the tokenizer does not know it; see `Seeing`."""
+    find: FindIds | None = getattr(tokenizer, "picture_ids", None)
+    ids = None if find is None else find(name)
+    if ids is None:
+        raise FormatError("a message names a picture that is not with it, or that this model cannot see")
+    return ids
+
+
+class Seeing:
+    """Wraps a tokenizer that also knows the token ids of pictures."""
+
+    def __init__(self, tokenizer: Any, find: FindIds) -> None:
+        self.unbounded = getattr(tokenizer, "unbounded", tokenizer)
+        self.picture_ids = find
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_tokenizer"], name)

@@ -1,0 +1,1 @@
+"""Reads pictures, and makes rows of embeddings of them by the tower of a checkpoint."""

@@ -1,0 +1,45 @@
+"""Puts pictures of Qwen's families into prompts: a grid of rows, with a time, a height and a width each (M-RoPE)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hybridmem.memory.blocks import Int64s
+from hybridmem.models.vision.pictures import Layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class GridSight:
+    """Says that a picture is a grid, whose positions take as many places as its longer side (Wang et al. 2024)."""
+
+    prefixes: tuple[str, ...] = ("model.visual.", "visual.")
+    n_axes = 3
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.placeholder_id = int(config.image_token_id)
+        self._around = int(config.vision_start_token_id), int(config.vision_end_token_id)
+        self._merge = int(config.vision_config.spatial_merge_size)
+
+    def positions(self, inputs: Mapping[str, Any]) -> tuple[Int64s | None, int]:
+        time, height, width = (int(n) for n in inputs["image_grid_thw"][0])
+        sides = time, height // self._merge, width // self._merge
+        return np.indices(sides).reshape(3, -1).astype(np.int64), max(sides)
+
+    def layout(self, inputs: Mapping[str, Any], n_rows: int) -> Layout:
+        start, end = self._around
+        return [start, [0, n_rows], end]
+
+
+class FlatGridSight(GridSight):
+    """Says that a picture is such a grid in the tower alone: for the language model each row is a token's place."""
+
+    prefixes = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
+    n_axes = 1
+
+    def positions(self, inputs: Mapping[str, Any]) -> tuple[Int64s | None, int]:
+        return None, 0

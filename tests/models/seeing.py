@@ -1,0 +1,162 @@
+"""Random checkpoints of models that see, as transformers writes them, and pictures for them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import (
+    AutoModelForImageTextToText,
+    Lfm2VlConfig,
+    Lfm3VlConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5Config,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from hybridmem.models.vision.pictures import Picture, Pictures
+from tests.models.checkpoints import randomise_
+from tests.models.families.lfm2 import lfm2_config
+from tests.models.families.lfm3 import lfm3_config
+from tests.models.families.qwen3_5 import SHARES, qwen3_5_config
+
+EYES = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24,
+    "num_position_embeddings": 16, "patch_size": 4,
+}  # fmt: skip
+PLACEHOLDER = 3
+
+
+def write_seeing(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -> PreTrainedModel:
+    """Write a small Qwen3.5 that sees, with its image processor, and return transformers' model.
+
+    Args:
+        placeholder: the token that stands for a row; those behind it stand for videos, and around pictures.
+    """
+    inner = qwen3_5_config(rope_parameters=SHARES, **text).to_dict()
+    config = Qwen3_5Config(
+        text_config=inner, vision_config=EYES, image_token_id=placeholder, video_token_id=placeholder + 1,
+        vision_start_token_id=placeholder + 2, vision_end_token_id=placeholder + 3,
+    )  # fmt: skip
+    model = _write(folder, config)
+    _write_processor(folder)
+    return model
+
+
+def write_lfm2_vl(folder: Path) -> PreTrainedModel:
+    eyes = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4,
+        "num_patches": 16, "vision_use_head": False,
+    }  # fmt: skip
+    config = Lfm2VlConfig(
+        text_config=lfm2_config().to_dict(), vision_config=eyes, image_token_id=PLACEHOLDER, projector_hidden_size=12
+    )
+    return _write(folder, config)
+
+
+def write_lfm3_vl(folder: Path) -> PreTrainedModel:
+    eyes = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "patch_size": 4, "layer_types": ["conv", "full_attention", "conv"],
+    }  # fmt: skip
+    config = Lfm3VlConfig(
+        text_config=lfm3_config().to_dict(), vision_config=eyes, image_token_id=PLACEHOLDER, video_token_id=8,
+        vision_start_token_id=5, vision_end_token_id=6, projector_hidden_size=12,
+    )  # fmt: skip
+    model = _write(folder, config)
+    _write_processor(folder)
+    return model
+
+
+WRITERS: dict[str, Callable[[Path], PreTrainedModel]] = {
+    "qwen3.5": write_seeing, "lfm2-vl": write_lfm2_vl, "lfm3-vl": write_lfm3_vl
+}  # fmt: skip
+SPECIAL = {"<|image_start|>": 5, "<|image_end|>": 6, "<|img_thumbnail|>": 9, "<|img_row_1_col_1|>": 10}
+SPECIAL |= {"<|img_row_1_col_2|>": 11}
+
+
+class TileProcessor:
+    """Makes what the image processor of LFM2-VL makes, without torchvision: a wide picture is two tiles and a small
+    copy of the whole.
+    """
+
+    return_row_col_info = False
+
+    def __call__(self, images: list[Image.Image], **_: Any) -> dict[str, Any]:
+        (image,) = images
+        parts, columns = [image.resize((24, 16))], 1
+        if image.width > 60:
+            tile = image.resize((32, 16))
+            parts, columns = [tile.crop((0, 0, 16, 16)), tile.crop((16, 0, 32, 16)), *parts], 2
+        patches = [self._patches(part) for part in parts]
+        most = max(map(len, patches))
+        mask = torch.tensor([[1] * len(each) + [0] * (most - len(each)) for each in patches])
+        return {
+            "pixel_values": torch.stack([pad(each, (0, 0, 0, most - len(each))) for each in patches]),
+            "pixel_attention_mask": mask,
+            "spatial_shapes": torch.tensor([[part.height // 4, part.width // 4] for part in parts]),
+            "image_rows": [1], "image_cols": [columns],
+        }  # fmt: skip
+
+    def _patches(self, part: Image.Image) -> Tensor:
+        pixels = torch.from_numpy(np.asarray(part).copy()).float() / 127.5 - 1
+        return rearrange(pixels, "(h p) (w q) c -> (h w) (p q c)", p=4, q=4)
+
+
+def _write(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(5)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    randomise_(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def _write_processor(folder: Path) -> None:
+    sizes = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+    Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=sizes).save_pretrained(folder)
+
+
+def draw_picture(seed: int, width: int = 48, height: int = 24) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def as_png(image: Image.Image) -> bytes:
+    written = io.BytesIO()
+    image.save(written, "PNG")
+    return written.getvalue()
+
+
+def joined(*parts: int | Picture) -> list[int]:
+    """Return the token ids of tokens and pictures."""
+    return [id for part in parts for id in ([part] if isinstance(part, int) else part.token_ids(SPECIAL.get))]
+
+
+@torch.no_grad()
+def logits_of_peer(
+    peer: PreTrainedModel, pictures: Pictures, parts: list[int | Picture], images: list[Image.Image]
+) -> Tensor:
+    """Return transformers' logits for a prompt whose pictures, in order, are these images."""
+    ids = torch.tensor([[PLACEHOLDER if id >= 1 << 62 else id for id in joined(*parts)]])
+    inputs = [pictures.processor(images=[image], return_tensors="pt") for image in images]
+    tensors = [name for name, value in inputs[0].items() if isinstance(value, Tensor)]
+    most = max(each["pixel_values"].shape[-2] for each in inputs)
+    is_padded = "pixel_attention_mask" in tensors
+    for each in inputs if is_padded else ():
+        n = most - each["pixel_values"].shape[-2]
+        each["pixel_values"] = pad(each["pixel_values"], (0, 0, 0, n))
+        each["pixel_attention_mask"] = pad(each["pixel_attention_mask"], (0, n))
+    seen = {name: torch.cat([each[name] for each in inputs]) for name in tensors}
+    if peer.config.model_type == "qwen3_5":
+        seen["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
+    logits: Tensor = peer(input_ids=ids, **seen).logits[0]
+    return logits
