@@ -240,13 +240,13 @@ def _in_torch(spec: MemorySpec) -> dict[str, str]:
 _PLAIN = "plain torch"
 _WITH_KERNELS = frozenset(
     {
-        *("gated_delta", "kimi_delta", "linear_attention", "mamba1", "rg_lru", "rwkv4", "rwkv7", "short_conv", "ssd"),
-        "token_shift",
+        *("gated_delta", "kimi_delta", "linear_attention", "mamba1", "mlstm", "rg_lru", "rwkv4", "rwkv7", "ssd"),
+        *("short_conv", "token_shift"),
     }
 )
 """Families whose recurrences in `memory.recurrences` call kernels."""
 
-_OF_FAMILY = {"mamba1": "selective_scan", "rg_lru": "linear_scan", "rwkv4": "wkv4", "ssd": "ssd"}
+_OF_FAMILY = {"mamba1": "selective_scan", "mlstm": "stabilise", "rg_lru": "linear_scan", "rwkv4": "wkv4", "ssd": "ssd"}
 """Kernels that recurrences of a family have for themselves."""
 
 

@@ -41,6 +41,7 @@ SUBJECTS = (
     *(f"family:{name}" for name in FAMILIES),
     "family:gated_delta defer",
     "family:mamba1 defer",
+    "family:mlstm defer",
     "family:rwkv7 defer",
     "model:bailing-hybrid",
     "model:bamba",
@@ -70,6 +71,7 @@ SUBJECTS = (
     "model:recurrent-gemma",
     "model:rwkv",
     "model:rwkv7",
+    "model:xlstm",
     "model:zamba",
     "model:zamba2",
 )

@@ -52,7 +52,7 @@ __all__ = [
     "warm_up",
 ]
 
-OF_STATES = ("causal_conv", "selective_scan", "matrix_scan", "linear_scan", "wkv4")
+OF_STATES = ("causal_conv", "selective_scan", "matrix_scan", "linear_scan", "wkv4", "stabilise")
 """The functions that read and write states."""
 
 _OVERRIDE = "HYBRID_MEMORY_KERNELS"

@@ -126,6 +126,15 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots, dtypes: _Dtyp
     _require_dtypes("linear_scan", dtypes, x_TE.dtype, decay_TE.dtype)
 
 
+def stabilise(gate_TH: Tensor, log_decay_TH: Tensor, state: StateSlots, dtypes: _Dtypes) -> None:
+    gate = gate_TH.shape
+    row = (_tokens(state), gate[-1])
+    found, expected = (gate, log_decay_TH.shape, state.shape), (row, row, row[1:])
+    if found != expected:
+        _refuse("stabilise", ("gate", "log_decay", "state"), found, expected)
+    _require_dtypes("stabilise", dtypes, gate_TH.dtype, log_decay_TH.dtype)
+
+
 def wkv4(
     k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...], dtypes: _Dtypes
 ) -> None:

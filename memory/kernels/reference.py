@@ -393,3 +393,21 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Tensor, first_E: Tensor, states: t
     for slots, s in zip(states, sums, strict=True):
         write_rows_(slots.flat, slots.targets, s)
     return y_TE
+
+
+def stabilise(gate_TH: Tensor, log_decay_TH: Tensor, state: StateSlots) -> Tensor:
+    checks.stabilise(gate_TH, log_decay_TH, state, checks.FLOATS)
+    out_3TH = gate_TH.new_empty(3, *gate_TH.shape, dtype=torch.float32)
+    for i, m_H in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
+        start, end = state.cu_rows.host[i : i + 2].tolist()
+        # Entry p is m behind p tokens from the state on.
+        behind = [m_H] if state.tail is None else [m_H, *tail_rows(state.tail, i, [state.shape])[0].float()]
+        for t in range(start, end):
+            faded_H = behind[-1] + log_decay_TH[t].float()
+            m_H = torch.maximum(faded_H, gate_TH[t].float())
+            out_3TH[:, t] = torch.stack([faded_H - m_H, torch.exp(gate_TH[t].float() - m_H), torch.exp(-m_H)])
+            behind.append(m_H)
+        if (body_at := _body_at(state, i)) >= 0:
+            write_rows_(state.flat, state.targets[i : i + 1], behind[body_at].reshape(1, -1))
+        _write_tail_(state, i, [torch.stack(behind[len(behind) - (end - start) :])])
+    return out_3TH

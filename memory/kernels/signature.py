@@ -342,3 +342,12 @@ class Kernels(Protocol):
         the exponent at each token. Peng et al. 2023, eq. 16 and appendix D.
         """
         ...
+
+    def stabilise(self, gate_TH: Tensor, log_decay_TH: Tensor, state: StateSlots) -> Tensor:
+        """Scale a sum of exp(gate) that decays so that it stays in range: (3, T, H), float32. `state` is m, (H,).
+
+        With m' = max(log_decay + m, gate), the sum is stored times exp(-m'). Returns the logarithm of the stored sum's
+        decay, log_decay + m - m'; the factor of what is added to it, exp(gate - m'); and exp(-m'). Beck et al. 2024,
+        "xLSTM", eq. 15 to 17. The ring of a tail holds m' of each token.
+        """
+        ...

@@ -5,6 +5,7 @@ from hybridmem.memory.recurrences.delta_rule import DeltaRule, DeltaRuleShape
 from hybridmem.memory.recurrences.fold import Fold
 from hybridmem.memory.recurrences.linear_attention import LinearAttention, linear_attention_spec
 from hybridmem.memory.recurrences.mamba1 import Mamba1, mamba1_spec
+from hybridmem.memory.recurrences.mlstm import MLSTM, mlstm_spec
 from hybridmem.memory.recurrences.registry import FAMILIES, Family, register_family
 from hybridmem.memory.recurrences.rg_lru import RGLRU, rg_lru_spec
 from hybridmem.memory.recurrences.rwkv4 import RWKV4, TokenShift, rwkv4_spec, token_shift_spec
@@ -13,6 +14,7 @@ from hybridmem.memory.recurrences.ssd import SSD, SSDShape
 
 __all__ = [
     "FAMILIES",
+    "MLSTM",
     "RGLRU",
     "RWKV4",
     "RWKV7",
@@ -29,6 +31,7 @@ __all__ = [
     "TokenShift",
     "linear_attention_spec",
     "mamba1_spec",
+    "mlstm_spec",
     "register_family",
     "rg_lru_spec",
     "rwkv4_spec",

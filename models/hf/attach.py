@@ -55,11 +55,15 @@ ATTACHABLE = (
     "Qwen3_5MoeForCausalLM",
     "Zamba2ForCausalLM",
     "ZambaForCausalLM",
+    "xLSTMForCausalLM",
 )
 """Classes of transformers models that `attach` accepts."""
 
 _TAKE_NO_OTHER_CACHE = ("MiniMaxForCausalLM",)
 """Classes that refuse a cache of another class, unless they are told to use none; then they hand it on all the same."""
+
+_HAVE_OWN_CACHE = ("xLSTMForCausalLM",)
+"""Classes that read the states of their own class of cache, and so run without one; outputs name the given cache."""
 
 _ATTENTION = "hybrid_memory"
 """Name under which transformers' `AttentionInterface` finds `_attend`."""
@@ -114,8 +118,13 @@ class Attached:
         self._model = hf_model
         self._parameters = _signature_of(hf_model).parameters
         self._cache_name = "cache" if "cache" in self._parameters else "past_key_values"  # the first since 5.24
-        mixes = [(module, make(module)) for module in hf_model.modules() if (make := _known(module)) is not None]
-        n_recurrences = sum(any(isinstance(one, RecurrentSpec) for one in layer) for layer in spec.layers)
+        recurrent = [module for module in hf_model.modules() if _known(module) is not None]
+        layers = [i for i, own in enumerate(spec.layers) if any(isinstance(one, RecurrentSpec) for one in own)]
+        n_recurrences = len(layers)
+        self._numbered = [module for module in recurrent if not hasattr(module, "layer_idx")]
+        for module, layer in zip(self._numbered, layers, strict=False):
+            module.layer_idx = layer  # of xLSTM, whose modules do not know their layer
+        mixes = [(module, make(module)) for module in recurrent if (make := _known(module)) is not None]
         if len(mixes) != n_recurrences:
             raise UnsupportedModelError(
                 f"{n_recurrences} recurrent layers of {architecture}, of which {len(mixes)} have a module that is "
@@ -143,6 +152,9 @@ class Attached:
             forward.check()
         for forward in self._forwards:
             forward.remove()
+        for module in self._numbered:
+            del module.layer_idx
+        self._numbered = []
         if self._forwards:
             del self._model.prepare_inputs_for_generation
         self._forwards = []
@@ -198,9 +210,16 @@ class Attached:
                 given["use_cache"] = False  # Else it refuses caches that are not its own.
             if "position_ids" in self._parameters:
                 given["position_ids"] = current.position_ids
+            taken = self._cache_name
             if "cache_params" in self._parameters:
-                given["cache_params"] = given.pop("past_key_values")
-            return original(**given)
+                taken = "cache_params"
+                given[taken] = given.pop("past_key_values")
+            if type(self._model).__name__ not in _HAVE_OWN_CACHE:
+                return original(**given)
+            output = original(**given | {taken: None, "use_cache": False})
+            if not isinstance(output, tuple):
+                output[taken] = cache  # where `generate` looks for it
+            return output
 
     def _check_other(self, given: dict[str, Any]) -> None:
         """Raise, for a call without a HybridCache, what the model's own `forward` and `generate` would raise."""
@@ -238,6 +257,12 @@ class Attached:
             raise BatchError("use_cache=False with a HybridCache; leave out one of them")
         if given.get("inputs_embeds") is not None or not isinstance(given.get("input_ids"), Tensor):
             raise BatchError("a HybridCache remembers tokens; give input_ids (rows, tokens), not inputs_embeds")
+        most = getattr(self._model.config, "max_inference_chunksize", given["input_ids"].shape[1])
+        if given["input_ids"].shape[1] > most:
+            raise BatchError(
+                f"{given['input_ids'].shape[1]} tokens at once, which {name} cuts into parts of "
+                f"max_inference_chunksize={most} by itself; feed as many at most (generate takes prefill_chunk_size)"
+            )
         other = given.get("cache_params")
         if (
             other is not None

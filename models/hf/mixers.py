@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybridmem.memory import Step
 from hybridmem.memory.recurrences import (
+    MLSTM,
     SSD,
     CausalConv,
     DeltaRule,
@@ -249,6 +250,29 @@ def lfm2_conv(module: Module) -> Mix:
     return mix
 
 
+def xlstm_layer(module: Module) -> Mix:
+    """Return the mix of an mLSTM layer, whose products are modules of their own, or joined."""
+    config, is_joined = module.config, module.config.weight_mode == "fused"
+    n_heads, n_keys, n_values = config.num_heads, module.qk_dim, module.v_dim
+    device = module.out_proj.weight.device
+    recurrence = MLSTM(n_values // n_heads, n_keys // n_heads, config.eps, torch.zeros(n_heads, device=device))
+
+    def mix(x_TM: Tensor, step: Step) -> Tensor:
+        if is_joined:
+            qkv, out_gate = module.qkv_opreact(x_TM).split_with_sizes([2 * n_keys + n_values, n_values], -1)
+            gates = module.ifgate_preact(x_TM)
+        else:
+            qkv, out_gate = torch.cat([module.q(x_TM), module.k(x_TM), module.v(x_TM)], -1), module.ogate_preact(x_TM)
+            gates = torch.cat([module.igate_preact(x_TM), module.fgate_preact(x_TM)], -1)
+        rows = torch.cat([qkv, torch.tanh(gates / config.gate_soft_cap) * config.gate_soft_cap], -1)
+        y_TV = step.recur(module.layer_idx, rows, recurrence)
+        normed = module.multihead_norm(y_TV.view(1, len(x_TM), n_heads, -1))[0]
+        out_TM: Tensor = module.out_proj(module.ogate_act_fn(out_gate) * normed)
+        return out_TM
+
+    return mix
+
+
 MIXERS: dict[str, Callable[[Module], Mix]] = {
     "BambaMixer": mamba2,
     "FalconH1Mixer": falcon_h1_mamba,
@@ -269,8 +293,9 @@ MIXERS: dict[str, Callable[[Module], Mix]] = {
     "Qwen3_5MoeGatedDeltaNet": qwen3_5_delta,
     "Zamba2MambaMixer": mamba2,
     "ZambaMambaMixer": zamba_mamba,
+    "xLSTMLayer": xlstm_layer,
 }
 """Name of the class of a recurrent module of transformers -> the function that makes its mix."""
 
-WITH_SECOND_OUTPUT = ("MiniMaxLightningAttention",)
+WITH_SECOND_OUTPUT = ("MiniMaxLightningAttention", "xLSTMLayer")
 """Classes of `MIXERS` that return a second value beside their outputs, of which their layers make no use."""

@@ -69,6 +69,7 @@ _MODULES = {
     "T5ForConditionalGeneration": "hybridmem.models.t5",
     "ZambaForCausalLM": "hybridmem.models.families.zamba",
     "Zamba2ForCausalLM": "hybridmem.models.zamba2",
+    "xLSTMForCausalLM": "hybridmem.models.families.xlstm",
 }
 
 REFUSED = {
@@ -78,7 +79,6 @@ REFUSED = {
     "InklingForCausalLM": "its convolutions of keys, values and residual streams are not wired up yet",
     "Qwen4ExpForCausalLM": "it has indexed attention, and embeddings of several tokens",
     "ZayaForCausalLM": "its convolutions of queries and keys, delayed values and router are not wired up yet",
-    "xLSTMForCausalLM": "its memory has a stabiliser that no recurrence here has",
 }
 """Classes of transformers with recurrent states that are not implemented, and why."""
 

@@ -27,7 +27,9 @@ _WHOLE_MODELS = {"model:bamba defer", "model:deepseek-v3", "model:gemma2", "mode
 """Models that run every test: for deferred states, latent attention, soft caps, and values of a first layer."""
 _ALIKE = {
     *(name for name in SUBJECTS if name.startswith("model:") and name not in _WHOLE_MODELS),
-    *(f"family:{name}" for name in ("kimi_delta", "linear_attention", "mamba1", "rwkv4", "rwkv7", "short_conv", "ssd")),
+    *(f"family:{name}" for name in ("kimi_delta", "linear_attention", "mamba1", "mlstm", "rwkv4", "rwkv7")),
+    "family:short_conv",
+    "family:ssd",
     "family:mamba1 defer",
     "toy-attention-pyramid",
     "toy-attention-recent-2-bit",

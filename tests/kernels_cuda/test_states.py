@@ -151,6 +151,19 @@ def test_wkv4(device: torch.device, n_channels: int) -> None:
     assert_as_twin("wkv4", 40 * k, v, -torch.rand(n_channels) * 3, torch.randn(n_channels), states, device=device)
 
 
+def test_stabilise(device: torch.device) -> None:
+    gate, log_decay = rows_of(sum(SHORT), 5, 5)
+    assert_as_twin("stabilise", 9 * gate, -log_decay.abs(), Slots((5,), SHORT, initial=0.5).fresh(), device=device)
+
+
+def test_stabilise_behind_a_tail(device: torch.device) -> None:
+    """Tails that are empty and full; bodies among old rows, across, among new ones, and none."""
+    counts, lengths, folds = (0, 1, 2, 9, 9, 3), (1, 1, 2, 1, 20, 1), (1, 0, 3, 4, 21, 0)
+    slots = behind_tails((5,), ((5,),), counts, lengths, folds, initial=0.5)
+    gate, log_decay = rows_of(sum(lengths), 5, 5)
+    assert_as_twin("stabilise", 9 * gate, -log_decay.abs(), slots, device=device)
+
+
 TOKEN_MODES = {
     "by column": (True, False, False),
     "erases": (False, True, False),

@@ -5,6 +5,7 @@ matter.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
+from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 
 from hybridmem.models.hf.cache import cache_argument
 from tests.models.families import CONFIGS
@@ -58,6 +60,10 @@ def randomise_(model: nn.Module) -> None:
             weight.uniform_(0, 1)
         elif name.endswith(("dt_proj.bias", "dt_proj_bias")):
             weight.normal_(-1, 0.5)
+        elif name.endswith("fgate_preact.bias"):
+            weight.uniform_(1, 5)  # of xLSTM, likewise
+        elif name.endswith("igate_preact.bias"):
+            weight.normal_(-1, 1)
         elif name.endswith(".k_a"):
             weight.normal_(1, 0.2)
         elif "norm" in name or ".ln" in name or ".pre_ln" in name or name.endswith(".D"):
@@ -109,19 +115,28 @@ class Peer:
         return PeerCache(self.model)
 
 
+def _make_cache(config: PreTrainedConfig) -> Any:
+    return DynamicCache(config=config)
+
+
+_MAKE_CACHE: dict[str, Callable[[PreTrainedConfig], Any]] = {
+    "minimax": lambda _: MiniMaxCache(),
+    "xlstm": lambda config: xLSTMCache(config, 1, dtype=torch.float32),
+}
+"""Types of models that have caches of their own."""
+
+
 @dataclass
 class PeerCache:
     """What transformers remembers of one sequence, and how its models want to be handed it."""
 
     model: PreTrainedModel
     n_tokens: int = 0
-    cache: DynamicCache = field(init=False)
+    cache: Any = field(init=False)
     state: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.cache = (
-            DynamicCache(config=self.model.config) if self.model.config.model_type != "minimax" else MiniMaxCache()
-        )
+        self.cache = _MAKE_CACHE.get(self.model.config.model_type, _make_cache)(self.model.config)
         # it keeps its recurrent states in its modules, not in the cache
         if self.model.config.model_type == "recurrent_gemma":
             self.model._setup_cache(self.model.config, 1, self.model.device, self.model.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -66,10 +67,11 @@ def padded(*lengths: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def generate(model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
-    """With a mask in any case: without one, `generate` takes a token 0 for padding."""
-    return model.generate(
-        tokens, attention_mask=torch.ones_like(tokens) if mask is None else mask, **(GREEDY | options)
-    )
+    """With a mask wherever the class takes one: without one, `generate` takes a token 0 for padding."""
+    options = GREEDY | options
+    if mask is not None or "attention_mask" in inspect.signature(type(model).forward).parameters:
+        options["attention_mask"] = torch.ones_like(tokens) if mask is None else mask
+    return model.generate(tokens, **options)
 
 
 @torch.no_grad()

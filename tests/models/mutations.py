@@ -48,6 +48,8 @@ ABSENT = object()
 _NOT_OPTIONS = {
     "architectures", "model_type", "transformers_version", "_name_or_path", "id2label", "label2id", "vision_config",
     "dtype",  # how numbers are stored is `load_model`'s to choose
+    # xLSTM's most tokens at once: with few of them transformers rounds its states in between, with 0 it never ends.
+    "max_inference_chunksize",
 }  # fmt: skip
 _WORDS = (
     "relu", "gelu", "silu", "gelu_pytorch_tanh", "relu2", "no-such-word", "default", "linear", "llama3", "yarn",

@@ -32,7 +32,8 @@ RICHEST = {class_of(subject): subject for subject in SUBJECTS} | {
     "KimiLinearConfig": "kimi-linear-two-of-eight-experts-in-groups", "Lfm3Config": "lfm3-biases-untied",
     "MiniMaxConfig": "minimax-two-of-four-experts", "MistralConfig": "mistral", "OlmoHybridConfig": "olmo-hybrid-rope",
     "Qwen3_5TextConfig": "qwen3.5-biases", "RecurrentGemmaConfig": "recurrent-gemma", "BartConfig": "bart",
-    "RwkvConfig": "rwkv", "DeepseekV2Config": "deepseek-v2-three-of-eight-experts-in-groups",
+    "RwkvConfig": "rwkv", "xLSTMConfig": "xlstm-biases",
+    "DeepseekV2Config": "deepseek-v2-three-of-eight-experts-in-groups",
     "DeepseekV3Config": "deepseek-v3-three-of-eight-experts-in-groups",
 }  # fmt: skip
 """Class of a config -> the one here that reads most of its fields."""

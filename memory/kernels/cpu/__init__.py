@@ -21,6 +21,7 @@ from hybridmem.memory.kernels.cpu.norms import norm_parts, rms_norm
 from hybridmem.memory.kernels.cpu.page_choice import choose_pages
 from hybridmem.memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from hybridmem.memory.kernels.cpu.rows import plan_attention, plan_choice, prepare, read_rows, write_rows_
+from hybridmem.memory.kernels.cpu.stabiliser import stabilise
 from hybridmem.memory.kernels.cpu.warm_up import warm_up
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "rms_norm",
     "selective_scan",
     "softplus",
+    "stabilise",
     "warm_up",
     "wkv4",
     "write_rows_",

@@ -24,6 +24,7 @@ from hybridmem.memory.kernels.cpu.norms import norm_parts, rms_norm
 from hybridmem.memory.kernels.cpu.page_choice import choose_pages
 from hybridmem.memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from hybridmem.memory.kernels.cpu.rows import gather_rows, read_rows, write_rows_
+from hybridmem.memory.kernels.cpu.stabiliser import stabilise
 from hybridmem.memory.kernels.signature import FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots
 from hybridmem.memory.quantization import Float8
 
@@ -97,6 +98,7 @@ _RUNS: dict[str, tuple[float, Callable[[Tensor], object]]] = {
     "causal_conv": (2, lambda flat: causal_conv(flat[:2].view(1, 2), flat[:4].view(2, 2), None, _slots(flat, 1, 2))),
     "linear_scan": (1, lambda _: linear_scan(_states[:2].view(1, 2), _states[:2].view(1, 2), _slots(_states, 2))),
     "rms_norm": (1.5, _norm),
+    "stabilise": (1, lambda _: stabilise(_states[:2].view(1, 2), _states[:2].view(1, 2), _slots(_states, 2))),
     "rows": (1, _copy_rows),
     "softplus": (0.5, lambda flat: softplus(flat[:2].view(1, 2), _states[:2])),
 }

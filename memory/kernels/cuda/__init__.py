@@ -18,7 +18,7 @@ from hybridmem.memory.kernels.cuda.matrix_states import matrix_scan
 from hybridmem.memory.kernels.cuda.norms import rms_norm
 from hybridmem.memory.kernels.cuda.page_choice import choose_pages, plan_choice
 from hybridmem.memory.kernels.cuda.rows import prepare, read_rows, write_rows_
-from hybridmem.memory.kernels.cuda.vectors import linear_scan, softplus, wkv4
+from hybridmem.memory.kernels.cuda.vectors import linear_scan, softplus, stabilise, wkv4
 
 __all__ = [
     "attend_rows",
@@ -34,6 +34,7 @@ __all__ = [
     "rms_norm",
     "selective_scan",
     "softplus",
+    "stabilise",
     "wkv4",
     "write_rows_",
 ]

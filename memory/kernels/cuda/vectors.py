@@ -17,6 +17,7 @@ from hybridmem.memory.kernels.cuda.choices import powers_of_2, tunable
 from hybridmem.memory.kernels.cuda.launch import launch, next_power_of_2, with_contiguous_rows
 from hybridmem.memory.kernels.cuda.math import bound
 from hybridmem.memory.kernels.cuda.math import softplus as softplus_of
+from hybridmem.memory.kernels.cuda.rings import keep_row, no_rings, rings_of
 from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 
@@ -29,7 +30,9 @@ class Vectors(NamedTuple):
 
 @tunable("vectors", Vectors, channels=powers_of_2(16, 4096), num_warps=powers_of_2(1, 16))
 def _choose(itemsize: int) -> Vectors:
-    """Choose for `linear_scan` and `wkv4`; with more channels, some of a device's processors would have no work."""
+    """Choose for `linear_scan`, `wkv4` and `stabilise`.
+    With more channels, some of a device's processors would have no work.
+    """
     return Vectors(128, 4)
 
 
@@ -133,6 +136,60 @@ def _wkv4(
     _store(top_flat, top_targets + run, channels, n_channels, top)
     _store(below_flat, below_targets + run, channels, n_channels, below)
     _store(exponent_flat, exponent_targets + run, channels, n_channels, exponent)
+
+
+def stabilise(gate_TH: Tensor, log_decay_TH: Tensor, state: StateSlots) -> Tensor:
+    checks.stabilise(gate_TH, log_decay_TH, state, checks.FLOATS)
+    n_rows, n_heads = gate_TH.shape
+    out_3TH = torch.empty(3, n_rows, n_heads, dtype=torch.float32, device=gate_TH.device)
+    gate_TH, log_decay_TH = with_contiguous_rows(gate_TH), with_contiguous_rows(log_decay_TH)
+    most, num_warps = _choose(gate_TH.device, gate_TH.element_size())
+    heads, cu_rows = min(most, next_power_of_2(n_heads)), state.cu_rows.device
+    rings = no_rings(cu_rows, 1) if state.tail is None else rings_of(state.tail)
+    launch(
+        _stabilise, (len(state.cu_rows.host) - 1, ceil_div(n_heads, heads)), gate_TH, gate_TH.stride(0), log_decay_TH,
+        log_decay_TH.stride(0), out_3TH, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
+        *rings, n_rows * n_heads, n_heads, HAS_TAIL=state.tail is not None, CHANNELS=heads, num_warps=num_warps,
+    )  # fmt: skip
+    return out_3TH
+
+
+@triton.jit
+def _stabilise(
+    gate, gate_stride, log_decay, decay_stride, out, cu_rows, flat, sources, targets, initial, ring, ring_sources,
+    ring_targets, ring_rows, firsts, counts, folds, part, n_heads, HAS_TAIL: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    run = tl.program_id(0)
+    heads = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    mask = heads < n_heads
+    start, end, target = tl.load(cu_rows + run), tl.load(cu_rows + run + 1), tl.load(targets + run)
+    m = _load(flat, sources + run, heads, n_heads, initial)
+    if HAS_TAIL:
+        first, count = tl.load(firsts + run).to(tl.int32), tl.load(counts + run).to(tl.int32)
+        fold = tl.where(target < 0, -1, tl.load(folds + run).to(tl.int32))
+        # The ring holds m behind each token: behind the last one of the tail, and behind the last one that folds.
+        old = ring + tl.load(ring_sources + run) + heads
+        at_fold = tl.load(old + (first + fold - 1) % ring_rows * n_heads, mask=heads < tl.where(fold > 0, n_heads, 0))
+        body = tl.where(fold > 0, at_fold.to(tl.float32), m)
+        last = tl.load(old + (first + count - 1) % ring_rows * n_heads, mask=heads < tl.where(count > 0, n_heads, 0))
+        m = tl.where(count > 0, last.to(tl.float32), m)
+        body = tl.where(fold < count, body, m)
+    for t in range(start, end):
+        exponent = tl.load(gate + t * gate_stride + heads, mask=mask, other=0.0).to(tl.float32)
+        faded = m + tl.load(log_decay + t * decay_stride + heads, mask=mask, other=0.0).to(tl.float32)
+        m = tl.maximum(faded, exponent)
+        at = out + t * n_heads + heads
+        tl.store(at, faded - m, mask=mask)
+        tl.store(at + part, tl.exp(exponent - m), mask=mask)
+        tl.store(at + 2 * part, tl.exp(-m), mask=mask)
+        if HAS_TAIL:
+            p = (t - start).to(tl.int32) + count
+            m = keep_row(ring, ring_targets, run, (first + p) % ring_rows, m, heads, n_heads, p >= fold)
+            body = tl.where(p + 1 == fold, m, body)
+    tl.debug_barrier()  # All threads have read the state, so it can be written in place.
+    if HAS_TAIL:
+        m = body
+    _store(flat, targets + run, heads, n_heads, m)
 
 
 @triton.jit

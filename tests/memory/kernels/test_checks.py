@@ -94,6 +94,8 @@ GIVEN: dict[str, tuple[Call, str]] = {
     "matrix, two axes": (matrix(v=(T, 12)), r"give \(tokens, heads, channels\)"),
     "linear": (lambda k: k.linear_scan(rows(4, 6), rows(4, 6), slots(6)), r"x has shape \(4, 6\)"),
     "linear, decays": (lambda k: k.linear_scan(rows(T, 6), rows(4, 6), slots(6)), r"decay has shape \(4, 6\)"),
+    "stabiliser": (lambda k: k.stabilise(rows(4, 6), rows(4, 6), slots(6)), r"gate has shape \(4, 6\)"),
+    "stabiliser, decays": (lambda k: k.stabilise(rows(T, 6), rows(4, 6), slots(6)), r"log_decay has shape \(4, 6\)"),
     "wkv, both": (wkv(4, 4), r"keys has shape \(4, 4\)"),
     "wkv, a state": (wkv(exponent=3), "exponent has shape"),
     "wkv, two states": (wkv(n_states=2), "2 states"),

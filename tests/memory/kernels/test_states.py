@@ -130,6 +130,11 @@ def make_wkv(n_channels: int) -> tuple[Tensor, ...]:
     )
 
 
+def make_gates(n_heads: int) -> tuple[Tensor, Tensor]:
+    """Exponents so far apart that exp of them alone would overflow, and logarithms of decays."""
+    return 30 * torch.randn(N, n_heads), -40 * torch.rand(N, n_heads)
+
+
 @pytest.mark.parametrize("n_channels", CHANNELS)
 def test_wkv4_agrees_with_its_twin(n_channels: int) -> None:
     slots, inputs = WkvSlots(n_channels), make_wkv(n_channels)
@@ -153,6 +158,28 @@ def test_wkv4_is_that_of_transformers() -> None:
         assert_kernel_close(actual[i], y[0])
         for part, end in zip(slots.parts, ends, strict=True):
             assert_kernel_close(part.ends()[i], end[0])
+
+
+@pytest.mark.parametrize("n_heads", [1, 130])
+def test_stabilise_agrees_with_its_twin(n_heads: int) -> None:
+    slots, inputs = Slots((n_heads,)), make_gates(n_heads)
+    expected = reference.stabilise(*inputs, slots.fresh())
+    ends = slots.ends()
+    assert_kernel_close(cpu.stabilise(*inputs, slots.fresh()), expected)
+    assert_kernel_close(slots.ends(), ends)
+    slots.assert_only_targets_changed()
+
+
+def test_stabilise_by_hand() -> None:
+    """The greatest exponent fades with each token, until another one is greater."""
+    slots = Slots((1,), lengths=(3,), initial=2.0)
+    slots.sources = [-1]
+    gate, log_decay = torch.tensor([[0.0], [1.0], [4.0]]), torch.tensor([[-1.0], [-1.0], [-0.5]])
+    fade, strength, floor = reference.stabilise(gate, log_decay, slots.fresh())
+    assert fade.flatten().tolist() == [0.0, -1.0, -3.5]
+    assert_kernel_close(strength.flatten(), torch.tensor([-1.0, 0.0, 0.0]).exp())
+    assert_kernel_close(floor.flatten(), torch.tensor([-1.0, -1.0, -4.0]).exp())
+    assert slots.ends().item() == 4.0
 
 
 @pytest.mark.parametrize("kernels", [cpu, reference])
@@ -304,6 +331,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written() -> Non
         (cpu.softplus, (torch.zeros(2, 3), torch.zeros(2))),
         (cpu.rms_norm, (torch.zeros(2, 3), torch.zeros(2), 1.0)),
         (cpu.linear_scan, (torch.zeros(N, 5), torch.zeros(N, 4), Slots((5,)).fresh())),
+        (cpu.stabilise, (torch.zeros(N, 5), torch.zeros(N, 4), Slots((5,)).fresh())),
         (cpu.wkv4, (torch.zeros(N, 5), torch.zeros(N, 5), torch.zeros(2), torch.zeros(5), WkvSlots(5).fresh())),
     ):
         with pytest.raises(StepError):

@@ -55,6 +55,12 @@ def test_selective_scan(dtype: torch.dtype) -> None:
     assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, slots, dtype=dtype, state_dtype=dtype)
 
 
+def test_stabiliser() -> None:
+    gate, log_decay = rows_of(N, 6, 6)
+    slots = behind_tails((6,), ((6,),), COUNTS, LENGTHS, FOLDS, initial=0.5)
+    assert_as_twin("stabilise", 9 * gate, -log_decay.abs(), slots, dtype=torch.float32)
+
+
 SHAPES = [((3, 1, 5, 12), torch.float32), ((1, 1, 300, 64), torch.float32)]
 IN_16_BITS = [((4, 2, 9, 48), torch.bfloat16), ((4, 2, 9, 48), torch.float16)]
 

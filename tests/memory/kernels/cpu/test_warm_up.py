@@ -20,6 +20,7 @@ from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.warm_up import warm_up
 from hybridmem.memory.quantization import Float8
 from hybridmem.memory.recurrences.mamba1 import mamba1_spec
+from hybridmem.memory.recurrences.mlstm import mlstm_spec
 from hybridmem.memory.recurrences.rwkv4 import rwkv4_spec
 from hybridmem.memory.specs import LayerSpec
 
@@ -28,13 +29,13 @@ module = sys.modules["hybridmem.memory.kernels.cpu.warm_up"]
 EVERY_KERNEL = """
 from hybridmem.memory import HybridMemory
 from hybridmem.memory.kernels.cpu import attention, channel_states, mamba2, matrix_states, norms, recurrences, rows
-from hybridmem.memory.kernels.cpu import warm_up
+from hybridmem.memory.kernels.cpu import stabiliser, warm_up
 from hybridmem.models import load_model
 
 kernels = [attention._attend_few, recurrences.convolve_at, recurrences.scan_at]
 kernels += [rows._read_rows, rows._write_rows, rows._gather_rows]
 kernels += [channel_states.softplus_rows, channel_states._linear_scan, channel_states._wkv4]
-kernels += [matrix_states.scan_states, norms._rms_norm, mamba2._ssd]
+kernels += [stabiliser._stabilise, matrix_states.scan_states, norms._rms_norm, mamba2._ssd]
 assert not any(kernel.signatures for kernel in kernels)
 warm_up()
 compiled = [len(kernel.signatures) for kernel in kernels]  # two of one that another contains, if this process made both
@@ -139,6 +140,7 @@ warm_up(["softplus", "linear_scan"])
         (AttentionSpec(1, 1, 8, policy=Quest(64)), {"paged_attention", "choose_pages"}),
         (mamba1_spec(8, 4, 4), {"selective_scan", "causal_conv"}),
         (rwkv4_spec(8), {"wkv4"}),
+        (mlstm_spec(2, 4, 4), {"stabilise", "matrix_scan", "softplus"}),
     ],
 )
 def test_a_spec_says_what_it_needs(layers: LayerSpec, names: set[str]) -> None:
