@@ -25,7 +25,8 @@ from hybridmem.memory.interface import OpenStep, Sequence
 from hybridmem.memory.kernels import Scoring
 from hybridmem.memory.layer_memories import LayerMemories, Place, PlaceKey, Places
 from hybridmem.memory.sequences.batch import TokenLists, output_rows
-from hybridmem.memory.specs import MemorySpec
+from hybridmem.memory.sequences.choosing import ChosenRows
+from hybridmem.memory.specs import AttentionSpec, MemorySpec
 from hybridmem.memory.state.access import Recurrence, States
 
 Outputs = Literal["last", "all"]
@@ -169,6 +170,7 @@ class Step:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float | None = None,
         softcap: float | None = None, sinks: Tensor | None = None, bias: Tensor | None = None, name: str | None = None,
+        chosen: ChosenRows | None = None,
     ) -> Tensor:  # fmt: skip
         """Remember keys and values, and attend to all of each request's tokens up to each query.
 
@@ -184,6 +186,7 @@ class Step:
             bias: (n_query_heads, L) float32, as in T5. Column min(d, L - 1) is added to the score of the row d tokens
                 before a query.
             name: which of the layer's attentions, if it has several.
+            chosen: the rows that each query attends to, from `choose`, if the spec has a number of them (`n_chosen`).
         Returns (T, n_query_heads, head_dim, or value_dim where the spec has one), before the output projection. Raises
         StepError if a shape, dtype or device is not that of the spec, or at a second call for the same memory.
         """
@@ -204,9 +207,47 @@ class Step:
                 raise StepError(f"bias has shape {tuple(bias.shape)}; give ({n_heads} query heads, distances)")
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             scoring, v = Scoring(scale, None, softcap, sinks, bias), None if v is None else v.detach()
-            y: Tensor = place.memory.attend(plan, place.number, q.detach(), k.detach(), v, scoring)
+            given = (plan, place.number, q.detach(), k.detach(), v, scoring)
+            if self._check_chosen(layer, name, chosen) is None:
+                y: Tensor = place.memory.attend(*given)
+            else:
+                y = place.memory.attend_chosen(*given, chosen)
         self._served.add(place)
         return y
+
+    def _check_chosen(self, layer: int, name: str | None, chosen: ChosenRows | None) -> ChosenRows | None:
+        """Return these rows. Raises StepError unless rows are given to an attention that has an index, and only then."""
+        own = (m for m in self.owner.spec.layers[layer] if isinstance(m, AttentionSpec) and name in (None, m.name))
+        if (next(own).n_chosen is None) != (chosen is None) or not isinstance(chosen, ChosenRows | None):
+            raise StepError(
+                f"chosen={chosen!r}; give what `choose` of this step returns to an attention whose spec has n_chosen, "
+                "and nothing to others"
+            )
+        return chosen
+
+    def choose(
+        self, layer: int, q: Tensor, k: Tensor, weights: Tensor, *, scale: float | None = None, name: str | None = None
+    ) -> ChosenRows:
+        """Remember the keys of an index, and choose the rows that each token attends to, among those up to itself.
+
+        Args:
+            layer: the index in `MemorySpec.layers`.
+            q, k: (T, n_query_heads, head_dim) and (T, 1, head_dim), of the index; rotated if the model rotates them.
+            weights: (T, n_query_heads) float32, the weight of each head in the score of a row.
+            scale: the factor on products of queries and keys, above 0. By default it is 1 / sqrt(head_dim).
+            name: which of the layer's indexes, if it has several.
+        Returns what `attend` takes as `chosen`, also in later layers of this step. Raises StepError as `attend` does.
+        """
+        place, plan = self._claim(layer, name, "index")
+        _check_tensors(q=q, k=k, weights=weights)
+        with without_gradients():
+            _check_scale(scale)
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            rows: ChosenRows = place.memory.choose(
+                plan, place.number, q.detach(), k.detach(), weights.detach(), scale
+            )
+        self._served.add(place)
+        return rows
 
     def cross_attend(self, layer: int, q: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
         """Attend to the encoder's output of each request: q and the result are (T, n_query_heads, head_dim).

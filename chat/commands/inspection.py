@@ -286,7 +286,7 @@ def _layers_by_kind(spec: MemorySpec) -> dict[str, str]:
             found[memory.family, f"rows of {'×'.join(map(str, memory.row_shape))}; {states}"] += 1
             continue
         heads = f"{memory.n_query_heads} query and {memory.n_kv_heads} key heads of {memory.head_dim}"
-        kind = "cross-attention" if isinstance(memory, CrossAttentionSpec) else "attention"
+        kind = MemorySpec.kind_of(memory)
         if isinstance(memory, AttentionSpec) and memory.window is not None:
             kind += f" over {memory.window}"
         found[kind, heads] += 1
