@@ -14,8 +14,8 @@ import torch
 from hybridmem.memory.attention.cross import CrossAttentionCache
 from hybridmem.memory.attention.evicting import EvictingAttention
 from hybridmem.memory.attention.host_pages import HostPages
-from hybridmem.memory.attention.offload import Attention, HostedAttention
 from hybridmem.memory.attention.indexed import IndexedAttention, IndexKeys
+from hybridmem.memory.attention.offload import Attention, HostedAttention
 from hybridmem.memory.attention.quantized import QuantizedAttention
 from hybridmem.memory.attention.selection import Selection
 from hybridmem.memory.attention_cache import AttentionCache
@@ -145,8 +145,8 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
         kinds.by_name["recurrence"] = kinds.recurrent = RecurrentState[Any](blocks, reader)
     for kind in _KINDS:
         for i, member in enumerate(spec.of_kind(kind)):
-            shared = {"attention": kinds.attention, "index": kinds.indexes}.get(kind)
-            kinds.by_name.members.setdefault(shared[i][0] if shared else kind, []).append(member)
+            name = kinds.attention[i][0] if kind == "attention" else kinds.indexes[i][0] if kind == "index" else kind
+            kinds.by_name.members.setdefault(name, []).append(member)
     return kinds
 
 
@@ -188,7 +188,9 @@ def with_host_pages(
         spec, layers=tuple(tuple(m for m in layer if isinstance(m, AttentionSpec)) for layer in spec.layers)
     )
     if spec.of_kind("index"):
-        raise SpecError(f"{spec.model} chooses rows by an index, whose attention must be on the device; leave host_pages out")
+        raise SpecError(
+            f"{spec.model} chooses rows by an index, whose attention must be on the device; leave host_pages out"
+        )
     host_kinds = make_kinds(attention, page_tokens, rules, host_store)
     if not host_kinds.attention:
         raise SpecError(f"{spec.model} has no attention whose pages could be in host memory; leave host_pages out")

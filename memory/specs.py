@@ -87,11 +87,14 @@ class AttentionSpec:
                 )
         if self.n_chosen is not None:
             read_count("AttentionSpec.n_chosen", self.n_chosen, 1, "row")
-            for what, choice in (("window", self.window), ("policy", self.policy), ("storage", self.storage)):
-                if choice is not None:
+            others: tuple[tuple[str, object], ...] = (
+                ("window", self.window), ("policy", self.policy), ("storage", self.storage),
+            )  # fmt: skip
+            for what, other in others:
+                if other is not None:
                     raise SpecError(
                         f"an index chooses the rows that {self.name!r} reads, so it has every row, as it is; {what} "
-                        f"{choice} suits attention without an index"
+                        f"{other} suits attention without an index"
                     )
         if self.has_bias and self.policy is not None:
             raise SpecError(

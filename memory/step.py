@@ -243,7 +243,7 @@ class Step:
         with without_gradients():
             _check_scale(scale)
             scale = q.shape[-1] ** -0.5 if scale is None else scale
-            rows: ChosenRows = place.memory.choose(
+            rows: ChosenRows = place.memory.choose_rows(
                 plan, place.number, q.detach(), k.detach(), weights.detach(), scale
             )
         self._served.add(place)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybridmem.models.layers.decoder import Block, Decoder, Function, Mixer
 from hybridmem.models.layers.attention import Rotary
+from hybridmem.models.layers.decoder import Block, Decoder, Function, Mixer
 from hybridmem.models.layers.experts import (
     MixtureOfExperts,
     Route,

@@ -18,7 +18,7 @@ from hybridmem.chat.commands.inspected_sessions import read_sessions
 from hybridmem.chat.commands.inspected_trees import Branch, branches_of, members_of, prefixes_in
 from hybridmem.chat.session.saved import SESSION_FILE, read_about
 from hybridmem.chat.stored.database import FILE, PREFIXES
-from hybridmem.memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, RecurrentSpec
+from hybridmem.memory import AttentionSpec, FormatError, MemorySpec, RecurrentSpec
 from hybridmem.memory.storage import CHECKPOINTS_FILE, read_blocks, read_family
 from hybridmem.models.loading.dry import DryCheckpoint, find_files
 from hybridmem.models.loading.folders import read_config

@@ -35,7 +35,7 @@ class IndexKeys(AttentionCache):
     """Keeps the keys of all indexes of a model that choose as many rows: a `memory.interface.LayerMemory`.
 
     Args:
-        specs: the specs of the indexes, in the order in which `choose` numbers them.
+        specs: the specs of the indexes, in the order in which `choose_rows` numbers them.
     """
 
     def __init__(self, specs: list[IndexSpec], dtype: torch.dtype, grid: PageGrid, store: Store, name: str) -> None:
@@ -53,14 +53,16 @@ class IndexKeys(AttentionCache):
     def begin(self, plan: AttentionPlan) -> None:
         self.copy_shared(plan)
 
-    def choose(
+    def choose_rows(
         self, plan: AttentionPlan, index: int, q_THD: Tensor, k_T1D: Tensor, weights_TH: Tensor, scale: float
     ) -> ChosenRows:
         """Write the step's keys. Return the rows that each query chooses."""
         self.write(plan, index, q_THD, k_T1D, None)
         if weights_TH.shape != q_THD.shape[:2] or weights_TH.dtype != torch.float32:
             found = f"{tuple(weights_TH.shape)} of {weights_TH.dtype}"
-            raise StepError(f"weights have the shape {found}; give {tuple(q_THD.shape[:2])} of float32: one for each head")
+            raise StepError(
+                f"weights have the shape {found}; give {tuple(q_THD.shape[:2])} of float32: one for each head"
+            )
         if not plan.reads:
             return ChosenRows(self._n_chosen, None)
         ((batch, tokens, _, _),) = plan.reads

@@ -175,7 +175,9 @@ def choose_rows(
         for t in range(begin, end):
             n_rows = len(k_RD) - (end - 1 - t)
             scores_R = weights_TH[t] @ (scale * (q_THD[t].float() @ k_RD[:n_rows].T)).relu()
-            best_first = scores_R.nan_to_num(torch.inf, torch.inf, -torch.inf).sort(descending=True, stable=True).indices
+            best_first = (
+                scores_R.nan_to_num(torch.inf, torch.inf, -torch.inf).sort(descending=True, stable=True).indices
+            )
             found.append(best_first[:n_chosen].sort().values)
     return torch.cat(found)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory import ChosenRows, IndexSpec, Step
+from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.attention import Rotary
 from hybridmem.models.layers.latent_attention import LatentAttention
 from hybridmem.models.layers.linear import Linear
@@ -62,7 +63,7 @@ class IndexedLatentAttention:
     indexer: Indexer | None
 
     @property
-    def specs(self) -> tuple[IndexSpec | object, ...]:
+    def specs(self) -> tuple[LayerSpec, ...]:
         return (*self.attention.specs, *(() if self.indexer is None else (self.indexer.spec,)))
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
@@ -94,13 +95,13 @@ def load_indexer(
         return joined(rows[:n_rotary:2], rows[1:n_rotary:2], rows[n_rotary:]) if is_interleaved else rows
 
     heads = checkpoint.take(f"{prefix}.wq_b.weight", n_heads * size, config.q_lora_rank)
-    norm = LayerNorm(*(in_order(checkpoint.take(f"{prefix}.k_norm.{part}", size)) for part in ("weight", "bias")), _NORM_EPS)
+    weight, bias = (in_order(checkpoint.take(f"{prefix}.k_norm.{part}", size)) for part in ("weight", "bias"))
     return Indexer(
         i,
         replace(IndexSpec(n_heads, size, config.index_topk), rotation=rotary.rotation),
         Linear(joined(*(in_order(head) for head in heads.reshape(n_heads, size, -1)))),
         Linear(in_order(checkpoint.take(f"{prefix}.wk.weight", size, n_model))),
-        norm,
+        LayerNorm(weight, bias, _NORM_EPS),
         Linear(checkpoint.take(f"{prefix}.weights_proj.weight", n_heads, n_model, dtype=torch.float32)),
         rotary,
     )

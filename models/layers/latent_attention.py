@@ -65,9 +65,7 @@ class LatentAttention:
         rotation = replace(self.rotary.rotation, start=self.keys_HNL.shape[2])
         return (replace(self.spec, rotation=rotation),)
 
-    def __call__(
-        self, x_TM: Tensor, step: Step, choose: Callable[[Tensor], ChosenRows] | None = None
-    ) -> Tensor:
+    def __call__(self, x_TM: Tensor, step: Step, choose: Callable[[Tensor], ChosenRows] | None = None) -> Tensor:
         """Attend. `choose` returns the rows that an index chooses by compressed queries, before the layer's own."""
         n_heads, n_latent = self.spec.n_query_heads, self.keys_HNL.shape[2]
         n_rotary, n_plain = self.spec.head_dim - n_latent, self.keys_HNL.shape[1]

@@ -34,6 +34,7 @@ RICHEST = {class_of(subject): subject for subject in SUBJECTS} | {
     "Qwen3_5TextConfig": "qwen3.5-biases", "RecurrentGemmaConfig": "recurrent-gemma", "BartConfig": "bart",
     "RwkvConfig": "rwkv", "DeepseekV2Config": "deepseek-v2-three-of-eight-experts-in-groups",
     "DeepseekV3Config": "deepseek-v3-three-of-eight-experts-in-groups",
+    "DeepseekV32Config": "deepseek-v3.2-three-of-eight-experts-in-groups", "GlmMoeDsaConfig": "glm-moe-dsa",
 }  # fmt: skip
 """Class of a config -> the one here that reads most of its fields."""
 

@@ -26,7 +26,9 @@ def choose_rows(
 ) -> Tensor:
     checks.choose_rows(q_THD, weights_TH, batch, checks.FLOATS_UP_TO_32_BITS)
     n_heads, head_dim = q_THD.shape[1:]
-    ends_T = np.repeat(batch.kv_lengths - batch.cu_seqlens[1:], np.diff(batch.cu_seqlens)) + np.arange(1, len(q_THD) + 1)
+    ends_T = np.repeat(batch.kv_lengths - batch.cu_seqlens[1:], np.diff(batch.cu_seqlens)) + np.arange(
+        1, len(q_THD) + 1
+    )
     cu_chosen = np.concatenate([[0], np.minimum(ends_T, n_chosen).cumsum()])
     out_C, pages = torch.empty(int(cu_chosen[-1]), dtype=torch.int64), as_array(batch.pages)
     q_TE, w_TH = (x.float().contiguous().numpy().reshape(len(x), -1) for x in (q_THD, weights_TH))

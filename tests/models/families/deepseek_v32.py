@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5: an index in each layer or in some, which leaves most rows out, as prompts here have dozens."""
+"""DeepSeek-V3.2 and GLM-5: an index in each layer or in some, which leaves most rows of a prompt out."""
 
 from __future__ import annotations
 
