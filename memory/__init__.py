@@ -20,8 +20,16 @@ from hybridmem.memory.errors import (
 from hybridmem.memory.hybrid import HybridMemory
 from hybridmem.memory.interface import Sequence
 from hybridmem.memory.rotary import UNROTATED, Rotation
+from hybridmem.memory.sequences.choosing import ChosenRows
 from hybridmem.memory.sequences.soft_tokens import Passage, SoftTokens
-from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec, RecurrentSpec, StateTensor
+from hybridmem.memory.specs import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    IndexSpec,
+    MemorySpec,
+    RecurrentSpec,
+    StateTensor,
+)
 from hybridmem.memory.state.access import Recurrence, States
 from hybridmem.memory.step import Step
 from hybridmem.memory.storage.archive import Family
@@ -31,12 +39,14 @@ __all__ = [
     "AttentionSpec",
     "BatchError",
     "CapacityError",
+    "ChosenRows",
     "CrossAttentionSpec",
     "DropError",
     "Family",
     "FormatError",
     "HybridMemory",
     "HybridMemoryError",
+    "IndexSpec",
     "IntegrityError",
     "MemorySpec",
     "MismatchError",

@@ -14,6 +14,7 @@ import torch
 from hybridmem.memory.attention.cross import CrossAttentionCache
 from hybridmem.memory.attention.evicting import EvictingAttention
 from hybridmem.memory.attention.host_pages import HostPages
+from hybridmem.memory.attention.indexed import IndexedAttention, IndexKeys
 from hybridmem.memory.attention.offload import Attention, HostedAttention
 from hybridmem.memory.attention.quantized import QuantizedAttention
 from hybridmem.memory.attention.selection import Selection
@@ -32,7 +33,7 @@ from hybridmem.memory.quantization import Storage
 from hybridmem.memory.recurrent_state import RecurrentState
 from hybridmem.memory.sequences.folding import Fold, TailRules
 from hybridmem.memory.sequences.pages import PageGrid
-from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, IndexSpec, LayerSpec, MemorySpec, RecurrentSpec
 from hybridmem.memory.state.readers import HeadReader, TailReader
 from hybridmem.memory.state.tail_blocks import TailBlocks, TailMember
 from hybridmem.memory.storage.files import check_url, read_path
@@ -46,16 +47,18 @@ class Kinds:
     Attributes:
         by_name: name -> layer memory, in the order in which they plan.
         attention: for each attention of the spec, the name of its cache, the cache, and the attention's number there.
+        indexes: the same of each index.
     """
 
     by_name: LayerMemories = field(default_factory=LayerMemories)
     attention: list[tuple[str, Attention, int]] = field(default_factory=list)
+    indexes: list[tuple[str, IndexKeys, int]] = field(default_factory=list)
     cross_attention: CrossAttentionCache | None = None
     recurrent: RecurrentState[Any] | None = None
 
 
-_Group = tuple[int | None, Budget | None, Storage | None]
-"""A window, a policy and a storage. Layers that have all three in common share blocks."""
+_Group = tuple[int | None, Budget | None, Storage | None, int | None]
+"""A window, a policy, a storage, and how many rows an index chooses. Layers that have all in common share blocks."""
 
 
 def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec, _Group]]:
@@ -82,7 +85,7 @@ def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec
             raise SpecError(
                 f"{type(policy).__name__}.of_layer gave {own!r}; it must give a policy of its kind, such as itself"
             )
-        yield memory, (memory.window, own, memory.storage)
+        yield memory, (memory.window, own, memory.storage, memory.n_chosen)
         numbers[policy] += 1
 
 
@@ -104,7 +107,7 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
         places.append((key, len(group)))
         group.append(memory)
     caches: dict[_Group, tuple[str, Attention]] = {}
-    for (window, policy, storage), group in sorted(groups.items(), key=lambda item: item[0][0] or 0):
+    for (window, policy, storage, n_chosen), group in sorted(groups.items(), key=lambda item: item[0][0] or 0):
         cache: Attention
         if isinstance(policy, EvictionPolicy):
             name = f"attention {len(caches)}, {policy.label}" + (f" of {storage.label}" if storage else "")
@@ -122,11 +125,16 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
         elif storage is not None:
             name = f"attention {len(caches)}, {storage.label}"
             cache = QuantizedAttention(group, storage, spec.dtype, page_tokens, rules.rollback_window, store, name)
+        elif n_chosen is not None:
+            name = _indexed("attention", n_chosen, spec)
+            grid = PageGrid(page_tokens, None, rules.rollback_window)
+            cache = IndexedAttention(group, spec.dtype, grid, store, f"pages of {name}")
         else:
             name = "attention" if window is None else f"attention over {window}"
             cache = AttentionCache(group, spec.dtype, PageGrid(page_tokens, window, rules.rollback_window), store)
-        caches[window, policy, storage], kinds.by_name[name] = (name, cache), cache
+        caches[window, policy, storage, n_chosen], kinds.by_name[name] = (name, cache), cache
     kinds.attention = [(*caches[key], number) for key, number in places]
+    _add_indexes(kinds, spec, page_tokens, rules, store)
     if cross := [m for m in flat if isinstance(m, CrossAttentionSpec)]:
         kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(
             cross, spec.dtype, page_tokens, store
@@ -135,10 +143,38 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
         blocks = TailBlocks([TailMember.of(m, deferred=rules.defers) for m in recurrent], spec.dtype, rules, store)
         reader = TailReader(recurrent, blocks) if rules.defers else HeadReader(recurrent, blocks)
         kinds.by_name["recurrence"] = kinds.recurrent = RecurrentState[Any](blocks, reader)
-    for kind in ("attention", "cross-attention", "recurrence"):
+    for kind in _KINDS:
         for i, member in enumerate(spec.of_kind(kind)):
-            kinds.by_name.members.setdefault(kinds.attention[i][0] if kind == "attention" else kind, []).append(member)
+            name = kinds.attention[i][0] if kind == "attention" else kinds.indexes[i][0] if kind == "index" else kind
+            kinds.by_name.members.setdefault(name, []).append(member)
     return kinds
+
+
+_KINDS = ("attention", "index", "cross-attention", "recurrence")
+
+
+def _indexed(what: str, n_chosen: int, spec: MemorySpec) -> str:
+    """Return the name of what an index serves, with the number of rows if there are several in the model."""
+    numbers = {m.n_chosen for layer in spec.layers for m in layer if isinstance(m, AttentionSpec | IndexSpec)} - {None}
+    suffix = f" of {n_chosen} rows" if len(numbers) > 1 else ""
+    return f"{what}{suffix}" if what == "index" else f"indexed {what}{suffix}"
+
+
+def _add_indexes(kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store) -> None:
+    """Make a layer memory for the indexes of each number of rows."""
+    groups: dict[int, list[IndexSpec]] = {}
+    numbers = list[tuple[int, int]]()
+    for _, memory in spec.of_kind("index"):
+        assert isinstance(memory, IndexSpec)
+        group = groups.setdefault(memory.n_chosen, [])
+        numbers.append((memory.n_chosen, len(group)))
+        group.append(memory)
+    made = dict[int, tuple[str, IndexKeys]]()
+    for n_chosen, group in groups.items():
+        name, grid = _indexed("index", n_chosen, spec), PageGrid(page_tokens, None, rules.rollback_window)
+        made[n_chosen] = name, IndexKeys(group, spec.dtype, grid, store, f"pages of {name}")
+        kinds.by_name[name] = made[n_chosen][1]
+    kinds.indexes = [(*made[n_chosen], number) for n_chosen, number in numbers]
 
 
 def with_host_pages(
@@ -151,6 +187,10 @@ def with_host_pages(
     attention = replace(
         spec, layers=tuple(tuple(m for m in layer if isinstance(m, AttentionSpec)) for layer in spec.layers)
     )
+    if spec.of_kind("index"):
+        raise SpecError(
+            f"{spec.model} chooses rows by an index, whose attention must be on the device; leave host_pages out"
+        )
     host_kinds = make_kinds(attention, page_tokens, rules, host_store)
     if not host_kinds.attention:
         raise SpecError(f"{spec.model} has no attention whose pages could be in host memory; leave host_pages out")
@@ -264,6 +304,8 @@ def compiled_ahead(spec: MemorySpec) -> set[str]:
                 names.add("causal_conv")
             if any(len(state.shape) == 3 for state in memory.states):
                 names |= {"matrix_scan", "softplus"}
+        elif isinstance(memory, IndexSpec):
+            names.add("choose_rows")
         else:
             names.add("paged_attention")
         if isinstance(memory, AttentionSpec):
@@ -312,10 +354,10 @@ def build(
 def _places(spec: MemorySpec, kinds: Kinds) -> Places:
     """Return the layer memory that serves each layer, kind and name."""
     places: Places = {}
-    for kind in ("attention", "cross-attention", "recurrence"):
+    for kind in _KINDS:
         for i, (layer, memory) in enumerate(spec.of_kind(kind)):
-            if kind == "attention":
-                name, cache, number = kinds.attention[i]
+            if kind in ("attention", "index"):
+                name, cache, number = (kinds.attention if kind == "attention" else kinds.indexes)[i]
                 place = Place(name, cache, number, i)
             else:
                 place = Place(kind, kinds.by_name[kind], i, i)

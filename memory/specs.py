@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ class AttentionSpec:
             that is not known, or if positions are elsewhere, as in BART. Then tokens cannot be dropped from the middle
             of a sequence.
         has_bias: True if `Step.attend` is given a bias by distance. That needs every row, so no policy suits it.
+        n_chosen: how many rows a query reads at most. An `IndexSpec` of this layer, or of one before, chooses them.
+            None: there is no index.
     """
 
     n_query_heads: int
@@ -57,6 +59,7 @@ class AttentionSpec:
     value_dim: int | None = None
     rotation: Rotation | None = None
     has_bias: bool = False
+    n_chosen: int | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -83,6 +86,17 @@ class AttentionSpec:
                     f"{self.name!r} has a window of {self.window} tokens; {what} like {choice} suit attention without "
                     "one"
                 )
+        if self.n_chosen is not None:
+            read_count("AttentionSpec.n_chosen", self.n_chosen, 1, "row")
+            others: tuple[tuple[str, object], ...] = (
+                ("window", self.window), ("policy", self.policy), ("storage", self.storage),
+            )  # fmt: skip
+            for what, other in others:
+                if other is not None:
+                    raise SpecError(
+                        f"an index chooses the rows that {self.name!r} reads, so it has every row, as it is; {what} "
+                        f"{other} suits attention without an index"
+                    )
         if self.has_bias and self.policy is not None:
             raise SpecError(
                 f"scores of {self.name!r} have a bias by distance, which needs every row; {self.policy} suits "
@@ -239,7 +253,52 @@ class CrossAttentionSpec:
         AttentionSpec(self.n_query_heads, self.n_kv_heads, self.head_dim)
 
 
-LayerSpec = AttentionSpec | CrossAttentionSpec | RecurrentSpec
+@dataclass(frozen=True)
+class IndexSpec:
+    """Describes an index of a layer: each token has a small key, by which queries choose the rows that they attend to.
+
+    A row's score is the sum over heads of weight * relu(scale * query . key), as in DeepSeek-AI 2025, "DeepSeek-V3.2".
+    The `n_chosen` rows of the highest scores are chosen, and of equal ones the oldest. See `Step.choose`.
+
+    Attributes:
+        n_query_heads, head_dim: of the index. All heads share one key.
+        n_chosen: the number of rows that a query chooses at most.
+        rotation: see `AttentionSpec`.
+    """
+
+    n_query_heads: int
+    head_dim: int
+    n_chosen: int
+    name: str = "index"
+    rotation: Rotation | None = None
+
+    n_kv_heads: ClassVar[int] = 1
+    n_parts: ClassVar[int] = 1
+    window: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        for size in ("n_query_heads", "head_dim", "n_chosen"):
+            read_count(f"IndexSpec.{size}", getattr(self, size), 1)
+        self._as_attention()
+
+    def _as_attention(self) -> AttentionSpec:
+        return AttentionSpec(
+            self.n_query_heads, 1, self.head_dim, self.name, value_dim=self.head_dim, rotation=self.rotation
+        )
+
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """Return the shape of the key of a token."""
+        return 1, self.head_dim
+
+    def check_rows(
+        self, n_tokens: int, dtype: torch.dtype, device: torch.device, q_THD: Tensor, k_T1D: Tensor, _: None
+    ) -> None:
+        """Raise StepError unless queries and keys have the shapes, dtype and device expected."""
+        self._as_attention().check_rows(n_tokens, dtype, device, q_THD, k_T1D, None)
+
+
+LayerSpec = AttentionSpec | CrossAttentionSpec | IndexSpec | RecurrentSpec
 
 
 @dataclass(frozen=True)
@@ -281,15 +340,17 @@ class MemorySpec:
                 raise SpecError(f"layer {layer} is {specs!r}; give a tuple of specs for each layer, () for none")
             if wrong := [spec for spec in specs if not isinstance(spec, LayerSpec)]:
                 raise SpecError(
-                    f"{wrong[0]!r} in layer {layer} is no spec; give an AttentionSpec, CrossAttentionSpec or "
-                    "RecurrentSpec"
+                    f"{wrong[0]!r} in layer {layer} is no spec; give an AttentionSpec, CrossAttentionSpec, "
+                    "IndexSpec or RecurrentSpec"
                 )
             if len({s.name for s in specs}) != len(specs):
                 raise SpecError(f"memories of layer {layer} share a name: {[s.name for s in specs]}; give each its own")
 
     @staticmethod
     def kind_of(memory: LayerSpec) -> str:
-        """Return "attention", "cross-attention" or "recurrence"."""
+        """Return "attention", "cross-attention", "index" or "recurrence"."""
+        if isinstance(memory, IndexSpec):
+            return "index"
         if isinstance(memory, RecurrentSpec):
             return "recurrence"
         return "attention" if isinstance(memory, AttentionSpec) else "cross-attention"

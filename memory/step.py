@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import ref
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,9 +23,11 @@ from hybridmem.memory.interface import OpenStep, Sequence
 from hybridmem.memory.kernels import Scoring
 from hybridmem.memory.layer_memories import LayerMemories, Place, PlaceKey, Places
 from hybridmem.memory.sequences.batch import TokenLists, output_rows
+from hybridmem.memory.sequences.choosing import ChosenRows
 from hybridmem.memory.sequences.soft_tokens import FIRST_SOFT_ID, Run, has_soft, rotary_positions
-from hybridmem.memory.specs import MemorySpec
+from hybridmem.memory.specs import AttentionSpec, MemorySpec
 from hybridmem.memory.state.access import Recurrence, States
+from hybridmem.memory.step_checks import check_scale, check_tensors
 
 Outputs = Literal["last", "all"]
 
@@ -191,6 +191,7 @@ class Step:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float | None = None,
         softcap: float | None = None, sinks: Tensor | None = None, bias: Tensor | None = None, name: str | None = None,
+        chosen: ChosenRows | None = None,
     ) -> Tensor:  # fmt: skip
         """Remember keys and values, and attend to all of each request's tokens up to each query.
 
@@ -206,13 +207,14 @@ class Step:
             bias: (n_query_heads, L) float32, as in T5. Column min(d, L - 1) is added to the score of the row d tokens
                 before a query.
             name: which of the layer's attentions, if it has several.
+            chosen: the rows that each query attends to, from `choose`, if the spec has a number of them (`n_chosen`).
         Returns (T, n_query_heads, head_dim, or value_dim where the spec has one), before the output projection. Raises
         StepError if a shape, dtype or device is not that of the spec, or at a second call for the same memory.
         """
         place, plan = self._claim(layer, name, "attention")
-        _check_tensors(q=q, k=k, **({} if v is None else {"v": v}))
+        check_tensors(q=q, k=k, **({} if v is None else {"v": v}))
         with without_gradients():
-            _check_scale(scale)
+            check_scale(scale)
             if softcap is not None and not (isinstance(softcap, int | float) and softcap > 0):
                 raise StepError(f"softcap={softcap!r}; give a positive number, or None for no cap")
             for what, table in (("sinks", sinks), ("bias", bias)):
@@ -226,9 +228,47 @@ class Step:
                 raise StepError(f"bias has shape {tuple(bias.shape)}; give ({n_heads} query heads, distances)")
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             scoring, v = Scoring(scale, None, softcap, sinks, bias), None if v is None else v.detach()
-            y: Tensor = place.memory.attend(plan, place.number, q.detach(), k.detach(), v, scoring)
+            given = (plan, place.number, q.detach(), k.detach(), v, scoring)
+            if self._check_chosen(layer, name, chosen) is None:
+                y: Tensor = place.memory.attend(*given)
+            else:
+                y = place.memory.attend_chosen(*given, chosen)
         self._served.add(place)
         return y
+
+    def _check_chosen(self, layer: int, name: str | None, chosen: ChosenRows | None) -> ChosenRows | None:
+        """Return the rows. Raises StepError unless rows are given to an attention that has an index, and only then."""
+        own = (m for m in self.owner.spec.layers[layer] if isinstance(m, AttentionSpec) and name in (None, m.name))
+        if (next(own).n_chosen is None) != (chosen is None) or not isinstance(chosen, ChosenRows | None):
+            raise StepError(
+                f"chosen={chosen!r}; give what `choose` of this step returns to an attention whose spec has n_chosen, "
+                "and nothing to others"
+            )
+        return chosen
+
+    def choose(
+        self, layer: int, q: Tensor, k: Tensor, weights: Tensor, *, scale: float | None = None, name: str | None = None
+    ) -> ChosenRows:
+        """Remember the keys of an index, and choose the rows that each token attends to, among those up to itself.
+
+        Args:
+            layer: the index in `MemorySpec.layers`.
+            q, k: (T, n_query_heads, head_dim) and (T, 1, head_dim), of the index; rotated if the model rotates them.
+            weights: (T, n_query_heads) float32, the weight of each head in the score of a row.
+            scale: the factor on products of queries and keys, above 0. By default it is 1 / sqrt(head_dim).
+            name: which of the layer's indexes, if it has several.
+        Returns what `attend` takes as `chosen`, also in later layers of this step. Raises StepError as `attend` does.
+        """
+        place, plan = self._claim(layer, name, "index")
+        check_tensors(q=q, k=k, weights=weights)
+        with without_gradients():
+            check_scale(scale)
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            rows: ChosenRows = place.memory.choose_rows(
+                plan, place.number, q.detach(), k.detach(), weights.detach(), scale
+            )
+        self._served.add(place)
+        return rows
 
     def cross_attend(self, layer: int, q: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
         """Attend to the encoder's output of each request: q and the result are (T, n_query_heads, head_dim).
@@ -236,9 +276,9 @@ class Step:
         See `attend`.
         """
         place, plan = self._claim(layer, name, "cross-attention")
-        _check_tensors(q=q)
+        check_tensors(q=q)
         with without_gradients():
-            _check_scale(scale)
+            check_scale(scale)
             scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale)
             y: Tensor = place.memory.cross_attend(plan, place.number, q.detach(), scoring)
         self._served.add(place)
@@ -257,7 +297,7 @@ class Step:
         states, or has raised in this step.
         """
         place, plan = self._claim(layer, name, "recurrence")
-        _check_tensors(rows=rows)
+        check_tensors(rows=rows)
         if not callable(recurrence):
             raise StepError(f"recurrence={recurrence!r} cannot be called; give a function of (states, rows)")
         if place in self._begun:
@@ -456,16 +496,3 @@ class _WatchedStep(Step):
         if name in ("sequences", "tokens"):
             object_to_replays(f"the model reads step.{name}, which other steps have otherwise")
         return super().__getattribute__(name)
-
-
-def _check_scale(scale: float | None) -> None:
-    """Raise StepError unless a scale is None or above 0. For other scales, torch's fused attention returns NaN."""
-    if scale is not None and not (isinstance(scale, int | float | np.floating) and 0 < scale < math.inf):
-        raise StepError(f"scale={scale!r}; give a positive number, or None for 1 / sqrt(head_dim)")
-
-
-def _check_tensors(**tensors: Tensor) -> None:
-    """Raise StepError unless each is a tensor with at least one dimension."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or not tensor.dim():
-            raise StepError(f"{name} is {tensor!r}, not a tensor with one row a token")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybridmem.models.layers.decoder import Block, Decoder, Function
+from hybridmem.models.layers.attention import Rotary
+from hybridmem.models.layers.decoder import Block, Decoder, Function, Mixer
 from hybridmem.models.layers.experts import (
     MixtureOfExperts,
     Route,
@@ -59,10 +60,8 @@ class _DeepSeek(Decoder, ABC):
         layers = []
         for i in range(config.num_hidden_layers):
             prefix = f"model.layers.{i}"
-            mixer = load_latent_attention(
-                config, checkpoint, f"{prefix}.self_attn", i, rotary, is_interleaved=self.is_interleaved
-            )
-            is_dense = i < config.first_k_dense_replace
+            mixer = self._mixer(config, checkpoint, f"{prefix}.self_attn", i, rotary)
+            is_dense = self._is_dense(config, i)
             feed_forward = (self._mlp if is_dense else self._mixture)(config, checkpoint, f"{prefix}.mlp")
             layers.append(
                 Block(
@@ -71,6 +70,13 @@ class _DeepSeek(Decoder, ABC):
                 )
             )
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
+
+    def _mixer(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary) -> Mixer:
+        return load_latent_attention(config, checkpoint, prefix, i, rotary, is_interleaved=self.is_interleaved)
+
+    def _is_dense(self, config: PreTrainedConfig, i: int) -> bool:
+        """True if layer i has one MLP instead of experts."""
+        return bool(i < config.first_k_dense_replace)
 
     def _mlp(
         self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, n_inner: int | None = None
@@ -130,7 +136,7 @@ class DeepseekV3(_DeepSeek):
     """
 
     def __init__(self, config: DeepseekV3Config, checkpoint: Checkpoint) -> None:
-        self.is_interleaved = bool(config.rope_interleave)
+        self.is_interleaved = bool(getattr(config, "rope_interleave", True))
         _require_if_named(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
         super().__init__(config, checkpoint)
 

@@ -18,7 +18,7 @@ from hybridmem.chat.commands.inspected_sessions import read_sessions
 from hybridmem.chat.commands.inspected_trees import Branch, branches_of, members_of, prefixes_in
 from hybridmem.chat.session.saved import SESSION_FILE, read_about
 from hybridmem.chat.stored.database import FILE, PREFIXES
-from hybridmem.memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, RecurrentSpec
+from hybridmem.memory import AttentionSpec, FormatError, MemorySpec, RecurrentSpec
 from hybridmem.memory.storage import CHECKPOINTS_FILE, read_blocks, read_family
 from hybridmem.models.loading.dry import DryCheckpoint, find_files
 from hybridmem.models.loading.folders import read_config
@@ -286,7 +286,7 @@ def _layers_by_kind(spec: MemorySpec) -> dict[str, str]:
             found[memory.family, f"rows of {'×'.join(map(str, memory.row_shape))}; {states}"] += 1
             continue
         heads = f"{memory.n_query_heads} query and {memory.n_kv_heads} key heads of {memory.head_dim}"
-        kind = "cross-attention" if isinstance(memory, CrossAttentionSpec) else "attention"
+        kind = MemorySpec.kind_of(memory)
         if isinstance(memory, AttentionSpec) and memory.window is not None:
             kind += f" over {memory.window}"
         found[kind, heads] += 1

@@ -63,7 +63,7 @@ class Selection:
         choice = self._choice(place(pages[ranges(begins, begins + n_pages)]), n_pages, n_rows)
         lengths = n_rows - (n_pages - np.diff(choice.cu_chosen)) * self._block_tokens
         best = PagedBatch(np.arange(len(tokens) + 1), lengths, choice.pages, choice.cu_chosen, self._block_tokens)
-        rest = [Read(_part_of(batch, pages, others, place), self._tokens_of(packed, others))] if len(others) else []
+        rest = [Read(part_of(batch, pages, others, place), self._tokens_of(packed, others))] if len(others) else []
         return (*rest, Read(best, self._store.upload(tokens), choice))
 
     def groups_read(
@@ -85,7 +85,7 @@ class Selection:
         rest_blocks = body.blocks.host[ranges(body.cu_blocks[:-1][others], body.cu_blocks[1:][others])]
         if len(others):
             rest = Body(self._store.place(rest_blocks), starts_of(n_groups[others]), body.lengths[others])
-            reads.insert(0, Read(_part_of(batch, pages, others, place), self._tokens_of(packed, others), body=rest))
+            reads.insert(0, Read(part_of(batch, pages, others, place), self._tokens_of(packed, others), body=rest))
         return tuple(reads)
 
     def _divide(self, packed: Packed, n_blocks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
@@ -115,7 +115,7 @@ class Selection:
         return PagedBatch(np.arange(len(tokens) + 1), lengths, placed, starts_of(n_pages), batch.page_tokens)
 
 
-def _part_of(batch: PagedBatch, pages: Int64s, requests: Int64s, place: Place) -> PagedBatch:
+def part_of(batch: PagedBatch, pages: Int64s, requests: Int64s, place: Place) -> PagedBatch:
     """Return the part of a step's batch that belongs to these requests."""
     placed = place(pages[ranges(batch.cu_pages[:-1][requests], batch.cu_pages[1:][requests])])
     cu_seqlens, cu_pages = (starts_of(np.diff(x)[requests]) for x in (batch.cu_seqlens, batch.cu_pages))

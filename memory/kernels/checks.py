@@ -179,6 +179,14 @@ def choose_pages(q_QHD: Tensor, choice: PageChoice, n_kv_heads: int, dtypes: _Dt
     _require_dtypes("choose_pages", dtypes, q_QHD.dtype)
 
 
+def choose_rows(q_THD: Tensor, weights_TH: Tensor, batch: PagedBatch, dtypes: _Dtypes) -> None:
+    q, n_tokens = q_THD.shape, batch.cu_seqlens.item(-1)
+    if len(q) != 3 or q[0] != n_tokens or weights_TH.shape != q[:2]:
+        shapes = f"queries {tuple(q)} and weights {tuple(weights_TH.shape)}"
+        raise StepError(f"choose_rows: {shapes}; give ({n_tokens}, heads, channels) and a weight for each head")
+    _require_dtypes("choose_rows", dtypes, q_THD.dtype)
+
+
 def _tokens(slots: StateSlots) -> int:
     """Count the tokens of all segments. Raises StepError unless each has a state to begin with and one to end with."""
     n_runs = len(slots.cu_rows.host) - 1

@@ -164,6 +164,24 @@ def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageCho
     return torch.cat(parts, 1)
 
 
+def choose_rows(
+    q_THD: Tensor, weights_TH: Tensor, keys: Tensor, batch: PagedBatch, n_chosen: int, scale: float
+) -> Tensor:
+    checks.choose_rows(q_THD, weights_TH, batch, checks.FLOATS)
+    found = []
+    for i in range(len(batch.kv_lengths)):
+        k_RD = gather_rows(as_tensor(keys), batch, i, 1, q_THD.shape[2])[:, 0].float()
+        begin, end = batch.cu_seqlens[i : i + 2].tolist()
+        for t in range(begin, end):
+            n_rows = len(k_RD) - (end - 1 - t)
+            scores_R = weights_TH[t] @ (scale * (q_THD[t].float() @ k_RD[:n_rows].T)).relu()
+            best_first = (
+                scores_R.nan_to_num(torch.inf, torch.inf, -torch.inf).sort(descending=True, stable=True).indices
+            )
+            found.append(best_first[:n_chosen].sort().values)
+    return torch.cat(found)
+
+
 def page_scores(q_HD: Tensor, least_NGD: Tensor, greatest_NGD: Tensor) -> Tensor:
     """Compute the scores (G, N) float32 of `Kernels.choose_pages`.
     Elements of q above zero are multiplied with the greatest key, those below with the least.

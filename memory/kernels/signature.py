@@ -253,6 +253,18 @@ class Kernels(Protocol):
         """
         ...
 
+    def choose_rows(
+        self, q_THD: Tensor, weights_TH: Tensor, keys: Prepared, batch: PagedBatch, n_chosen: int, scale: float
+    ) -> Tensor:
+        """Choose the rows that each query of an index reads: their positions, (all chosen,), query after query.
+
+        A query chooses `n_chosen` of the rows up to itself, or all if these are fewer, and they are in order. The score
+        of a row is sum_h weights_h relu(scale q_h . key), and its key is read at its place in the pages, which have one
+        head. Among equal rows the older is chosen, and one whose score is NaN before all others (DeepSeek-AI 2025,
+        "DeepSeek-V3.2").
+        """
+        ...
+
     def attend_rows(
         self, q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None
     ) -> Tensor:

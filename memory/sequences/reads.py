@@ -84,7 +84,8 @@ class AttentionPlan:
 
     @property
     def can_capture(self) -> bool:
-        return self.full is None  # With a selection, the host counts how many pages it chooses.
+        # Where queries choose pages or rows, the host counts how many.
+        return self.full is None and all(read.tokens is None for read in self.reads)
 
 
 def attend_each(reads: tuple[Read, ...], q_THD: Tensor, attend: Callable[[Read, Tensor], Tensor]) -> Tensor:

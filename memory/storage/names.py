@@ -23,7 +23,7 @@ from hybridmem.memory.eviction import (
 )
 from hybridmem.memory.layer_memories import Held, LayerMemories, Snapshot
 from hybridmem.memory.quantization import Float8, Quantized
-from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, IndexSpec, LayerSpec
 
 ValueT = TypeVar("ValueT")
 
@@ -66,6 +66,8 @@ def kind_in_files(memory: LayerSpec) -> str:
     """Return the name in files of a layer memory's kind."""
     if isinstance(memory, AttentionSpec):
         return "attention"
+    if isinstance(memory, IndexSpec):
+        return "index"
     return "cross-attention" if isinstance(memory, CrossAttentionSpec) else "recurrence"
 
 
@@ -73,6 +75,8 @@ def pools_in_files(memory: LayerSpec) -> tuple[str, ...]:
     """Return the names in files of a layer memory's pools, in the order of `LayerMemory.pools`."""
     if isinstance(memory, CrossAttentionSpec):
         return ("encoder pages",)
+    if isinstance(memory, IndexSpec):
+        return ("pages",)
     if not isinstance(memory, AttentionSpec) or isinstance(memory.policy, EvictionPolicy):
         return ("states", "tails")
     return ("pages",) if memory.storage is None else ("exact pages", "pages")

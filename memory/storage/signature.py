@@ -22,7 +22,7 @@ from torch import Tensor
 from hybridmem.memory.errors import FormatError, MismatchError
 from hybridmem.memory.rotary import Rotation
 from hybridmem.memory.sequences.folding import TailRules
-from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, IndexSpec, LayerSpec, MemorySpec, RecurrentSpec
 from hybridmem.memory.storage.names import CHOICES, kind_in_files
 
 Signature = dict[str, Any]
@@ -52,7 +52,11 @@ def _memory(memory: LayerSpec, rules: TailRules) -> dict[str, Any]:
     about |= {"n_query_heads": memory.n_query_heads, "n_kv_heads": memory.n_kv_heads, "head_dim": memory.head_dim}
     if isinstance(memory, CrossAttentionSpec):
         return about
+    if isinstance(memory, IndexSpec):
+        return about | {"n_chosen": memory.n_chosen, "rotation": _rotation(memory.rotation)}
     assert isinstance(memory, AttentionSpec)
+    if memory.n_chosen is not None:  # Files of memories without an index do not have the entry.
+        about["n_chosen"] = memory.n_chosen
     return about | {
         "value_dim": memory.value_dim, "window": memory.window, "has_bias": memory.has_bias,
         "rotation": _rotation(memory.rotation), "policy": _choice(memory.policy), "storage": _choice(memory.storage),

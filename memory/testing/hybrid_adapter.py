@@ -184,5 +184,5 @@ def _fail(step: Step, after: int) -> None:
 
         return run
 
-    for name in ("attend", "recur", "cross_attend"):
+    for name in ("attend", "choose", "recur", "cross_attend"):
         setattr(step, name, failing(getattr(step, name)))

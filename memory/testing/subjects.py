@@ -58,7 +58,7 @@ def _family_toy(name: str) -> FamilyToy:
 
 def hybrid(policy: str | None = None, storage: str | None = None, **options: Any) -> HybridAdapter:
     """Make a hybrid: attention, attention with a window, and recurrences. Options are those of `HybridMemory`."""
-    toy = _toy(window=options.pop("window", None))
+    toy = _toy(window=options.pop("window", None), n_chosen=options.pop("n_chosen", None))
     chosen = POLICIES[policy] if policy else None
     spec = toy.memory_spec.with_policy(chosen).with_storage(STORAGES[storage] if storage else None)
     return HybridAdapter(toy, spec, **({"same_bits": True} | options))
@@ -67,6 +67,11 @@ def hybrid(policy: str | None = None, storage: str | None = None, **options: Any
 def attention(**options: Any) -> HybridAdapter:
     """Make a memory of attention only."""
     return HybridAdapter(_toy(recurrent=False), same_bits=True, **options)
+
+
+def indexed(**options: Any) -> HybridAdapter:
+    """Make a hybrid whose first attention reads four rows that an index chooses."""
+    return hybrid(n_chosen=4, **options)
 
 
 def recurrent(**options: Any) -> HybridAdapter:
@@ -88,6 +93,8 @@ def all_subjects() -> dict[str, Callable[[], Adapter]]:
         "hybrid, no rollback window": partial(hybrid, rollback_window=0),
         "hybrid, pages of one token": partial(hybrid, page_tokens=1),
         "hybrid, small budget": partial(hybrid, budget="24KiB"),
+        "hybrid, indexed": indexed,
+        "hybrid, indexed, pages of one token": partial(indexed, page_tokens=1),
         "attention": attention,
         "recurrent": recurrent,
     }

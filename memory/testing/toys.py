@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridmem.memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor, Step
+from hybridmem.memory import AttentionSpec, ChosenRows, IndexSpec, MemorySpec, RecurrentSpec, StateTensor, Step
 from hybridmem.memory.recurrences import Family, Fold
+from hybridmem.memory.specs import LayerSpec
 
 N_MODEL = 12
 VOCAB = 19
@@ -93,7 +94,7 @@ class Toy:
 
     def __init__(
         self, *, attention: bool = True, recurrent: bool = True, window: int | None = None,
-        dtype: torch.dtype = torch.float32, device: torch.device = HOST,
+        n_chosen: int | None = None, dtype: torch.dtype = torch.float32, device: torch.device = HOST,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(7)
 
@@ -105,16 +106,22 @@ class Toy:
         self._slow, self._fast = weights(5, N_MODEL), weights(5, N_MODEL)
         self._out1 = weights(N_MODEL, 10)
         self._qkv2, self._delta, self._out2 = weights(3 * 4, N_MODEL), weights(8, N_MODEL), weights(N_MODEL, 8)
-        self._has_attention, self._has_recurrent = attention, recurrent
+        self._has_attention, self._has_recurrent, self._has_index = attention, recurrent, n_chosen is not None
+        self._index = weights(2 * 3 + 3 + 2, N_MODEL)
         means = (StateTensor("mean", (5,)), StateTensor("highest", (5,), initial=-3.0))
         layers = (
-            (AttentionSpec(6, 2, 4),) if attention else (),
+            self._indexed(n_chosen) if attention else (),
             tuple(RecurrentSpec("average", (5,), means, name=name) for name in ("slow", "fast")) if recurrent else (),
             ((AttentionSpec(1, 1, 4, window=window),) if attention else ())
             + ((RecurrentSpec("delta", (2, 4), (StateTensor("matrix", (4, 4)),)),) if recurrent else ()),
             (),
         )
         self.memory_spec = MemorySpec(layers, VOCAB, dtype=dtype, model="toy", device=device)
+
+    def _indexed(self, n_chosen: int | None) -> tuple[LayerSpec, ...]:
+        """Return the specs of layer 0: attention, and an index if it chooses rows."""
+        index = () if n_chosen is None else (IndexSpec(2, 3, n_chosen),)
+        return AttentionSpec(6, 2, 4, n_chosen=n_chosen), *index
 
     def require_gradients(self) -> None:
         """Let outputs of the model, and what its first attention is given, require gradients."""
@@ -127,7 +134,9 @@ class Toy:
         n_tokens = len(x)
         if self._has_attention:
             q, k, v = torch.split(project(x, self._qkv0), [24, 8, 8], dim=-1)
-            y = step.attend(0, q.reshape(n_tokens, 6, 4), k.reshape(n_tokens, 2, 4), v.reshape(n_tokens, 2, 4))
+            chosen = self._choose(x, step) if self._has_index else None
+            q, k, v = q.reshape(n_tokens, 6, 4), k.reshape(n_tokens, 2, 4), v.reshape(n_tokens, 2, 4)
+            y = step.attend(0, q, k, v, chosen=chosen)
             x = x + torch.tanh(project(y.flatten(1), self._out0))
         if self._has_recurrent:
             slow = step.recur(1, torch.tanh(project(x, self._slow)), Fold(average), name="slow")
@@ -143,3 +152,7 @@ class Toy:
             )
         x = x + torch.tanh(project(torch.cat(parts, -1), self._out2))
         return project(step.select(x), self._head)
+
+    def _choose(self, x: Tensor, step: Step) -> ChosenRows:
+        q, k, weights = torch.split(project(x, self._index), [6, 3, 2], dim=-1)
+        return step.choose(0, q.reshape(len(x), 2, 3), k[:, None], weights.float())

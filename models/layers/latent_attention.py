@@ -6,13 +6,14 @@ DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hybridmem.memory import UNROTATED, AttentionSpec, Step
+from hybridmem.memory import UNROTATED, AttentionSpec, ChosenRows, Step
 from hybridmem.models.layers.attention import Rotary
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.norms import RMSNorm
@@ -64,15 +65,19 @@ class LatentAttention:
         rotation = replace(self.rotary.rotation, start=self.keys_HNL.shape[2])
         return (replace(self.spec, rotation=rotation),)
 
-    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+    def __call__(self, x_TM: Tensor, step: Step, choose: Callable[[Tensor], ChosenRows] | None = None) -> Tensor:
+        """Attend. `choose` returns the rows that an index chooses by compressed queries, before the layer's own."""
         n_heads, n_latent = self.spec.n_query_heads, self.keys_HNL.shape[2]
         n_rotary, n_plain = self.spec.head_dim - n_latent, self.keys_HNL.shape[1]
         q, latents_TL, rotary_TR = self.inputs(x_TM).split_with_sizes(
             [self.inputs.n_out - self.spec.head_dim, n_latent, n_rotary], -1
         )
+        chosen = None
         if self.queries is not None:
             norm, product = self.queries
-            q = product(norm(q))
+            q = norm(q)
+            chosen = None if choose is None else choose(q)
+            q = product(q)
         plain_THN, rotary_THR = q.view(len(q), n_heads, -1).split_with_sizes([n_plain, n_rotary], -1)
         rotated = torch.cat([rotary_THR, rotary_TR[:, None]], 1)
         if self.rotary is not None:
@@ -80,7 +85,7 @@ class LatentAttention:
         absorbed_THL = (plain_THN.transpose(0, 1) @ self.keys_HNL).transpose(0, 1)
         q_THD = torch.cat([absorbed_THL, rotated[:, :n_heads]], -1)
         k_T1D = torch.cat([self.norm(latents_TL)[:, None], rotated[:, n_heads:]], -1)
-        mixed_THL = step.attend(self.layer, q_THD, k_T1D, scale=self.scale)
+        mixed_THL = step.attend(self.layer, q_THD, k_T1D, scale=self.scale, chosen=chosen)
         y_HTV = mixed_THL.transpose(0, 1) @ self.values_HVL.mT
         if self.gate is not None:
             y_HTV = y_HTV * self.gate(x_TM).T[..., None]

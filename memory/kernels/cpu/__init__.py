@@ -20,6 +20,7 @@ from hybridmem.memory.kernels.cpu.matrix_states import matrix_scan
 from hybridmem.memory.kernels.cpu.norms import norm_parts, rms_norm
 from hybridmem.memory.kernels.cpu.page_choice import choose_pages
 from hybridmem.memory.kernels.cpu.recurrences import causal_conv, selective_scan
+from hybridmem.memory.kernels.cpu.row_choice import choose_rows
 from hybridmem.memory.kernels.cpu.rows import plan_attention, plan_choice, prepare, read_rows, write_rows_
 from hybridmem.memory.kernels.cpu.stabiliser import stabilise
 from hybridmem.memory.kernels.cpu.warm_up import warm_up
@@ -29,6 +30,7 @@ __all__ = [
     "attend_rows",
     "causal_conv",
     "choose_pages",
+    "choose_rows",
     "linear_scan",
     "matrix_scan",
     "norm_parts",

@@ -83,7 +83,7 @@ def _take_best(scores, pages, n_first, n_last, chosen):
     n_best = len(chosen) - n_first - n_last
     if n_best == 0:
         return
-    least_chosen = _select_(scores.copy(), len(scores) - n_best)
+    least_chosen = select_(scores.copy(), len(scores) - n_best)
     n_equal = n_best
     for p in range(len(scores)):
         n_equal -= scores[p] > least_chosen
@@ -96,7 +96,7 @@ def _take_best(scores, pages, n_first, n_last, chosen):
 
 
 @njit(error_model="numpy")
-def _select_(x, n):
+def select_(x, n):
     """Return the number that is at place n when x is sorted; x is reordered (Hoare 1961, "Find").
     There is no NaN. `np.partition` does the same, but takes seven seconds to compile.
     """

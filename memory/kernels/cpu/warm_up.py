@@ -23,6 +23,7 @@ from hybridmem.memory.kernels.cpu.matrix_states import matrix_scan
 from hybridmem.memory.kernels.cpu.norms import norm_parts, rms_norm
 from hybridmem.memory.kernels.cpu.page_choice import choose_pages
 from hybridmem.memory.kernels.cpu.recurrences import causal_conv, selective_scan
+from hybridmem.memory.kernels.cpu.row_choice import choose_rows
 from hybridmem.memory.kernels.cpu.rows import gather_rows, read_rows, write_rows_
 from hybridmem.memory.kernels.cpu.stabiliser import stabilise
 from hybridmem.memory.kernels.signature import FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots
@@ -53,6 +54,10 @@ def _attend_folded(flat: Tensor) -> None:
 def _choose_pages(flat: Tensor) -> None:
     choice = PageChoice(_offsets, _cu, 0, np.ones(1, np.int64), _cu)
     choose_pages(flat[:2].view(1, 1, 2), flat, flat, choice, 1)
+
+
+def _choose_rows(flat: Tensor) -> None:
+    choose_rows(flat[:2].view(1, 1, 2), _states[:1].view(1, 1), flat, _batch(), 1, 1.0)
 
 
 def _copy_rows(flat: Tensor) -> None:
@@ -92,6 +97,7 @@ _RUNS: dict[str, tuple[float, Callable[[Tensor], object]]] = {
     "folded_rows": (8.5, _attend_folded),
     "matrix_scan": (6.5, _scan_matrices),
     "paged_attention": (6, _attend),
+    "choose_rows": (4, _choose_rows),
     "choose_pages": (3, _choose_pages),
     "wkv4": (3, _scan_three_sums),
     "selective_scan": (2.5, _scan_channels),

@@ -19,11 +19,13 @@ from hybridmem.memory.kernels.cuda.norms import rms_norm
 from hybridmem.memory.kernels.cuda.page_choice import choose_pages, plan_choice
 from hybridmem.memory.kernels.cuda.rows import prepare, read_rows, write_rows_
 from hybridmem.memory.kernels.cuda.vectors import linear_scan, softplus, stabilise, wkv4
+from hybridmem.memory.kernels.reference import choose_rows
 
 __all__ = [
     "attend_rows",
     "causal_conv",
     "choose_pages",
+    "choose_rows",
     "linear_scan",
     "matrix_scan",
     "paged_attention",

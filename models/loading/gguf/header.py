@@ -7,8 +7,8 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
-import math
 import hashlib
+import math
 import mmap
 import struct
 from collections.abc import Iterator, Mapping

@@ -82,11 +82,12 @@ def _load_fast(file: GgufFile, model: str) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
     backend = kept_tokenizer(file, partial(_build, file, model))
+    roles = _roles(file, model, backend.get_vocab_size())
     return PreTrainedTokenizerFast(
         tokenizer_object=_Given(backend),
         chat_template=file.value("tokenizer.chat_template", is_needed=False),
         clean_up_tokenization_spaces=False,
-        **{f"{role}_token": backend.id_to_token(i) for role, i in _roles(file, model, backend.get_vocab_size()).items()},
+        **{f"{role}_token": backend.id_to_token(i) for role, i in roles.items()},
     )
 
 

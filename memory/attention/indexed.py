@@ -1,0 +1,134 @@
+"""Keeps a small key of an index for each token, and lets queries attend to the rows that they choose by these keys.
+
+DeepSeek-AI 2025, "DeepSeek-V3.2". The keys of an index are rows like any others, in pages of their own size: a page
+table for each sequence, so a fork shares them and a rollback shortens them. What is chosen is not kept: it follows from
+the query and the keys up to it. So attention and index never have to agree about more than the length of a sequence.
+
+    position 0 ............................................................ query
+     index:      every key is scored, which are a small part of a row's bytes
+     attention:  n_chosen rows are read, one by one, wherever they are
+
+A request that has at most `n_chosen` rows reads them all. Then nothing is scored, and rows are read as by dense
+attention. That is decided for each request alone, so that its bits do not depend on others.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridmem.memory.attention.selection import part_of
+from hybridmem.memory.attention_cache import AttentionCache
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.store import Store
+from hybridmem.memory.errors import StepError
+from hybridmem.memory.interface import Packed
+from hybridmem.memory.kernels import PagedBatch, Prepared, Scoring, as_tensor
+from hybridmem.memory.sequences.choosing import Choosing, ChosenRows
+from hybridmem.memory.sequences.pages import PageGrid
+from hybridmem.memory.sequences.reads import AttentionPlan, Read, attend_each
+from hybridmem.memory.specs import AttentionSpec, IndexSpec
+
+
+class IndexKeys(AttentionCache):
+    """Keeps the keys of all indexes of a model that choose as many rows: a `memory.interface.LayerMemory`.
+
+    Args:
+        specs: the specs of the indexes, in the order in which `choose_rows` numbers them.
+    """
+
+    def __init__(self, specs: list[IndexSpec], dtype: torch.dtype, grid: PageGrid, store: Store, name: str) -> None:
+        # To a cache of pages an index is attention that keeps keys alone.
+        super().__init__(specs, dtype, grid, store, name=name)  # type: ignore[arg-type]
+        self._n_chosen = specs[0].n_chosen
+
+    def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
+        """Return what the queries that choose read, if there are any: all keys of their requests."""
+        choosing = Choosing.of(packed, self._n_chosen)
+        if not len(choosing.requests):
+            return (), None
+        return (Read(part_of(batch, pages, choosing.requests, self.place), self._store.upload(choosing.tokens)),), None
+
+    def begin(self, plan: AttentionPlan) -> None:
+        self.copy_shared(plan)
+
+    def choose_rows(
+        self, plan: AttentionPlan, index: int, q_THD: Tensor, k_T1D: Tensor, weights_TH: Tensor, scale: float
+    ) -> ChosenRows:
+        """Write the step's keys. Return the rows that each query chooses."""
+        self.write(plan, index, q_THD, k_T1D, None)
+        if weights_TH.shape != q_THD.shape[:2] or weights_TH.dtype != torch.float32:
+            found = f"{tuple(weights_TH.shape)} of {weights_TH.dtype}"
+            raise StepError(
+                f"weights have the shape {found}; give {tuple(q_THD.shape[:2])} of float32: one for each head"
+            )
+        if not plan.reads:
+            return ChosenRows(self._n_chosen, None)
+        ((batch, tokens, _, _),) = plan.reads
+        keys, _ = self._keys_values[index]
+        positions = self.kernels.choose_rows(q_THD[tokens], weights_TH[tokens], keys, batch, self._n_chosen, scale)
+        return ChosenRows(self._n_chosen, positions)
+
+
+class IndexedAttention(AttentionCache):
+    """Keeps rows of attention layers whose queries read what an index chose: a `memory.interface.LayerMemory`.
+
+    Args:
+        specs: the attention specs, in the order in which `attend_chosen` numbers them; all have the same `n_chosen`.
+    """
+
+    def __init__(self, specs: list[AttentionSpec], dtype: torch.dtype, grid: PageGrid, store: Store, name: str) -> None:
+        super().__init__(specs, dtype, grid, store, name=name)
+        assert specs[0].n_chosen is not None
+        self._n_chosen = specs[0].n_chosen
+
+    def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
+        """Return what queries read that see few rows, and those that choose: a page of one row for each that they do.
+
+        Where these rows are is known when they are chosen. Until then, a page is that of the request's first page.
+        """
+        choosing = Choosing.of(packed, self._n_chosen)
+        if not len(choosing.requests):
+            return (Read(batch),), None
+        first = np.repeat(batch.cu_pages[:-1][choosing.requests], packed.counts[choosing.requests])
+        first_pages = self.place(np.repeat(first, choosing.n_rows))
+        best = PagedBatch(
+            np.arange(len(choosing.tokens) + 1), choosing.n_rows, first_pages, choosing.cu_rows, page_tokens=1
+        )
+        reads = [Read(best, self._store.upload(choosing.tokens))]
+        if len(choosing.others):
+            rest = part_of(batch, pages, choosing.others, self.place)
+            reads.insert(0, Read(rest, self._store.upload(choosing.other_tokens)))
+        return tuple(reads), None
+
+    def attend_chosen(
+        self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring,
+        chosen: ChosenRows,
+    ) -> Tensor:  # fmt: skip
+        """Write the step's keys and values. Return what each token attends to of its rows: (T, H, D or value_dim)."""
+        if scoring.bias_HL is not None:
+            raise StepError("a bias by distance needs every row; leave it out where an index chooses rows")
+        best = plan.reads[-1]
+        if chosen.n_chosen != self._n_chosen or (chosen.positions is None) != (best.tokens is None):
+            raise StepError(
+                f"these rows were chosen by an index of {chosen.n_chosen} rows, or in another step; this attention "
+                f"reads {self._n_chosen}, chosen in its own step"
+            )
+        self.write(plan, index, q_THD, k_TGD, v_TGD)
+        if chosen.positions is None:
+            return self.read(best.batch, index, q_THD, scoring)
+        found = best._replace(batch=self._at(plan, index, best.batch, chosen.positions))
+        return attend_each(
+            (*plan.reads[:-1], found), q_THD, lambda read, q_QHD: self.read(read.batch, index, q_QHD, scoring)
+        )
+
+    def _at(self, plan: AttentionPlan, index: int, best: PagedBatch, positions_C: Tensor) -> PagedBatch:
+        """Return a batch with the place of each chosen row, for each head of keys: they are a page's rows apart."""
+        n_heads, size = self._specs[index].kv_shape
+        page_C = as_tensor(best.pages) + positions_C // self.page_tokens
+        rows_C = as_tensor(plan.batch.pages)[page_C] + positions_C % self.page_tokens * size
+        if n_heads == 1:
+            return best.at(self.kernels.prepare(rows_C))
+        apart_G = torch.arange(n_heads, device=rows_C.device) * ((self.page_tokens - 1) * size)
+        return best.at(self.kernels.prepare(rows_C + apart_G[:, None]))
