@@ -17,7 +17,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from benchmarks.harness import Report
-from hybridmem.memory import AttentionSpec, HybridMemory
+from hybridmem.memory import AttentionSpec, HybridMemory, IndexSpec
 from hybridmem.models import ARCHITECTURES, ATTACHABLE, load_model, plan_memory
 from hybridmem.models.loading.architectures import REFUSED
 from hybridmem.models.loading.gguf.configs import classes_in_files
@@ -177,6 +177,8 @@ def _kind(memory: object) -> str:
     if isinstance(memory, AttentionSpec):
         kind = "attention" if memory.value_dim is None else "latent attention"
         return kind if memory.window is None else f"{kind} over {memory.window}"
+    if isinstance(memory, IndexSpec):
+        return f"index of {memory.n_chosen} rows"
     return str(memory.family)  # type: ignore[attr-defined]
 
 

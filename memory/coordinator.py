@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 from weakref import ReferenceType, ref
 
@@ -15,7 +14,7 @@ from hybridmem.memory.blocks.journal import Journal
 from hybridmem.memory.blocks.staging import in_one_copy
 from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.errors import BUDGET_UNIT, HOST_UNIT, BatchError, CapacityError, SequenceError
-from hybridmem.memory.interface import Dropped, Encoded, OpenStep, Packed, Sequence
+from hybridmem.memory.interface import Dropped, Encoded, OpenRun, OpenStep, Packed, Sequence
 from hybridmem.memory.layer_memories import LayerMemories, PagesOnHost, Places, SwappedOut
 from hybridmem.memory.sequences.batch import TokenLists, pack
 from hybridmem.memory.sequences.compactor import Compactor, Holders
@@ -41,19 +40,6 @@ class EnteredStep(Protocol):
     @property
     def scope(self) -> ReferenceType[Any]: ...
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None: ...
-
-
-@dataclass(eq=False)
-class OpenRun:
-    """Holds what the sequences return to if several steps that count together are not completed.
-
-    Attributes:
-        marks: a checkpoint of each sequence.
-        block: refers to an object on the stack of the run's `with` statement. It lives until the run ends.
-    """
-
-    marks: dict[Sequence, Sequence]
-    block: ReferenceType[Any] | None
 
 
 class Coordinator(Lifetime):
@@ -438,8 +424,9 @@ class Coordinator(Lifetime):
     @locked
     def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool) -> None:
         """See `HybridMemory.drop`."""
-        ledger, slot = self.ledger, sequence.slot
+        ledger = self.ledger
         ledger.check_usable(sequence)
+        slot = sequence.slot
         length = int(ledger.lengths[slot])
         dropped = Dropped.of(slot, start, end, length, int(ledger.peaks[slot]), approximate=approximate)
         if dropped.n_tokens and dropped.end == length and self.can_rollback(sequence, dropped.start):

@@ -298,6 +298,19 @@ Plans = dict[str, Any]
 
 
 @dataclass(eq=False)
+class OpenRun:
+    """Holds what the sequences return to if several steps that count together are not completed.
+
+    Attributes:
+        marks: a checkpoint of each sequence.
+        block: refers to an object on the stack of the run's `with` statement. It lives until the run ends.
+    """
+
+    marks: dict[Sequence, Sequence]
+    block: ReferenceType[Any] | None
+
+
+@dataclass(eq=False)
 class OpenStep:
     """Holds what was allocated for a step, until the step is committed or aborted.
 

@@ -17,7 +17,6 @@ from uuid import uuid4
 import tokenizers
 from tokenizers import Tokenizer
 
-from hybridmem.memory.kernels.cpu.parts import cache_folder
 from hybridmem.models.loading.gguf.file import GgufFile
 
 _SLOW_SECONDS = 0.7
@@ -44,6 +43,8 @@ def kept_tokenizer(file: GgufFile, build: Callable[[], Tokenizer]) -> Tokenizer:
 
 
 def _place_of(file: GgufFile) -> Path | None:
+    from hybridmem.memory.kernels.cpu.parts import cache_folder
+
     folder = cache_folder()
     if folder is None:
         return None
