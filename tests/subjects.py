@@ -74,6 +74,7 @@ SUBJECTS = (
     "model:xlstm",
     "model:zamba",
     "model:zamba2",
+    "model:zaya",
 )
 """Models, and how their memories fold: "keep" unless named; or that everything is in bfloat16, or weights in int8."""
 

@@ -26,7 +26,7 @@ from hybridmem.memory import AttentionSpec, BatchError, MemorySpec, RecurrentSpe
 from hybridmem.memory.blocks import ExitOnStack, without_gradients
 from hybridmem.memory.errors import HybridMemoryError
 from hybridmem.models.hf.cache import HybridCache
-from hybridmem.models.hf.mixers import MIXERS, WITH_SECOND_OUTPUT, Mix, Module
+from hybridmem.models.hf.mixers import MIXERS, WITH_SECOND_OUTPUT, Mix, MixMany, Module
 from hybridmem.models.hf.passes import CURRENT_PASS, Pass
 from hybridmem.models.hf.probe import check_mixer
 from hybridmem.models.loading.load import check_is_of_transformers, check_source, find_adapter, spec_of_loaded
@@ -55,6 +55,7 @@ ATTACHABLE = (
     "Qwen3_5MoeForCausalLM",
     "Zamba2ForCausalLM",
     "ZambaForCausalLM",
+    "ZayaForCausalLM",
     "xLSTMForCausalLM",
 )
 """Classes of transformers models that `attach` accepts."""
@@ -319,7 +320,7 @@ class _Forward:
             self._module.forward = self._before
 
 
-def _known(module: Module) -> Callable[[Module], Mix] | None:
+def _known(module: Module) -> Callable[[Module], Mix | MixMany] | None:
     """Return the function that makes a `Mix` of a recurrent module or of a subclass; None for any other module."""
     return next((MIXERS[base.__name__] for base in type(module).__mro__ if base.__name__ in MIXERS), None)
 
@@ -340,7 +341,7 @@ def _signature_of(module: Module) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def _mixer_of(module: Module, mix: Mix) -> Callable[..., Any]:
+def _mixer_of(module: Module, mix: Mix | MixMany) -> Callable[..., Any]:
     has_second = any(base.__name__ in WITH_SECOND_OUTPUT for base in type(module).__mro__)
 
     def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -348,7 +349,10 @@ def _mixer_of(module: Module, mix: Mix) -> Callable[..., Any]:
         if current is None:
             return original(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
-        output = current.unpack(mix(current.pack(hidden), current.step))
+        mixed = mix(current.pack(hidden), current.step)
+        if isinstance(mixed, tuple):
+            return tuple(map(current.unpack, mixed))
+        output = current.unpack(mixed)
         return (output, None) if has_second else output
 
     return run

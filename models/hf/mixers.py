@@ -28,6 +28,7 @@ from hybridmem.memory.recurrences import (
 )
 from hybridmem.models.layers.mamba_mixers import head_spec, split_conv
 from hybridmem.models.layers.norms import SplitNorm
+from hybridmem.models.layers.query_key_conv import QueryKeyConv, around
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 Module = Any
@@ -35,6 +36,9 @@ Module = Any
 
 Mix = Callable[[Tensor, Step], Tensor]
 """Packed inputs of a mixer (N, M) -> its outputs (N, M)."""
+
+MixMany = Callable[[Tensor, Step], tuple[Tensor, ...]]
+"""The same, with several outputs (N, ...)."""
 
 
 def _weights_of(module: Module) -> Module:
@@ -273,7 +277,27 @@ def xlstm_layer(module: Module) -> Mix:
     return mix
 
 
-MIXERS: dict[str, Callable[[Module], Mix]] = {
+def zaya_projection(module: Module) -> MixMany:
+    """Return what computes queries, keys and values of convolved attention, before their norms."""
+    convs = _weights_of(module.conv_qk_depthwise), _weights_of(module.conv_qk_grouped)
+    taps = [(conv.weight.detach(), conv.bias.detach()) for conv in convs]
+    delayed = _weights_of(module.v_proj_delayed)
+    conv = QueryKeyConv(taps[0], taps[1], len(delayed.weight))
+    heads = module.num_attention_heads, module.num_key_value_heads
+
+    def mix(x_TM: Tensor, step: Step) -> tuple[Tensor, ...]:
+        q, k = module.q_proj(x_TM), module.k_proj(x_TM)
+        qk_THD, before = conv(module.layer_idx, torch.cat([q, k], -1), F.linear(x_TM, delayed.weight), step)
+        if delayed.bias is not None:
+            before = before + delayed.bias
+        q_THD, k_TGD = (x.view(len(x_TM), n, -1) for x, n in zip((q, k), heads, strict=True))
+        v_TGD = torch.cat([module.v_proj_current(x_TM), before], -1).view_as(k_TGD)
+        return *(a + b for a, b in zip(qk_THD.split_with_sizes(heads, 1), around(q_THD, k_TGD), strict=True)), v_TGD
+
+    return mix
+
+
+MIXERS: dict[str, Callable[[Module], Mix | MixMany]] = {
     "BambaMixer": mamba2,
     "FalconH1Mixer": falcon_h1_mamba,
     "FalconMambaMixer": falcon_mamba,
@@ -293,6 +317,7 @@ MIXERS: dict[str, Callable[[Module], Mix]] = {
     "Qwen3_5MoeGatedDeltaNet": qwen3_5_delta,
     "Zamba2MambaMixer": mamba2,
     "ZambaMambaMixer": zamba_mamba,
+    "ZayaCCAProjection": zaya_projection,
     "xLSTMLayer": xlstm_layer,
 }
 """Name of the class of a recurrent module of transformers -> the function that makes its mix."""

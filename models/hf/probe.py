@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from hybridmem.memory import HybridMemory, MemorySpec, RecurrentSpec
-from hybridmem.models.hf.mixers import Mix, Module
+from hybridmem.models.hf.mixers import Mix, MixMany, Module
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 _N_ROWS = 5
@@ -23,7 +23,7 @@ In 16 bits rounding is about a hundredth of it; another formula differs by most 
 
 
 @torch.no_grad()
-def check_mixer(module: Module, mix: Mix, spec: MemorySpec, n_model: int) -> None:
+def check_mixer(module: Module, mix: Mix | MixMany, spec: MemorySpec, n_model: int) -> None:
     """Raise UnsupportedModelError unless `mix` returns what the module's own `forward` returns for a new sequence.
 
     Args:
@@ -32,8 +32,11 @@ def check_mixer(module: Module, mix: Mix, spec: MemorySpec, n_model: int) -> Non
     """
     x_TM = torch.randn(_N_ROWS, n_model, generator=torch.Generator().manual_seed(1)).to(spec.device, spec.dtype)
     theirs = module(x_TM[None], *[None] * (_n_needed(module) - 1))
-    theirs_TM = (theirs if isinstance(theirs, Tensor) else theirs[0])[0].float()
-    ours_TM = _run(mix, x_TM, spec, int(module.layer_idx)).float()
+    ours = _run(mix, x_TM, spec, int(module.layer_idx))
+    if isinstance(ours, tuple):
+        ours_TM, theirs_TM = _in_rows(*ours), _in_rows(*(part[0] for part in theirs))
+    else:
+        ours_TM, theirs_TM = _in_rows(ours), _in_rows((theirs if isinstance(theirs, Tensor) else theirs[0])[0])
     off = float((ours_TM - theirs_TM).norm()) / max(float(theirs_TM.norm()), 1e-6)
     if off > _MOST_OFF:
         raise UnsupportedModelError(
@@ -43,13 +46,17 @@ def check_mixer(module: Module, mix: Mix, spec: MemorySpec, n_model: int) -> Non
         )
 
 
+def _in_rows(*parts: Tensor) -> Tensor:
+    return torch.cat([part.flatten(1).float() for part in parts], -1)
+
+
 def _n_needed(module: Module) -> int:
     """Return the number of arguments that a module's `forward` must be given."""
     parameters = inspect.signature(module.forward).parameters.values()
     return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
-def _run(mix: Mix, x_TM: Tensor, spec: MemorySpec, layer: int) -> Tensor:
+def _run(mix: Mix | MixMany, x_TM: Tensor, spec: MemorySpec, layer: int) -> Tensor | tuple[Tensor, ...]:
     """Run a mix on a memory of this layer's recurrence alone."""
     own = tuple(one for one in spec.layers[layer] if isinstance(one, RecurrentSpec))
     layers = tuple(own if i == layer else () for i in range(len(spec.layers)))

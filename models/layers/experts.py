@@ -102,36 +102,16 @@ def sigmoid_then_choose(
     return route
 
 
-class MixtureOfExperts:
-    """Runs each token through the experts that `route` chooses for it, and sums their outputs with its weights.
+class Experts:
+    """Runs each token through the experts that were chosen for it, and sums their outputs with its weights."""
 
-    Args:
-        router: (experts, M), in the dtype in which its product is computed.
-        shared: an expert that every token passes through, with a weight of one.
-        around: projections before and after the experts, if these work in a latent space; not for the shared one.
-    """
-
-    def __init__(
-        self, router: Tensor, experts: Sequence[Function], n_chosen: int, route: Callable[[int], Route], *,
-        shared: Function | None = None, around: tuple[Function, Function] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, experts: Sequence[Function], n_chosen: int) -> None:
         if not 1 <= n_chosen <= len(experts):
             raise FormatError(f"num_experts_per_tok is {n_chosen}, but there are {len(experts)} experts")
-        self._router = as_floats(router)
-        self._experts = experts
-        self._n_chosen = n_chosen
-        self._route = route(n_chosen)
-        self._shared, self._around = shared, around
+        self._experts, self._n_chosen = experts, n_chosen
 
-    def __call__(self, x_TM: Tensor) -> Tensor:
-        weights_TK, experts_TK = self._route(F.linear(x_TM.to(self._router.dtype), self._router).float())
-        if self._around is None:
-            y_TM = self._run(x_TM, weights_TK, experts_TK)
-        else:
-            y_TM = self._around[1](self._run(self._around[0](x_TM), weights_TK, experts_TK))
-        return y_TM if self._shared is None else y_TM + self._shared(x_TM)
-
-    def _run(self, x_TM: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def run(self, x_TM: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """Return the sums (T, M) for tokens x (T, M); weights and indices of experts are (T, K)."""
         if x_TM.is_cuda and len(self._experts) <= experts_TK.numel() and len(x_TM) <= _FEW_TOKENS:
             return self._run_all(x_TM, weights_TK, experts_TK)
         # Sorted by expert, the (token, choice) pairs of each expert are contiguous.
@@ -146,7 +126,7 @@ class MixtureOfExperts:
         return y_TM
 
     def _run_all(self, x_TM: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """Compute the same as `_run` with all experts on all tokens.
+        """Compute the same as `run` with all experts on all tokens.
 
         The host reads nothing back from the device, so a CUDA graph can capture it.
         """
@@ -158,6 +138,33 @@ class MixtureOfExperts:
             # The output of an expert for a token that was not routed to it may be infinite, so 0 * output is not 0.
             y_TM += torch.where(weight_T[:, None] == 0, 0, expert(x_TM) * weight_T[:, None])
         return y_TM
+
+
+class MixtureOfExperts:
+    """Runs each token through the experts that `route` chooses for it, and sums their outputs with its weights.
+
+    Args:
+        router: (experts, M), in the dtype in which its product is computed.
+        shared: an expert that every token passes through, with a weight of one.
+        around: projections before and after the experts, if these work in a latent space; not for the shared one.
+    """
+
+    def __init__(
+        self, router: Tensor, experts: Sequence[Function], n_chosen: int, route: Callable[[int], Route], *,
+        shared: Function | None = None, around: tuple[Function, Function] | None = None,
+    ) -> None:  # fmt: skip
+        self._router = as_floats(router)
+        self._experts = Experts(experts, n_chosen)
+        self._route = route(n_chosen)
+        self._shared, self._around = shared, around
+
+    def __call__(self, x_TM: Tensor) -> Tensor:
+        weights_TK, experts_TK = self._route(F.linear(x_TM.to(self._router.dtype), self._router).float())
+        if self._around is None:
+            y_TM = self._experts.run(x_TM, weights_TK, experts_TK)
+        else:
+            y_TM = self._around[1](self._experts.run(self._around[0](x_TM), weights_TK, experts_TK))
+        return y_TM if self._shared is None else y_TM + self._shared(x_TM)
 
 
 @dataclass(frozen=True)

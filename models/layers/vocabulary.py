@@ -50,18 +50,20 @@ class Vocabulary:
 
     Args:
         name, head: names of the embedding and of the head's weights; the same if they are one matrix.
+        bias: name of the head's bias; None for none.
         embedding_scale, logits_scale: factors of embeddings and logits.
         logits_cap: logits become cap * tanh(logits / cap) after that (Gemma Team 2024, "Gemma 2"); None for no cap.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, config: PreTrainedConfig, name: str, head: str, *, embedding_scale: float = 1.0,
-        logits_scale: float = 1.0, logits_cap: float | None = None,
+        logits_scale: float = 1.0, logits_cap: float | None = None, bias: str | None = None,
     ) -> None:  # fmt: skip
         self._name, self._shape = name, (config.vocab_size, config.hidden_size)
         self._logits_scale, self._logits_cap = logits_scale, logits_cap
         weight = checkpoint.take(head, *self._shape)
-        self._head = Linear(weight, format=wanted_vocabulary_format())
+        bias_V = None if bias is None else checkpoint.take(bias, config.vocab_size)
+        self._head = Linear(weight, bias=bias_V, format=wanted_vocabulary_format())
         rows: Tensor | QuantisedWeight | None = self._head.rows if head == name else None
         if rows is None:
             rows = self._take_rows(checkpoint, name)

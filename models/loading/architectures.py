@@ -71,6 +71,7 @@ _MODULES = {
     "T5ForConditionalGeneration": "hybridmem.models.t5",
     "ZambaForCausalLM": "hybridmem.models.families.zamba",
     "Zamba2ForCausalLM": "hybridmem.models.zamba2",
+    "ZayaForCausalLM": "hybridmem.models.families.zaya",
     "xLSTMForCausalLM": "hybridmem.models.families.xlstm",
 }
 
@@ -80,7 +81,6 @@ REFUSED = {
     "Inkling2LoopForCausalLM": "its layers attend to blocks of earlier layers, and run several times",
     "InklingForCausalLM": "its convolutions of keys, values and residual streams are not wired up yet",
     "Qwen4ExpForCausalLM": "it has indexed attention, and embeddings of several tokens",
-    "ZayaForCausalLM": "its convolutions of queries and keys, delayed values and router are not wired up yet",
 }
 """Classes of transformers with recurrent states that are not implemented, and why."""
 

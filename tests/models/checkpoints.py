@@ -64,10 +64,14 @@ def randomise_(model: nn.Module) -> None:
             weight.uniform_(1, 5)  # of xLSTM, likewise
         elif name.endswith("igate_preact.bias"):
             weight.normal_(-1, 1)
+        elif name.endswith(".temp"):
+            weight.normal_(2, 0.3)  # of Zaya's keys, which all have the same length
         elif name.endswith(".k_a"):
             weight.normal_(1, 0.2)
         elif "norm" in name or ".ln" in name or ".pre_ln" in name or name.endswith(".D"):
             weight.normal_(float(weight.mean()), 0.2)  # around what it starts from: 1, or 0 where the norm adds the 1
+        elif name.endswith("_scale"):
+            weight.normal_(1, 0.2)  # of Zaya's residual streams and router rows
         elif "adapter" in name or name.endswith(".linear.weight"):
             # What Zamba2's shared blocks say is normed, however small it was: any error in it would grow from block to
             # block.
@@ -79,6 +83,8 @@ def randomise_(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):  # start at zero, where they would decide nothing
             buffer.normal_(0, 0.3)
+        if name.endswith("balancing_biases"):  # of Zaya; transformers sets the last one to -1 whatever a file says
+            buffer[:-1].normal_(-0.7, 0.3)
 
 
 def write_checkpoint(

@@ -32,7 +32,7 @@ RICHEST = {class_of(subject): subject for subject in SUBJECTS} | {
     "KimiLinearConfig": "kimi-linear-two-of-eight-experts-in-groups", "Lfm3Config": "lfm3-biases-untied",
     "MiniMaxConfig": "minimax-two-of-four-experts", "MistralConfig": "mistral", "OlmoHybridConfig": "olmo-hybrid-rope",
     "Qwen3_5TextConfig": "qwen3.5-biases", "RecurrentGemmaConfig": "recurrent-gemma", "BartConfig": "bart",
-    "RwkvConfig": "rwkv", "xLSTMConfig": "xlstm-biases",
+    "RwkvConfig": "rwkv", "xLSTMConfig": "xlstm-biases", "ZayaConfig": "zaya-biases-windows-untied",
     "DeepseekV2Config": "deepseek-v2-three-of-eight-experts-in-groups",
     "DeepseekV3Config": "deepseek-v3-three-of-eight-experts-in-groups",
     "DeepseekV32Config": "deepseek-v3.2-three-of-eight-experts-in-groups", "GlmMoeDsaConfig": "glm-moe-dsa",

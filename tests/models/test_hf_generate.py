@@ -18,7 +18,7 @@ from tests.tolerances import assert_logits_close
 ONE_OF_EACH = (
     "bamba", "falcon-h1", "falcon-mamba", "granite-moe-hybrid", "jamba", "lara-mini", "lfm2", "lfm2-moe", "lfm3",
     "llama", "mamba2", "mamba", "minimax", "mistral", "nemotron-h", "olmo-hybrid", "qwen3", "qwen3-next", "qwen3.5",
-    "qwen3.5-moe", "xlstm", "zamba", "zamba2",
+    "qwen3.5-moe", "xlstm", "zamba", "zamba2", "zaya",
 )  # fmt: skip
 ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # Transformers 5.23 lacks one.
 WITH_BIASES = (
@@ -33,6 +33,7 @@ WITH_BIASES = (
     "mamba-bias-untied",
     "qwen3.5-biases",
     "xlstm-biases",
+    "zaya-biases-windows-untied",
     "granite-moe-hybrid-rope-two-of-four-experts",
 )
 
