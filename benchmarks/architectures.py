@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from benchmarks.harness import Report
 from hybridmem.memory import AttentionSpec, HybridMemory, IndexSpec
 from hybridmem.models import ARCHITECTURES, ATTACHABLE, load_model, plan_memory
+from hybridmem.models.hf.attach import NOT_ATTACHED
 from hybridmem.models.loading.architectures import REFUSED
 from hybridmem.models.loading.gguf.configs import classes_in_files
 from hybridmem.models.rwkv7 import RWKV7Config
@@ -128,6 +129,8 @@ def table() -> str:
             "yes" if architecture in ATTACHABLE else "–", "yes" if architecture in in_files else "–",
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "Loaded, but not attached:", "", "| architecture | why not |", "|---|---|"]
+    lines += [f"| {_short(name)} | {why} |" for name, why in sorted(NOT_ATTACHED.items())]
     lines += ["", f"Not yet, of transformers {MINOR}:", "", "| architecture | why not |", "|---|---|"]
     lines += [f"| {_short(name)} | {why} |" for name, why in sorted(REFUSED.items())]
     return "\n".join(lines)

@@ -6,6 +6,7 @@ residual stream is in float32, and is scaled and shifted around each part.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -169,8 +170,8 @@ _KINDS = ("hybrid", "hybrid_sliding")
 
 def _to_length(x_THD: Tensor) -> Tensor:
     """Return rows of the length sqrt(D)."""
-    length = torch.linalg.vector_norm(x_THD, dim=-1, keepdim=True).clamp_min(torch.finfo(x_THD.dtype).eps)
-    return x_THD * (x_THD.shape[-1] ** 0.5 / length)
+    length: Tensor = torch.linalg.vector_norm(x_THD, dim=-1, keepdim=True)
+    return x_THD / length.clamp_min(torch.finfo(x_THD.dtype).eps) * math.sqrt(x_THD.shape[-1])
 
 
 class RoutedExperts:

@@ -60,6 +60,18 @@ ATTACHABLE = (
 )
 """Classes of transformers models that `attach` accepts."""
 
+_LATENT = "transformers hands its attention keys and values of single heads, where the memory keeps one row for all"
+
+NOT_ATTACHED = {
+    "BailingHybridForCausalLM": _LATENT,
+    "DeepseekV2ForCausalLM": _LATENT,
+    "DeepseekV3ForCausalLM": _LATENT,
+    "KimiLinearForCausalLM": _LATENT,
+    "RecurrentGemmaForCausalLM": "its modules keep their states themselves, and no function of `mixers` runs them yet",
+    "RwkvForCausalLM": "its forward takes and returns a list of tensors, `state`, and no cache",
+}
+"""Classes that `load_model` loads and `attach` refuses, and why."""
+
 _TAKE_NO_OTHER_CACHE = ("MiniMaxForCausalLM",)
 """Classes that refuse a cache of another class, unless they are told to use none; then they hand it on all the same."""
 
@@ -110,7 +122,9 @@ class Attached:
             remedy = "give the model that was compiled, ._orig_mod" if name == "OptimizedModule" else these
             if find_adapter(hf_model) is not None:
                 remedy = "of a model with an adapter give the one inside, .get_base_model()"
-            raise UnsupportedModelError(f"{name} cannot be attached; {remedy}")
+            known = next((base.__name__ for base in type(hf_model).__mro__ if base.__name__ in NOT_ATTACHED), None)
+            why = "" if known is None else f", because {NOT_ATTACHED[known]}"
+            raise UnsupportedModelError(f"{name} cannot be attached{why}; {remedy}")
         device = check_source(hf_model)
         if isinstance(vars(hf_model).get("forward"), _Forward):
             raise StepError(f"this {name} is attached already; detach it first")

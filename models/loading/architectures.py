@@ -77,9 +77,11 @@ _MODULES = {
 
 REFUSED = {
     "Glm5NextForConditionalGeneration": "it has indexed attention and hyper-connections",
-    "Inkling2ForCausalLM": "its layers attend to blocks of earlier layers",
-    "Inkling2LoopForCausalLM": "its layers attend to blocks of earlier layers, and run several times",
-    "InklingForCausalLM": "its convolutions of keys, values and residual streams are not wired up yet",
+    "Inkling2ForCausalLM": "each query computes a bias for each distance, which no attention kernel here adds to "
+    "scores, and its layers attend to blocks of earlier layers",
+    "Inkling2LoopForCausalLM": "each query computes a bias for each distance, which no attention kernel here adds to "
+    "scores, its layers attend to blocks of earlier layers, and they run several times",
+    "InklingForCausalLM": "each query computes a bias for each distance, which no attention kernel here adds to scores",
     "Qwen4ExpForCausalLM": "it has indexed attention, and embeddings of several tokens",
 }
 """Classes of transformers with recurrent states that are not implemented, and why."""
