@@ -125,8 +125,9 @@ def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special:
 def locate(
     tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_reply: bool
 ) -> tuple[list[Span | None], str, set[int]]:
-    """Find the place of each message's content in the rendered text. None: the template left it out, or its place is
-    uncertain.
+    """Find the place of each message's content in the rendered text.
+
+    None: the template left it out, or its place is uncertain.
 
     Also return the text with placeholders instead of contents, and the messages whose placeholders occur in that text.
 

@@ -101,7 +101,10 @@ class Option:
             raise typer.BadParameter(f"{value!r}; give {wanted}") from None
 
     def read(self, value: object) -> Any:
-        """Convert a value of the configuration file to the value that the command line would give. Raises ValueError."""
+        """Convert a value of the configuration file to the value that the command line would give.
+
+        Raises ValueError.
+        """
         if self.kind == "bytes" and type(value) is int:
             return str(value)
         if self.kind == "tables" and isinstance(value, str):

@@ -44,7 +44,7 @@ def load(model: str, device: str, dtype: str, weights: str) -> tuple[LanguageMod
 
 
 def choose_threads(model: LanguageModel, memory: HybridMemory, n_threads: int | None = None) -> None:
-    """Let the model use `n_threads` threads on the CPU, or by default as many as are worthwhile now; see `set_threads`."""
+    """Let the model use `n_threads` threads on the CPU, or by default as many as pay now; see `set_threads`."""
     from hybridmem.chat.engine.threads import set_threads
 
     show("measuring how many threads pay …")
@@ -53,8 +53,9 @@ def choose_threads(model: LanguageModel, memory: HybridMemory, n_threads: int | 
 
 
 def wait_passively_if_busy() -> None:
-    """Let the threads of kernels sleep while they wait, if the machine has other work. Call it before torch is
-    imported.
+    """Let the threads of kernels sleep while they wait, if the machine has other work.
+
+    Call it before torch is imported.
 
     Threads that sleep make a step of a small model twice as slow on a quiet machine, and ten times as fast on a busy
     one. OpenMP reads this variable once. If the user has set the variable, it is left as it is.

@@ -1,5 +1,6 @@
-"""Runs a chat in a terminal or over a pipe. It shows replies as they come; commands such as /undo change the
-conversation.
+"""Runs a chat in a terminal or over a pipe.
+
+It shows replies as they come; commands such as /undo change the conversation.
 
 Replies, and the output of commands, go to standard output. Standard error gets one line for the cost of each turn and
 for each error.

@@ -1,4 +1,7 @@
-"""Decides which tokens of a draft are accepted. Replies are the same, or have the same distribution, as without drafts."""
+"""Decides which tokens of a draft are accepted.
+
+Replies are the same, or have the same distribution, as without drafts.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class Acceptance:
 
 
 def accept_likeliest(draft: Draft, rows_KV: Tensor) -> list[int]:
-    """Return the leading tokens of a draft that the model finds likeliest, and the model's likeliest token after them."""
+    """Return the leading tokens of a draft that the model finds likeliest, and its likeliest token after these."""
     best: list[int] = rows_KV.max(-1).indices.tolist()  # This is several times as fast as argmax on a CPU.
     n_accepted = next(
         (i for i, (a, b) in enumerate(zip(draft.token_ids, best, strict=False)) if a != b), len(draft.token_ids)

@@ -135,8 +135,10 @@ class _Index:
     n_indexed: int = 0
 
     def continuation(self, n_gram: int, n_tokens: int) -> list[int]:
-        """Return the tokens that followed the previous occurrence of the text's last n-gram. The list is empty if there
-        is none."""
+        """Return the tokens that followed the previous occurrence of the text's last n-gram.
+
+        The list is empty if there is none.
+        """
         text, n = self.text, len(self.text)
         for end in range(max(self.n_indexed, n_gram), n):
             self.behind[tuple(text[end - n_gram : end])] = end

@@ -1,6 +1,4 @@
-"""Contains the generation loop of every decoder: feed tokens in a step, choose from the logits, commit, keep the
-choice.
-"""
+"""Contains the generation loop of all decoders: feed tokens, choose from the logits, commit, and keep the choice."""
 
 from __future__ import annotations
 

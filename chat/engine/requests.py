@@ -287,8 +287,10 @@ class Job:
 
     @property
     def has_prompt(self) -> bool:
-        """Return whether the job's sequence has already held the whole prompt. Only when it first does are other
-        choices forked."""
+        """Return whether the job's sequence has already held the whole prompt.
+
+        Only when it first does are other choices forked.
+        """
         return self.n_fed >= self.generation.n_prompt or bool(self.generation.token_ids)
 
     @property
@@ -336,8 +338,10 @@ class Job:
 
     @property
     def most_reused(self) -> int:
-        """Return the greatest number of tokens that may come from a cached prefix. The token before a scored one must
-        be fed."""
+        """Return the greatest number of tokens that may come from a cached prefix.
+
+        The token before a scored one must be fed.
+        """
         return self.next_scored - 1 if self.is_scored else len(self.tokens)
 
     def ahead(self) -> Job:
@@ -359,7 +363,10 @@ class Job:
         return is_last and self.ending is None and len(self.generation.token_ids) < self.request.max_tokens
 
     def begin_reply(self, known: Iterable[int]) -> None:
-        """Make the sampler of the reply after these known tokens. The sampler stays the same when the job starts again."""
+        """Make the sampler of the reply after these known tokens.
+
+        The sampler stays the same when the job starts again.
+        """
         if self.sampler is None:
             self.sampler, follow = self._make_sampler(known), self.request.output.follow_calls
             self.calls = None if follow is None else FollowedCalls(follow, self.sampler, self.stream)

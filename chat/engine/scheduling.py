@@ -282,7 +282,7 @@ class Scheduler:
         return leader.n_fed < n_common
 
     def _find_leader(self, job: Job) -> tuple[Job, int] | None:
-        """Return the running job that will feed the longest common beginning, and the position of its checkpoint there."""
+        """Return the running job that will feed the longest common beginning, and where its checkpoint will be."""
         assert self._prefixes is not None
         n_common, leader, most = 0, None, min(job.most_reused, len(job.tokens) - 1)
         for other in self.running:

@@ -67,8 +67,7 @@ class Model:
 
 
 def _rows_of(states: tuple[StateTensor, ...], itemsize: int) -> tuple[int, int]:
-    """Return how many columns of the state tensors are kept as rows, and the bytes of one column; (0, 0) if there are
-    none."""
+    """Return how many columns of the states are kept as rows, and the bytes of one column; (0, 0) if none are."""
     rows = [s.shape for s in states if s.dtype is None]
     n = rows[0][0] if rows else 0
     return n, sum(math.prod(shape) for shape in rows) * itemsize // n if n else 0

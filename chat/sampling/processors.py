@@ -58,7 +58,10 @@ def keep_min_p_(scores_SV: Tensor, p_S: list[float]) -> None:
 
 
 def draw_rows(scores_SV: Tensor, uniforms: list[float]) -> list[int]:
-    """Draw a token for each row by the row's probabilities. The row's number in `uniforms`, in [0, 1), decides which."""
+    """Draw a token for each row by the row's probabilities.
+
+    The row's number in `uniforms`, in [0, 1), decides which.
+    """
     cumulative_SV = scores_SV.softmax(-1).double().cumsum(-1)
     total_S = cumulative_SV[:, -1]
     # The drawn token is the first whose cumulative probability exceeds the point. The point must be less than the sum

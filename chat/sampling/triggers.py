@@ -127,8 +127,10 @@ class Trigger:
         return self._calls.grammar.matcher()
 
     def _begin(self, mark: Mark, behind: bytes) -> Matcher | None:
-        """Return a matcher that has taken the mark and the bytes after it. None: the reply does not keep to the grammar
-        there."""
+        """Return a matcher that has taken the mark and the bytes after it.
+
+        None: the reply does not keep to the grammar there.
+        """
         grammar, matcher = self._calls.grammar, self.force()
         ids = mark.tokens(grammar, behind)
         if matcher.count_allowed(ids) < len(ids):

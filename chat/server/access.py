@@ -70,8 +70,7 @@ class Access:
             raise ApiError(403, message, code="host_not_allowed")
 
     def _find_key(self, headers: Headers) -> Use | None:
-        """Return the usage counter of the key in `Authorization`, or in `x-api-key`, where Anthropic's clients write
-        it."""
+        """Return the usage counter of the key in `Authorization`, or in `x-api-key`, which Anthropic's clients send."""
         if not self._keys:
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")

@@ -23,8 +23,9 @@ def has_more_values(body: bytes, most: int) -> bool:
 
 
 def count_longest_list(body: bytes, least: int) -> int:
-    """For each array, count the numbers with which it begins. Return the largest count, or 0 if it is less than
-    `least`.
+    """For each array, count the numbers with which it begins.
+
+    Return the largest count, or 0 if it is less than `least`.
 
     The count is the number of commas after the array's bracket, up to the next string or bracket, plus one.
     """

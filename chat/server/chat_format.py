@@ -104,8 +104,10 @@ class ChatFormat:
         return self._chunk(piece.index, {"role": "assistant", "content": "", "refusal": None})
 
     def pieces(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the chunks for the new text of one choice after a step. There are none while the text may begin a
-        mark."""
+        """Return the chunks for the new text of one choice after a step.
+
+        There are none while the text may begin a mark.
+        """
         reader = self._readers.get(piece.index)
         if reader is None:
             reader = self._readers[piece.index] = self.new_reader()

@@ -1,5 +1,4 @@
-"""Limits connections: how many there are, how long clients may take, and what they may send before a request is
-complete.
+"""Limits connections: their number, how long clients may take, and what they may send before a request is complete.
 
 uvicorn's h11 protocol waits forever for a head, and answers malformed requests in plain text. The protocol here does
 neither. It collects heads, and hands each to h11 once it is complete and `check_head` accepts it. CONTRIBUTING.md says
@@ -306,7 +305,10 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def refuse(self, error: ApiError) -> None:
-        """Respond without the app, unless a response has begun, and close. A connection that is already closing is cut."""
+        """Respond without the app, unless a response has begun, and close.
+
+        A connection that is already closing is cut.
+        """
         self._stop_timers()
         self._leave_turn()
         if self.transport.is_closing():

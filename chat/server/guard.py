@@ -322,7 +322,10 @@ class Guard:
         task.result()
 
     def _watch(self, exchange: Exchange, headers: Headers, incoming: Incoming, send: Send) -> Send:
-        """Return a `send` that records what is sent. A client that takes nothing for too long counts as disconnected."""
+        """Return a `send` that records what is sent.
+
+        A client that takes nothing for too long counts as disconnected.
+        """
         loop, seconds = asyncio.get_running_loop(), self._service.options.stall_seconds
         extra = [*self._access.headers_for(headers), (REQUEST_ID, exchange.request_id.encode())]
 

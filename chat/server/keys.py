@@ -1,4 +1,4 @@
-"""Holds the keys of clients and their limits, which are a number of requests at once and a number of tokens per minute."""
+"""Holds the keys of clients and their limits: a number of requests at once, and a number of tokens per minute."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ _DRY_STEPS = 64
 
 
 def find_context_tokens(engine: Engine, wanted: int | None) -> int:
-    """Return the length of the longest possible sequence in tokens: the least of `wanted`, the config's limit and the
-    budget's.
+    """Return the tokens of the longest possible sequence: the least of `wanted`, the config's limit and the budget's.
 
     Cost: a dry run of about 64 steps.
     """

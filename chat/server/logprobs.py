@@ -61,8 +61,10 @@ def _ranked(tokens: TokenBytes, chosen: Chosen) -> dict[str, Any]:
 
 
 def _top_of(tokens: TokenBytes, chosen: Chosen) -> dict[str, float] | None:
-    """Return the likeliest tokens and the token itself, by their texts. If several have the same text, keep the
-    likeliest."""
+    """Return the likeliest tokens and the token itself, by their texts.
+
+    If several have the same text, keep the likeliest.
+    """
     if not chosen.top:
         return None
     top = dict[str, float]()

@@ -65,8 +65,10 @@ class Album:
         return held
 
     def rest(self) -> None:
-        """Release the rows of pictures, because their tokens were fed. The model keeps the rows of pictures that were
-        used lately."""
+        """Release the rows of pictures, because their tokens were fed.
+
+        The model keeps the rows of pictures that were used lately.
+        """
         for seen in self._seen.values():
             seen.picture = None
 

@@ -45,8 +45,9 @@ OnText = Callable[[str], None]
 
 
 class ChatSession:
-    """Holds one conversation. The messages define it; the live sequence only spares the model from computing them
-    again.
+    """Holds one conversation.
+
+    The messages define it; the live sequence only spares the model from computing them again.
 
     A call that fails leaves the messages as they were. Edits and regenerations return to checkpoints of the prefix
     cache, if the engine has one. Without a cache they return as far as the rollback window reaches, or else to the
@@ -186,8 +187,9 @@ class ChatSession:
         return turn
 
     def undo(self) -> tuple[Utterance, ...]:
-        """Take back the user's last message and the reply, and return them. This computes nothing, and leads to no
-        computation later.
+        """Take back the user's last message and the reply, and return them.
+
+        This computes nothing, and leads to no computation later.
 
         Raises BatchError if there is no such message.
         """

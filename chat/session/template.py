@@ -198,8 +198,10 @@ class _Job:
 
 @dataclass
 class _Filler:
-    """Fills all jobs of a batch. `open` holds the sequences that the filler has opened; they are closed however it
-    ends."""
+    """Fills all jobs of a batch.
+
+    `open` holds the sequences that the filler has opened; they are closed however it ends.
+    """
 
     engine: Engine
     jobs: list[_Job]
@@ -377,7 +379,10 @@ class _Filler:
         job.put(job.hole.choices[best], choices[best], CHOSEN)
 
     def _run(self, requests: dict[Sequence, list[int]], outputs: Any) -> Tensor:
-        """Feed the requests, and return the rows' logits in float64. The engine's statistics count the tokens as fed."""
+        """Feed the requests, and return the rows' logits in float64.
+
+        The engine's statistics count the tokens as fed.
+        """
         logits = self.engine.memory.run(
             self.engine.model, requests, max_tokens=self.engine.step_tokens, outputs=outputs
         )
@@ -393,8 +398,10 @@ def _n_shared(jobs: list[_Job]) -> int:
 
 
 def _tokens_of(job: _Job, text: str, ids: Seq[int]) -> list[int]:
-    """Return the chosen tokens of the text. If a stop string cut a token in two, the text after the last whole token is
-    tokenised."""
+    """Return the chosen tokens of the text.
+
+    If a stop string cut a token in two, the text after the last whole token is tokenised.
+    """
     for n in range(len(ids), -1, -1):
         words = decode(job.tokenizer, ids[:n])
         if text.startswith(words):

@@ -111,7 +111,10 @@ class Template:
 
 
 def parse(template: str) -> Iterator[Part]:
-    """Parse a template that was written as a string. Raises BatchError; the message names the position in the string."""
+    """Parse a template that was written as a string.
+
+    Raises BatchError; the message names the position in the string.
+    """
     text, at = "", 0
     while at < len(template):
         if template[at : at + 2] in ("{{", "}}"):

@@ -89,8 +89,7 @@ def save_together(sessions: list[SessionT], tree: Tree, folder: Path) -> None:
 
 
 def _said(session: TreeSession, stack: ExitStack) -> Sequence | None:
-    """Return a sequence that holds what the live one holds of the messages, and nothing else; None if there is no live
-    one.
+    """Return a sequence that holds only what the live one holds of the messages; None if there is no live one.
 
     If it is a new sequence, the stack closes it.
     """

@@ -1,5 +1,7 @@
-"""Plays conversations over one memory. Each user's turns come one after the other, and all users take part in the same
-steps."""
+"""Plays conversations over one memory.
+
+Each user's turns come one after the other, and all users take part in the same steps.
+"""
 
 from __future__ import annotations
 

@@ -119,8 +119,10 @@ class Words:
         )
 
     def reply(self, event: Event) -> list[int]:
-        """Return a dry run's reply, without its end. It is the right reply if that is known, and made-up tokens
-        otherwise."""
+        """Return a dry run's reply, without its end.
+
+        It is the right reply if that is known, and made-up tokens otherwise.
+        """
         if event.n_reply is None and event.reply is not None and self._tokenizer is not None:
             tokenizer, text = self._tokenizer, event.reply
             return self._remembered(("reply", text), lambda: list(tokenizer.encode(text, add_special_tokens=False)))

@@ -21,8 +21,10 @@ _MIB = 1 << 20
 
 
 def write_plots(report: Report, folder: Path) -> list[Path]:
-    """Write latency.png, bytes.png, tokens.png and users.png. Raises SpecError if matplotlib is not installed, and
-    OSError."""
+    """Write latency.png, bytes.png, tokens.png and users.png.
+
+    Raises SpecError if matplotlib is not installed, and OSError.
+    """
     need_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -1,6 +1,6 @@
 """Simulates one user.
 
-It keeps the messages and the sequence that remembers them, and finds where each action continues.
+The simulated user has the messages and the sequence that remembers them. This module finds where each action continues.
 """
 
 from __future__ import annotations
@@ -129,8 +129,7 @@ class Room:
         return self._go_on(user, last.end - 1, [last_id], last.event)
 
     def branch(self, user: SimulatedUser, branch: SimulatedUser) -> None:
-        """Let the branch continue from its parent's position: with a fork or, if there is no room for one, from the
-        tokens."""
+        """Let the branch continue where its parent is, with a fork or, if there is no room for one, from the tokens."""
         if user.sequence is None:
             branch.tokens = list(user.tokens)
         elif self._bring_back(user):

@@ -1,5 +1,6 @@
-"""Marks the places of pictures in texts. A mark names a picture that is sent with the text. The picture's tokens
-replace the mark.
+"""Marks the places of pictures in texts. A mark names a picture that is sent with the text.
+
+The picture's tokens replace the mark.
 
 So messages stay texts for everybody who handles them: templates, histories, edits and stores. A mark is written with a
 character that Unicode reserves for internal use. Somebody may still write a mark into a message, but it can only name a

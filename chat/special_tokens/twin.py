@@ -44,8 +44,10 @@ class Twin:
         self._tokenizer = twin
 
     def encode(self, pieces: Iterable[Piece]) -> list[tuple[int, bool]]:
-        """Return the ids of a text, and whether each is the id of a special token that is a piece. No token reaches
-        across two pieces."""
+        """Return the ids of a text, and whether each is the id of a special token that is a piece.
+
+        No token reaches across two pieces.
+        """
         text, was_text = "", False
         for piece, token_id in pieces:
             if token_id is None:

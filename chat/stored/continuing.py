@@ -60,8 +60,9 @@ def rest_behind(render: Render, before: Messages, after: Messages) -> tuple[Rend
 
 
 def behind_reply(stored: Int64s, new: list[int], stop_ids: tuple[int, ...]) -> tuple[list[int], int]:
-    """Join the token ids of a reply and those after it, so that the token that ends the reply occurs once. Also return
-    how many ids of the reply are kept.
+    """Join the token ids of a reply and those after it, so that the token that ends the reply occurs once.
+
+    Also return how many ids of the reply are kept.
 
     A reply ends with one of `stop_ids`, unless it was cut. The template writes an end as well, perhaps another one. The
     template's end stays.

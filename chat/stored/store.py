@@ -263,9 +263,9 @@ class SessionStore:
     # Methods that delete.
 
     def delete_branch(self, node: Node) -> list[Node]:
-        """Delete a node and all nodes behind it, and return them.
+        """Delete a node and all nodes after it, and return them.
 
-        A session that a response began ends with its last node.
+        A session that a response created is deleted with its last node.
         """
         with self._changing() as database:
             gone = [
@@ -276,8 +276,10 @@ class SessionStore:
         return gone
 
     def delete_response(self, reply: Node) -> list[Node]:
-        """Delete a reply, and its input if no other reply has it. If other messages follow the reply, it stays as their
-        history only."""
+        """Delete a reply, and its input if no other reply has it.
+
+        If other messages follow the reply, it stays as their history only.
+        """
         if self._rows("SELECT 1 FROM nodes WHERE parent = ?", reply.id):
             with self._changing() as database:
                 database.execute("UPDATE nodes SET status = 'deleted', about = '{}' WHERE id = ?", [reply.id])

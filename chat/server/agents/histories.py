@@ -95,8 +95,10 @@ def digests_of_tree(start: bytes, nodes: Iterable[Node]) -> dict[bytes, str]:
 
 
 def _told(group: Group) -> Iterator[Any]:
-    """Yield what is compared of a turn: its texts, calls and results, but no ids or thoughts, which clients change or
-    leave out."""
+    """Yield what is compared of a turn: its texts, calls and results.
+
+    Ids and thoughts are not compared, because clients change ids and leave thoughts out.
+    """
     for item in group:
         if item["type"] == "message":
             text = "".join(part.get("text", "") for part in item["content"]).strip()

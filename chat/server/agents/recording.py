@@ -163,8 +163,10 @@ class Recorder:
         return True
 
     async def _find(self, step: Step, start: bytes, digests: list[bytes], roles: list[str]) -> Found:
-        """Return where a history continues. A history without a session's name continues a session only after one of
-        the session's replies."""
+        """Return where a history continues.
+
+        A history without a session's name continues a session only after one of the session's replies.
+        """
         store, ask = self._repository.store, self._repository.ask
         session_id = new_id("sess")
         if step.name is not None:

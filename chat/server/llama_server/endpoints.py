@@ -104,8 +104,10 @@ class LlamaServer:
         })  # fmt: skip
 
     async def slots(self) -> Response:
-        """List the requests that are being answered. There are no slots here, so each request's number serves as its
-        slot."""
+        """List the requests that are being answered.
+
+        There are no slots here, so each request's number serves as its slot.
+        """
         n_running = self._service.engine.load.total
         about = {"n_ctx": self._service.context_tokens, "is_processing": True}
         return JSONResponse([{"id": i, **about} for i in range(n_running)])

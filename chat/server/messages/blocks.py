@@ -41,8 +41,7 @@ def read_system(value: object) -> str:
 
 
 def with_system_first(system: str, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with one system message first: the system prompt, and all system messages before the first
-    reply.
+    """Return the messages with one system message first: the system prompt, and all system messages before a reply.
 
     Claude Code lists its agents and skills in system messages after the user's first words. These lists are most of its
     prompt, and the same in every session. When they come before the user's words, all sessions share them. Later system

@@ -43,8 +43,10 @@ def _stop_of(generation: Generation, *, has_calls: bool) -> dict[str, Any]:
 
 
 def _sign(thoughts: str) -> str:
-    """Return the signature of thoughts. Clients send back only thoughts that have one; this server does not check
-    signatures."""
+    """Return the signature of thoughts.
+
+    Clients send back only thoughts that have one; this server does not check signatures.
+    """
     return hashlib.sha256(thoughts.encode()).hexdigest()
 
 

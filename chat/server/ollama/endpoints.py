@@ -18,7 +18,10 @@ _LINES = "application/x-ndjson"
 
 
 class Ollama:
-    """Answers requests of Ollama's clients, in Ollama's form. `Service` checks the requests and generates the replies."""
+    """Answers requests of Ollama's clients, in Ollama's form.
+
+    `Service` checks the requests and generates the replies.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -144,8 +144,10 @@ def read_generate(body: bytes) -> OllamaGenerate:
 
 
 def _content_of(message: dict[str, Any]) -> Any:
-    """Return a message's content. Ollama's clients send pictures separately from the text, as base64. They are put
-    before the text."""
+    """Return a message's content. Ollama's clients send pictures separately from the text, as base64.
+
+    They are put before the text.
+    """
     images, text = message.get("images"), message.get("content")
     if not isinstance(images, list) or not images:
         return text
