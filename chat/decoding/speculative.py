@@ -45,11 +45,13 @@ class SpeculativeBatch:
     In one step, each sequence may have a draft of any length, or none. The caller owns the sequences. The memory must
     have room for them: here, unlike in the engine, no sequence waits or is swapped out.
 
-    Without sampling, each token is the likeliest after those before it, as without drafts. The texts are equal unless -
-    two logits are so close that rounding decides. A step of several tokens rounds otherwise than steps of one: in
-    float32, logits differ by up to 1e-4 of their spread; - attention has a policy or a storage. All queries of a step
-    see the old rows as they were before the step, so it matters how tokens are divided into steps. Rejected drafts do
-    not matter: a rollback undoes what they folded.
+    Without sampling, each token is the likeliest after those before it, as without drafts. The texts are equal, except
+    in two cases:
+
+    - Two logits are so close that rounding decides. A step of several tokens rounds differently from steps of one: in
+      float32, logits differ by up to 1e-4 of their spread.
+    - Attention has a policy or a storage. All queries of a step see the old rows as they were before the step, so it
+      matters how tokens are divided into steps. Rejected drafts do not matter: a rollback undoes what they folded.
 
     With sampling, every token has the distribution that it has without drafts (Leviathan et al. 2023), but is drawn
     with other random numbers.

@@ -7,12 +7,14 @@ prompt that begins like a running one waits until their common part is computed,
 memory is full, the request that was admitted last is swapped out and comes back before new requests: its computed
 memory is kept, and its reply stays the same.
 
-A sequence that is kept (`keeps_sequence`) holds, when its generation has ended with
-- "stop" or "length": the prompt and every chosen token but the last, which did not have to be fed. With `remembers_end`
-it holds the last token too, and after a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A
-stop string is found only when its tokens have been chosen, so they stand in the sequence although the text ends before
-them. Roll back to continue from the text itself. - "cancelled", "deadline" or "error": those of these tokens that had
-been fed by then. The sequence may be swapped out.
+A sequence that is kept (`keeps_sequence`) holds the following tokens when its generation has ended:
+
+- With "stop" or "length", it holds the prompt and every chosen token except the last, which need not be fed. With
+  `remembers_end`, it holds the last token too, and after a reply that was cut (by max_tokens or a stop string) the
+  first of `stop_ids`. A stop string is found only when its tokens have been chosen, so these are in the sequence
+  although the text ends before them. Roll back to continue from the text itself.
+- With "cancelled", "deadline" or "error", it holds those of these tokens that had been fed by then. The sequence may be
+  swapped out.
 """
 
 from __future__ import annotations

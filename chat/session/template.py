@@ -84,7 +84,7 @@ def fill(
     Raises:
         BatchError: values that are not texts or belong to no hole, or a hole at the very beginning. FormatError: an
         engine without a tokenizer. CapacityError: there is no room. Whatever the model raises. No sequence stays open
-            after an error.
+        after an error.
     """
     require_engine(engine, "fill(engine, templates, values)")
     check_sampling(sampling)

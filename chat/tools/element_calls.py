@@ -1,6 +1,6 @@
-"""Reads and constrains calls whose arguments are elements named by the arguments.
+"""Reads and constrains calls whose arguments are XML elements, each named by its key.
 
-This is such a format of MiniMax-M3, shown without its prefix:
+MiniMax-M3 has such a format, shown here without its prefix:
 
 <tool_call>
 <invoke name="weather"><city>Paris</city><tags><item>a</item></tags></invoke>
