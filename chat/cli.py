@@ -137,7 +137,7 @@ def chat(
 ) -> None:
     """Talk to a model; /edit, /undo, /regenerate and /branch change the conversation.
 
-    The model does not compute again what stays of the conversation. Type /help for all commands.
+    The part of the conversation that stays is not computed again. Type /help for all commands.
     """
     with one_line_errors(f"loading {model} …"):
         from hybridmem.chat.commands.terminal import Settings, run_terminal
@@ -257,8 +257,8 @@ for _command in (simulate, plan, inspect):
 def main() -> None:
     """Run the command line.
 
-    Python's garbage collector runs less often here, and not at all at the end. Importing torch alone makes half a
-    million live objects, and each search among them takes a tenth of a second.
+    Python's garbage collector runs less often here, and not at all at the exit. Importing torch alone makes half a
+    million live objects, so each collection takes a tenth of a second.
     """
     wait_passively_if_busy()
     gc.set_threshold(100_000)

@@ -33,10 +33,11 @@ Span = tuple[int, int]
 def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint, named as for `load_model`.
 
-    What tokenizer.json says is what counts. Some tokenizer classes of transformers, which a config may name, replace
-    the file's pre-tokenizer by one of their own: the same text would become other tokens than the model has learned.
+    The tokenizer does what tokenizer.json says, whatever class a config names. Some tokenizer classes of transformers
+    replace the file's pre-tokenizer by another one, which would split texts into other tokens than the model has
+    learned.
 
-    Raises FormatError if it is missing or damaged.
+    Raises FormatError if the file is missing or damaged.
     """
     folder = find_folder(path_or_hub_id)
     if is_gguf(folder):
@@ -60,7 +61,7 @@ def find_stop_ids(tokenizer: Tokenizer, model: LanguageModel) -> tuple[int, ...]
     """Return the tokens that end a reply, the tokenizer's end token first; empty if nothing names one.
 
     They are named by the tokenizer, config.json, generation_config.json, the fields of a GGUF file, and by the chat
-    template, which writes one behind a reply.
+    template, which writes one after a reply.
 
     Raises FormatError: generation_config.json cannot be read.
     """
@@ -94,7 +95,7 @@ def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list
     """Return the token ids that a new user message adds to a chat that a memory already holds.
 
     The memory has seen everything up to the end token of the last reply, including that token. Whatever the template
-    puts behind it belongs to the new part. Special tokens in the message are plain text.
+    puts after that token belongs to the new part. Special tokens in the message are plain text.
 
     Raises:
         FormatError: the template rewrites earlier turns, so the new text does not begin with the old one.
@@ -113,11 +114,10 @@ def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special:
     """Return the token ids of a whole chat, up to the beginning of the reply.
 
     Args:
-        parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people
-            say.
+        parse_special: special tokens may be written in messages. Otherwise their names in messages are plain text.
     Raises:
-        FormatError: no chat template, or it refuses the messages, or the tokenizer cannot write a special token's name
-            as text.
+        FormatError: there is no chat template, or it refuses the messages, or the tokenizer cannot write a special
+            token's name as text.
     """
     return render_guarded(tokenizer, messages, parse_special=parse_special).encode(tokenizer)
 
@@ -125,9 +125,11 @@ def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special:
 def locate(
     tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_reply: bool
 ) -> tuple[list[Span | None], str, set[int]]:
-    """Find each content in the rendered text. None: the template left it out, or its place is not certain.
+    """Find the place of each message's content in the rendered text.
 
-    Also return the text with placeholders instead of contents, and the messages whose placeholders it has.
+    None: the template left it out, or its place is uncertain.
+
+    Also return the text with placeholders instead of contents, and the messages whose placeholders occur in that text.
 
     A plain search for the content "a" would find it in "<|assistant|>". So the template also renders placeholders,
     which occur nowhere else. The text around the placeholders is then searched for in the real text.
@@ -142,14 +144,16 @@ def locate(
     for i, following in zip(shown, [*shown[1:], None], strict=False):
         before, _, rest = rest.partition(placeholders[i])
         after = rest if following is None else rest.partition(placeholders[following])[0]
-        # A template may write other text around other contents. From there on, no place is certain.
+        # A template may write other text around the real contents than around placeholders. From there on, no place is
+        # certain.
         if not text.startswith(before, at):
             break
         start = at + len(before)
         ends = (
             start + len(words) for words in _stripped(messages[i]["content"]) if text.startswith(words + after, start)
         )
-        at = next(ends, text.find(after, start))  # The content stands here word for word, or changed.
+        # Either the content stands here word for word, or the template changed it.
+        at = next(ends, text.find(after, start))
         if at < 0:
             break
         spans[i] = start, at
@@ -157,7 +161,7 @@ def locate(
 
 
 def _stripped(content: str) -> tuple[str, ...]:
-    """Strip a content's white space as templates do."""
+    """Return the forms of a content that templates may write: with white space stripped or not."""
     return content, content.strip(), content.lstrip(), content.rstrip()
 
 
@@ -173,7 +177,7 @@ def render(tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool 
 def render_guarded(
     tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool = True, parse_special: bool = False
 ) -> Rendered:
-    """Render messages as `render` does, and keep in mind where the names of special tokens are only text.
+    """Render messages as `render` does, and record where the names of special tokens are only text.
 
     Args:
         parse_special: whether messages may contain special tokens.
@@ -187,7 +191,8 @@ def render_guarded(
     read: Callable[[str], Rendered] = Rendered
     if not parse_special:
         messages, options, read = protect(tokenizer, messages, options)
-    if (write := getattr(tokenizer, "write_calls", None)) is not None:  # The template leaves calls out.
+    # The tokenizer itself writes tool calls, which the template leaves out.
+    if (write := getattr(tokenizer, "write_calls", None)) is not None:
         messages = [write(message) for message in messages]
     try:
         bare = getattr(tokenizer, "unbounded", tokenizer)

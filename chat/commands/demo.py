@@ -1,7 +1,7 @@
 """Plays the demo: many users talk to one model at once, and every reply can be checked.
 
 A leak between users, a wrong rollback or a fork that shares too much turns into a wrong word. The model's replies are
-not scripted: it generates them greedily, token by token, and these tokens are remembered and judged.
+not scripted: it generates them greedily, token by token, and these tokens stay in the memory and are judged.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run_demo(
         n_turns: turns of each user's dialogue. At least 2: a fact and a question.
         on_word: is called after each new token of a reply.
     Raises:
-        SpecError: numbers that cannot work. FormatError: an unsuitable tokenizer. Also whatever the memory raises, such
+        SpecError: impossible numbers. FormatError: an unsuitable tokenizer. Also whatever the memory raises, such
         as IntegrityError.
     """
     if n_users < 2 or n_turns < 2:
@@ -104,7 +104,7 @@ def run_demo(
 
 
 class _Scenes:
-    """Plays the scenes, each on conversations that the scenes before have left in the memory."""
+    """Plays the scenes. Each uses conversations that earlier scenes have left in the memory."""
 
     def __init__(self, memory: HybridMemory, player: Player, seed: int) -> None:
         self._memory = memory
@@ -161,7 +161,7 @@ class _Scenes:
         report.reuses.append(Reuse(f"{user.name} is forked", "two forks", len(forks) * kept, n_fed - n_new, n_new))
 
     def probe_leaks(self, users: list[Conversation]) -> list[Answer]:
-        """Ask all users, at once, for something that only another user has told."""
+        """Ask all users, in the same steps, for something that only another user has told."""
         rng = self._rng("leak")
         scripts: list[tuple[Conversation, list[Turn]]] = []
         for user in users:

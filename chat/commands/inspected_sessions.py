@@ -135,7 +135,7 @@ def _key(owner: bytes, tokens: Int64s) -> bytes:
 
 
 def _branches(sessions: list[sqlite3.Row], nodes: list[Node]) -> tuple[Branch, ...]:
-    """Describe the most recently used sessions, and the messages of each."""
+    """Describe the most recently used sessions, with the messages of each."""
     found, depths = list[Branch](), dict[str, int]()
     of_session: dict[str, list[Node]] = {row["id"]: [] for row in sessions}
     for node in nodes:

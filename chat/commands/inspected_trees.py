@@ -1,4 +1,4 @@
-"""Describes the trees in saved files: checkpoints and forks of a sequence, branches of a chat, cached prefixes."""
+"""Describes the trees in saved files: a sequence's checkpoints and forks, a chat's branches, or cached prefixes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Branch:
     """Describes one entry of a tree. In a list, it comes after the entry that it grew from.
 
     Attributes:
-        depth: how many steps lead from the root of its tree to it. The root has depth 0.
+        depth: the number of edges from the root of the tree to this entry. The root has depth 0.
         n_tokens: its length in tokens. None if the file does not say.
-        n_bytes: bytes that no earlier entry has. None if the file has no bytes of it.
+        n_bytes: the bytes that no earlier entry shares. None if the file has no bytes of this entry.
     """
 
     what: str

@@ -192,7 +192,7 @@ def _inspect_chat(folder: Path) -> Finding:
 
 
 def _inspect_model(path: Path) -> Finding:
-    """Inspect a model's folder, or a config alone."""
+    """Inspect a model's folder, or only a config."""
     config_path = path / "config.json" if path.is_dir() else path
     raw = _read_object(config_path)
     if "architectures" not in raw and "model_type" not in raw:

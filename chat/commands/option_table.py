@@ -51,7 +51,7 @@ class Option:
             own; the command line, the environment and the configuration file may name that file.
         default: the value if the option is not given. None: there is none, or the help text explains it.
         to: the object that gets the option as an argument, and the argument's name, such as "server.max_body_bytes". If
-            the name is left out, the argument is called as the option. "": the command itself reads the option.
+            the name is left out, the argument has the option's name. "": the command itself reads the option.
         least, most: the limits of a number, both inclusive. choices: the only texts that are allowed.
     """
 
@@ -101,7 +101,10 @@ class Option:
             raise typer.BadParameter(f"{value!r}; give {wanted}") from None
 
     def read(self, value: object) -> Any:
-        """Convert a value of the configuration file to what the command line would give. Raises ValueError."""
+        """Convert a value of the configuration file to the value that the command line would give.
+
+        Raises ValueError.
+        """
         if self.kind == "bytes" and type(value) is int:
             return str(value)
         if self.kind == "tables" and isinstance(value, str):
@@ -185,7 +188,7 @@ def read_bytes(row: Option, text: str) -> int:
 
 
 def command_of(rows: tuple[Option, ...], run: Callable[[Chosen], None], *, name: str) -> Callable[..., None]:
-    """Return a function for `typer.Typer.command`, with an option for each row and --config beside them.
+    """Return a function for `typer.Typer.command`, with an option for each row, and with --config.
 
     Args:
         run: the command. Its docstring is the help text.

@@ -61,7 +61,7 @@ def plan(
 ) -> None:
     """Print how many sessions of a model fit into a budget beside its weights, from its config alone.
 
-    Also prints what eviction policies and quantised storages save, and what other engines would take.
+    Also prints what eviction policies and quantised storages save, and how many bytes other engines would need.
     """
     from dataclasses import replace
 

@@ -34,8 +34,8 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     """Load the model, and make an engine with a memory. Raises the library's errors.
 
     Args:
-        keeps_prefixes: whether the server keeps its prefix cache in a folder for its next start. Replicas share a store
-            instead.
+        keeps_prefixes: whether the server keeps its prefix cache in a folder for its next start. It is false for
+            replicas, which share a store instead.
     """
     from hybridmem.chat.commands.serving import find_places, make_engine, memory_options
     from hybridmem.chat.engine.drafting import Speculation
@@ -66,7 +66,7 @@ def run_server(chosen: Chosen) -> None:
     from hybridmem.chat.commands.serving import find_places, memory_options
     from hybridmem.chat.server import ServerOptions, bind, make_app, run
 
-    find_places(chosen, memory_options(chosen))  # Wrong options must be reported before a port is taken.
+    find_places(chosen, memory_options(chosen))  # Report wrong options before the server takes a port.
     has_key = bool(ServerOptions(**chosen.arguments_of("server")).all_keys)
     if is_fleet(chosen):
         run_fleet(chosen)

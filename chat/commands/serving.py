@@ -30,7 +30,7 @@ class Places:
 
     Attributes:
         prefixes: the folder that the next start reads. None: nothing is kept.
-        prefix_bytes: bytes for the prefix cache outside of the budget.
+        prefix_bytes: how many bytes the prefix cache may hold outside of the budget.
         save_seconds: the interval at which that folder is written again. None: it is written only at the end.
         memory: the options of the memory.
     """
@@ -90,7 +90,8 @@ def make_engine(
 ) -> tuple[Engine, ServerOptions]:
     """Return an engine and the server's options. The engine has taken a step, so the first request waits for no kernel.
 
-    With a folder, the engine begins with the last server's prefixes, and `options.save` saves its own there.
+    With a folder, the engine begins with the last server's prefixes, and `options.save` saves the engine's own prefixes
+    there.
 
     Raises MismatchError: the folder is that of another model or other options, and saving would replace it.
     """
@@ -111,7 +112,7 @@ def make_engine(
 def load_prefixes(prefixes: PrefixCache, folder: str, say: Callable[[str], None]) -> None:
     """Load a cache from a folder that an earlier server has written.
 
-    What cannot be read is reported, and computed again when it is needed.
+    Prefixes that cannot be read are reported, and computed again when they are needed.
 
     Raises MismatchError: the folder is that of another model or other options, and saving would replace it.
     """

@@ -176,10 +176,13 @@ def _find_sizes(max_running: int | None, step_tokens: int | None, *, is_dry: boo
 def _find_habits(
     context: typer.Context, workload: str, users: int, both: tuple[Any, ...], chats: tuple[Any, ...]
 ) -> Habits | AgentHabits:
-    """Return the habits of the users. Raises SpecError, also if this workload lacks one of the options.
+    """Return the habits of the users.
+
+    Raises SpecError for wrong values, and for options that this workload does not have.
 
     Args:
-        both: the options that both workloads have; None where one was not given. chats: the options of chats alone.
+        both: the options that both workloads have; None where one was not given. chats: the options that only chats
+            have.
     """
     from hybridmem.chat.simulation.agents import AgentHabits
     from hybridmem.chat.simulation.workload import Habits

@@ -30,12 +30,12 @@ _BUSY = 0.5
 
 
 def load(model: str, device: str, dtype: str, weights: str) -> tuple[LanguageModel, Tokenizer]:
-    """Load a model and its tokenizer, by a folder, a hub id or "embedded". Raises the library's errors."""
+    """Load a model and its tokenizer, named by a folder, a hub id or "embedded". Raises the library's errors."""
     from hybridmem.chat.prompts import load_tokenizer
     from hybridmem.models import load_model
     from hybridmem.models.loading.folders import find_folder
 
-    gc.freeze()  # What was imported stays. A search for garbage need not look at it before the server begins.
+    gc.freeze()  # Imported objects live until the exit, so later garbage collections need not visit them.
     folder = find_folder(model)
     language_model = load_model(folder, device=device, dtype=dtype, weights=cast("WeightFormat", weights))
     tokenizer = load_tokenizer(folder)
@@ -44,7 +44,7 @@ def load(model: str, device: str, dtype: str, weights: str) -> tuple[LanguageMod
 
 
 def choose_threads(model: LanguageModel, memory: HybridMemory, n_threads: int | None = None) -> None:
-    """Let the model use this many threads on the CPU, or as many as pay now; see `set_threads`."""
+    """Let the model use `n_threads` threads on the CPU, or by default as many as pay now; see `set_threads`."""
     from hybridmem.chat.engine.threads import set_threads
 
     show("measuring how many threads pay …")
@@ -53,10 +53,12 @@ def choose_threads(model: LanguageModel, memory: HybridMemory, n_threads: int | 
 
 
 def wait_passively_if_busy() -> None:
-    """Let the threads of kernels sleep while they wait, if the machine has other work. It must come before torch.
+    """Let the threads of kernels sleep while they wait, if the machine has other work.
+
+    Call it before torch is imported.
 
     Threads that sleep make a step of a small model twice as slow on a quiet machine, and ten times as fast on a busy
-    one. OpenMP reads this variable once. The variable is left as it is if it is set.
+    one. OpenMP reads this variable once. If the user has set the variable, it is left as it is.
     """
     with suppress(OSError):  # Some systems do not tell their load.
         n_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -80,7 +82,7 @@ def find_extra(*modules: str) -> None:
 
 
 def show(line: str) -> None:
-    """Show what the user waits for. On a terminal, the line replaces the one before."""
+    """Show a line about what the user is waiting for. On a terminal, it replaces the line before."""
     if sys.stderr is not None and sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[2K{line}")
         sys.stderr.flush()

@@ -1,4 +1,6 @@
-"""Runs a chat in a terminal or over a pipe. It shows replies as they come; commands such as /undo change what was said.
+"""Runs a chat in a terminal or over a pipe.
+
+It shows replies as they come; commands such as /undo change the conversation.
 
 Replies, and the output of commands, go to standard output. Standard error gets one line for the cost of each turn and
 for each error.
@@ -35,7 +37,7 @@ _SHOWN_CHARACTERS = 60
 class Settings:
     """Holds the options of a new terminal.
 
-    None stands for the default of `ChatSession`, or with `resume` for the value of the saved session.
+    None means the default of `ChatSession`. If `resume` is given, it means the saved session's value.
     """
 
     budget: str = "1GiB"
@@ -127,7 +129,7 @@ class Terminal:
     def take(self, line: str) -> None:
         """Execute one line of input: a command, or a message.
 
-        If the library or the file system refuses, the notes get one line about it, and nothing has changed.
+        If the library or the file system refuses, `notes` gets one line about it, and nothing has changed.
         """
         line = line.strip()
         if not line:

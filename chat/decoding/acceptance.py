@@ -1,4 +1,7 @@
-"""Decides which tokens of a draft are accepted. Replies are chosen, or distributed, as without drafts."""
+"""Decides which tokens of a draft are accepted.
+
+Replies are the same, or have the same distribution, as without drafts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class Acceptance:
     Attributes:
         n_drafted: how many tokens of drafts were fed to the model.
         n_accepted: how many of them were accepted.
-        n_turns: how often a sequence got new tokens. n_generated: how many tokens these were in all.
+        n_turns: how often a sequence got new tokens. n_generated: the number of these tokens in all.
     """
 
     n_drafted: int = 0
@@ -40,7 +43,7 @@ class Acceptance:
 
 
 def accept_likeliest(draft: Draft, rows_KV: Tensor) -> list[int]:
-    """Return the leading tokens of a draft that the model finds likeliest, and its likeliest token behind them."""
+    """Return the leading tokens of a draft that the model finds likeliest, and its likeliest token after these."""
     best: list[int] = rows_KV.max(-1).indices.tolist()  # This is several times as fast as argmax on a CPU.
     n_accepted = next(
         (i for i, (a, b) in enumerate(zip(draft.token_ids, best, strict=False)) if a != b), len(draft.token_ids)
@@ -49,13 +52,13 @@ def accept_likeliest(draft: Draft, rows_KV: Tensor) -> list[int]:
 
 
 def accept_drawn(draft: Draft, rows_KV: Tensor, draws: Draws) -> list[int]:
-    """Return the accepted tokens of a draft, and one more.
+    """Return the accepted tokens of a draft, and one token more.
 
     They have the distribution of the sampler's own tokens (Leviathan et al. 2023).
 
     Let q be the distribution from which the drafter drew a token x, and p the model's. The token is accepted with
-    probability min(1, p(x) / q(x)). Otherwise a token is drawn from max(0, p - q), normed, and the rest of the draft is
-    dropped. If the drafter did not draw, q(x) = 1: x is accepted with probability p(x), and otherwise the token is
+    probability min(1, p(x) / q(x)). Otherwise a token is drawn from max(0, p - q), normed, and the draft's later tokens
+    are dropped. If the drafter did not draw, q(x) = 1: x is accepted with probability p(x), and otherwise the token is
     drawn from p without x.
 
     Args:
@@ -74,7 +77,7 @@ def accept_drawn(draft: Draft, rows_KV: Tensor, draws: Draws) -> list[int]:
 
 
 def _remainder(p_V: Tensor, token_id: int, chances_V: Tensor | None) -> Tensor:
-    """Return the weights (not normed) from which the token in place of a rejected one is drawn."""
+    """Return the weights (not normalized) from which the token that replaces a rejected one is drawn."""
     if chances_V is None:
         rest_V = p_V.clone()
         rest_V[token_id] = 0

@@ -1,7 +1,7 @@
 """Generates several continuations of one prompt, by beam search or n-best sampling.
 
 A beam is a fork: it shares all blocks with the others and copies what it writes, attention and recurrent states alike.
-When beams change places, `memory.reorder` moves all of them at once and copies no tensor.
+When other beams become the best, `memory.reorder` reassigns all sequences at once and copies no tensor.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class BeamOptions:
         max_tokens: the most tokens of a beam. A beam of this length is complete.
         length_penalty: values above 0 favour long beams, values below 0 short ones. 0 compares plain log probabilities.
         early_stopping: True ends a search as soon as it has `n_beams` complete beams. False ends it when the best open
-            beam, at its present length, scores no better than the worst complete one. This is a guess, since a longer
-            beam might still score better. "never" compares with the best score that the open beam could still reach,
-            which is at full length if the penalty favours length.
+            beam, at its present length, scores no better than the worst complete one. A longer beam might still score
+            better. "never" compares with the best score that the open beam could still reach. That is its score at full
+            length if the penalty favours length.
         stop_ids: tokens that complete a beam.
     Raises:
         BatchError: a number that is not a positive integer.
@@ -89,7 +89,7 @@ def beam_search(
 def beam_searches(
     model: LanguageModel, memory: HybridMemory, prompts: Seq[list[int]], options: BeamOptions
 ) -> list[list[Beam]]:
-    """Search beams for several prompts of any lengths, all beams of all of them in one batch.
+    """Search beams for several prompts of any lengths. All beams of all prompts run in one batch.
 
     Each step looks at the likeliest continuations of the open beams: (1 + stop ids) x n_beams of them, and at least 2 x
     n_beams. Complete ones count if they are among the first n_beams. The first n_beams of the others stay open.
@@ -170,7 +170,7 @@ class _Search:
 
     Attributes:
         beams: the sequences of the open beams. It is empty once the search is over.
-        next_ids: the token that each of them is fed next.
+        next_ids: the token that each of these sequences is fed next.
         complete: the best complete beams so far, best first.
     """
 

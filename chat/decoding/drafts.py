@@ -1,4 +1,4 @@
-"""Makes drafts for speculative decoding. A draft guesses the next tokens, from the text itself or by a smaller model.
+"""Makes drafts for speculative decoding. A drafter guesses the next tokens from the text itself, or by a smaller model.
 
 A drafter may guess anything: drafts change how fast a text is decoded, never which text
 (`chat.decoding.speculative`).
@@ -31,7 +31,7 @@ from hybridmem.models import LanguageModel
 class Draws:
     """Draws the tokens of one text. Its random numbers are independent of those of `Sampler.draw`.
 
-    A drafted token, its acceptance and the token in its place must not depend on the same number.
+    A drafted token, its acceptance and the token that replaces a rejected one must not depend on the same number.
     """
 
     sampler: Sampler
@@ -45,7 +45,7 @@ class Draws:
         )
 
     def ahead(self) -> Draws:
-        """Return a copy with a sampler of its own. The copy can count tokens that may still be rejected."""
+        """Return a copy with its own sampler. The copy can count tokens that may still be rejected."""
         return Draws(copy(self.sampler), self.random)
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Draws:
         """Draw a token with probabilities in proportion to `weights_V`, which are >= 0 and not all 0."""
         cumulative_V = weights_V.double().cumsum(-1)
         point = cumulative_V.new_tensor([self.random.random()]) * cumulative_V[-1]
-        # If rounding moved the point up to the total, it would lie behind the last possible token.
+        # If rounding moved the point up to the total, it would lie after the last possible token.
         return min(int(torch.searchsorted(cumulative_V, point, right=True)), int(weights_V.nonzero()[-1]))
 
 
@@ -83,8 +83,8 @@ class Draft:
     """Proposes tokens that may come next.
 
     Attributes:
-        chances: for each token, the probabilities (V,) from which it was drawn. None: no token was drawn, so each had
-            probability 1.
+        chances: for each token, the probabilities (V,) from which it was drawn. None: the drafter chose its tokens
+            without drawing, so each had probability 1.
     """
 
     token_ids: list[int]
@@ -125,7 +125,7 @@ def check_counts(**counts: int) -> None:
 
 @dataclass
 class _Index:
-    """Maps each n-gram of a text to the position behind its latest occurrence.
+    """Maps each n-gram of a text to the position after its latest occurrence.
 
     The n-gram at the very end is left out.
     """
@@ -135,7 +135,10 @@ class _Index:
     n_indexed: int = 0
 
     def continuation(self, n_gram: int, n_tokens: int) -> list[int]:
-        """Return the tokens that followed the last n-gram at its previous occurrence. Empty: there is none."""
+        """Return the tokens that followed the previous occurrence of the text's last n-gram.
+
+        The list is empty if there is none.
+        """
         text, n = self.text, len(self.text)
         for end in range(max(self.n_indexed, n_gram), n):
             self.behind[tuple(text[end - n_gram : end])] = end
@@ -144,10 +147,11 @@ class _Index:
         if start is None:
             return []
         found = text[start : start + n_tokens]
-        # The end of the text is reached. Repeat the tokens since `start`, as if the text went on in a loop.
+        # This is the end of the text. Repeat the tokens since `start`, as if the text went on in a loop.
         while len(found) < n_tokens:
             found.append(found[start - n])
-        return list(takewhile(lambda token: not is_soft(token), found))  # no reply has a picture
+        # Replies never have a picture, so drafts end before its tokens.
+        return list(takewhile(lambda token: not is_soft(token), found))
 
 
 class PromptLookup:
@@ -157,7 +161,7 @@ class PromptLookup:
     loops.
 
     Args:
-        n_gram: how many tokens must agree. A smaller number gives more and worse drafts.
+        n_gram: how many tokens must agree. A smaller number gives more drafts, but worse ones.
         n_draft: the most tokens of a draft.
     Raises:
         SpecError: a number that is not positive.
@@ -196,7 +200,7 @@ class _Follower:
     """Holds a sequence in the draft model's memory that follows a text.
 
     Attributes:
-        n_settled: how many leading tokens were fed from the text. The tokens behind them were guesses.
+        n_settled: how many leading tokens were fed from the text. Its later tokens were guesses.
     """
 
     sequence: Sequence
@@ -259,14 +263,14 @@ class DraftModel:
     Each token takes a step.
 
     Its sequences follow the texts. Wrong guesses, and tokens that were edited since, are rolled back within the
-    memory's window. If they lie further back, the text is fed again from the nearest reachable position.
+    memory's window. If they are older than the window, the text is fed again from the nearest reachable position.
 
     Args:
         memory: a memory made from `model.memory_spec`. Nothing else may advance the sequences that are opened here.
         n_draft: the most tokens of a draft. It may not exceed the memory's `rollback_window`.
         step_tokens: a longer text is fed in steps of this many tokens.
     Raises:
-        SpecError: a number that cannot work.
+        SpecError: an impossible number.
     """
 
     def __init__(self, model: LanguageModel, memory: HybridMemory, n_draft: int = 4, *, step_tokens: int = 512) -> None:
@@ -332,8 +336,8 @@ class DraftModel:
 def check_window(n_draft: int, memory: HybridMemory) -> None:
     """Raise SpecError unless drafts of this many tokens can always be rolled back.
 
-    A step feeds 1 + n_draft tokens, and may keep only the first. So up to n_draft tokens are rolled back from the
-    furthest position that was ever fed. The memory guarantees rollback_window tokens from there.
+    A step feeds 1 + n_draft tokens, of which only the first may be kept. So up to n_draft tokens are rolled back from
+    the furthest position that was ever fed. The memory guarantees rollback_window tokens from there.
     """
     if n_draft > memory.rollback_window:
         raise SpecError(

@@ -1,8 +1,9 @@
 """Decodes speculatively: one step feeds the last token and a draft, and `step.accept` keeps the accepted tokens.
 
-A step of a few tokens takes little longer than a step of one, because it reads the weights once. A hybrid model usually
-pays for the rest with a copy of its recurrent states for each token of a draft. Here rejected tokens only shorten the
-tail, so a draft of any length that fits the rollback window needs no state but those that plain decoding has.
+A step of a few tokens takes little longer than a step of one, because it reads the weights once. To undo rejected
+tokens, implementations for hybrid models usually copy the recurrent states for each token of a draft. Here rejected
+tokens only shorten the tail, so a draft of any length that fits the rollback window needs no more states than plain
+decoding.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class SpeculativeBatch:
     In one step, each sequence may have a draft of any length, or none. The caller owns the sequences. The memory must
     have room for them: here, unlike in the engine, no sequence waits or is swapped out.
 
-    Without sampling, each token is the likeliest after those before it, as without drafts. The texts are equal unless -
-    two logits are so close that rounding decides. A step of several tokens rounds otherwise than steps of one: in
-    float32, logits differ by up to 1e-4 of their spread; - attention has a policy or a storage. All queries of a step
-    see the old rows as they were before the step, so it matters how tokens are divided into steps. Rejected drafts do
-    not matter: a rollback undoes what they folded.
+    Without sampling, each token is the likeliest after those before it, as without drafts. The texts are equal, except
+    in two cases:
+
+    - Two logits are so close that rounding decides. A step of several tokens rounds differently from steps of one: in
+      float32, logits differ by up to 1e-4 of their spread.
+    - Attention has a policy or a storage. All queries of a step see the old rows as they were before the step, so it
+      matters how tokens are divided into steps. Rejected drafts do not matter: a rollback undoes what they folded.
 
     With sampling, every token has the distribution that it has without drafts (Leviathan et al. 2023), but is drawn
     with other random numbers.
@@ -56,10 +59,10 @@ class SpeculativeBatch:
     A step with a prompt in it has no drafts: it computes the logits of last tokens only.
 
     Args:
-        stop_ids: tokens that end a reply. The first is written behind a reply that is cut short.
+        stop_ids: tokens that end a reply. The first is appended to a reply that is cut short.
         drafter: makes the drafts; see `chat.decoding.drafts`. No other batch may use it.
-        adapts: shorten drafts where they fail. A draft gets twice the tokens that were accepted of the sequence's last
-            one, plus one.
+        adapts: shorten drafts where they fail. A draft has at most 2 n + 1 tokens if n tokens of the sequence's last
+            draft were accepted.
         remembers_end: also feed the token that ends a reply. The memory then holds the whole turn, and a next one can
             follow.
         step_tokens: a step with more tokens than these is run in chunks.
@@ -108,7 +111,7 @@ class SpeculativeBatch:
     def add(
         self, sequence: Sequence, token_ids: list[int], max_tokens: int, *, sampling: Sampling | None = None
     ) -> None:
-        """Feed these tokens in the next step, behind what still waits, and then decode up to `max_tokens` tokens.
+        """Feed these tokens in the next step, after those that already wait, and then decode up to `max_tokens` tokens.
 
         Args:
             sampling: how this sequence's tokens are chosen. None: each is the likeliest.
@@ -138,7 +141,7 @@ class SpeculativeBatch:
         self._drafter.forget(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
-        """Free what is kept for a complete reply. The drafter keeps its part, for the next reply of the sequence."""
+        """Free what is kept for a complete reply. The drafter keeps its data for the sequence's next reply."""
         for known in (self._texts, self._draws, self._n_draft, self._n_left):
             known.pop(sequence, None)
 
@@ -161,7 +164,7 @@ class SpeculativeBatch:
         return new
 
     def _advance(self) -> None:
-        """Take a step and keep its tokens. Either both happen, or neither."""
+        """Take a step and keep its tokens, or do neither."""
         drafts = self._draft()
         try:
             self._feed(drafts)
@@ -186,7 +189,7 @@ class SpeculativeBatch:
             self._drafter.draft({})  # This tells the drafter that no reply is under way.
 
     def _keep(self, sequence: Sequence, token_id: int) -> NewToken:
-        self._waiting.pop(sequence, None)  # The token before this one is fed already.
+        self._waiting.pop(sequence, None)  # The token before this one has already been fed.
         new = self._take(sequence, token_id)
         self._texts[sequence].append(token_id)
         if sequence in self._draws:
@@ -225,7 +228,7 @@ class SpeculativeBatch:
     def _verify(self, sequence: Sequence, draft: Draft, rows_KV: Tensor) -> list[int]:
         """Return the accepted part of the draft and one token of the model's own.
 
-        The list is cut behind a token that ends the reply.
+        The list is cut after a token that ends the reply.
 
         rows_KV: the logits after the last token and after each token of the draft, (1 + tokens of the draft, vocab).
         """

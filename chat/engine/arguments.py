@@ -1,6 +1,6 @@
 """Checks the parts that an engine is built from: model, memory, tokenizer, stop ids.
 
-The errors show how the call should look.
+The error messages show how the call should look.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOW_TO_LOAD = "with a model from load_model(...) and memory = HybridMemory(model
 
 
 def check_parts(model: object, memory: object, call: str) -> None:
-    """Raise SpecError unless these are a model and a memory, in this order.
+    """Raise SpecError unless `model` is a model and `memory` is a memory.
 
     The message shows `call`, the right call.
     """
@@ -56,7 +56,7 @@ def check_belonging(model: LanguageModel, memory: HybridMemory, prefixes: Prefix
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise SpecError unless this can decode token ids, or is None."""
+    """Raise SpecError unless the tokenizer is None or can decode token ids."""
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise SpecError(
             f"tokenizer={tokenizer!r} is none; give chat.prompts.load_tokenizer(folder), with the model's folder, or "
@@ -65,7 +65,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_can_decode(memory: HybridMemory, tokenizer: object, sequence: object, stop: tuple[str, ...]) -> None:
-    """Raise BatchError if a request needs a tokenizer or an encoder's sequence, and there is none."""
+    """Raise BatchError if a request needs a tokenizer or a sequence with an encoder's output, and has none."""
     if stop and tokenizer is None:
         raise BatchError(f"stop={stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids")
     if sequence is None and memory.spec.of_kind("cross-attention"):

@@ -10,7 +10,7 @@ from hybridmem.memory.sequences import uninterrupted
 class Callbacks:
     """Holds the new text of each job until the job's `on_token` is called.
 
-    A callback that raises is not called again. Its generation ends with that error.
+    A callback that raises is not called again. The job's generation ends with that error.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -22,7 +22,7 @@ class Callbacks:
         self._pieces[job] = self._pieces.get(job, "") + piece
 
     def call(self) -> bool:
-        """Call all callbacks, also for text that is added meanwhile. Return whether there was any text."""
+        """Call all callbacks, also for text that is added while they run. Return whether there was any text."""
         has_any = bool(self._pieces)
         while self._pieces:
             job = next(iter(self._pieces))

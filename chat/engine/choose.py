@@ -20,8 +20,7 @@ Choose = Callable[[Tensor, Plan], list[Choice]]
 def choose_tokens(logits: Tensor, plan: Plan) -> list[Choice]:
     """Choose the next token of each job that wants one, or the error that ends the job.
 
-    Rows that need more than an argmax are processed and drawn together. No job is changed, so a failed step can be
-    tried again.
+    Rows that need more than an argmax are processed together. No job is changed, so a failed step can be tried again.
 
     Args:
         logits: (S, V), one row for each job of the plan.

@@ -1,7 +1,7 @@
 """Decides which generations of a step get drafts, verifies them, and stops drafting where it does not pay.
 
-Drafts are a mode of the engine's one loop. A step feeds a draft behind the last token. The model's choice after each
-token is compared with the draft, and `step.accept` keeps what agrees.
+Drafts are a mode of the engine's one loop. A step feeds a draft after the last token. The model's choice after each
+token is compared with the draft, and `step.accept` keeps the tokens that agree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Drafts = dict[Job, list[int]]
 
 @dataclass(frozen=True)
 class Speculation:
-    """Says where an engine gets drafts, beside the predictions that come with requests.
+    """Says where an engine gets drafts from, in addition to predictions that come with requests.
 
     Attributes:
         looks_up: take drafts from the texts themselves (prompt lookup).
@@ -51,10 +51,10 @@ class Speculation:
 
 @dataclass
 class Drafted:
-    """Holds how well the drafts of one generation did.
+    """Holds how good the drafts of one generation were.
 
     Attributes:
-        rate: the recent share of right tokens among the drafted ones, counted up to the first wrong one.
+        rate: the share of recently drafted tokens that were right. Tokens after the first wrong one do not count.
         n_next: the next draft has at most this many tokens.
     """
 
@@ -86,7 +86,7 @@ class Drafting:
         self._pace = Pace()
         self._rest, self._next_rest, self._n_drafted_steps = 0, _FIRST_REST, 0
         self._drafted = WeakKeyDictionary[Job, Drafted]()
-        self._rate = _OF_TEXTS  # The share of right tokens over all texts so far.
+        self._rate = _OF_TEXTS  # This is the share of right tokens over all texts so far.
 
     def propose(self, plan: Plan) -> Drafts:
         """Return drafts for a step that only decodes, where they are expected to pay. Often there are none."""
@@ -105,7 +105,7 @@ class Drafting:
         found = {job: guess for job, _ in plan if (guess := self._guess(job, room))}
         if not self._adapts:
             return found
-        if not found:  # Looking for drafts costs time as well, so rest from it if drafts have not paid.
+        if not found:  # Looking for drafts costs time as well, so pause it if drafts have not paid.
             self._rest = max(len(plan) // 8, (self._next_rest - _FIRST_REST) // 16)
             return {}
         good = {job: guess for job, guess in found.items() if self._is_often_right(job)}
@@ -120,7 +120,7 @@ class Drafting:
         return {job: guess[:_PROBED] for job, guess in found.items()}
 
     def _is_compared(self) -> bool:
-        """Return True for one step in 64: it goes without drafts, so that the cost of such steps stays known."""
+        """Return True for one step in 64, which runs without drafts, so that the cost of such steps stays known."""
         self._n_drafted_steps += 1
         return self._n_drafted_steps % _COMPARED_EVERY == 0
 
@@ -156,7 +156,7 @@ class Drafting:
         return self._pace.pays(n_sequences, n_sequences + n_drafted, n_sequences + n_expected)
 
     def note(self, plan: Plan, drafts: Drafts, seconds: float) -> None:
-        """Note the seconds of a step that only decoded."""
+        """Record how many seconds a step without prompts took."""
         if drafts:
             self._pace.drafted.note(len(plan) + sum(map(len, drafts.values())), seconds)
         elif not any(job.is_prefilling for job, _ in plan):

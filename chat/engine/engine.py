@@ -1,18 +1,20 @@
 """The engine batches continuously: it makes one step of the model after the other for many generations over one memory.
 
-Each step decodes one token of every running reply, and prefills prompts beside them. Finished generations leave after
-a step and waiting ones join before it. Prompts of up to `step_tokens` are prefilled one after the other, the oldest
-first, and longer ones after them, of which the oldest goes on at every step; see `plan_step`. A prompt that begins like
-another waits for it: with a prefix cache their common part is computed once. When the memory is full, the request that
-was admitted last is swapped out and comes back before new ones: what was computed for it is kept, and its reply stays
-the same.
+Each step decodes one token of every running reply, and prefills prompts beside them. Finished generations leave after a
+step and waiting ones join before it. Prompts of up to `step_tokens` are prefilled one after the other, the oldest
+first, and longer ones after them, of which the oldest advances at every step; see `plan_step`. With a prefix cache, a
+prompt that begins like a running one waits until their common part is computed, so that it is computed once. When the
+memory is full, the request that was admitted last is swapped out and comes back before new requests: its computed
+memory is kept, and its reply stays the same.
 
-A sequence that is kept (`keeps_sequence`) holds, when its generation has ended with
-- "stop" or "length": the prompt and every chosen token but the last, which did not have to be fed. With `remembers_end`
-it holds the last token too, and behind a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A
-stop string is found only when its tokens have been chosen, so they stand in the sequence although the text ends before
-them. Roll back to continue from the text itself. - "cancelled", "deadline" or "error": the part of this that had been
-fed by then. It may be swapped out.
+A sequence that is kept (`keeps_sequence`) holds the following tokens when its generation has ended:
+
+- With "stop" or "length", it holds the prompt and every chosen token except the last, which need not be fed. With
+  `remembers_end`, it holds the last token too, and after a reply that was cut (by max_tokens or a stop string) the
+  first of `stop_ids`. A stop string is found only when its tokens have been chosen, so these are in the sequence
+  although the text ends before them. Roll back to continue from the text itself.
+- With "cancelled", "deadline" or "error", it holds those of these tokens that had been fed by then. The sequence may be
+  swapped out.
 """
 
 from __future__ import annotations
@@ -77,11 +79,11 @@ class Engine:
 
     Args:
         tokenizer: decodes replies. None: generations have token ids and no text.
-        stop_ids: tokens that end a reply. The first is written behind a reply that is cut short and to be remembered.
-            The default are those that the tokenizer and the model's config name.
+        stop_ids: tokens that end a reply. The first is appended to a reply that is cut short and to be remembered. By
+            default they are those that the tokenizer and the model's config name.
         prefixes: the prefix cache. The engine looks prompts up in it, and inserts prompts and replies.
         step_tokens: the tokens of prompts in one step. If many short prompts wait, a step has up to twice as many.
-        max_running: the most requests in one step. They are fewer than `step_tokens`, so that prompts always make
+        max_running: the most requests in one step. This number is less than `step_tokens`, so that prompts always make
             progress.
         clock: returns seconds. Tests replace it.
         choose: chooses the next tokens from a step's logits. Dry runs, which have no logits, replace it.
@@ -91,8 +93,7 @@ class Engine:
         speculation: where drafts come from, such as `Speculation(looks_up=True)` for the replies' own texts. Drafts
             change no reply, not even drawn ones; see `chat.decoding.speculative`.
     Raises:
-        SpecError: numbers that cannot work; a memory that was made for another model, or a prefix cache of another
-            memory.
+        SpecError: impossible numbers; a memory that was made for another model, or a prefix cache of another memory.
     """
 
     __reduce_ex__ = refuse_to_copy("make one in each process, with a memory of its own")
@@ -177,7 +178,8 @@ class Engine:
             token_ids: the tokens to feed. The reply follows them.
             sequence: a live sequence to continue, swapped out or not. Nothing else may use it until the generation has
                 ended. None: a new one.
-            max_tokens: the most tokens to choose, including the one that ends the reply. 0: only feed.
+            max_tokens: the most tokens to choose, including the one that ends the reply. 0: feed the tokens and choose
+                none.
             stop: strings that end the reply. Its text is cut before them.
             output: the tokens that end the reply, its grammar, and log probabilities.
             deadline_s: after so many seconds from now, the reply ends as it is.
@@ -258,8 +260,8 @@ class Engine:
     def _require_possible(self, token_ids: object, sequence: Sequence | None) -> int:
         """Raise CapacityError if a prompt is too long for the budget, before its tokens are read.
 
-        Returns how many tokens the sequence holds. The check assumes the shortest steps, to which the engine falls
-        back when room is short.
+        Returns how many tokens the sequence holds. The check assumes steps of few tokens, which need the least room,
+        because the engine falls back to them when room is short.
         """
         n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
         n_tokens = int(count_tokens([token_ids])[0])
@@ -270,7 +272,7 @@ class Engine:
         return n_base
 
     def cancel(self, generation: Generation) -> None:
-        """End a generation as it is. Nothing happens if it has ended.
+        """End a generation with the text that it has. Nothing happens if it has already ended.
 
         Its bytes are free at once, or after the step that is running.
         """
@@ -280,7 +282,8 @@ class Engine:
             return
         self._serving.wake()
         with ExitStack() as held:
-            # If a step holds the lock, the step settles this at its end. An event loop must not wait for a step.
+            # If a step holds the lock, the step releases the generation at its end. An event loop must not wait for a
+            # step.
             with uninterrupted():
                 has_lock = self.lock.acquire(blocking=False)
                 if has_lock:
@@ -314,9 +317,8 @@ class Engine:
     async def serve(self) -> None:
         """Step in a thread while there is something to do, and sleep otherwise, until this call is cancelled.
 
-        A step that runs at the cancellation is finished first. Call `serve` again to go on. Raises StepError if the
-        engine is being served already. Raises whatever the model raises; every generation has ended with that error
-        then.
+        A running step is finished before the call ends. Call `serve` again to go on. Raises StepError if the engine is
+        being served already. Raises whatever the model raises; every generation has ended with that error then.
         """
         await self._serving.serve()
 

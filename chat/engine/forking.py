@@ -42,7 +42,7 @@ def forks_of(plan: Plan) -> list[Fork]:
 def with_forks(logits: Tensor, plan: Plan, forks: list[Fork]) -> tuple[Tensor, Plan]:
     """Return logits and plan with one more row for each fork.
 
-    The row is a copy of its source's; the fork draws its own token.
+    The row is a copy of the source's row, from which the fork draws its own token.
     """
     if not forks:
         return logits, plan

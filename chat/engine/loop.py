@@ -1,9 +1,4 @@
-"""The generation loop of every decoder: feed tokens in a step, choose from the logits, commit, keep the choice.
-
-Decoders differ in their mode. The engine chooses one token for each generation of the step (`chat.engine.engine`).
-Speculative decoding verifies drafts and accepts their leading part (`chat.decoding.speculative`); its draft model is
-decoded by the same loop (`chat.decoding.drafts`). Beam search reorders sequences (`chat.decoding.beams`).
-"""
+"""Contains the generation loop of all decoders: feed tokens, choose from the logits, commit, and keep the choice."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ class Mode(Protocol[ChosenT]):
     outputs: Outputs
 
     def requests(self) -> dict[Sequence, list[int]]:
-        """Return the tokens of the next step. The dict is empty if there is no next step."""
+        """Return the tokens to feed in the next step. The dict is empty if there is no next step."""
         ...
 
     def choose(self, logits: Tensor, step: Step | None) -> ChosenT:
@@ -62,9 +57,9 @@ def feed(
 
     Args:
         step_tokens: a request with more tokens is fed in several steps, all of them or none. The mode then gets the
-            logits of last tokens, whatever it needs.
+            logits of last tokens only, even if it needs all.
     Raises:
-        As `HybridMemory.run`. The sequences and the mode are as before, and the same can be tried again.
+        As `HybridMemory.run`. The sequences and the mode are as before, and the call can be repeated.
     """
     # This holds a Ctrl-C back, once the tokens are committed and until this function returns.
     held = uninterrupted_call(holds_all=True)

@@ -15,7 +15,7 @@ from hybridmem.memory.blocks import is_integer
 
 
 class CallReader(Protocol):
-    """Declares what reads the text of one reply, and finds calls that break their schemas."""
+    """Declares the interface of a reader of one reply's text, which finds calls that break their schemas."""
 
     @property
     def begun_at(self) -> int:
@@ -24,7 +24,7 @@ class CallReader(Protocol):
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether no text at the end may belong to a call."""
+        """Return whether the text's end cannot belong to a call."""
         ...
 
     def feed(self, text: str, *, is_constrained: bool) -> bool:
@@ -49,14 +49,14 @@ class Output:
     """Holds the options of a reply that do not concern sampling.
 
     Attributes:
-        stop_ids: tokens that end the reply. None: the engine's.
+        stop_ids: tokens that end the reply. None: the engine's stop ids.
         grammar: the grammar of the reply. The reply ends with "stop" only where the grammar may end.
         calls: the grammar of calls in the reply, which may have other text around them.
-        follow_calls: returns what reads the calls of a new reply. Those that break their schemas are drawn again, by
+        follow_calls: returns a reader for the calls of a new reply. Calls that break their schemas are drawn again, by
             the grammar `calls`. None: they stay as they are.
         logprobs: how many alternatives are reported with each token, with log probabilities. None: no log probabilities
             at all.
-        shows_special: special tokens have their names as text, except those that end the reply.
+        shows_special: special tokens appear in the text by their names, except those that end the reply.
         hidden_ids: special tokens that have no text, even if others have.
         continues_text: the reply's text goes on from that of the prompt, so it keeps a space before its first word.
             Otherwise SentencePiece's tokenizers leave it out, as at the beginning of a text.

@@ -1,7 +1,7 @@
 """Measures what steps cost with and without drafts, and says whether drafts pay.
 
-The seconds of a step are taken as a + b n for n tokens in it, fitted to the latest steps, once for steps without drafts
-and once for steps with them: verifying several tokens of a sequence takes other kernels than decoding one.
+The seconds of a step with n tokens are modeled as a + b n, fitted to the latest steps. Steps with and without drafts
+have fits of their own, because verifying several tokens of a sequence uses other kernels than decoding one.
 """
 
 from __future__ import annotations
@@ -47,25 +47,20 @@ class Cost:
         mean_n, mean_seconds = self.n / self.weight, self.seconds / self.weight
         variance = self.nn / self.weight - mean_n**2
         slope = (self.n_seconds / self.weight - mean_n * mean_seconds) / variance if variance > 0.25 else None
-        most = mean_seconds / mean_n  # A token costs at most its share of a step.
+        most = mean_seconds / mean_n  # A token costs at most its proportional share of a step.
         slope = most / 2 if slope is None else min(max(slope, 0.0), most)
         return max(mean_seconds + slope * (n_tokens - mean_n), mean_seconds / 4)
 
 
 @dataclass
 class Pace:
-    """Holds the costs of both kinds of steps, and compares them."""
+    """Holds the costs of steps with and without drafts, and compares them."""
 
     plain: Cost = field(default_factory=Cost)
     drafted: Cost = field(default_factory=Cost)
 
     def pays(self, n_sequences: int, n_tokens: int, n_expected: float) -> bool | None:
-        """Return whether a step with drafts brings more tokens a second, or None if that is not known yet.
-
-        Args:
-            n_tokens: tokens of the step, including drafts.
-            n_expected: new tokens that the step is expected to bring.
-        """
+        """Return whether drafts give more tokens a second, or None if that is not known yet."""
         if not (self.plain.is_known and self.drafted.is_known):
             return None
         plain = n_sequences / self.plain.of(n_sequences)

@@ -42,25 +42,25 @@ class Generation:
     """Holds the result of a request so far. The engine writes it; callers only read it.
 
     Attributes:
-        n_prompt: the number of tokens in the prompt. n_base: the number that the given sequence held before.
+        n_prompt: the number of tokens in the prompt. n_base: the number of tokens that the given sequence held before.
         n_prefilled: how many tokens of the prompt the sequence holds so far, reused or computed.
         token_ids: all chosen tokens, including the one that ended the reply.
-        logprobs: the same tokens with their log probabilities, if these were asked for. One of `stop_ids` is left out,
-            unless `Output.reports_end` is set.
+        logprobs: the same tokens with their log probabilities, if these were asked for. A token of `stop_ids` at the
+            end is left out, unless `Output.reports_end` is set.
         prompt_logprobs: the scored tokens of the prompt so far, if it is scored; see `Output.prompt_logprobs`.
-        text: the text of the chosen tokens, up to a stop string. One of `stop_ids` is left out. While the reply is
-            running, incomplete characters and a possible start of a stop string are left out, too.
+        text: the text of the chosen tokens, up to a stop string. A token of `stop_ids` at the end is left out. While
+            the reply is running, incomplete characters and a possible start of a stop string are left out, too.
         finish_reason: "stop" (an end token, a stop string, or the end of its grammar), "length" (max_tokens, or a stop
             where its grammar goes on), "cancelled", "deadline" or "error". None while it is running.
         stopped_by: the stop string that ended the reply, if one did.
         error: the exception, if the reply ended with "error".
-        sequence: the live sequence, if it was to be kept and the reply has ended. If it was swapped out at that moment,
-            it still is.
+        sequence: the live sequence, if it was to be kept and the reply has ended. It stays swapped out if it was so at
+            that moment.
         lookup: the prefix cache's lookup of the prompt, if there was one. A forked choice has the lookup of its source.
-        choice: its number among the choices of its request, from 0.
+        choice: the generation's number among the choices of its request, from 0.
         n_drafted, n_accepted: how many tokens were drafted, and how many of them were right.
         n_taken_back: how many calls of tools broke their schemas and were drawn again. n_discarded: how many tokens
-            were taken back with them.
+            these calls had.
         submitted_at, admitted_at, first_token_at, finished_at: seconds on the engine's clock. None: it has not happened
             yet.
     """
@@ -129,7 +129,7 @@ class Request:
 
         Args:
             stop_ids: the engine's stop ids, for an output that names none.
-            soft: finds the rows of pictures, which the request then holds. None: the model sees none.
+            soft: finds the rows of pictures, which the request then holds. None: the model takes no pictures.
         """
         if unknown := options.keys() - {each.name for each in fields(cls)}:
             raise BatchError(f"{min(unknown)}=... is no option of a request; see Engine.submit")
@@ -230,18 +230,19 @@ class Job:
         n_reused: how many of `tokens` came from the prefix cache.
         lookup: the cache's lookup of `tokens`, until the first step with this sequence is counted.
         others: the jobs of the other choices of the same request. Their prompts are the same.
-        is_forked: whether its prompt came by a fork from one of the others.
+        is_forked: whether the job's prompt came by a fork from one of the others.
         cuts: indices into `tokens`, ascending, where a chunk of the prompt ends because the prefix cache wants to
             remember it.
         arriving: while the job waits, the cached checkpoint whose files are read for it. Empty if there is none.
-        leader: while the job waits, the running job whose prompt begins alike, and the index up to which the leader
-            must be fed first.
-        calls: holds back the text of calls until it is clear that they keep to their schemas. None: nothing does.
-        ending: why the reply is complete. Only its end is left to be fed.
+        leader: while the job waits, the running job whose prompt begins with the same tokens, and how many of its
+            tokens must be fed before this job starts.
+        calls: holds back the text of calls until it is clear that they keep to their schemas. None: no text is held
+            back.
+        ending: why the reply is complete. Only its last tokens are still to be fed.
         outcome: why the job ends now, and the error if it is one. The job is released between steps.
         has_failing_callback: whether its on_token has raised. It is not called again then.
         served: the number of the step in which it last got tokens.
-        admitted: its number among all admissions. The latest is preempted first.
+        admitted: the job's number among all admissions. The latest is preempted first.
     """
 
     request: Request
@@ -275,18 +276,21 @@ class Job:
 
     @property
     def live_sequence(self) -> Sequence:
-        """The sequence of a running job."""
+        """Return the sequence of a running job."""
         assert self.sequence is not None, "opened when it was admitted"
         return self.sequence
 
     @property
     def is_prefilling(self) -> bool:
-        """Return whether there is more to be fed than the token that was chosen last."""
+        """Return whether the job has more tokens to be fed than the one that was chosen last."""
         return self.n_fed < max(self.generation.n_prompt, len(self.tokens) - 1)
 
     @property
     def has_prompt(self) -> bool:
-        """Return whether its sequence has held the whole prompt. Other choices are forked at that moment only."""
+        """Return whether the job's sequence has already held the whole prompt.
+
+        Only when it first does are other choices forked.
+        """
         return self.n_fed >= self.generation.n_prompt or bool(self.generation.token_ids)
 
     @property
@@ -296,7 +300,7 @@ class Job:
 
     @property
     def is_new(self) -> bool:
-        """Return whether nothing was computed for it yet, and no token was chosen."""
+        """Return whether nothing has been computed for the job yet, and no token was chosen."""
         return self.sequence is None and not self.admitted and self.outcome is None
 
     @property
@@ -334,7 +338,10 @@ class Job:
 
     @property
     def most_reused(self) -> int:
-        """Return how many tokens a cached prefix may have at most. The token before a scored one is fed."""
+        """Return the greatest number of tokens that may come from a cached prefix.
+
+        The token before a scored one must be fed.
+        """
         return self.next_scored - 1 if self.is_scored else len(self.tokens)
 
     def ahead(self) -> Job:
@@ -356,7 +363,10 @@ class Job:
         return is_last and self.ending is None and len(self.generation.token_ids) < self.request.max_tokens
 
     def begin_reply(self, known: Iterable[int]) -> None:
-        """Make the sampler of the reply to these tokens. It stays the same when the job starts again."""
+        """Make the sampler of the reply after these known tokens.
+
+        The sampler stays the same when the job starts again.
+        """
         if self.sampler is None:
             self.sampler, follow = self._make_sampler(known), self.request.output.follow_calls
             self.calls = None if follow is None else FollowedCalls(follow, self.sampler, self.stream)
@@ -372,7 +382,7 @@ class Job:
         """Add the token that was chosen, and return the text that it makes visible.
 
         Args:
-            end_ids: the engine's end tokens. The first is written behind a reply that is cut and to be remembered.
+            end_ids: the engine's end tokens. The first is appended to a reply that is cut and to be remembered.
         """
         generation, request, token_id = self.generation, self.request, choice.token_id
         assert self.sampler is not None, "a token was chosen by it"
@@ -407,9 +417,9 @@ class Job:
         return piece
 
     def take_back(self) -> None:
-        """Forget the tokens of a call that breaks its schema. The sampler draws a call in its place.
+        """Forget the tokens of a call that breaks its schema. The sampler then draws another call.
 
-        `n_fed` falls to how many of the tokens that are left are as they were, and to less than there are.
+        `n_fed` is lowered to the number of leading tokens that have not changed. At least one token stays to be fed.
         """
         grammar = self.request.output.calls
         assert self.calls is not None and grammar is not None, "they have found the call"

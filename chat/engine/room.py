@@ -10,7 +10,7 @@ from hybridmem.memory import HybridMemory
 
 
 class Sizes:
-    """Computes the bytes of a sequence by its length, and how many of them forks always share. Both are cached."""
+    """Computes a sequence's bytes from its length, and how many of them forks always share. Both are cached."""
 
     def __init__(self, memory: HybridMemory) -> None:
         self.budget_bytes = memory.budget_bytes
@@ -28,7 +28,7 @@ class Sizes:
     def taken(self, jobs: Iterable[Job]) -> int:
         """Estimate the bytes of all these jobs together.
 
-        Prompts that begin alike share the blocks that they reuse. Those count once.
+        Prompts that begin with the same tokens share the blocks that they reuse. Shared blocks count once.
         """
         prefixes: dict[object, int] = {}
         taken = 0

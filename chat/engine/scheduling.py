@@ -24,7 +24,7 @@ _REGAINED_SHARE = 32
 
 
 def _n_common(a: list[int], b: list[int]) -> int:
-    """Count the leading tokens that are the same. Comparing slices is faster than comparing tokens."""
+    """Count the leading tokens that two lists have in common. Comparing slices is faster than comparing tokens."""
     at, size = 0, 1024
     while size:
         if a[at : at + size] == b[at : at + size] and at < min(len(a), len(b)):
@@ -39,7 +39,7 @@ class Load:
     """Counts generations that have not ended.
 
     Attributes:
-        running: take part in the steps.
+        running: generations that take part in the steps.
         waiting: generations that have not been admitted yet.
         preempted: generations that were taken out of the steps. They come back before those that wait.
     """
@@ -60,11 +60,11 @@ class Scheduler:
     the thread that steps.
 
     Args:
-        turn_begin: the tokens with which a turn of a user begins.
+        turn_begin: the tokens with which each turn of a user begins.
     Attributes:
         jobs: all jobs, by generation.
         waiting: jobs that are not admitted yet, the next one first.
-        running: take part in the steps.
+        running: jobs that take part in the steps.
         parked: preempted jobs, the next one to come back first. They are swapped out, or stay in place if there is
             nowhere to swap to.
         most_bytes: the most bytes that running jobs may be expected to take. It begins as the budget, falls with a
@@ -148,12 +148,12 @@ class Scheduler:
         return sequence.length
 
     def going_on(self) -> list[Job]:
-        """Return jobs that have no outcome yet, in the order of their submission."""
+        """Return jobs without an outcome, in the order of their submission."""
         with uninterrupted(), self._lock:
             return [job for job in self.jobs.values() if job.outcome is None]
 
     def ended(self) -> list[Job]:
-        """Return jobs that have an outcome and are not released yet, in the order of their submission."""
+        """Return jobs with an outcome that are not released yet, in the order of their submission."""
         return sorted(self._ended, key=lambda job: job.generation.id)
 
     def forget(self, job: Job, reason: FinishReason) -> None:
@@ -185,7 +185,7 @@ class Scheduler:
     def reap(self, now: float) -> None:
         """End jobs that were cancelled or are past their deadline, or whose sequence was closed.
 
-        A waiting job's closed sequence is only noticed at admission.
+        For a waiting job, a closed sequence is noticed only at admission.
         """
         with uninterrupted():
             with self._lock:
@@ -215,7 +215,7 @@ class Scheduler:
     def admit(self, now: float) -> None:
         """Admit jobs that fit, preempted ones first.
 
-        A job waits if a running one is computing what it would compute as well.
+        A job waits if a running job is computing the beginning of its prompt.
         """
         while len(self.running) < self._max_running:
             job = self._next()
@@ -233,7 +233,7 @@ class Scheduler:
             except (
                 HybridMemoryError,
                 OSError,
-            ) as error:  # Somebody has spoilt the handle, or a swap file is gone.
+            ) as error:  # Somebody has closed the sequence, or a swap file is gone.
                 self.end(job, "error", error)
 
     def _next(self) -> Job | None:
@@ -262,17 +262,17 @@ class Scheduler:
         return not job.arriving or self._prefixes.has_arrived(*job.arriving)
 
     def _follows(self, job: Job) -> bool:
-        """Return whether a new request should wait for a running one, or for the first of its own choices.
+        """Return whether a job should wait for a running one, or for the first choice of its own request.
 
-        Later it finds the running one's prompt in the prefix cache.
+        Later the job finds the common part of the prompts in the prefix cache.
 
-        The leader runs until it has fed the common part, or runs no more, so no request waits in vain.
+        The running job (the leader) feeds the common part or ends, so no job waits in vain.
         """
         if any(other in self.running and not other.has_prompt for other in job.others if job.is_new):
-            return True  # The job is forked from it then.
+            return True  # The job is forked from the first choice then.
         if self._prefixes is None or job.sequence is not None or job.admitted or job.request.sequence is not None:
             return False
-        if job.most_reused < LEAST_CHUNK_TOKENS:  # It computes all of its prompt in any case.
+        if job.most_reused < LEAST_CHUNK_TOKENS:  # The job computes its whole prompt in any case.
             return False
         if job.leader is None or job.leader[0] not in self.running:
             job.leader = self._find_leader(job)
@@ -282,7 +282,7 @@ class Scheduler:
         return leader.n_fed < n_common
 
     def _find_leader(self, job: Job) -> tuple[Job, int] | None:
-        """Return the running job that will feed the longest common beginning, and its checkpoint's position there."""
+        """Return the running job that will feed the longest common beginning, and where its checkpoint will be."""
         assert self._prefixes is not None
         n_common, leader, most = 0, None, min(job.most_reused, len(job.tokens) - 1)
         for other in self.running:
@@ -309,7 +309,7 @@ class Scheduler:
         return not self.running or self._sizes.taken(self.running) + self._sizes.more(job) <= self.most_bytes
 
     def _expect_less(self) -> None:
-        """Lower `most_bytes` to the bytes of the running jobs, because room ran out earlier than estimated."""
+        """Lower `most_bytes` to the bytes of the running jobs, because the room was used up earlier than estimated."""
         self.most_bytes = min(self.most_bytes, self._sizes.taken(self.running))
 
     def make_room(self) -> None:
@@ -344,7 +344,8 @@ class Scheduler:
         else:
             job.sequence, job.lookup = self._open(self._prefixes, job)
             job.n_fed = job.n_reused = job.sequence.length
-            if not job.generation.token_ids:  # A job with tokens starts again, and looks up more than the prompt.
+            # A job that starts again has chosen tokens, and looks up more than the prompt.
+            if not job.generation.token_ids:
                 job.generation.lookup, job.generation.n_prefilled = job.lookup, job.n_fed
         if self._prefixes is not None:
             marks = [job.n_base + mark for mark in request.marks]
@@ -365,7 +366,7 @@ class Scheduler:
         return sequence, replace(lookup, n_tokens=len(job.tokens))
 
     def join(self, job: Job, sequence: Sequence, source: Job, now: float) -> None:
-        """Let a new job continue with a fork of another one's sequence, at the end of their common prompt.
+        """Let a new job continue with a fork of another job's sequence, at the end of their common prompt.
 
         If there is no room, the job waits as if it had been preempted.
         """
@@ -385,14 +386,14 @@ class Scheduler:
                 insort(self.parked, job, key=lambda job: job.rank)
 
     def preempt(self) -> None:
-        """Preempt the job with the least priority, and among these the one admitted last.
+        """Preempt the job with the least priority, and among several of them the one admitted last.
 
-        What was computed for it is kept.
+        The memory of its computed tokens is kept.
         """
         job = min(self.running, key=lambda job: (job.request.priority, -job.admitted))
         self._stats.n_preempted += 1
         with uninterrupted():
-            if job.is_untouched:  # There is nothing to keep.
+            if job.is_untouched:  # Nothing was computed for the job, so nothing need be kept.
                 self._close(job)
                 self.running.remove(job)
                 self._expect_less()
@@ -410,7 +411,7 @@ class Scheduler:
     def restart(self) -> bool:
         """Close the sequence of the last parked job that is not swapped out. Return whether there was one.
 
-        It is computed again later. The tokens that were chosen stay.
+        The sequence is computed again later. The tokens that were chosen stay.
         """
         for job in reversed(self.parked):
             if job.request.sequence is None and job.sequence is not None and not job.sequence.is_swapped:

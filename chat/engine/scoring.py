@@ -20,10 +20,10 @@ _LEAST_TOKENS = 16
 
 @dataclass(frozen=True)
 class Scored(Chosen):
-    """Holds a token of a prompt, with its log probability behind the tokens before it.
+    """Holds a token of a prompt, with its log probability given the tokens before it.
 
     Attributes:
-        rank: how likely it is among all tokens: 1 for the likeliest.
+        rank: the token's rank by probability among all tokens. The likeliest has rank 1.
     """
 
     rank: int = 0
@@ -32,8 +32,8 @@ class Scored(Chosen):
 def plan_scores(jobs: list[Job], step_tokens: int, n_vocab: int) -> Plan:
     """Return the plan of a step, as `plan_step` does.
 
-    A step that scores computes the logits of all of its tokens. So prompts that are scored and others have steps of
-    their own, and the oldest prompt decides whose step this is.
+    A step that scores computes the logits of all of its tokens. So no step mixes prompts that are scored with others.
+    The oldest prompt decides of which kind this step is.
     """
     prompts = [job for job in jobs if job.is_prefilling]
     scored = [job for job in prompts if job.is_scored]
@@ -46,7 +46,7 @@ def plan_scores(jobs: list[Job], step_tokens: int, n_vocab: int) -> Plan:
 
 
 def scores_of(rows: Sequence[Tensor], plan: Plan) -> dict[Job, list[Scored]]:
-    """Return the scores that a step brings.
+    """Return the scores that a step gives for each job's tokens.
 
     Args:
         rows: the logits of each job's tokens in this step.

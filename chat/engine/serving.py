@@ -20,7 +20,7 @@ answering thread gets.
 
 
 class Stepped(Protocol):
-    """Declares the part of an engine that an event loop needs."""
+    """Declares the methods of an engine that an event loop needs."""
 
     @property
     def is_idle(self) -> bool: ...
@@ -72,8 +72,8 @@ class Serving:
     async def serve(self) -> None:
         """Step in a thread while there is something to do, and sleep otherwise, until this call is cancelled.
 
-        A step that runs at the cancellation is finished first. Generations stay where they are. Call `serve` again to
-        go on with them.
+        A running step is finished before the call ends. Generations stay where they are. Call `serve` again to go on
+        with them.
 
         Raises:
             StepError: the engine is being served already. Whatever the model raises; every generation has ended with
@@ -114,7 +114,7 @@ class Serving:
 
 
 def _give_way() -> None:
-    """Let the threads that answer clients run before this one when processors are short."""
+    """Lower this thread's priority, so that the threads that answer clients run first when processors are short."""
     if sys.platform == "linux":  # On other systems, niceness belongs to the whole process.
         with suppress(OSError):  # A sandbox may forbid it.
             os.nice(_NICENESS)

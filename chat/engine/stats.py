@@ -15,15 +15,16 @@ class EngineStats:
     Attributes:
         n_fed: tokens that the model computed, of prompts and replies.
         n_reused: tokens of prompts that came from the prefix cache instead.
-        n_forked: tokens of prompts that came by a fork from another choice of the same request instead.
+        n_forked: tokens of prompts that came by a fork from another choice of the same request.
         recomputed: reason -> tokens of prompts that the model computed although the cache had seen them. The reason "no
             state": attention could have continued there, but no recurrent state was kept. The reason "last token": the
             last token is fed again for its output.
         n_steps: steps of the model.
         n_drafted, n_accepted: drafted tokens that were verified, and those of them that were right.
-        n_preempted, n_swapped_in: how often a request was preempted, and how often one was swapped in again.
-        n_taken_back: calls of tools that broke their schemas and were drawn again. n_discarded: the tokens that were
-            taken back with them.
+        n_preempted, n_swapped_in: how often a request was preempted, and how often a preempted request was swapped in
+            again.
+        n_taken_back: calls of tools that broke their schemas and were drawn again. n_discarded: the number of tokens in
+            these calls.
         finished: reason -> number of generations that ended with it.
         seconds: time in steps of the model, including the choice of tokens.
         mask_seconds: the part of `seconds` in which a step waited for masks of grammars after the model was done.

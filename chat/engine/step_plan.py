@@ -1,4 +1,4 @@
-"""Shares the tokens of a step among generations, and opens the step."""
+"""Divides the tokens of a step among generations, and opens the step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ it is long.
 def plan_step(jobs: list[Job], step_tokens: int) -> Plan:
     """Return how many tokens a step feeds to each job. Jobs that get none are left out.
 
-    Each job that decodes gets one token. The other tokens of the step are tokens of prompts. A short prompt fits into
+    Each job that decodes gets one token. All other tokens of the step are from prompts. A short prompt fits into
     `step_tokens`. Short prompts are finished one after the other, the oldest first; if all of them advanced at once,
     all of their first tokens would come late. If few wait, a step takes one of them; if many wait, it takes more. Long
     prompts come after short ones, but the oldest prompt advances at every step.
@@ -65,7 +65,7 @@ def open_step(
     The generation of that sequence has ended with an error then.
 
     Args:
-        drafts: tokens to feed behind those of the plan, which the step verifies.
+        drafts: the drafted tokens to feed after those of the plan; the step verifies them.
         is_scored: whether the step computes the logits of all of its tokens, as it does to verify drafts.
     """
     requests = [(job.live_sequence, [*job.tokens[job.n_fed : job.n_fed + n], *drafts.get(job, ())]) for job, n in plan]

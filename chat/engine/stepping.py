@@ -39,7 +39,7 @@ class Stepper:
         step_tokens: the most tokens in one step.
         stop_ids: tokens that end a reply.
         masks: computes the masks of grammars while the model runs.
-        to_remember: sequences whose prefixes the cache is to keep, with their owners. The engine empties it.
+        to_remember: sequences whose prefixes the cache is to keep, with their owners. The engine empties this list.
     """
 
     model: LanguageModel
@@ -75,7 +75,7 @@ class Stepper:
                     may_draft = False
                 elif len(scheduler.running) > 1:
                     scheduler.preempt()
-                elif plan[0][1] > 1:  # Windows and budgets of attention need less room for fewer tokens at once.
+                elif plan[0][1] > 1:  # With fewer tokens in a step, attention windows and budgets need less room.
                     limit = plan[0][1] // 2
                 elif not scheduler.restart():
                     scheduler.end(plan[0][0], "error", error)
@@ -83,7 +83,7 @@ class Stepper:
     def _run(self, step: Step, plan: Plan, drafts: Drafts, started: float) -> None:
         forks, scores = forks_of(plan), dict[Job, list[Scored]]()
 
-        def keep(chosen: list[list[Choice]]) -> None:  # After this call, the jobs' counts agree with the memory's.
+        def keep(chosen: list[list[Choice]]) -> None:  # After this call, the jobs' counts are equal to the memory's.
             self.stats.n_steps += 1
             now = self.clock()
             for job, scored in scores.items():
@@ -122,7 +122,7 @@ class Stepper:
             take_step(self.model, step, choose, keep, uninterrupted())
 
     def _fork(self, fork: Fork, choices: list[Choice], now: float) -> None:
-        """Let another choice continue from the prompt that its source has just computed, with a token of its own."""
+        """Let another choice continue from the prompt that its source has just computed, and choose its first token."""
         try:
             sequence = self.memory.fork(fork.source.live_sequence)
         except SequenceError:  # Somebody closed the sequence. The choice computes its prompt itself.
@@ -131,7 +131,7 @@ class Stepper:
         self._apply_all(fork.job, choices, now)
 
     def _count(self, job: Job, draft: list[int], choices: list[Choice]) -> None:
-        """Count a draft. Its rejected tokens count as fed."""
+        """Count the tokens of a draft, and the right ones. Rejected tokens also count as fed."""
         self.stats.n_fed += 1 + len(draft) - len(choices)
         token_ids = [choice.token_id for choice in choices if isinstance(choice, Chosen)]
         n_right = sum(a == b for a, b in zip(draft, token_ids, strict=False))
@@ -161,14 +161,14 @@ class Stepper:
                 self._apply(job, choice, now)
                 if job.calls is not None and job.calls.is_broken:
                     self._take_back(job)
-                    return  # What follows was drafted behind the call.
+                    return  # The later tokens were drafted after the call, so they are dropped.
         except Exception as error:  # The tokenizer may raise anything. The other generations go on.
             self.scheduler.end(job, "error", error)
 
     def _take_back(self, job: Job) -> None:
-        """Return to before a call that breaks its schema. It is drawn again, by its grammar.
+        """Return to the position before a call that breaks its schema. The call is drawn again, by its grammar.
 
-        What the memory reaches is kept, and the rest is fed again.
+        The memory rolls back as far as it can reach; tokens that it had to drop as well are fed again.
         """
         n_discarded = job.generation.n_discarded
         job.take_back()

@@ -43,7 +43,7 @@ class TextStream:
         self._stop = stop
         self._skips_special = not shows_special
         self._hidden_ids = hidden_ids if shows_special else frozenset()
-        self._held = ""  # This text is decoded and not shown. It may be the start of a stop string.
+        self._held = ""  # This text is decoded but not shown yet, because it may be the start of a stop string.
         # Tokens are decoded together with those of the piece before: a space may depend on what stands to its left.
         self._window: list[int] = plain_ids(before)
         self._n_before = len(self._window)  # This many tokens of the window belong to the piece before.
@@ -110,7 +110,7 @@ class TextStream:
         return piece
 
     def _n_suspect(self) -> int:
-        """Return the length of the longest end of the text that may be the start of a stop string."""
+        """Return the length of the longest suffix of the text that may be the start of a stop string."""
         held = self._held
         return max(
             (n for stop in self._stop for n in range(1, min(len(stop), len(held) + 1)) if held.endswith(stop[:n])),

@@ -1,7 +1,7 @@
 """Takes back calls of tools that break their schemas, and lets them be drawn again, before a client sees any of them.
 
-Most calls keep to their grammar from their first token on. The others are read as text: those of formats without a
-mark, those within thoughts, and those behind a mark that is written in an unusual way. The text of such a call is held
+Most calls keep to their grammar from their first token on. The others are read as text: calls of formats without an
+opening mark, calls within thoughts, and calls whose opening mark is spelled unusually. The text of such a call is held
 back. If the call keeps to its schema, the text is passed on. Otherwise the reply returns to before the call, and the
 call is drawn by its grammar.
 """
@@ -36,8 +36,8 @@ class FollowedCalls:
     """Follows the calls of one reply.
 
     Args:
-        follow: returns what reads the calls of a new reply.
-        sampler, stream: those of the reply, before its first token.
+        follow: returns a reader for the calls of a new reply.
+        sampler, stream: the reply's sampler and text stream, before its first token.
     Attributes:
         is_broken: whether the newest token has completed a call that breaks its schema.
         holds_back: whether the newest text waits until it is clear whether it belongs to such a call.
@@ -47,8 +47,9 @@ class FollowedCalls:
         self._follow = follow
         self._first = copy(sampler), stream.ahead()
         self._reader: CallReader | None = follow()
-        self._n_kept = self._n_text = self._n_logprobs = 0  # So much stands before what may be taken back.
-        self._forced = set[int]()  # After so many tokens, a call was drawn again.
+        # These count the tokens, characters and log probabilities before the text that may be taken back.
+        self._n_kept = self._n_text = self._n_logprobs = 0
+        self._forced = set[int]()  # These are the numbers of tokens after which a call was drawn again.
         self._held, self._logprobs = "", list[Chosen]()
         self.is_broken = self.holds_back = False
 
@@ -58,7 +59,7 @@ class FollowedCalls:
         """Read the text of a new token. Return the text that clients may see now.
 
         Args:
-            sampler, stream: those of the reply, which have taken the token.
+            sampler, stream: the reply's sampler and text stream, which have taken the token.
             ending: why the reply ends with this token. None: it goes on.
             is_free: whether no grammar has chosen the token.
         """
@@ -82,16 +83,16 @@ class FollowedCalls:
         return ""
 
     def release(self, reply: Reply) -> str:
-        """Return the text that was held back. The log probabilities of its tokens become the reply's."""
+        """Return the text that was held back. The log probabilities of its tokens are added to the reply."""
         reply.logprobs[self._n_logprobs : self._n_logprobs] = self._logprobs
         self._n_logprobs = len(reply.logprobs)
         piece, self._held, self._logprobs = self._held, "", []
         return piece
 
     def take_back(self, reply: Reply, tokenize: Callable[[bytes], list[int]]) -> tuple[int, Sampler, TextStream]:
-        """Shorten the reply to what stands before the call.
+        """Shorten the reply to the text before the call.
 
-        Where the call has begun inside of a token, the text before it gets tokens of its own.
+        If the call begins inside of a token, the part of that token before the call is tokenized again.
 
         Returns:
             How many tokens are as they were, and a sampler and a stream that have taken the tokens of the reply. The

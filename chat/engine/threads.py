@@ -1,7 +1,7 @@
 """Chooses the number of threads for a model on the CPU, by measuring steps.
 
-Threads wait for each other at every product, and do so by asking again and again. Beside other work one of them often
-has no processor, and then all of them stand still: a step can take ten times as long as with one thread.
+Threads wait for each other at every matrix product, by spinning. While other work runs, one of them often has no
+processor, and all others wait for it: a step can take ten times as long as with one thread.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def set_threads(
     """Set the number of threads of the model's steps in this process, on the CPU; return it.
 
     Args:
-        n_threads: the number. None: measure steps of a few sequences, and take the fewest threads that are hardly
-            slower, at most as many as torch has. Other work on the machine counts, as it is at that moment.
+        n_threads: the number. None: measure steps of a few sequences, and take the smallest number of threads that is
+            hardly slower than the fastest, at most torch's number. The measurement includes the effect of other work on
+            the machine at that moment.
         clock: returns seconds. Tests replace it.
     Cost: about twenty steps. They leave nothing in the memory.
     """

@@ -1,7 +1,7 @@
-"""Finds the positions in a prompt at which turns of users begin. Another session may part from this one there.
+"""Finds the positions in a prompt at which turns of users begin. Prompts of other sessions may differ from there on.
 
-Agents write long texts before and behind the words of a user. A session with other words can continue from a
-checkpoint before them, so the prefix cache keeps one there.
+Agents write long texts before and after the words of a user. A session with other words can continue from a checkpoint
+before them, so the prefix cache keeps one there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ saves.
 
 
 def begun_turns(token_ids: Sequence[int] | Int64s, begin: Sequence[int], n_before: int, n_behind: int) -> list[int]:
-    """Return the positions of the latest turns, ascending, each as far from the one before it as is worthwhile.
+    """Return the positions of the latest turns, ascending, leaving out those that are too near to the one before.
 
     Args:
         begin: the tokens with which a turn of a user begins. If there are none, no turn is found.
-        n_before: the positions are behind so many tokens, which need no checkpoint.
-        n_behind: so many tokens at least follow a position. Positions nearer to the end need no checkpoint, because the
-            memory can roll back to them.
+        n_before: how many leading tokens need no checkpoint. All positions lie after them.
+        n_behind: how many tokens must at least follow a position. Positions nearer to the end need no checkpoint,
+            because the memory can roll back to them.
     """
     if not begin:
         return []
@@ -44,7 +44,7 @@ def begun_turns(token_ids: Sequence[int] | Int64s, begin: Sequence[int], n_befor
 
 
 def apart(cuts: Sequence[int], turns: Sequence[int]) -> list[int]:
-    """Return the cuts and those of the turns that lie far enough behind the cut before them, ascending."""
+    """Return the cuts and those of the turns that lie far enough after the previous cut, ascending."""
     kept = list[int]()
     for position in sorted({*cuts, *turns}):
         if position in cuts or not kept or position - kept[-1] >= _LEAST_TOKENS:

@@ -2,8 +2,8 @@
 
 `tests/chat/test_peers.py` checks each formula against figures that the engines publish.
 
-As in this library, attention is kept in the model's dtype, and states in the plan's dtype (llama.cpp: in float32).
-Nothing is shared between sessions.
+As in this library, attention is kept in the model's dtype, and states are kept in the plan's dtype (for llama.cpp, in
+float32). Nothing is shared between sessions.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Model:
 
 
 def _rows_of(states: tuple[StateTensor, ...], itemsize: int) -> tuple[int, int]:
-    """Return the columns of the state tensors that are kept as rows, and the bytes of one; (0, 0) if there are none."""
+    """Return how many columns of the states are kept as rows, and the bytes of one column; (0, 0) if none are."""
     rows = [s.shape for s in states if s.dtype is None]
     n = rows[0][0] if rows else 0
     return n, sum(math.prod(shape) for shape in rows) * itemsize // n if n else 0
@@ -80,8 +80,8 @@ class PeerPlan:
     If the engine's documents do not say, `why_not` holds the reason.
 
     Attributes:
-        window_bytes, n_window_sessions: the same, if the newest tokens of every session can be taken back. None: the
-            engine cannot take them back.
+        window_bytes, n_window_sessions: the bytes of a session and the number of sessions, if the newest tokens of
+            every session can be taken back. None: the engine cannot take them back.
         sources: where the formulas are documented.
     """
 
@@ -165,7 +165,7 @@ def vllm_block_tokens(token_bytes: int, state_bytes: int) -> int:
 def vllm_group_layers(*counts: int) -> int:
     """Return how many layers a group has, given the number of layers of each kind.
 
-    It is the least of these numbers. It is the largest, if that is less than one and a half times the least.
+    It is the least of the counts, or the largest if that is less than one and a half times the least.
     """
     present = [n for n in counts if n]
     return max(present) if max(present) < 1.5 * min(present) else min(present)

@@ -1,6 +1,6 @@
 """Computes the figures of a capacity plan, which `chat.planning.view` shows.
 
-Our own figures are measured in dry memories.
+This library's figures are measured in memories that allocate no bytes (dry runs).
 """
 
 from __future__ import annotations
@@ -42,18 +42,7 @@ STORAGES: tuple[Storage, ...] = (Quantized(8), Float8(), Quantized(4), Quantized
 
 @dataclass(frozen=True)
 class Question:
-    """Holds what a capacity plan is asked for.
-
-    Attributes:
-        architecture: the name of the architecture in the config.
-        whole_bytes: the bytes of the whole budget.
-        window_tokens: the tokens of the rollback window.
-        weight_bytes: the bytes of the model's weights.
-        has_weights: whether the budget must hold the weights too, beside memories.
-        context_tokens: the tokens to which a session may grow.
-        keep: the share of the context that policies keep; for `Quest`, the share that it reads.
-        encoder_tokens: the rows of an encoder's output, if the model has an encoder.
-    """
+    """Holds the inputs of a capacity plan."""
 
     spec: MemorySpec
     architecture: str
@@ -106,8 +95,8 @@ class Report:
             pages.
         checkpoint_bytes: the bytes that a checkpoint adds once the session has gone on, first without its tail and then
             with it.
-        overtakes_at: the number of tokens from which on these pages hold more bytes than a session's states and tails.
-            None: the model lacks one of the two.
+        overtakes_at: the number of tokens from which on the K/V pages hold more bytes than a session's states and
+            tails. None: the model lacks one of the two.
     """
 
     question: Question
@@ -168,7 +157,7 @@ def _with_storage(question: Question, storage: Storage) -> Callable[[], MemorySp
 
 
 def _choices(question: Question, specs: list[tuple[str, Callable[[], MemorySpec]]]) -> tuple[Choice, ...]:
-    """Measure each policy and storage. Those that save the same share a row."""
+    """Measure each policy and storage. Choices that save the same number of bytes share a row of the table."""
     names: dict[Choice, list[str]] = {}
     for name, make_spec in specs:
         try:

@@ -60,7 +60,10 @@ def _session_table(report: Report) -> Table:
 
 
 def _roles(n_states: int, window_tokens: int) -> str:
-    """Return the roles of a sequence's states. Their order does not depend on the allocation."""
+    """Return a text that says what each of a sequence's states is for.
+
+    Their order does not depend on the allocation.
+    """
     if n_states == 1:
         return "head" if window_tokens else "body"
     return ", ".join(("body", "head", "next body")[:n_states])

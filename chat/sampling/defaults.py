@@ -30,7 +30,7 @@ def read_defaults(tokenizer: Any, temperature: float = 1.0) -> Sampling:
     named = read_generation_config(tokenizer)
     try:
         found = {_NAMES[name]: value for name, value in named.items() if name in _NAMES and value is not None}
-        if found.get("top_k") == 0:  # In transformers, 0 means all tokens.
+        if found.get("top_k") == 0:  # In transformers, a top_k of 0 means all tokens.
             del found["top_k"]
         return Sampling(**({"temperature": temperature} | found))
     except (ValueError, TypeError, BatchError) as error:

@@ -49,7 +49,7 @@ class Grammars:
         tokenizer: one of transformers' fast tokenizers.
         n_vocab: the number of tokens in the model's logits.
         stop_ids: tokens that may end a reply where the grammar allows an end.
-        is_guarded: whether grammars come from strangers. Each is first compiled in a process of its own then (`Trial`).
+        is_guarded: whether grammars come from strangers. If so, each is first compiled in a separate process (`Trial`).
     """
 
     def __init__(self, tokenizer: Any, n_vocab: int, stop_ids: Sequence[int], *, is_guarded: bool = False) -> None:
@@ -108,7 +108,7 @@ class Grammars:
                 raise GrammarError(why)
         matcher = _library().LLMatcher(self._vocabulary, source, log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # This fails if no reply can begin, as with {"$ref": "#"}.
+            matcher.compute_bitmask()  # This call fails if no reply can begin, as with {"$ref": "#"}.
         if matcher.is_error():
             raise GrammarError(_short(matcher.get_error()))
         grammar = Grammar(matcher, self._signs, (self._n_vocab + 31) // 32, self._vocabulary)
@@ -147,7 +147,7 @@ class Grammars:
 
     @cached_property
     def _signs(self) -> dict[str, int]:
-        """Return the ids of the tokens that are a single sign."""
+        """Return the ids of the tokens that are a single character."""
         ids = {sign: self._vocabulary.tokenize_str(sign) for sign in '"}],' + _INSIDE}
         ends = {f"end {i}": i for i in self._stop_ids}
         return {sign: found[0] for sign, found in ids.items() if len(found) == 1} | ends
@@ -163,7 +163,7 @@ class Grammar:
         self._vocabulary = vocabulary
 
     def tokenize(self, text: bytes) -> list[int]:
-        """Return the tokens of a text in which no special tokens are looked for."""
+        """Return the tokens of a text. Special tokens in it are read as plain text."""
         return list(self._vocabulary.tokenize_bytes(text))
 
     def matcher(self) -> Matcher:
@@ -177,7 +177,8 @@ class Matcher:
     Attributes:
         library: the matcher of llguidance.
         n_words: the number of words in a mask. Each word covers 32 tokens.
-        mask: one bit for each token, set if it may come next, (n_words,) int32. None: it was not computed yet.
+        mask: one bit for each token, set if it may come next, (n_words,) int32. None: the mask has not been computed
+            yet.
     """
 
     def __init__(self, library: Any, signs: dict[str, int], n_words: int) -> None:
@@ -197,7 +198,7 @@ class Matcher:
         self.mask = None
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """Count how many of these tokens could follow, one after the other. Nothing changes."""
+        """Count how many of these tokens could follow, one after the other. The matcher does not change."""
         return int(self.library.validate_tokens(list(token_ids)))
 
     @property
@@ -223,7 +224,7 @@ class Matcher:
     def closing_ids(self) -> list[int]:
         """Return the tokens that bring the reply nearer to its end.
 
-        These are an end token, and signs that close a string, an object or a list, or that separate required parts.
+        These are end tokens, and characters that close a string, an object or a list, or that separate required parts.
         """
         if self.is_accepting:
             return [i for sign, i in self._signs.items() if sign.startswith("end ")]
@@ -241,7 +242,7 @@ class Matcher:
         return []
 
     def _before_the_quote(self) -> list[int]:
-        """Return the tokens after which a string of JSON can be closed, at once or one sign later."""
+        """Return the tokens after which a string of JSON can be closed, at once or one character later."""
         if (quote := self._signs.get('"')) is None:
             return []
         signs = [self._signs[sign] for sign in _INSIDE if sign in self._signs]
@@ -303,7 +304,7 @@ def _library() -> Any:
 
 
 def _short(error: str) -> str:
-    """Return an error of llguidance without its quotation from the generated grammar."""
+    """Return an error of llguidance without the part that quotes the generated grammar."""
     said = re.split(r"\n\s*\d+ \||\s<state>", error)[0]
     said = said.replace("NoExtensionBias", "nothing can follow, not even the end")
     said = re.sub(r"Unimplemented keys: \[(.*?)\]", r"these keys cannot be enforced: \1", said)

@@ -1,7 +1,7 @@
 """Compiles grammars of strangers in a separate process first. A hostile grammar may hang or crash only that process.
 
-llguidance has many limits, but not for everything. A small schema can keep it busy for minutes, as 200 patterns in an
-`allOf` do, or overflow its stack. A thread could stop neither.
+llguidance limits many costs, but not all. A small schema can keep it busy for minutes, for example with 200 patterns in
+an `allOf`, or overflow its stack. If it ran in a thread, it could not be stopped.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Trial:
         self._lock = threading.Lock()
 
     def why_not(self, source: str) -> str | None:
-        """Return why a grammar must not be compiled in this process. None: it may be.
+        """Return why a grammar must not be compiled in this process. None: it may be compiled.
 
-        Cost: that of compiling it, up to `seconds`.
+        Cost: that of compiling the grammar, up to `seconds`.
 
         Args:
             source: the grammar in the form that llguidance takes.

@@ -1,8 +1,9 @@
 """Gives llguidance a vocabulary in which text is never taken for a token that was added to it.
 
-Where a grammar leaves only one text, llguidance asks the tokenizer for its tokens. That text may hold the name of an
-added token, such as the choice "<filename>". A tokenizer would find the token there, which the text of a grammar must
-not be. So the added tokens get names that nobody can write. Grammars name them by their ids.
+Where a grammar allows only one text, llguidance asks the tokenizer for the tokens of that text. The text may contain
+the name of an added token, such as the choice "<filename>". The tokenizer would encode it as that token, but a
+grammar's text must stay plain text. So the added tokens get names that nobody can write. Grammars refer to them by
+their ids.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ def with_hidden_names(tokenizer: Any) -> str:
         token |= {"content": names[token["content"]], "normalized": False, "single_word": False}
     model = described["model"]
     _rename(model, names)
-    # These add tokens around a text, by their names. They are never asked to.
+    # A post-processor adds special tokens by their names, which have changed. It is never needed here: llguidance
+    # encodes without it.
     described["post_processor"] = None
     return json.dumps(described, ensure_ascii=False, separators=(",", ":"))
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Rename the added tokens that the model of a tokenizer has among its own."""
+    """Rename the added tokens that also occur in the vocabulary of the tokenizer's model."""
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(word, word): i for word, i in vocabulary.items()}

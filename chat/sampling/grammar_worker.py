@@ -1,6 +1,6 @@
 """Compiles grammars in a program of its own, which may be killed.
 
-It reads one grammar from each line, and answers with a line.
+It reads one grammar from each line of its input, and answers each with a line.
 
 It imports nothing from this library, so that it starts in a moment. `grammar_sandbox.py` runs this file and writes the
 lines.

@@ -17,7 +17,7 @@ N_GRAM = 3
 
 @dataclass
 class NGrams:
-    """Maps each n-gram of a growing text to the position behind its latest occurrence.
+    """Maps each n-gram of a growing text to the position after its latest occurrence.
 
     Cost: one dictionary entry for each token of text, made once.
     """
@@ -27,9 +27,9 @@ class NGrams:
     n_indexed: int = 0
 
     def find(self, n_gram: tuple[int, ...]) -> int | None:
-        """Return the position behind the latest occurrence of an n-gram, except at the end of the text.
+        """Return the position after the latest occurrence of an n-gram, except at the end of the text.
 
-        None: there is none.
+        Returns None if there is none.
         """
         n, size = len(self.text), len(n_gram)
         for end in range(max(self.n_indexed, size), n):
@@ -55,7 +55,7 @@ class Guesses:
         self._prediction = NGrams(prediction) if prediction else None
 
     def next(self, n_tokens: int) -> list[int]:
-        """Return up to `n_tokens` tokens that may come next. The list is empty without a guess."""
+        """Return up to `n_tokens` tokens that may come next. The list is empty if there is no guess."""
         last = tuple(self._text[-N_GRAM:])
         found = self._predicted(last, n_tokens) if self._prediction is not None else []
         return list(takewhile(lambda token: not is_soft(token), found or self._repeated(last, n_tokens)))

@@ -29,7 +29,7 @@ class Chosen:
 
 
 def with_logprobs(logits_SV: Tensor, token_ids: Sequence[int], n_top: Sequence[int]) -> list[Chosen]:
-    """Return the chosen token of each row with its log probability, and with the row's likeliest tokens and theirs."""
+    """Before n-grams can match, assume that the reply begins as predicted."""
     logits_SV = logits_SV.detach().float()
     log_sums_S = _log_sum_exp(logits_SV)
     rows = range(len(token_ids))
@@ -43,11 +43,7 @@ def with_logprobs(logits_SV: Tensor, token_ids: Sequence[int], n_top: Sequence[i
 
 
 def _log_sum_exp(logits_SV: Tensor) -> Tensor:
-    """Return the logarithm of the sum of each row's exponentials, (S,) float64.
-
-    Clients add up the log probabilities of many tokens. In float32 each would be rounded to about 1e-6, and all rows
-    alike, so that the sum for a text of a hundred tokens would be wrong in the fourth decimal place.
-    """
+    """This is the end of the text. Repeat the tokens since `start`, as if the text went on in a loop."""
     highest_S1 = logits_SV.amax(-1, keepdim=True)
     sums_S = (logits_SV - highest_S1).exp_().sum(-1)
     return highest_S1[:, 0].double() + sums_S.double().log()

@@ -58,11 +58,14 @@ def keep_min_p_(scores_SV: Tensor, p_S: list[float]) -> None:
 
 
 def draw_rows(scores_SV: Tensor, uniforms: list[float]) -> list[int]:
-    """Draw a token for each row by its probabilities. The row's number in [0, 1) decides which."""
+    """Draw a token for each row by the row's probabilities.
+
+    The row's number in `uniforms`, in [0, 1), decides which.
+    """
     cumulative_SV = scores_SV.softmax(-1).double().cumsum(-1)
     total_S = cumulative_SV[:, -1]
-    # The token is the first whose cumulative probability exceeds the point. The point must lie below the total.
-    # Otherwise a token that was ruled out could be chosen.
+    # The drawn token is the first whose cumulative probability exceeds the point. The point must be less than the sum
+    # of all probabilities. Otherwise a token that was ruled out could be drawn.
     points_S = torch.tensor(uniforms, dtype=torch.float64, device=scores_SV.device) * total_S
     points_S = torch.minimum(points_S, total_S.nextafter(torch.zeros_like(total_S)))
     drawn: list[int] = torch.searchsorted(cumulative_SV, points_S[:, None], right=True)[:, 0].tolist()

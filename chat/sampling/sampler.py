@@ -41,7 +41,7 @@ class Sampler:
     Args:
         prompt_ids: all tokens that the sequence holds. The repetition penalty needs them.
         stop_ids: tokens that end the reply. `min_tokens` and `length_decay` need them.
-        matcher: follows the reply through its grammar. Tokens that do not fit are never chosen.
+        matcher: follows the reply through its grammar. Tokens that the grammar does not allow are never chosen.
         trigger: gives the sampler a matcher once the reply begins a call, for that call.
     Attributes:
         n_chosen: how many tokens were chosen so far.
@@ -84,7 +84,7 @@ class Sampler:
     def uniform(self) -> float:
         """Return the number in [0, 1) that decides the next draw.
 
-        It is number `n_chosen` of the seed's stream (Philox).
+        It has index `n_chosen` in the random numbers of the seed (Philox).
         """
         block, place = divmod(self.n_chosen, _DRAWN_AT_ONCE)
         if self._uniforms[0] != block:
@@ -109,7 +109,7 @@ class Sampler:
         return chosen
 
     def possible(self, draft: Sequence[int]) -> int:
-        """Return how many leading tokens of a draft the grammar allows. The rest need not be fed."""
+        """Return how many leading tokens of a draft the grammar allows. Later tokens of the draft need not be fed."""
         return len(draft) if self.matcher is None else self.matcher.count_allowed(draft)
 
     @property
@@ -124,7 +124,7 @@ class Sampler:
 
     @property
     def has_missed(self) -> bool:
-        """Return whether a call has begun otherwise than its grammar does."""
+        """Return whether a call has begun in another way than its grammar requires."""
         return self._trigger is not None and self._trigger.has_missed
 
     def begin_call(self) -> None:
@@ -225,12 +225,12 @@ def _bias_(scores_SV: Tensor, samplers: Sequence[Sampler]) -> None:
 def _decay_(scores_SV: Tensor, samplers: Sequence[Sampler]) -> None:
     """Raise the scores of tokens that end a reply, more and more as it grows.
 
-    These are end tokens, and signs that close parts of a grammar.
+    These are end tokens, and characters that close parts of a grammar.
     """
     raised = []
     for i, sampler in enumerate(samplers):
         decay = sampler.sampling.length_decay
-        may_end = sampler.n_chosen >= sampler.sampling.min_tokens  # Before that, its end tokens are ruled out.
+        may_end = sampler.n_chosen >= sampler.sampling.min_tokens  # Before `min_tokens`, end tokens are ruled out.
         if decay is not None and may_end and sampler.n_chosen > decay[0]:
             power = decay[1] ** min(sampler.n_chosen - decay[0], 512)
             ends = sampler.stop_ids if sampler.matcher is None else sampler.matcher.closing_ids()

@@ -15,7 +15,7 @@ from hybridmem.memory.blocks import is_integer
 
 @dataclass(frozen=True)
 class Sampling:
-    """Says how tokens are chosen. The defaults are greedy.
+    """Says how tokens are chosen. By default, the likeliest token is chosen (greedy).
 
     Scores are changed in this order: repetition penalty, presence and frequency penalties, logit bias, length decay,
     tokens that are not allowed, temperature, top_k, top_p, min_p. Penalties, bias and decay change greedy choices too.
@@ -96,7 +96,7 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """Return whether logits are changed wherever a reply stands."""
+        """Return whether the logits are changed at every position of a reply."""
         return self.counts_tokens or bool(self.logit_bias)
 
 

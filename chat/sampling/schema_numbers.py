@@ -39,9 +39,9 @@ def find_too_small(schema: Any, *, is_data: bool = False) -> int | float | None:
 
 
 def find_in_grammar(grammar: str) -> int | float | str | None:
-    """Return such a number from a schema behind %json in a Lark grammar, or None.
+    """Return a number that is too small from a schema after %json in a Lark grammar, or None.
 
-    If no schema can be read behind %json, as in a text that only mentions the word, everything that looks like such a
+    If no schema can be read after %json, as in a text that only mentions the word, everything that looks like such a
     number counts.
     """
     at = grammar.find(_JSON)

@@ -39,14 +39,14 @@ class TokenBytes:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        # This is the visible sign that byte-level tokenizers write for a space.
+        # This is the visible character that byte-level tokenizers write for a space.
         return "\u0120" in self._tokenizer.get_vocab()
 
     @cached_property
     def _bytes(self) -> dict[str, bytes]:
-        """Return the sign that byte-level tokenizers write for each byte.
+        """Return the byte for which each character of byte-level tokenizers stands.
 
-        It is the byte itself, or a sign behind the first 256.
+        The character is the byte's own, or one of those after the first 256.
         """
         shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         hidden = [byte for byte in range(256) if byte not in shown]

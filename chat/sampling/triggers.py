@@ -1,6 +1,6 @@
-"""Constrains a part of a reply: from a mark that begins a call to the end of that call.
+"""Constrains a part of a reply: each tool call, from the mark that opens it to its end.
 
-Before the mark the reply is free, and costs no masks.
+Before the mark the reply is free, and no masks are computed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hybridmem.chat.sampling.token_bytes import TokenBytes
 
 @dataclass(frozen=True)
 class Mark:
-    """Holds a mark in a reply.
+    """Holds a mark in a reply: the text or token that opens or closes a call or a thought.
 
     Attributes:
-        text: its text.
-        pieces: the tokens and the ordinary texts of which it consists.
+        text: the mark's text.
+        pieces: the tokens and the ordinary texts of which the mark consists.
     """
 
     text: str
@@ -26,12 +26,12 @@ class Mark:
 
     @property
     def token_id(self) -> int | None:
-        """Return the token that the mark is. None: it is not a single one."""
+        """Return the token that is the whole mark. None: the mark is not a single token."""
         (first, *others) = self.pieces
         return first if isinstance(first, int) and not others else None
 
     def tokens(self, grammar: Grammar, behind: bytes) -> list[int]:
-        """Return the tokens of the mark and of the text behind it."""
+        """Return the tokens of the mark and of the text after it."""
         texts = [*self.pieces]
         if texts and isinstance(texts[-1], str):
             behind = texts.pop().encode() + behind  # type: ignore[union-attr]
@@ -39,7 +39,7 @@ class Mark:
         return ids + (grammar.tokenize(behind) if behind else [])
 
     def end_in(self, token_id: int, tail: bytes, n_new: int) -> int | None:
-        """Return how many bytes of the newest token stand behind the mark. None: the token does not complete it.
+        """Return how many bytes of the newest token stand after the mark. None: the token does not complete the mark.
 
         Args:
             tail: the bytes of the reply up to this token, at least as many as those of the mark and of the token.
@@ -54,15 +54,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """Holds the grammar of calls, which counts once a reply has begun one.
+    """Holds the grammar of calls, which applies once a reply has begun one.
 
     Attributes:
         grammar: begins with the mark.
         begin: the mark. None: no mark tells where a call begins, so only `Trigger.force` begins one.
         thoughts: the marks around thoughts, in which no call begins. None: the model has no thoughts.
-        thinks_anywhere: whether such text may begin anywhere, and not only where the reply does.
+        thinks_anywhere: whether thoughts may begin anywhere, and not only at the reply's beginning.
         is_thinking: whether the reply begins inside of thoughts.
-        is_single: whether the reply ends behind its first call.
+        is_single: whether the reply ends after its first call.
     """
 
     grammar: Grammar
@@ -74,7 +74,7 @@ class CallGrammar:
     thinks_anywhere: bool = False
 
     def watch(self) -> Trigger:
-        """Return what follows a new reply."""
+        """Return a trigger that follows a new reply."""
         return Trigger(self)
 
 
@@ -82,7 +82,7 @@ class Trigger:
     """Follows one reply up to the beginnings of its calls.
 
     Attributes:
-        has_missed: whether a call has begun otherwise than its grammar does, so that nothing constrains it.
+        has_missed: whether a call has begun in another way than its grammar requires, so that nothing constrains it.
     """
 
     def __init__(self, calls: CallGrammar) -> None:
@@ -102,7 +102,7 @@ class Trigger:
         return self._calls.is_single
 
     def add(self, token_id: int) -> Matcher | None:
-        """Advance by a token. Return a matcher that stands behind this token if it begins a call."""
+        """Advance by a token. If the token begins a call, return a matcher that has taken it."""
         mark = self._calls.begin
         if mark is None:
             return None
@@ -127,7 +127,10 @@ class Trigger:
         return self._calls.grammar.matcher()
 
     def _begin(self, mark: Mark, behind: bytes) -> Matcher | None:
-        """Return a matcher behind the mark and these bytes. None: the reply does not keep to the grammar there."""
+        """Return a matcher that has taken the mark and the bytes after it.
+
+        None: the reply does not keep to the grammar there.
+        """
         grammar, matcher = self._calls.grammar, self.force()
         ids = mark.tokens(grammar, behind)
         if matcher.count_allowed(ids) < len(ids):

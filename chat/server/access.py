@@ -17,9 +17,9 @@ _OPEN_TO_ALL = "/health"
 class Access:
     """Holds the rules for hosts, origins and keys.
 
-    A web page can make its visitor's browser send requests to this machine. It may use a name of its own that points
-    here (DNS rebinding), or send requests whose answers it cannot read. A key keeps both out. Without a key, hosts and
-    origins are checked.
+    A web page can make its visitor's browser send requests to this machine. The page may use a host name of its own
+    that points to this machine (DNS rebinding), or send requests whose responses it cannot read. A key prevents both.
+    Without a key, hosts and origins are checked.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -30,7 +30,7 @@ class Access:
         self._checks_origins = not self._keys or bool(self._origins)
 
     def check(self, method: str, path: str, headers: Headers) -> Use | None:
-        """Accept a request, and return the use of its key. Raises ApiError 401 or 403."""
+        """Accept a request, and return the usage counter of its key. Raises ApiError 401 or 403."""
         if path == _OPEN_TO_ALL:
             return None
         host, origin = headers.get(b"host"), headers.get(b"origin")
@@ -62,7 +62,7 @@ class Access:
         return asks and self.allows_origin(headers.get(b"origin", b""))
 
     def _check_host(self, host: bytes | None) -> None:
-        if host is None or not self._checks_hosts:  # HTTP/1.0 may leave the host out. No browser does.
+        if host is None or not self._checks_hosts:  # HTTP/1.0 may leave the host out, but no browser does.
             return
         name = _name_of(_text(host))
         if name not in self._hosts and not _is_loopback(name):
@@ -70,7 +70,7 @@ class Access:
             raise ApiError(403, message, code="host_not_allowed")
 
     def _find_key(self, headers: Headers) -> Use | None:
-        """Return the use of the key in `Authorization`, or in `x-api-key`, where Anthropic's clients write it."""
+        """Return the usage counter of the key in `Authorization`, or in `x-api-key`, which Anthropic's clients send."""
         if not self._keys:
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
@@ -104,7 +104,7 @@ def _name_of(host: str) -> str:
 
 
 def _is_own(origin: bytes, host: bytes | None) -> bool:
-    """Return whether an origin is the server's own page: it has the checked host and the port of the request."""
+    """Return whether an origin is the server's own page, which has the checked host and the port of the request."""
     scheme, _, rest = origin.partition(b"://")
     return scheme in (b"http", b"https") and host is not None and rest.lower() == host.lower()
 

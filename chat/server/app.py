@@ -45,7 +45,8 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         tokenizer: the engine's tokenizer.
         model_id: the name by which clients call the model.
     Returns:
-        The app. `app.state.service` is the `Service` behind it, and `app.state.sessions` the repository of stored
+        The app. `app.state.service` is the `Service` that answers its requests, and `app.state.sessions` the repository
+            of stored
         sessions.
     Raises:
         FormatError, MismatchError: as `chat.stored.database.open_database`, for the folder of sessions.
@@ -72,7 +73,8 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     app = FastAPI(
         title="hybrid-memory",
         lifespan=lifespan,
-        openapi_url=None,  # Endpoints parse bodies themselves, for OpenAI's errors. So FastAPI's schema would be empty.
+        # Endpoints parse bodies themselves, to report errors in OpenAI's form. So FastAPI's schema would be empty.
+        openapi_url=None,
         redirect_slashes=False,
         exception_handlers={ApiError: answer_api_error, HTTPException: answer_http_error},
     )

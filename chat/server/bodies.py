@@ -23,9 +23,11 @@ def has_more_values(body: bytes, most: int) -> bool:
 
 
 def count_longest_list(body: bytes, least: int) -> int:
-    """Count the numbers at the beginning of the array with the most of them. Return 0 if they are fewer than `least`.
+    """For each array, count the numbers with which it begins.
 
-    They are one more than the commas behind the array's bracket, up to the next string or bracket.
+    Return the largest count, or 0 if it is less than `least`.
+
+    The count is the number of commas after the array's bracket, up to the next string or bracket, plus one.
     """
     if _count(np.frombuffer(body, np.uint8), b",") < least - 1:
         return 0

@@ -43,7 +43,7 @@ class ReplyContent:
 
 
 def id_of(call: CallPart) -> str:
-    """Return the id of a new call: the model's own if it is one of Mistral's, which no other call has."""
+    """Return the id of a new call: the id that the model wrote, if it has Mistral's form and no other call has it."""
     return call.id if _OWN_ID.fullmatch(call.id) else f"call_{uuid4().hex[:24]}"
 
 
@@ -62,7 +62,7 @@ class ChatFormat:
     Attributes:
         tokens: the model's tokens, for log probabilities.
         new_reader: makes the reader of a new reply.
-        has_reasoning: whether thoughts are sent, beside the content.
+        has_reasoning: whether thoughts are sent in addition to the content.
         scored_prompt: the token ids of the prompt, if their log probabilities are sent.
     """
 
@@ -104,7 +104,10 @@ class ChatFormat:
         return self._chunk(piece.index, {"role": "assistant", "content": "", "refusal": None})
 
     def pieces(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the chunks for what a step brought for one choice. There are none while the text may begin a mark."""
+        """Return the chunks for the new text of one choice after a step.
+
+        There are none while the text may begin a mark.
+        """
         reader = self._readers.get(piece.index)
         if reader is None:
             reader = self._readers[piece.index] = self.new_reader()

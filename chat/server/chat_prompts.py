@@ -28,7 +28,7 @@ def encode_messages(
     """Return the token ids of a chat up to the beginning of the reply.
 
     Args:
-        continues: whether the last message is the beginning of the reply, which goes on behind its last character.
+        continues: whether the last message is the beginning of the reply, which continues after its last character.
         thoughts: the texts around the model's thoughts.
     Raises:
         FormatError: as `encode_chat`, for the messages as they were given.
@@ -68,7 +68,7 @@ def _is_unusual(messages: list[Message]) -> bool:
 
 
 def _arrangements(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield the messages as they are, and then in orders that ever more templates know."""
+    """Yield the messages as they are, and then in arrangements that more and more templates accept."""
     yield messages
     opening = list(takewhile(lambda message: message["role"] == "system", messages))
     rest = messages[len(opening) :]
@@ -79,7 +79,7 @@ def _arrangements(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def _as_user(message: Message) -> Message:
-    """Return a system message as a user's that says who speaks."""
+    """Return a system message as a user's message that says who speaks."""
     if message["role"] != "system":
         return message
     return {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}

@@ -111,7 +111,7 @@ class Checked(BaseModel):
         known = cls.model_fields.keys() - neutral.keys() - noted.keys() - {LEFT_OUT, *cls.derived}
         others = [name for name in value if name not in known]
         unknown = next((name for name in others if name not in neutral and name not in noted), None)
-        # Report only the first. There may be very many, and each would cost an error of its own.
+        # Report only the first unknown field. There may be very many, and each would cost an error of its own.
         if unknown is not None:
             raise PydanticCustomError("unknown", "is unknown", {"name": unknown})
         left_out = list[str]()
@@ -129,7 +129,7 @@ class Checked(BaseModel):
 
     @classmethod
     def simplify(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields in forms that are read further, and what was left out of them, with the reason.
+        """Return the fields in the forms that this class reads, and what was left out of them, with the reason.
 
         Subclasses extend this. Raises ApiError.
         """
@@ -137,7 +137,7 @@ class Checked(BaseModel):
 
     @classmethod
     def _rename(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Replace other names of parameters by their own.
+        """Replace alternative names of parameters by their main names.
 
         Two names of one parameter with different values are refused.
         """
@@ -154,12 +154,12 @@ class Checked(BaseModel):
 
 
 def _joined(cls: type[Checked], name: str) -> dict[str, Any]:
-    """Return the entries of a class and of its base classes. Those of the class count where both have one."""
+    """Return the merged entries of an attribute of a class and of its base classes. The class's own entries win."""
     return {key: value for base in reversed(cls.__mro__) for key, value in getattr(base, name, {}).items()}
 
 
 def _is_any_of(given: object, values: tuple[object, ...]) -> bool:
-    if isinstance(given, dict):  # Some clients write out what they leave open.
+    if isinstance(given, dict):  # Some clients write default values explicitly.
         given = {key: inner for key, inner in given.items() if inner is not None}
     return any(type(given) is type(value) and given == value for value in values)
 

@@ -1,8 +1,8 @@
-"""Limits connections: how many there are, how long clients may take, and what they may send before there is a request.
+"""Limits connections: their number, how long clients may take, and what they may send before a request is complete.
 
-uvicorn's h11 protocol waits forever for a head, and answers malformed requests in plain text. This one does neither. It
-collects heads, and hands each to h11 once it is whole and `check_head` accepts it. CONTRIBUTING.md says which other
-servers were tried in its place.
+uvicorn's h11 protocol waits forever for a head, and answers malformed requests in plain text. The protocol here does
+neither. It collects heads, and hands each to h11 once it is complete and `check_head` accepts it. CONTRIBUTING.md says
+which other servers were tried in its place.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Seldom(logging.Filter):
 class Turns:
     """Lets requests that cause work begin one after the other. The event loop serves other connections in between.
 
-    A new request goes through several callbacks, each as expensive as that of a token. If a hundred clients sent at
-    once, a mere request for `/metrics` would wait for all of them, at each of its own callbacks.
+    A new request goes through several callbacks, each as expensive as the callback of a token. If a hundred clients
+    sent at once, a mere request for `/metrics` would wait for all of them, before each of its own callbacks.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Turns:
         return True
 
     def leave(self, connection: Connection) -> None:
-        """Forget a waiting connection, because it was lost or begins by itself."""
+        """Forget a waiting connection, because it was lost or has begun its request without a turn."""
         with suppress(ValueError):
             self._waiting.remove(connection)
 
@@ -97,10 +97,10 @@ log.addFilter(Seldom())
 
 
 class Connections:
-    """Holds the open connections, bounded in number and per peer address.
+    """Holds the open connections, and limits their number, in all and for each peer address.
 
-    If there are too many, the one that has waited longest for its client is closed. So half-sent requests cannot keep
-    others out.
+    If there are too many, the connection that has waited longest for its client is closed. So half-sent requests cannot
+    keep other clients out.
     """
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
@@ -169,7 +169,7 @@ class Connection(H11Protocol):
     def __init__(self, connections: Connections, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self.conn = _Parser(h11.SERVER, MOST_HEAD_BYTES)
-        self.logger = log  # The messages of uvicorn about clients are limited as those of this module.
+        self.logger = log  # uvicorn's messages about clients are rate-limited like those of this module.
         self.peer = ""
         self.waits_since = 0.0
         self.is_refused = False
@@ -192,7 +192,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Only asyncio's transports have this. A long read delays all other connections.
+        # Only asyncio's own transports have this attribute. One long read would delay all other connections.
         if hasattr(transport, "max_size"):
             transport.max_size = MOST_READ_BYTES
         self.peer = self.client[0] if self.client is not None else ""
@@ -227,7 +227,7 @@ class Connection(H11Protocol):
     # Methods for heads.
 
     def _receive_head(self, data: bytes) -> None:
-        if self._head_timer is None:  # These are the first bytes behind an earlier request.
+        if self._head_timer is None:  # These are the first bytes after an earlier request.
             self._unset_keepalive_if_required()
             self._start_head_timer()
         n_searched = len(self._head)
@@ -305,7 +305,10 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def refuse(self, error: ApiError) -> None:
-        """Respond without the app, unless a response has begun, and close. A closing connection is cut."""
+        """Respond without the app, unless a response has begun, and close.
+
+        A connection that is already closing is cut.
+        """
         self._stop_timers()
         self._leave_turn()
         if self.transport.is_closing():

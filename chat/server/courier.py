@@ -13,8 +13,8 @@ _LOT = 8
 class Courier(Generic[T]):
     """Puts things that another thread sends into queues of an event loop.
 
-    Waking the loop is a system call, which costs more than all else that a token takes on its way. The loop delivers
-    what has come in batches, and serves its other connections in between.
+    Waking the loop is a system call, which costs more than all other work to deliver a token. The loop delivers the
+    waiting things in batches, and serves its other connections in between.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -33,7 +33,7 @@ class Courier(Generic[T]):
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_coming = False  # This comes first. What is sent from now on is delivered here or by the next call.
+        self._is_coming = False  # This comes first: things sent from now on are delivered below or by the next call.
         for _ in range(min(_LOT, len(self._sent))):
             queue, thing = self._sent.popleft()
             queue.put_nowait(thing)

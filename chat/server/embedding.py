@@ -36,7 +36,7 @@ MOST_INPUTS = 2048
 
 
 def _read_inputs(value: object) -> list[Prompt]:
-    """Read one input or several. Each is computed by itself, so a request may have many."""
+    """Read one input or several. Inputs are computed one at a time, so a request may have many."""
     return read_prompts(value, most=MOST_INPUTS)
 
 
@@ -130,7 +130,10 @@ class Embedding:
         return asked, inputs
 
     def _check(self, asked: EmbeddingsRequest) -> Pooling:
-        """Return how to pool. Raises ApiError if nobody names a pooling, or if the model cannot do it."""
+        """Return how to pool.
+
+        Raises ApiError if neither the request nor the model names a pooling, or if the model cannot do it.
+        """
         model, name = self._service.engine.model, self._service.model_id
         if not getattr(model, "gives_hidden_states", False):
             message = f"{name!r} gives no hidden states, so it cannot embed; choose a decoder."

@@ -1,4 +1,4 @@
-"""Chooses the form of an error by the path of its request, since the clients of each dialect read another one."""
+"""Chooses the form of an error by the path of its request, because each dialect's clients read a form of their own."""
 
 from __future__ import annotations
 

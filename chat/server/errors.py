@@ -70,7 +70,7 @@ def too_many(limit: str, *, seconds: int | None = 1, code: str = "rate_limit_exc
     """Return the error 429 for a limit of `LIMITS`.
 
     Args:
-        seconds: the client may try again after so long. None: waiting does not help.
+        seconds: the time after which the client may try again. None: waiting does not help.
         numbers: the values of the text's fields.
     """
     headers = {} if seconds is None else {"Retry-After": str(seconds)}
@@ -78,10 +78,10 @@ def too_many(limit: str, *, seconds: int | None = 1, code: str = "rate_limit_exc
 
 
 class ContextError(ApiError):
-    """Refuses a prompt that does not fit into the context, in the words that clients of OpenAI look for.
+    """Refuses a prompt that does not fit into the context, with the wording that OpenAI's clients look for.
 
     Args:
-        n_prompt: the tokens of the prompt, or the least that it can have if it was not tokenised.
+        n_prompt: the number of the prompt's tokens, or the least possible number if it was not tokenised.
         limit: the tokens that a prompt and its reply may have together.
         wanted: the tokens of the reply that the request asks for. None: it does not say.
         param: the field that holds the prompt.
@@ -106,7 +106,7 @@ class ContextError(ApiError):
 
 
 class StoppingError(Exception):
-    """Ends the generations of a server that stops."""
+    """Ends the generations when the server stops."""
 
 
 def stopping() -> ApiError:

@@ -18,11 +18,11 @@ from prometheus_client.utils import floatToGoString
 _MOST_KNOWN = 4096
 """The texts of this many samples and families are kept, which is several times what a server has."""
 _TYPES = {"counter", "gauge", "histogram"}
-_number = lru_cache(_MOST_KNOWN)(floatToGoString)  # Most numbers are zeros, or as they were at the last reading.
+_number = lru_cache(_MOST_KNOWN)(floatToGoString)  # Most numbers are zero, or the same as at the last reading.
 
 
 def exposition(registry: CollectorRegistry) -> bytes:
-    """Return the newest values of all families of counters, gauges and histograms, in UTF-8."""
+    """Return the newest values of all counters, gauges and histograms, in UTF-8."""
     return "".join(part for family in registry.collect() for part in _family(family)).encode()
 
 

@@ -34,7 +34,7 @@ class CompletionFormat:
         prompts: the token ids of the prompt of each choice.
         echoes: the text before the reply of each choice.
         echoes_logprobs: whether the log probabilities of echoed prompts are sent.
-        has_prompt_logprobs: whether those of the prompt are sent in vLLM's form.
+        has_prompt_logprobs: whether the log probabilities of the prompt are sent in vLLM's form.
     """
 
     model: str
@@ -104,7 +104,7 @@ def finish_reason_of(generation: Generation) -> str | None:
 
 
 class EventStream(Response):
-    """Sends server-sent events, or lines of another type, each as soon as it is there."""
+    """Sends server-sent events, or lines of another type, each as soon as it is available."""
 
     media_type = "text/event-stream"
 

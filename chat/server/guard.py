@@ -1,6 +1,6 @@
 """Guards every request on its way in and out.
 
-It checks access and limits, counts, and ends a request whose client disconnects.
+It checks access and limits, counts requests, and ends those whose client disconnects.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ class Exchange:
     """Holds a request on its way through the server.
 
     Attributes:
-        places: the places of which it takes one.
+        places: the limited places for requests that are being answered. The request takes one of them.
         started: when it came in, in seconds of `time.perf_counter`.
         at_end: functions that are called when the request is over, however it ends.
         status: the status of the response. 0 until the response begins.
         is_complete: whether the whole response was handed to the server.
         has_place: whether it has a place among the requests that are being answered.
-        is_counted: whether it is over. Its place is free again then, and the metrics contain it.
+        is_counted: whether it is over. If so, its place is free again, and the metrics include it.
         request_id: the client's id, or a new one. The response has it too.
         use: the use of the client's key. None: the request needs no key.
         notes: additional fields of the access log.
@@ -129,7 +129,7 @@ class Exchange:
     more_usage: dict[str, object] = field(default_factory=dict)
 
     def note_left_out(self, left_out: Sequence[str]) -> None:
-        """Let the reply say what of the request was accepted and not carried out."""
+        """Add to the reply which parts of the request were accepted but not carried out."""
         if left_out:
             self.more_usage["left_out"] = list(left_out)
 
@@ -153,8 +153,8 @@ class Guard:
     """Runs the app for each request as a task. It is an ASGI middleware.
 
     If the client disconnects, the task is cancelled, and the functions in `at_end` are called. A request takes a place
-    only once it is clear that it can be answered. So a client that sends slowly, too much or nonsense keeps no other
-    client out.
+    only once it is clear that it can be answered. So clients that send slowly, too much or invalid data cannot keep
+    other clients out.
     """
 
     def __init__(self, app: ASGIApp, service: Guarded) -> None:
@@ -184,7 +184,8 @@ class Guard:
         finally:
             for end in exchange.at_end:
                 end()
-            # These functions hold the exchange. Clearing the list breaks the cycle, which would be garbage.
+            # These functions refer to the exchange. Clearing the list breaks the reference cycle, which would have to
+            # be collected as garbage.
             exchange.at_end.clear()
             self._count(exchange)
             self._log(exchange, scope)
@@ -201,7 +202,7 @@ class Guard:
     def _count(self, exchange: Exchange) -> None:
         """Count a finished request, once.
 
-        This happens before its client can know, so that the client's next request finds a place.
+        This happens before the client gets the last bytes, so that the client's next request finds a place.
         """
         if exchange.is_counted:
             return
@@ -251,7 +252,7 @@ class Guard:
     def _check_body(self, headers: Headers) -> None:
         """Refuse a body by the headers of its request. Raises ApiError 413, 415, 429 or 503."""
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":  # A form of a foreign web page cannot send this type.
+        if kind != b"application/json":  # HTML forms on other sites' pages cannot send this type.
             message = f"The body must come as 'Content-Type: application/json', not {clip(kind.decode('latin-1'))!r}."
             raise ApiError(415, message, code="unsupported_media_type")
         if not self._service.is_open:
@@ -281,7 +282,8 @@ class Guard:
     async def _drain(self, headers: Headers, incoming: Incoming) -> None:
         """Read a little of a refused body. A client that is still sending would otherwise not see the response."""
         if b"transfer-encoding" not in headers and declared_bytes(headers) == 0:
-            incoming.has_ended = True  # Nothing is awaited here, so that short requests are answered at once.
+            # This is set without awaiting anything, so that short requests are answered at once.
+            incoming.has_ended = True
             return
         most = 16 * self._service.options.max_body_bytes
         if declared_bytes(headers) > most or b"100-continue" in headers.get(b"expect", b"").lower():
@@ -298,7 +300,7 @@ class Guard:
             if not given:
                 given = True
                 return {"type": "http.request", "body": body, "more_body": False}
-            await asyncio.Event().wait()  # This never ends. A disconnect is noticed below.
+            await asyncio.Event().wait()  # This wait never ends. A disconnect is noticed below.
             raise AssertionError("this event is never set")
 
         if exchange.path in _AT_ONCE:
@@ -315,12 +317,15 @@ class Guard:
             task.cancel()
             gone.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
-        if not was_done or task.cancelled():  # If the task was cancelled, the timer of a send did it.
+        if not was_done or task.cancelled():  # If the task was cancelled here, the timer of a send has cancelled it.
             raise ClientGoneError
         task.result()
 
     def _watch(self, exchange: Exchange, headers: Headers, incoming: Incoming, send: Send) -> Send:
-        """Return a `send` that notes what is sent. A client that takes nothing for too long counts as disconnected."""
+        """Return a `send` that records what is sent.
+
+        A client that takes nothing for too long counts as disconnected.
+        """
         loop, seconds = asyncio.get_running_loop(), self._service.options.stall_seconds
         extra = [*self._access.headers_for(headers), (REQUEST_ID, exchange.request_id.encode())]
 
@@ -330,7 +335,7 @@ class Guard:
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                # The rest of a body must not be read as the next request.
+                # The unread part of a body must not be read as the next request.
                 close = [] if incoming.has_ended else [(b"connection", b"close")]
                 message = {**message, "headers": [*message.get("headers", []), *extra, *close]}
             elif is_last:

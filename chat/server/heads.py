@@ -2,8 +2,9 @@
 
 It refuses heads that leave the request's end ambiguous, before a parser sees them.
 
-A proxy in front and this server must agree on where each request ends, or the rest of one client's request is answered
-as a request of another client. RFC 9112 leaves a server free to repair several forms; none of them is repaired here.
+A proxy in front of this server and the server must agree on where each request ends. Otherwise, the end of one client's
+request could be answered as a request of another client. RFC 9112 allows servers to repair several malformed heads;
+this server repairs none.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ _LENGTH = re.compile(rb"[0-9]{1,18}\Z")
 
 
 def find_head_end(received: bytearray, n_searched: int) -> int | None:
-    """Return the number of bytes in the head at the beginning of `received`. None: the empty line behind it is missing.
+    """Return the number of bytes in the head at the beginning of `received`.
+
+    None: the empty line that ends it is missing.
 
     Args:
-        n_searched: this many bytes were searched before, and contain no end.
+        n_searched: how many bytes were searched before without finding the end.
     """
     found = _END.search(received, max(0, n_searched - 2))
     return None if found is None else found.end()
 
 
 def check_head(head: bytes) -> None:
-    """Refuse a head whose request has no certain end. h11 checks the rest of the syntax.
+    """Refuse a head that leaves the end of its request uncertain. h11 checks all other syntax.
 
     Raises:
         ApiError: 400, 431 or 505.

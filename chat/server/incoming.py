@@ -1,4 +1,4 @@
-"""Reads the bodies of requests. It limits their size, their slowness, and how many come at once."""
+"""Reads the bodies of requests. It limits their size, how slowly they may come, and how many come at once."""
 
 from __future__ import annotations
 

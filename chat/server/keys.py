@@ -1,4 +1,4 @@
-"""Holds the keys of clients and their limits, which are requests at once and tokens a minute."""
+"""Holds the keys of clients and their limits: a number of requests at once, and a number of tokens per minute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Key:
         key: the key as clients send it. `key_sha256` may replace it: the key's SHA-256 in hexadecimal, so that the file
             holds no key.
         max_requests: how many requests are answered at once. None: as many as the server allows.
-        tokens_per_minute: tokens of prompts and replies together. None: any number.
+        tokens_per_minute: the most tokens per minute, of prompts and replies together. None: any number.
     Raises:
         SpecError: a wrong value. The message names the field and the value, never the key.
     """
@@ -121,7 +121,7 @@ class Use:
 class Keys:
     """Finds the key that a client has sent.
 
-    Raises SpecError if two keys or their names are equal.
+    Raises SpecError if two keys, or the names of two keys, are equal.
     """
 
     def __init__(self, keys: tuple[Key, ...]) -> None:
@@ -134,13 +134,13 @@ class Keys:
         return bool(self._uses)
 
     def find(self, key: bytes) -> Use | None:
-        """Return the use of a key, or None if there is no such key.
+        """Return the usage counter of a key, or None if there is no such key.
 
-        All keys are compared each time, so that the time shows nothing.
+        All keys are compared each time, so that the time reveals nothing about the keys.
         """
         given, found = hash_key(key), None
         for known, use in self._uses:
-            # Comparing hashes keeps the time from showing even the key's length.
+            # Hashes are compared, so that the time does not reveal even the key's length.
             if hmac.compare_digest(given, known):
                 found = use
         return found

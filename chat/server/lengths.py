@@ -12,7 +12,7 @@ _DRY_STEPS = 64
 
 
 def find_context_tokens(engine: Engine, wanted: int | None) -> int:
-    """Return the tokens of the longest sequence: the least of `wanted`, the config's limit and the budget's limit.
+    """Return the tokens of the longest possible sequence: the least of `wanted`, the config's limit and the budget's.
 
     Cost: a dry run of about 64 steps.
     """
@@ -40,8 +40,8 @@ def check_length(
     """Return how many tokens a reply may have. Raises ContextError if a prompt of this length does not fit.
 
     Args:
-        wanted: the number in the request. None: `default`, and if that is None as well, as many as fit.
-        is_cut: whether a number that does not fit beside the prompt is lowered, as in OpenAI's chats and responses. Its
+        wanted: the number in the request. None: `default`, and if that is None as well, as many tokens as fit.
+        is_cut: whether a number that is too large for the prompt is lowered, as in OpenAI's chats and responses. Its
             plain completions refuse such a number.
     """
     left = limit - n_prompt
@@ -54,8 +54,8 @@ def check_length(
 def check_lists(body: bytes, limit: int, *, param: str) -> None:
     """Refuse a list of too many token ids before it is parsed. Raises ContextError.
 
-    No other list of numbers may be as long, so what is refused here would be refused later as well. The only exception
-    is a key that is given twice, whose first value is such a list.
+    No other list of numbers may be as long, so a body that is refused here would be refused later as well. The only
+    exception is a body that gives a key twice, first with such a list.
     """
     n_listed = count_longest_list(body, limit + 1)
     if n_listed:

@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from hybridmem.chat.server.access_log import start_log
 from hybridmem.chat.server.connections import Connection, Connections
 from hybridmem.chat.server.service import Service
-from hybridmem.memory import SpecError
 from hybridmem.models.loading.freed_memory import give_back_freed_memory
+from hybridmem.memory import SpecError
 
 _EXTRA_GRACE_SECONDS = 5
 """When the grace period ends, responses in progress get this many further seconds. Then connections are cut."""
@@ -45,8 +45,8 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
                 "(or --api-key), or listen on 127.0.0.1"
             )
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-        # Connections inherit this option, and asyncio does not set it for them. Without it, an event waits until the
-        # client has acknowledged the one before. A client that has nothing to say takes 40 ms for that.
+        # Connections inherit this option (no delay), which asyncio does not set for them. Without it, an event is held
+        # back until the client has acknowledged the previous one, which takes 40 ms if the client sends no data.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except (OSError, OverflowError) as error:
@@ -54,7 +54,7 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Runs uvicorn, and tells the service when to stop. Replies in progress may end in the grace period."""
+    """Runs uvicorn, and tells the service when to stop. Replies in progress may still end within the grace period."""
 
     def __init__(self, app: FastAPI) -> None:
         service = app.state.service
@@ -90,7 +90,7 @@ def run(app: FastAPI, listener: socket.socket, on_listening: Callable[[str], Non
     """
     gc.collect()
     give_back_freed_memory()
-    gc.freeze()  # Searching the libraries' objects for garbage would delay all requests by half a second.
+    gc.freeze()  # A garbage collection of the imported libraries' objects would delay all requests by half a second.
     gc.set_threshold(*_GARBAGE)
     options = app.state.service.options
     start_log(options.access_log)

@@ -44,7 +44,8 @@ def completion_logprobs(
 
 
 def prompt_logprobs(tokens: TokenBytes, token_ids: Sequence[int], chosen: Sequence[Chosen]) -> list[Any] | None:
-    """Return vLLM's `prompt_logprobs`: for each token of the prompt, it and the likeliest tokens, by their ids."""
+    """Return vLLM's `prompt_logprobs`: for each token of the prompt, the token itself and the likeliest tokens, by
+    their ids."""
     if not chosen:
         return None
     return [None] * (len(token_ids) - len(chosen)) + [_ranked(tokens, c) for c in chosen]
@@ -60,7 +61,10 @@ def _ranked(tokens: TokenBytes, chosen: Chosen) -> dict[str, Any]:
 
 
 def _top_of(tokens: TokenBytes, chosen: Chosen) -> dict[str, float] | None:
-    """Return the likeliest tokens and the token itself, by their texts; of several with one text, the likeliest."""
+    """Return the likeliest tokens and the token itself, by their texts.
+
+    If several have the same text, keep the likeliest.
+    """
     if not chosen.top:
         return None
     top = dict[str, float]()
@@ -72,14 +76,14 @@ def _top_of(tokens: TokenBytes, chosen: Chosen) -> dict[str, float] | None:
 def _offsets(raws: Sequence[bytes], text: str) -> list[int]:
     """Return the place of each token in a text, in characters.
 
-    A character counts where its last byte comes, so all tokens of one character have its place. Tokens that are not in
-    the text, such as the one that begins a sequence, have no length.
+    If several tokens make up one character, all of them have the place of that character. Tokens that are not in the
+    text, such as the one that begins a sequence, have no length.
     """
     decoder, offsets, at = getincrementaldecoder("utf-8")("replace"), list[int](), 0
     for raw in raws:
         offsets.append(at)
         new = decoder.decode(raw)
-        # A text may lack the space that its first word has as a token.
+        # The text may lack the leading space of the token of its first word.
         shown = next((words for words in (new, new.lstrip(" ")) if text.startswith(words, at)), "")
         at += len(shown)
     return offsets

@@ -1,4 +1,4 @@
-"""Gives metrics the names that vLLM's dashboards read, beside our own.
+"""Gives metrics the names that vLLM's dashboards read, in addition to this library's names.
 
 Nothing is counted or read twice. Each family is read once when Prometheus asks, and written under each of its names.
 vLLM's names get the label `model_name`.
@@ -38,7 +38,7 @@ _LABELS = {"reason": "finished_reason"}
 
 
 class BothNames(Collector):
-    """Shows families under our names and under vLLM's.
+    """Shows families of metrics under this library's names and under vLLM's.
 
     Args:
         ours: the registry whose families are shown.

@@ -22,7 +22,7 @@ _TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 class Metrics:
-    """Holds the server's own counters. The engine and its memory have others.
+    """Holds the server's own counters. The engine and its memory have counters of their own.
 
     Args:
         model: the model's name, for the label that vLLM's dashboards read.
@@ -56,7 +56,7 @@ class Metrics:
         )
         ours = [metric for metric in vars(self).values() if isinstance(metric, Counter | Histogram)]
         self.registry.register(BothNames([*ours, _EngineCollector(engine)], model))
-        # Among others, this shows the resident memory, which the budget does not count.
+        # Among other numbers, this shows the resident memory of the process, which the budget does not count.
         self.process = ProcessMetrics(self.registry)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:

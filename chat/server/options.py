@@ -27,16 +27,17 @@ class ServerOptions:
     """Holds the limits of a server.
 
     Attributes:
-        alias: names under which clients may call the model, beside its own, such as "gpt-5" or "claude-*".
+        alias: further names by which clients may call the model, such as "gpt-5" or "claude-*".
         api_key: the key that clients must send as `Authorization: Bearer KEY`. None: they need no key.
         keys: the keys of several clients, each with its own limits, as `Key` or as tables of the configuration file.
         access_log: the form of the log, which has a line for each request on standard error: "off", "text" or "json".
-        ssl_certfile, ssl_keyfile: PEM files with the certificate, followed by those that sign it, and with its key.
-        allowed_hosts: names that a request's Host may have beside those of loopback, without port. If none are given, a
-            request with a key may name any host.
+        ssl_certfile, ssl_keyfile: PEM files. The first holds the certificate, followed by the certificates that sign
+            it; the second holds its key.
+        allowed_hosts: names, without port, that a request's Host may have in addition to those of loopback. If none are
+            given, a request with a key may name any host.
         allowed_origins: the origins of web pages that may send requests and read the responses, such as
-            "https://example.com". "*" stands for all. If none are given, any page may send requests with a key, and
-            none may read the responses.
+            "https://example.com". "*" stands for all. If none are given, any page may send requests with a key, but no
+            page may read the responses.
         parse_special: whether messages may contain special tokens, so that clients can write turns. Prompts of
             /v1/completions always may.
         isolate: whether requests share cached prefixes only with those that have the same `prompt_cache_key`, `user`
@@ -49,7 +50,7 @@ class ServerOptions:
         max_requests: how many requests are answered at once. Others are told to come back later.
         max_connections: how many connections may be open. When one more comes, the one that has waited longest for its
             client's bytes is closed.
-        max_peer_connections: how many of these may come from one address.
+        max_peer_connections: how many of these connections may come from one address.
         head_seconds: a request's head must arrive within this time.
         body_seconds: a body must arrive within this time.
         body_bytes_per_second: the least average rate of a body, not counting its first 5 seconds.
@@ -59,19 +60,20 @@ class ServerOptions:
         sampling: the values of options that a request leaves out. None: those in the checkpoint's
             generation_config.json, or else a temperature of 1.
         save: a function that saves the prefix cache. It is called when the engine has stopped.
-        save_seconds: the interval at which `save` is also called while the server runs. None: it is not.
+        save_seconds: the interval at which `save` is also called while the server runs. None: it is called only at the
+            end.
         sessions: the folder that keeps stored sessions across restarts. None: they end with the server.
         session_bytes: the most bytes of the texts and token ids of all sessions. Beyond that, the sessions used longest
             ago are deleted.
-        warm: a file with one request a line, whose prompts are computed at the start and kept.
+        warm: a file with one request on each line. The prompts of these requests are computed at the start and kept.
         slot_save_path: the folder in which clients of llama.cpp's server save the prefixes of slots. None: they cannot.
         trees: whether chats and messages are stored too, as trees of their agents' steps.
         picture_hosts: hosts from which the server fetches pictures that requests name by URL, such as "example.com" or
-            "example.com:8443". Of others only data URLs are read: a client could otherwise make the server ask any
-            address that it can reach.
+            "example.com:8443". All other pictures must be data URLs: otherwise a client could make the server send
+            requests to any address that it can reach.
         max_pictures: the most pictures of a request.
         max_picture_bytes: the most bytes of a picture's file. max_picture_pixels: the most pixels that it may have,
-            which is compared with its header before it is decoded.
+            which is checked by the file's header before the picture is decoded.
         session_days: a session that nobody has used for so many days is deleted. Sessions with a pinned node stay.
     Raises:
         SpecError: a wrong value. The message names the option and the value.

@@ -35,11 +35,11 @@ class Owners:
     """Finds the owners of prefixes and of sessions.
 
     `cached_tokens`, and how soon a reply begins, tell a client whether somebody has sent the same prompt before. So
-    prefixes are shared by requests with one API key and one `cache_salt` alone. `prompt_cache_key` and `user` name
-    requests that are alike. They are no walls, unless `isolates` makes them walls.
+    requests share prefixes only if they have the same API key and the same `cache_salt`. `prompt_cache_key` and `user`
+    are hints about requests that are alike. They separate prefixes only if `isolates` is set.
 
     Attributes:
-        has_keys: whether the server asks for keys. Without them, everybody on the server shares.
+        has_keys: whether the server asks for keys. Without keys, all clients of the server share prefixes.
         keys: the hashes of these keys.
     """
 
@@ -55,20 +55,23 @@ class Owners:
     def of_everybody(self, cache_salt: str | None) -> list[bytes]:
         """Return all owners of prefixes that requests with this salt can have: one for each key, or one for all.
 
-        Those of hints that are walls are not known before they come.
+        If hints separate prefixes, their owners are unknown until such requests come.
         """
         hints = (None, None) if self.isolates else ()
         return [_digest(key, cache_salt, *hints) for key in (map(bytes.hex, self.keys) if self.keys else [None])]
 
     def of_prefixes(self, header: Header, asked: Sharing) -> bytes:
-        """Return the owner of the prefixes that a request reuses and leaves."""
+        """Return the owner of the prefixes that a request reuses and keeps."""
         shown = credential_of(header) if self.has_keys or self.isolates else None
         key = None if shown is None else hash_key(shown.removeprefix("Bearer ").encode()).hex()
         hints = (asked.prompt_cache_key, asked.user) if self.isolates else ()
         return _digest(key, asked.cache_salt, *hints)
 
     def of_sessions(self, header: Header, cache_key: str | None, identifier: str | None) -> bytes:
-        """Return the owner of the sessions that a request stores and reads. Both names are walls here."""
+        """Return the owner of the sessions that a request stores and reads.
+
+        Requests with different names have different owners.
+        """
         key = credential_of(header) if self.has_keys or self.isolates else None
         return _digest(key, cache_key, *(() if identifier is None else (identifier,)))
 
@@ -79,7 +82,10 @@ def session_named(header: Header) -> str | None:
 
 
 def credential_of(header: Header) -> str | None:
-    """Return what a client shows as its key: the key that access is decided by, in whichever header it comes."""
+    """Return the key with which a client identifies itself, in whichever header it comes.
+
+    Access is decided by the same key.
+    """
     authorization = header("authorization")
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key:

@@ -34,7 +34,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    # Browsers may keep the file, but must ask whether it has changed. A new version of the server has new files.
+    # Browsers may keep the file, but must ask whether it has changed. A new version of the server has other files.
     "Cache-Control": "no-cache",
 }
 
@@ -42,7 +42,7 @@ HEADERS = {
 def is_page(path: str) -> bool:
     """Return whether a path belongs to the page.
 
-    The page needs no key, since it holds no secret: it opens and asks for the key.
+    The page can be loaded without a key, since it holds no secret. It then asks the user for the key.
     """
     return path == "/" or path.startswith(PREFIX)
 

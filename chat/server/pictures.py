@@ -1,7 +1,7 @@
 """Takes pictures out of requests: data URLs, and files of hosts that the operator has named.
 
-A request's texts get marks in their place (`chat.special_tokens.marks`), in whatever dialect it comes. Then the model's
-tower computes their rows, beside the event loop, and the tokenizer puts their token ids in place of the marks.
+In a request's texts, marks replace the pictures (`chat.special_tokens.marks`), whatever the request's dialect. Then the
+model's tower computes the pictures' rows in a thread, and the tokenizer replaces the marks by the pictures' token ids.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class Source:
-    """Says where a picture comes from: a data URL, or the URL of a host; and how much of it the model is to see."""
+    """Says where a picture comes from, and in how much detail the model is to see it.
+
+    It comes from a data URL, or from the URL of a file on a host.
+    """
 
     url: str = field(repr=False)
     detail: str = "auto"
 
     @property
     def name(self) -> str:
-        """Return 64 hexadecimal digits that tell it from others."""
+        """Return 64 hexadecimal digits that identify the picture."""
         return name_of_source(self.url, self.detail)
 
 
@@ -51,12 +54,15 @@ _found: ContextVar[Sources | None] = ContextVar("pictures of a request", default
 
 
 def sees() -> bool:
-    """Return whether pictures can be in the request that is being read."""
+    """Return whether the request that is being read may contain pictures."""
     return _found.get() is not None
 
 
 def mark_part(part: dict[str, Any]) -> str:
-    """Note a part with a picture of the request that is being read, and return its mark. Raises ValueError."""
+    """Record a part with a picture for the request that is being read, and return the picture's mark.
+
+    Raises ValueError.
+    """
     found = _found.get()
     if found is None:
         raise ValueError(
@@ -103,7 +109,7 @@ def sources_of(items: Iterable[Item]) -> Sources:
 
 @dataclass(frozen=True)
 class Seen:
-    """Holds the pictures of a request: as long, their rows stay."""
+    """Holds the pictures of a request. Their rows are kept as long as this object."""
 
     sources: Sources = field(default_factory=dict)
     pictures: dict[str, Picture] = field(default_factory=dict)
@@ -120,7 +126,7 @@ class Sight:
     """Reads the pictures of requests for one model.
 
     Args:
-        pictures: the model's. None: it reads text alone.
+        pictures: reads pictures for the model. None: the model reads text only.
     """
 
     def __init__(self, pictures: Pictures | None, options: ServerOptions) -> None:
@@ -132,7 +138,7 @@ class Sight:
 
     @contextmanager
     def collecting(self) -> Iterator[Sources]:
-        """Collect the pictures of a request that is read meanwhile."""
+        """Collect the pictures of the request that is read inside the block."""
         found = Sources()
         token = _found.set(None if self._pictures is None else found)
         try:
@@ -141,11 +147,14 @@ class Sight:
             _found.reset(token)
 
     def is_likely(self, body: bytes) -> bool:
-        """Return whether a body seems to hold pictures. Then it is read among long texts: the tower takes its time."""
+        """Return whether a body seems to hold pictures.
+
+        Such a body is read in the thread of long texts, because the tower takes long.
+        """
         return self._pictures is not None and (b'"image' in body or b'"input_image' in body)
 
     def read(self, sources: Sources, texts: Tokenizer, *, param: str) -> Seen:
-        """Read the pictures of a request, and compute their rows where they are not known. Raises ApiError 400."""
+        """Read the pictures of a request, and compute their rows unless they are known. Raises ApiError 400."""
         if not sources:
             return NOTHING
         if self._pictures is None:
@@ -179,7 +188,7 @@ class Sight:
         return self._pictures.limits.most_bytes
 
     def _fetch(self, url: str) -> bytes:
-        """Fetch a picture from a host that the operator has named. No redirection is followed, and no proxy asked."""
+        """Fetch a picture from a host that the operator has named. It follows no redirections, and uses no proxy."""
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").lower(), parts.port
@@ -227,7 +236,7 @@ def _decode_data_url(url: str, most_bytes: int) -> bytes:
 
 
 def _shrunk(data: bytes, limits: Limits, detail: str) -> Any:
-    """Return a picture, smaller if the model is to see little of it."""
+    """Return a picture, made smaller if the model is to see little detail."""
     if detail != "low":
         return data
     from hybridmem.models.vision.reading import open_picture

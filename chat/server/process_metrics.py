@@ -1,4 +1,4 @@
-"""Reads the operating system's numbers about this process, beside the event loop."""
+"""Reads the operating system's numbers about this process, in a thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ProcessMetrics(Collector):
     """Holds the newest reading of the memory, the processor time and the open files of this process.
 
     Counting open files needs a system call for each of them. After each call the thread has to get the interpreter's
-    lock back. While the engine steps, that takes 20 ms with 128 connections, so the event loop does not do it.
+    lock back. While the engine steps, that takes 20 ms with 128 connections, so the event loop does not count them.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -24,7 +24,7 @@ WAITING_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """Holds what a client's request wants of the engine for one of its prompts, with the sampling of each choice.
+    """Holds the engine's arguments for one prompt of a client's request, with the sampling of each choice.
 
     Attributes:
         output, priority, deadline_s, marks: the arguments of `Engine.submit`.
@@ -49,13 +49,13 @@ class PromptRequest:
 
 @dataclass(frozen=True)
 class Piece:
-    """Holds what one step of the engine brought for one choice.
+    """Holds what one step of the engine added to one choice.
 
     Attributes:
         index: the number of the choice. The choices of the first prompt come first, then those of the second, and so
             on.
         start: the number of characters of the reply before this text.
-        is_last: whether nothing follows. `generation` says the rest then.
+        is_last: whether this is the choice's last piece. `generation` then says why the reply ended.
         heard_at: when the piece came, in seconds of `time.perf_counter`.
         progress: the progress of the prompt, while there is no token yet; see `usage.progress_of`.
         logprobs: the log probabilities of the new tokens, if they were asked for.
@@ -72,12 +72,12 @@ class Piece:
 
 
 class Replies:
-    """Submits all choices of all prompts. Whoever makes this object must call `cancel` in the end, whatever happens.
+    """Submits all choices of all prompts. The code that makes this object must finally call `cancel`, whatever happens.
 
     The choices of one prompt are one request to the engine, which computes the prompt once.
 
     Args:
-        courier: carries pieces from the thread that steps.
+        courier: carries pieces from the engine's thread.
         started: when the request came in, in seconds of `time.perf_counter`.
         more_usage: additional fields of `usage` in "hybrid_memory".
     Raises:
@@ -125,7 +125,7 @@ class Replies:
         first, prompt = self._first(number), self.prompts[number]
         n_told, n_characters = [0] * len(prompt.samplings), [0] * len(prompt.samplings)
 
-        def on_token(generation: Generation, text: str) -> None:  # The thread that steps calls this.
+        def on_token(generation: Generation, text: str) -> None:  # The engine's thread calls this.
             now, is_last, i = time.perf_counter(), generation.is_finished, generation.choice
             is_prefilling = not (generation.token_ids or is_last)
             progress = progress_of(generation, now) if is_prefilling else None
@@ -202,7 +202,7 @@ class Replies:
             self._engine.cancel(generation)
 
     def usage(self) -> dict[str, Any]:
-        """Count the tokens of prompts and replies, and say why they were computed.
+        """Return the `usage` field: the numbers of tokens of prompts and replies, and why they were computed.
 
         A prompt counts once, however many choices it has.
 

@@ -1,8 +1,8 @@
-"""Answers POST /v1/rerank: in which order documents answer a query.
+"""Answers POST /v1/rerank, which ranks documents by how well they answer a query.
 
-A document is worth as much as the model expects the query behind it: the likelihood of the query as a question that the
-document answers (query likelihood; for language models, see Sachan et al. 2022, "Improving Passage Retrieval with
-Zero-Shot Question Generation"). The document comes first in the prompt, so that a second query computes only itself.
+A document's score is the likelihood of the query, as a question that the document answers, after the document (query
+likelihood; for language models, see Sachan et al. 2022, "Improving Passage Retrieval with Zero-Shot Question
+Generation"). The document comes first in the prompt, so that for a second query only the query's tokens are computed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RerankRequest(Checked):
 
 
 class Reranking:
-    """Ranks documents. The engine computes no token of a reply."""
+    """Ranks documents. The engine only scores prompts, and generates no reply."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -92,7 +92,7 @@ class Reranking:
         return {"index": index, "relevance_score": score, **document}
 
     def _read(self, texts: Tokenizer, body: bytes) -> tuple[RerankRequest, list[list[int]], list[int]]:
-        """Read a request, the token ids of a prompt for each document, and those of the query. Raises ApiError."""
+        """Read a request, and tokenise a prompt for each document, and the query. Raises ApiError."""
         asked = read_request(RerankRequest, body)
         if asked.model is not None:
             self._service.check_model(asked.model)

@@ -39,7 +39,8 @@ OF_LLAMA_CPP: Neutral = {
     "dry_sequence_breakers": ANY,
     "dynatemp_exponent": ANY,
     "dynatemp_range": (0, 0.0),
-    "id_slot": ANY,  # A slot is a place for a prefix. Here every prefix has a place.
+    # A slot is a place for a prefix. This server needs no slots, because it keeps every prefix by its tokens.
+    "id_slot": ANY,
     "min_keep": (0,),
     "mirostat": (0,),
     "mirostat_eta": ANY,
@@ -77,7 +78,7 @@ def _read_bias(value: object) -> object:
     """Read a bias for each token id.
 
     In OpenAI's form, ids are the keys of a JSON object, so they are strings. In llama.cpp's form, the value is a list
-    of pairs of an id and its bias, where `false` as a bias stands for never.
+    of pairs of an id and its bias, where the bias `false` means that the token is never chosen.
     """
     if isinstance(value, list):
         value = dict(map(_read_pair, value[: _MOST_IDS + 1]))
@@ -98,12 +99,12 @@ def _read_pair(pair: object) -> tuple[str, object]:
 
 
 def _read_top_p(value: object) -> object:
-    """Read 0 as the least share: the likeliest token alone."""
+    """Read a top_p of 0 as the smallest possible share, which leaves the likeliest token only."""
     return _LEAST_TOP_P if type(value) in (int, float) and value == 0 else value
 
 
 def _read_seed(value: object) -> object:
-    return None if value == -1 else value  # llama.cpp's clients write -1 for a seed that is drawn.
+    return None if value == -1 else value  # llama.cpp's clients write -1 for a random seed.
 
 
 def _read_top_k(value: object) -> object:

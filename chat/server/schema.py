@@ -1,8 +1,8 @@
 """Reads requests in OpenAI's form, and refuses those that cannot be fulfilled.
 
-No parameter is ignored in silence. One that is not supported is refused by name, unless its value has no effect, or is
-harmless: then the reply says that it was left out. `user` and `safety_identifier` name the end user, and
-`prompt_cache_key` says which requests are alike: they are read, change nothing and are not stored.
+No parameter is ignored silently. An unsupported parameter is refused by name, unless its value has no effect or is
+harmless. If it is harmless, the reply says that it was left out. `user` and `safety_identifier` name the end user, and
+`prompt_cache_key` says which requests are alike: they are read, but change nothing and are not stored.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def read_max_tokens(value: object) -> object:
 
 
 class StreamOptions(Checked):
-    # Obfuscation would hide the lengths of pieces from observers of an encrypted connection. This server has none.
+    # Obfuscation would hide the lengths of pieces from observers of an encrypted connection. This server sends no
+    # obfuscation.
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False, True)}
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -105,11 +106,11 @@ class Message(Checked):
         "cache_control": ANY,
         "function_call": (),
         "id": ANY,
-        "provider_specific_fields": ANY,  # The client litellm sends this field back as it got it.
-        "reasoning_details": ANY,  # OpenRouter's form of thoughts, beside their text.
+        "provider_specific_fields": ANY,  # The client litellm sends this field back as it received it.
+        "reasoning_details": ANY,  # This is OpenRouter's form of thoughts, which comes in addition to their text.
         "refusal": ANY,
         "status": ANY,
-        "thinking_blocks": ANY,  # litellm's form of thoughts, beside their text.
+        "thinking_blocks": ANY,  # This is litellm's form of thoughts, which comes in addition to their text.
     }
     aliases: ClassVar[dict[str, str]] = {"reasoning": "reasoning_content"}
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -157,7 +158,7 @@ class CommonRequest(SamplingFields, StructuredFields):
     """Holds the fields that all requests for replies have in common.
 
     Attributes:
-        left_out: what is accepted and not carried out, and why. A reply says it in "hybrid_memory".
+        left_out: what is accepted but not carried out, and why. A reply lists it in "hybrid_memory".
         cache_salt: requests share cached prefixes only with those that have the same salt, as in vLLM.
     """
 
@@ -207,7 +208,7 @@ class CommonRequest(SamplingFields, StructuredFields):
 
 
 class Prediction(Checked):
-    """Holds the expected text of most of a reply. The reply comes sooner if the text is right."""
+    """Holds a text that most of the reply is expected to repeat. The reply comes sooner if the text is right."""
 
     type: Literal["content"]
     content: Annotated[str, BeforeValidator(_read_content)]
@@ -258,7 +259,7 @@ class ChatRequest(CommonRequest, TemplateFields):
 
     @property
     def seen(self) -> Seen:
-        """Return the pictures of the messages. As long as the request is kept, so are their rows."""
+        """Return the pictures of the messages. Their rows are kept as long as the request."""
         return self._seen
 
     def hold(self, seen: Seen) -> None:
@@ -287,7 +288,7 @@ class ChatRequest(CommonRequest, TemplateFields):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Return the most tokens of the reply, which is the smaller of the two parameters for it."""
+        """Return the most tokens of the reply, which is the smaller of the two parameters for that number."""
         given = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return min(given, default=None)
 

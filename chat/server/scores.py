@@ -1,7 +1,7 @@
 """Answers POST /v1/score: how likely each of several continuations of one prompt is.
 
-The prompt is computed once. Each choice continues from a fork of it, so that its score is exactly what the whole text
-would give.
+The prompt is computed once. Each choice continues from a fork of it, so that its score is exactly the one that
+computing the whole text would give.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ScoreRequest(TemplateFields):
 
 
 class Scores:
-    """Scores choices. The engine computes no token of a reply."""
+    """Scores choices. The engine only scores prompts, and generates no reply."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -111,7 +111,10 @@ class Scores:
         return asked, prompt, [self._encode(texts, choice, is_reply=asked.prompt is None) for choice in asked.choices]
 
     def _encode(self, texts: Tokenizer, choice: Prompt, *, is_reply: bool) -> list[int]:
-        """Return the token ids of a choice. In a reply to messages, names of special tokens are text."""
+        """Return the token ids of a choice.
+
+        If the choice is a reply to messages, names of special tokens in it are plain text.
+        """
         if isinstance(choice, str) and is_reply:
             choice = special_tokens_of(texts, "assistant").encode_text(choice)
         elif isinstance(choice, str):

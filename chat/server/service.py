@@ -44,13 +44,13 @@ from hybridmem.models.vision.pictures import Pictures
 
 
 class Whole(Protocol):
-    """Declares how a whole reply is written, in one dialect."""
+    """Declares how a whole reply is written in one dialect."""
 
     def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]: ...
 
 
 class Watcher(Protocol):
-    """Declares what records chats."""
+    """Declares the interface of an object that records chats."""
 
     def watch(self, request: Request, asked: ChatRequest, token_ids: list[int], new_reader: NewReader) -> None: ...
     def watch_items(
@@ -66,7 +66,7 @@ class Service:
         model_id: the name by which clients call the model.
     Attributes:
         recorder: records chats. None: they are not stored.
-        is_open: whether it answers requests, which it does from the beginning of `lifespan` until `close`.
+        is_open: whether the service answers requests, as it does from the beginning of `lifespan` until `close`.
         context_tokens: the tokens that a prompt and its reply may have together. context_bytes: the bytes of the budget
             that so many tokens take.
     """
@@ -117,7 +117,7 @@ class Service:
             await self._save()
 
     async def _keep_serving(self) -> None:
-        """Step the engine. A step that fails ends its requests. The server ends only if the memory is damaged."""
+        """Step the engine. A failed step ends its requests. The server ends only if the memory is damaged."""
         while True:
             try:
                 await self.engine.serve()
@@ -161,11 +161,11 @@ class Service:
         return JSONResponse({"status": "ok"}) if self.is_open else stopping().response()
 
     async def render_metrics(self) -> Response:
-        text = self.metrics.render()  # This waits for nothing. Another thread would only add a wait.
+        text = self.metrics.render()  # This call blocks for no lock. Another thread would only add a wait.
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def list_models(self) -> Response:
-        """List the model under its name, and under each other name that it answers to."""
+        """List the model under its name, and under each of its aliases."""
         names = [self.model_id, *(name for name in self.options.alias if not _is_pattern(name))]
         data = [self._model(name) for name in names]
         # Anthropic's clients read the other fields.
@@ -271,7 +271,7 @@ class Service:
     async def read_chat_of(
         self, body: bytes, read: Callable[[bytes], ChatRequest]
     ) -> tuple[ChatRequest, list[int], bool]:
-        """Call `read_chat` in a thread of texts: where long ones wait for each other, if there seem to be pictures."""
+        """Call `read_chat` in a thread of texts. If there seem to be pictures, it is the thread of long texts."""
         n_bytes = max(len(body), LONG_BYTES + 1) if self.sight.is_likely(body) else len(body)
         return await self.texts.run(n_bytes, lambda texts: self.read_chat(texts, body, read), param="messages")
 
@@ -310,7 +310,7 @@ class Service:
         asked = read(body)
         self.check_model(asked.model)
         for prompt in asked.prompt:
-            if not isinstance(prompt, str):  # Too many token ids are refused before any text is encoded.
+            if not isinstance(prompt, str):  # A prompt with too many token ids is refused before any text is encoded.
                 self._reply_tokens(len(prompt), asked.max_tokens, param="prompt")
         encoded = [self.encode(texts.for_another_prompt(), prompt, "prompt") for prompt in asked.prompt]
         return asked, encoded
@@ -322,7 +322,7 @@ class Service:
     def encode(self, texts: Tokenizer, prompt: Prompt, param: str) -> list[int]:
         """Return the tokens of a text; given tokens stay as they are.
 
-        Raises ApiError if there are none, or unknown ones.
+        Raises ApiError if there are no tokens, or unknown ones.
         """
         token_ids = list(texts.encode(prompt)) if isinstance(prompt, str) else prompt
         if not token_ids:
@@ -358,7 +358,7 @@ class Service:
         return check_length(n_prompt, wanted, self.options.default_tokens, limit, param=param, is_cut=is_cut)
 
     def begin(self, exchange: Exchange, prompts: list[PromptRequest]) -> Replies:
-        """Submit the requests, which run until the exchange ends at the latest. Raises ApiError."""
+        """Submit the requests. They are cancelled when the exchange ends. Raises ApiError."""
         if not self.is_open:
             raise stopping()
         exchange.take_place()
@@ -402,7 +402,7 @@ def _is_pattern(name: str) -> bool:
 
 
 def _writer(asked: CommonRequest, style: Style) -> Writer | None:
-    """Return what writes the stream that a request of OpenAI's clients asks for, or None if it asks for none."""
+    """Return the writer of the stream that a request of OpenAI's clients asks for, or None if it asks for no stream."""
     if not asked.stream:
         return None
     return OpenAIWriter(style, asked.includes_usage, asked.includes_continuous_usage)

@@ -108,9 +108,9 @@ class Shaping:
     def _free_calls(
         self, calls: Required, *, is_thinking: bool
     ) -> tuple[CallGrammar | None, Callable[[], CallReader] | None]:
-        """Return the grammar of calls that the reply need not make, and what checks those that do not keep to it.
+        """Return the grammar of calls that the reply need not make, and a check for calls that do not keep to it.
 
-        Where there can be no grammar, calls are free.
+        If no grammar is possible, calls are unconstrained.
         """
         try:
             return self._checked_calls(calls, is_thinking=is_thinking)
@@ -136,7 +136,7 @@ class Shaping:
         return begun, partial(CheckedReply, check, self.habits, calls.format, is_thinking=is_thinking)
 
     def notes_on(self, asked: ToolFields, messages: Sequence[Mapping[str, Any]] = ()) -> list[str]:
-        """Return what of a request's tools, calls and thoughts does not reach the model, or is not enforced."""
+        """Say which of a request's tools, calls and thoughts do not reach the model or are not enforced."""
         notes = [note for tool in asked.offered_tools for note in left_out_of(tool)]
         lacks = {name for name in self.habits.lacks if any(message.get(name) for message in messages)}
         if self.habits.write_calls is not None:
@@ -148,7 +148,7 @@ class Shaping:
     async def plain(self, shape: Shape | None, logprobs: int | None) -> Output:
         """Return the options for the engine, for text that continues a prompt. Raises ApiError as `shape`.
 
-        The token that ends a reply has a log probability, too: who asks for one token gets one.
+        The token that ends a reply has a log probability, too. So a client that asks for one token always gets one.
         """
         if shape is None:
             return Output(logprobs=logprobs, continues_text=True, reports_end=True)

@@ -1,4 +1,4 @@
-"""Streams a reply in any dialect: it speaks at once, and says that it is alive while the prompt is computed."""
+"""Streams a reply in any dialect: it begins at once, and sends signs of life while the prompt is computed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Writer(Protocol):
     """Declares how the stream of one reply is written. Each method returns events as text, or "" for none."""
 
     def begin(self) -> str:
-        """Return what comes before anything is known of the reply."""
+        """Return the text that is sent before anything is known of the reply."""
         ...
 
     def wait(self) -> str:
-        """Return what says that the prompt is still being computed."""
+        """Return the text that says that the prompt is still being computed."""
         ...
 
     def add(self, piece: Piece, usage: Usage) -> str: ...
@@ -91,9 +91,9 @@ async def first_piece(replies: Replies) -> Piece | None:
 
 
 async def write_stream(replies: Replies, first: Piece | None, writer: Writer) -> AsyncGenerator[str, None]:
-    """Yield the events of a stream. Everything that a step brought comes at once.
+    """Yield the events of a stream. All new text of a step comes in one event.
 
-    With each send, this thread gives away the interpreter's lock.
+    So there are few sends, each of which releases the interpreter's lock.
 
     Args:
         first: the first piece, if it is there already.

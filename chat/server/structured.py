@@ -62,7 +62,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class StructuredOutputs(Checked):
-    """Holds vLLM's object for the same. Exactly one of its fields is given."""
+    """Holds vLLM's object for the form of a reply. Exactly one of its fields is given."""
 
     neutral: ClassVar[Neutral] = {"disable_fallback": (False,), "disable_any_whitespace": (False,)}
     aliases: ClassVar[dict[str, str]] = {"json": "json_"}

@@ -34,7 +34,10 @@ class TemplateFields(ToolFields):
         return [tool.definition for tool in self.offered_tools]
 
     def told_options(self, template: str) -> dict[str, Any]:
-        """Return the options of the template. Raises ApiError 400 if it does not know one that would matter."""
+        """Return the options of the template.
+
+        Raises ApiError 400 if the template does not know an option that would matter.
+        """
         wanted = self._wanted_options(template)
         options = {name: value for name, value in wanted.items() if not _is_lacking(name, template)}
         for name, value in options.items():
@@ -45,7 +48,7 @@ class TemplateFields(ToolFields):
         return options
 
     def left_out_of(self, template: str) -> list[str]:
-        """Return which options a template lacks that clients send to every model, with the reason."""
+        """Return the options that clients send to every model and that this template lacks, with the reason."""
         lacking = [name for name in self._wanted_options(template) if _is_lacking(name, template)]
         names = {"reasoning_effort": self.effort_param}
         return [f"{names.get(name, name)}: this model's chat template has no such option" for name in lacking]
@@ -72,5 +75,5 @@ class TemplateFields(ToolFields):
 
 
 def _is_lacking(name: str, template: str) -> bool:
-    """Return whether an option is one of thoughts, which models without thoughts do without."""
+    """Return whether a template lacks an option about thoughts, which models without thoughts do not need."""
     return name in _OF_THOUGHTS and name not in template

@@ -1,9 +1,9 @@
-"""Turns texts into tokens in threads beside the event loop. Short texts do not wait for long ones.
+"""Turns texts into tokens in threads, outside of the event loop. Short texts do not wait for long ones.
 
 The tokenizers of transformers let other threads run while they work. So two threads are enough: one for short texts,
 and one in which long texts wait for each other. Each thread has a tokenizer of its own, since two threads cannot share
-one. In each thread, the earliest text goes first, but a long one counts as later, by a second for a certain number of
-bytes.
+one. In each thread, the earliest text goes first, but a long text counts as later, by one second for a certain number
+of bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Texts:
         self, tokenizer: Tokenizer, context_tokens: int, max_long: int,
         write_calls: Callable[[Message], Message] | None = None,
     ) -> None:  # fmt: skip
-        # A tokenizer may change itself at its first call. So that call is made here, while no other thread uses it.
+        # A tokenizer may change its own state at its first call. So that call is made here, while no other thread uses
+        # it.
         tokenizer.encode("a", add_special_tokens=False)
         self.context_tokens = context_tokens
         self.longest_token_bytes = find_longest_token(tokenizer)
@@ -80,7 +81,9 @@ class Texts:
                 lane.thread.shutdown(wait=False, cancel_futures=True)
 
     async def _lane_of_long(self) -> _Lane:
-        """Return the lane of long texts. It is made at the first of them: a copy of a large vocabulary takes a second.
+        """Return the thread of long texts.
+
+        It is made for the first long text, because a copy of a large vocabulary takes a second.
 
         The copy is made in the turn of a short text, so that nobody uses the tokenizer meanwhile.
         """
@@ -116,7 +119,7 @@ class _Lane:
             try:
                 await turn
             except asyncio.CancelledError:
-                # This request was cancelled when its turn had come. The next one gets the turn.
+                # This request was cancelled after it had got its turn, so the next request gets the turn.
                 if turn.done() and not turn.cancelled():
                     self._hand_over()
                 raise
@@ -185,9 +188,8 @@ class _Bounded:
 def find_longest_token(tokenizer: Tokenizer) -> int:
     """Return the most bytes of text for which one token stands. A token's name has at least as many bytes.
 
-    This does not consider what a tokenizer leaves out of a text, such as spaces that it joins, or runs of unknown
-    characters.
+    This does not consider text that a tokenizer drops, such as spaces that it joins, or runs of unknown characters.
     """
     names = tokenizer.get_vocab()
-    n_most = max(map(len, names))  # A character has four bytes at most, so shorter names need no look.
+    n_most = max(map(len, names))  # A character has four bytes at most, so shorter names need no check.
     return max(len(name.encode(errors="surrogatepass")) for name in names if 4 * len(name) >= n_most)

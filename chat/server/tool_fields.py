@@ -78,7 +78,7 @@ Tools = Annotated[tuple[Tool, ...], BeforeValidator(read_tools)]
 
 
 def split_tools(value: object) -> tuple[object, dict[str, str], list[str]]:
-    """Flatten the namespaces of a request's tools, and leave out those that other servers run.
+    """Flatten the namespaces of a request's tools, and leave out tools that other servers run.
 
     Returns:
         The tools that are functions; the namespace of each that has one, by the name that the model knows; and what was

@@ -16,7 +16,7 @@ def usage_of(prompts: list[Generation], generations: Iterable[Generation]) -> di
     """Return the `usage` of a reply, with the extension field "hybrid_memory".
 
     Args:
-        prompts: the first generation of each prompt. So a prompt's tokens count once, however many choices it has.
+        prompts: the first generation of each prompt. A prompt's tokens count once, however many choices it has.
         generations: the generations of all choices.
     """
     replies = list(generations)
@@ -73,7 +73,7 @@ class Replied(Protocol):
 
 
 def account_for(exchange: Charged, replies: Replied) -> None:
-    """Charge the tokens of a finished request to its key, and note them for the access log."""
+    """Charge the tokens of a finished request to its key, and add them to the access log."""
     usage = replies.usage()
     if exchange.use is not None:
         exchange.use.charge(usage["total_tokens"])
@@ -85,7 +85,7 @@ def account_for(exchange: Charged, replies: Replied) -> None:
 
 
 def reused_tokens(generation: Generation) -> int:
-    """Return the tokens of a prompt that were not computed for it."""
+    """Return the tokens of a prompt that were reused and not computed."""
     return generation.n_base + (0 if generation.lookup is None else generation.lookup.reused)
 
 

@@ -1,7 +1,7 @@
-"""Computes prompts that recur before anybody sends them, and keeps them: system prompts with their tools.
+"""Computes recurring prompts, such as system prompts with their tools, before anybody sends them, and keeps them.
 
-The file has one request a line, in the form of /v1/chat/completions or /v1/messages. A request without a user's message
-stands for all that begin as it does.
+The file has one request on each line, in the form of /v1/chat/completions or /v1/messages. A request without a user's
+message stands for all requests that begin like it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Body = dict[str, Any]
 
 
 def read_warmed(path: str | None) -> list[Body]:
-    """Read the file of prompts. Raises SpecError, naming the line at fault."""
+    """Read the file of prompts. Raises SpecError, which names the wrong line."""
     if path is None:
         return []
     try:
@@ -59,7 +59,7 @@ def _checked(body: object) -> Body:
 
 
 def _read(body: Body, text: str) -> ChatRequest:
-    """Read a request, with a user's message if it has none. Raises ApiError."""
+    """Read a request, and add a user's message if it has none. Raises ApiError."""
     messages = list(body.get("messages") or [])
     if not any(isinstance(message, dict) and message.get("role") == "user" for message in messages):
         messages.append({"role": "user", "content": text})
@@ -81,7 +81,7 @@ class Warming:
             raise SpecError("warm=... computes prompts to keep them, which prefix_cache=False does not; leave out one")
 
     async def run(self) -> None:
-        """Compute the prompts, one after the other, beside what clients ask."""
+        """Compute the prompts one after the other, while the server answers clients."""
         for number, body in enumerate(self._bodies, 1):
             try:
                 await self._warm(number, body)
@@ -100,7 +100,7 @@ class Warming:
             log.info("prompt %d of %s: %d tokens, %d bytes", number, service.options.warm, len(tokens), n_bytes)
 
     def _encode(self, texts: Tokenizer, body: Body) -> list[int]:
-        """Return the tokens with which every chat begins that begins with this prompt."""
+        """Return the tokens that all chats with this prompt begin with."""
         template = self._service.shaping.habits.template
         found = list[list[int]]()
         for text in (f"a{uuid4().hex}", f"Z{uuid4().hex}"):
@@ -112,7 +112,10 @@ class Warming:
         return found[0][:n_common]
 
     def _pin(self, tokens: list[int], owner: bytes) -> int:
-        """Keep a prompt, unless too much is kept already. Return the bytes that only it holds."""
+        """Pin a prompt's checkpoint, unless too much is pinned already.
+
+        Return the bytes that only this checkpoint holds.
+        """
         engine = self._service.engine
         prefixes = engine.prefixes
         assert isinstance(prefixes, PrefixCache), "it was asked for"

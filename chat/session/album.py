@@ -24,7 +24,7 @@ _NAME = re.compile("[0-9a-f]{64}")
 
 @dataclass
 class _Seen:
-    """Holds one picture. Its rows are needed only while its tokens are fed: until then `picture` may be None."""
+    """Holds one picture. Its rows are needed only while its tokens are fed; at other times `picture` may be None."""
 
     file: bytes
     token_ids: list[int]
@@ -32,7 +32,7 @@ class _Seen:
 
 
 class Album:
-    """Holds the pictures of a conversation by their names, for the sessions that branched from it."""
+    """Holds the pictures of a conversation by their names. All sessions that branched from it share them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class Album:
     def add(self, source: bytes | str | Path | Image) -> str:
         """Read a picture, and return the mark that stands for it in a message's text.
 
-        Raises UnsupportedModelError if the model sees none, and PictureError if it cannot be read.
+        Raises UnsupportedModelError if the model takes no pictures, and PictureError if this one cannot be read.
         """
         picture = pictures_of(self._engine.model).read(source)
         id_of = getattr(self._engine.tokenizer, "convert_tokens_to_ids", lambda name: None)
@@ -65,7 +65,10 @@ class Album:
         return held
 
     def rest(self) -> None:
-        """Let go of rows: the tokens are fed, and the model keeps those of pictures that were used lately."""
+        """Release the rows of pictures, because their tokens were fed.
+
+        The model keeps the rows of pictures that were used lately.
+        """
         for seen in self._seen.values():
             seen.picture = None
 

@@ -1,9 +1,9 @@
 """Encodes a history by the chat template, and keeps the tokens that the model chose for its replies.
 
-A template renders a whole history as text, and the text is tokenised. But a model may have chosen its words in other
-tokens than a tokenizer would: "Okay" as "O" and "kay". The memory holds the chosen tokens, and the prompt must match
+A template renders a whole history as text, and the text is tokenised. But a model may have chosen other tokens for its
+words than a tokenizer would: "O" and "kay" for "Okay". The memory holds the chosen tokens, and the prompt must match
 them to reuse it. So wherever the rendered text shows a reply word for word, the prompt gets the tokens that were chosen
-for it. The text, and so the meaning, is always the template's.
+for it. The text, and so its meaning, is always what the template renders.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def _is_text(part: Any) -> bool:
 class _Segment:
     """Holds a part of the rendered text, from `start` on.
 
-    It has characters that were tokenised by themselves, or a reply's own tokens.
+    It is either text that was tokenised by itself, or a reply with the tokens that the model chose.
 
-    `first` is the number of the first token.
+    `first` is the index of its first token.
 
-    `encode` is the function that tokenised the characters; None for a reply's tokens.
+    `encode` is the function that tokenised the text. None: the tokens are a reply's.
     """
 
     start: int
@@ -112,7 +112,7 @@ class Rendering:
     segments: tuple[_Segment, ...]
 
     def position(self, character: int) -> int:
-        """Count the tokens before this character that do not depend on the text behind it."""
+        """Count the tokens before this character that do not depend on the text from there on."""
         for segment in self.segments:
             n = character - segment.start
             if n == len(segment.text):
@@ -130,12 +130,11 @@ def encode_history(
     """Encode a whole history. The opening of a reply follows it unless `awaits_reply` is false.
 
     Args:
-        parse_special: whether messages may contain special tokens. Otherwise these are plain text, as everything that
-            people say.
+        parse_special: whether messages may contain special tokens. Otherwise their names in messages are plain text.
 
     Raises FormatError as `encode_chat`.
 
-    Cost: the template twice, the tokenizer once.
+    Cost: two renderings of the template, and one encoding by the tokenizer.
     """
     dicts = [_as_dict(m) for m in messages]
     rendered = render_guarded(tokenizer, dicts, awaits_reply=awaits_reply, parse_special=parse_special)
@@ -172,7 +171,7 @@ def decode(tokenizer: Tokenizer, token_ids: Seq[int]) -> str:
 
 
 def common_tokens(a: Seq[int], b: Seq[int]) -> int:
-    """Count the leading tokens that are the same."""
+    """Count the leading tokens that both lists have in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

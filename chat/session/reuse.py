@@ -30,16 +30,16 @@ class Start:
 def resume(engine: Engine, sequence: Sequence | None, token_ids: Seq[int], owner: Hashable = None) -> Start:
     """Continue from the live sequence or from the prefix cache, whichever keeps more of `token_ids`.
 
-    The live sequence is rolled back. From the prefix cache comes a fork.
+    The live sequence is rolled back. The prefix cache gives a fork.
 
     Args:
         sequence: a live sequence, which the caller gives away. It is rolled back, or closed if the cache has more. One
-            that was swapped out is swapped in; if its file is damaged, it is given up, and what the cache lacks is
-            computed. None: only the cache is asked.
+            that was swapped out is swapped in; if its file is damaged, it is closed, and tokens that the cache lacks
+            are computed. None: only the cache is used.
         token_ids: the whole prompt, at least one token.
         owner: the owner of the prefixes that may be reused.
     Raises:
-        CapacityError: no room to swap the sequence in. It is unchanged then. SequenceError: a bad handle.
+        CapacityError: there is no room to swap the sequence in; the sequence is unchanged. SequenceError: a bad handle.
     Cost: no layer runs. Tensors are copied only to swap in.
     """
     memory, wanted = engine.memory, np.asarray(token_ids, np.int64)

@@ -35,7 +35,8 @@ class SavedSession:
 
     Attributes:
         parent: the number of the session from which it branched, among those saved together.
-        pictures: what `Album.load` reads. Those of all sessions that are saved together are with the first.
+        pictures: the pictures in the form that `Album.load` reads. The first session has those of all sessions that are
+            saved together.
     """
 
     messages: tuple[Utterance, ...]
@@ -95,8 +96,8 @@ def _save_memory(memory: HybridMemory, path: Path, first: int, own: Remembered) 
 def _remove_others(folder: Path) -> None:
     """Remove the files of earlier saved sessions, and those of processes that were killed while saving.
 
-    Another process may write there at the same time, and its files must stay. So this lists the files first, then looks
-    for other writers, and reads the session last.
+    Another process may write there at the same time, and its files must stay. So this function lists the files first,
+    then looks for other writers, and reads the session last.
     """
     found = [path for path in folder.iterdir() if _MEMORY_FILE.fullmatch(path.name)]
     if not remove_abandoned(folder, f"{re.escape(SESSION_FILE)}|{_MEMORY_FILE.pattern}"):
@@ -109,8 +110,8 @@ def _remove_others(folder: Path) -> None:
 def read_sessions(folder: Path, memory: HybridMemory) -> tuple[list[SavedSession], Callable[[], Remembered]]:
     """Read the saved session and its branches, in this order. Also return a function that loads their memory.
 
-    Raises FormatError. Loading raises FormatError and CapacityError. If there is no room for all, only the memory of
-    the first session that has any is loaded.
+    Raises FormatError. Loading raises FormatError and CapacityError. If there is no room for the memory of all
+    sessions, only that of the first session with any memory is loaded.
     """
     path = folder / SESSION_FILE
     about = read_about(path)

@@ -1,9 +1,9 @@
 """Keeps a chat with one model, in which the user can say, regenerate, edit, undo, branch and save.
 
 Every call works the same way. The chat template renders the whole history. The text is tokenised, and compared token by
-token with what the memory holds. The common beginning is kept, by rollback or from a checkpoint; the rest is fed. So it
-does not matter why a history differs: because the user edited it, or because the template strips the thoughts of
-earlier replies.
+token with what the memory holds. The memory of the common beginning is reused, by rollback or from a checkpoint, and
+all later tokens are fed. So it does not matter why a history differs: because the user edited it, or because the
+template strips the thoughts of earlier replies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ OnText = Callable[[str], None]
 
 
 class ChatSession:
-    """Holds one conversation. The messages define it; the live sequence only saves computing them again.
+    """Holds one conversation.
+
+    The messages define it; the live sequence only spares the model from computing them again.
 
     A call that fails leaves the messages as they were. Edits and regenerations return to checkpoints of the prefix
     cache, if the engine has one. Without a cache they return as far as the rollback window reaches, or else to the
@@ -98,7 +100,7 @@ class ChatSession:
         self._tokenizer: Tokenizer = Seeing(engine.tokenizer, self._album.picture_ids)
         first = [] if system is None else [Utterance("system", system)]
         self._messages: tuple[Utterance, ...] = (*first, *read_messages(messages))
-        self._n_heard = 0  # The memory has once held this many messages.
+        self._n_heard = 0  # This is how many messages the memory has held at most.
         self._live: Sequence | None = None
         self._tree: Tree = Tree()
         self._tree.add(self, None)
@@ -130,11 +132,11 @@ class ChatSession:
         """Say something and get the reply.
 
         Args:
-            pictures: stand before the text: bytes or paths of files, or images of Pillow.
+            pictures: the pictures before the text, as bytes or paths of files, or images of Pillow.
             on_text: is called with each piece of the reply. If it raises, the call ends with that error.
         Raises:
             BatchError: wrong arguments. CapacityError: no room. SequenceError: the session is closed. Whatever the
-            model or `on_text` raises. UnsupportedModelError: the model sees no pictures. PictureError: one cannot be
+            model or `on_text` raises. UnsupportedModelError: the model takes no pictures. PictureError: one cannot be
             read. After an error the messages are as they were.
         """
         marks = [self._album.add(picture) for picture in pictures]
@@ -185,7 +187,9 @@ class ChatSession:
         return turn
 
     def undo(self) -> tuple[Utterance, ...]:
-        """Take back the user's last message and the reply, and return them. Nothing is computed, now or later.
+        """Take back the user's last message and the reply, and return them.
+
+        This computes nothing, and leads to no computation later.
 
         Raises BatchError if there is no such message.
         """
@@ -197,9 +201,9 @@ class ChatSession:
         return undone
 
     def _give_back(self) -> None:
-        """Roll back the tokens behind the messages, if that computes nothing.
+        """Roll back the tokens after the end of the messages, if that computes nothing.
 
-        Otherwise the next call decides what to reuse.
+        Otherwise the next call decides which tokens to reuse.
         """
         live, memory = self._live, self.engine.memory
         if live is None or live.is_swapped or not self._messages:
@@ -212,7 +216,7 @@ class ChatSession:
     def _n_said(self, live: Sequence) -> int:
         """Count the leading tokens of the live sequence that belong to the messages.
 
-        If the template cannot tell, all of them do.
+        If the template cannot render these messages, all tokens count.
         """
         try:
             said = self._encode(self._messages, awaits_reply=False).token_ids if self._messages else []
@@ -221,10 +225,10 @@ class ChatSession:
         return common_tokens(live.tokens.tolist(), said)
 
     def branch(self) -> ChatSession:
-        """Return another session with the same messages. Both share all memory until one of them goes on.
+        """Return another session with the same messages. Both share all memory until one of them is continued.
 
-        Raises CapacityError if this session sleeps and there is no room to wake it. Cost: no layer runs, and no tensor
-        is copied.
+        Raises CapacityError if this session was swapped out (`sleep`) and there is no room to swap it in. Cost: no
+        layer runs, and no tensor is copied.
         """
         self._check_free()
         options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop}
@@ -251,8 +255,8 @@ class ChatSession:
     def sleep(self) -> None:
         """Swap the session's memory out, to host memory or files. The next call swaps it in.
 
-        Raises CapacityError if there is no room there. Prefixes and branches that share blocks with it keep those
-        blocks.
+        Raises CapacityError if there is no room there. Blocks that prefixes or branches share with it stay in the
+        budget.
         """
         self._check_free()
         with self.engine.lock:
@@ -260,9 +264,9 @@ class ChatSession:
                 self.engine.memory.swap_out(self._live)
 
     def wake(self) -> None:
-        """Undo `sleep`.
+        """Swap in the memory that `sleep` has swapped out.
 
-        Raises CapacityError, or FormatError if the file is damaged. The session sleeps on then.
+        Raises CapacityError, or FormatError if the file is damaged. The memory stays swapped out then.
         """
         self._check_free()
         with self.engine.lock:
@@ -272,8 +276,8 @@ class ChatSession:
     def save(self, folder: str | Path) -> None:
         """Write the messages and their memory to a folder, which `resume` reads in any process.
 
-        All `branches` are saved with it, and so are the checkpoints of the prefix cache along their messages. What they
-        share is written once. A session that was saved there before is replaced only when the new one is complete.
+        All `branches` are saved with it, and so are the checkpoints of the prefix cache along their messages. Shared
+        blocks are written once. A session that was saved there before is replaced only when the new one is complete.
         Tokens that were taken back, and are in no message, are not written.
 
         Raises OSError from the file system. Raises SpecError in a dry run, or if `folder` cannot be a folder.
@@ -288,7 +292,7 @@ class ChatSession:
     ) -> ChatSession:
         """Load the session that was saved in a folder.
 
-        It continues bit for bit; its `branches` are those saved with it.
+        Its replies continue with the same bits; its `branches` are those saved with it.
 
         The engine's model, weights, tokenizer and memory must be like those that wrote it. `owner` and `parse_special`
         are not saved. If the memory of a branch is damaged, or there is no room for it, the branch is computed again
@@ -340,8 +344,8 @@ class ChatSession:
     ) -> tuple[tuple[Utterance, ...], Turn]:  # fmt: skip
         """Reply to the first `n_kept` messages and the `new` ones. Return all messages, and the turn.
 
-        The session changes only when the caller keeps the returned messages. The caller does so in the call for which
-        the user waits. An interrupt that is held back there is raised after the user has the turn.
+        The session changes only when the caller keeps the returned messages. A Ctrl-C that comes while the caller does
+        so is raised after the messages are kept.
         """
         self._check_free()
         max_tokens = self.max_tokens if max_tokens is None else max_tokens

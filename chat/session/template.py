@@ -6,9 +6,9 @@
     filled = fill(engine, article, [{"question": question} for question in questions])
     filled[0].values["answer"]
 
-Each text and each value is tokenised by itself. So a token never reaches across a seam, and the value of a hole does
+Each text and each value is tokenised by itself. So no token spans the border of two parts, and the value of a hole does
 not change the tokens around it. Texts and choices may contain special tokens. In given values they are plain text,
-unless the caller asks for them. Tokens that the tokenizer puts in front of any text stand there once.
+unless the caller asks for them. Tokens that the tokenizer puts in front of every text are at the beginning once.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class Filled:
         values: hole -> its words, including given ones.
         reasons: hole -> "given", "choice", or the engine's reason for its end: "stop" or "length".
         scores: hole with choices -> choice -> log probability.
-        token_ids: the tokens that the model read, up to the last hole that was not given. The text behind it is not
-            tokenised.
+        token_ids: the tokens that the model read, up to the last hole that was not given. Later text is not tokenised.
         n_generated: how many tokens were chosen one by one. Choices are compared, not generated.
     """
 
@@ -68,10 +67,10 @@ def fill(
 ) -> list[Filled]:
     """Fill templates, all at once.
 
-    A common beginning of templates is computed once. What the prefix cache has is not computed at all. Behind the
-    common beginning, each token of a text or a given value is fed once, however many holes follow. Only the last token
-    before a hole may be fed again for its output: if no text stands between two holes, or if two templates are the same
-    up to a hole.
+    A common beginning of templates is computed once. Tokens that the prefix cache holds are not computed at all. After
+    the common beginning, each token of a text or a given value is fed once, however many holes follow. Only the last
+    token before a hole may be fed again for its output: if no text stands between two holes, or if two templates are
+    the same up to a hole.
 
     Args:
         templates: one template for all values, or one for each.
@@ -79,12 +78,13 @@ def fill(
         sampling: the sampling of holes that have none of their own. If it has a seed, all of them use that seed.
         parse_special: whether values may contain special tokens, as the template's texts may. Otherwise they are plain
             text there.
-        owner: the owner of the prefixes that are reused and left behind; see `PrefixCache`.
+        owner: the owner of the prefixes that are reused and kept; see `PrefixCache`.
     Returns:
         The filled templates, in the order of `values`.
     Raises:
         BatchError: values that are not texts or belong to no hole, or a hole at the very beginning. FormatError: an
-        engine without a tokenizer. CapacityError: no room. Whatever the model raises. No sequence stays open then.
+        engine without a tokenizer. CapacityError: there is no room. Whatever the model raises. No sequence stays open
+        after an error.
     """
     require_engine(engine, "fill(engine, templates, values)")
     check_sampling(sampling)
@@ -151,7 +151,7 @@ class _Job:
         self._at = 0
         self.advance()
         lead = self.tokenizer.encode("")  # The tokenizer puts these tokens in front of any text.
-        if self.tokens[: len(lead)] != lead:  # Otherwise the template itself begins with them.
+        if self.tokens[: len(lead)] != lead:  # The template's text may begin with these tokens itself.
             self.tokens = [*lead, *self.tokens]
         if self.hole is not None and not self.tokens:
             raise BatchError(
@@ -165,7 +165,7 @@ class _Job:
         return part if isinstance(part, Hole) else None
 
     def advance(self) -> None:
-        """Advance to the next hole whose text is not given. Behind the last hole, nothing needs to be fed."""
+        """Advance to the next hole whose text is not given. After the last hole, nothing needs to be fed."""
         rest = self._template.parts[self._at :]
         n_known = next(
             (i for i, part in enumerate(rest) if isinstance(part, Hole) and part.name not in self.words), None
@@ -198,7 +198,10 @@ class _Job:
 
 @dataclass
 class _Filler:
-    """Fills all jobs of a batch. `open` holds its own sequences, which are closed however it ends."""
+    """Fills all jobs of a batch.
+
+    `open` holds the sequences that the filler has opened; they are closed however it ends.
+    """
 
     engine: Engine
     jobs: list[_Job]
@@ -241,7 +244,7 @@ class _Filler:
             ]
 
     def _feed(self, tokens: list[int], sequence: Sequence | None, n_held: int) -> Sequence | None:
-        """Feed a sequence, which holds `n_held` of these tokens, the rest of them.
+        """Feed the rest of these tokens to a sequence that holds the first `n_held` of them.
 
         If `sequence` is None, a new one is opened, or none at all if there are no tokens.
         """
@@ -376,7 +379,10 @@ class _Filler:
         job.put(job.hole.choices[best], choices[best], CHOSEN)
 
     def _run(self, requests: dict[Sequence, list[int]], outputs: Any) -> Tensor:
-        """Feed the requests, and return the rows' logits in float64. The tokens count as fed by the engine."""
+        """Feed the requests, and return the rows' logits in float64.
+
+        The engine's statistics count the tokens as fed.
+        """
         logits = self.engine.memory.run(
             self.engine.model, requests, max_tokens=self.engine.step_tokens, outputs=outputs
         )
@@ -386,13 +392,16 @@ class _Filler:
 
 
 def _n_shared(jobs: list[_Job]) -> int:
-    """Count the leading tokens that all jobs have in common, without the last token of the shortest."""
+    """Count the leading tokens that all jobs have in common, not counting the last token of the shortest job."""
     first = jobs[0].tokens
     return min(min(common_tokens(first, job.tokens) for job in jobs[1:]), *(len(job.tokens) - 1 for job in jobs))
 
 
 def _tokens_of(job: _Job, text: str, ids: Seq[int]) -> list[int]:
-    """Return the chosen tokens of the text. If a stop string cut a token in two, the rest of the text is tokenised."""
+    """Return the chosen tokens of the text.
+
+    If a stop string cut a token in two, the text after the last whole token is tokenised.
+    """
     for n in range(len(ids), -1, -1):
         words = decode(job.tokenizer, ids[:n])
         if text.startswith(words):

@@ -43,7 +43,7 @@ class Hole:
         choices: if there are any, the hole gets the one that the model finds most likely: the sum of the log
             probabilities of its tokens is the highest. The first wins a tie. A choice is never less likely than a
             longer one that begins with it.
-        sampling: how tokens are chosen. None: as `fill` was told. Choices are not drawn.
+        sampling: how tokens are chosen. None: by the `sampling` given to `fill`. A hole with choices is not sampled.
     Raises:
         BatchError: wrong options.
     """
@@ -106,12 +106,15 @@ class Template:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the holes, each once."""
+        """Return the names of the holes, without repetitions."""
         return tuple(dict.fromkeys(part.name for part in self.parts if isinstance(part, Hole)))
 
 
 def parse(template: str) -> Iterator[Part]:
-    """Parse a template that was written as a string. Raises BatchError; the message names the place."""
+    """Parse a template that was written as a string.
+
+    Raises BatchError; the message names the position in the string.
+    """
     text, at = "", 0
     while at < len(template):
         if template[at : at + 2] in ("{{", "}}"):

@@ -89,7 +89,7 @@ def save_together(sessions: list[SessionT], tree: Tree, folder: Path) -> None:
 
 
 def _said(session: TreeSession, stack: ExitStack) -> Sequence | None:
-    """Return a sequence that holds the messages as the live one does, and nothing else; None if there is no live one.
+    """Return a sequence that holds only what the live one holds of the messages; None if there is no live one.
 
     If it is a new sequence, the stack closes it.
     """
@@ -119,7 +119,7 @@ def resume_together(engine: Engine, folder: Path, make: Callable[[SavedSession, 
     """Return the session that was saved in a folder, with its branches. Raises as `read_sessions`.
 
     Args:
-        make: makes a session without memory from what was saved, and the pictures of all.
+        make: makes a session without memory from what was saved, and from the pictures of all sessions.
     """
     saved, load = read_sessions(folder, engine.memory)
     sessions, album = list[SessionT](), Album(engine)

@@ -24,7 +24,8 @@ class Turn:
         finish_reason: "stop", "length", or "cancelled" if somebody else ended the reply.
         n_prompt: tokens of the whole history, with the opening of the reply.
         n_reused: how many leading tokens of the prompt the memory held already.
-        computed: reason -> tokens of the prompt that the model had to compute for it, `n_prompt - n_reused` in all.
+        computed: reason -> how many tokens of the prompt the model had to compute for that reason, `n_prompt -
+            n_reused` in all.
     """
 
     text: str

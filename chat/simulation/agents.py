@@ -1,9 +1,9 @@
 """Makes the traces of coding agents, with long prompts that list tools, many short calls, long results, and subagents.
 
-An agent's prompt grows with every turn, by the call that the model made and by the tool's result, and the next request
-begins with all of it. A subagent begins where its parent stands, works on its own, and what it found comes back as a
-tool's result. The defaults are those of published agentic workloads: 43 turns, 142 thousand tokens in the last prompt
-and 444 tokens a reply, each the median.
+With every turn, an agent's prompt grows by the model's call and by the tool's result, and the next request begins with
+the whole prompt. A subagent continues from its parent's prompt, works on its own, and returns its findings as a tool's
+result. The defaults are the medians of published agentic workloads: 43 turns, 142 thousand tokens in the last prompt,
+and 444 tokens in each reply.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class AgentHabits:
         n_agents: the number of agents, not counting subagents.
         rate: how many agents begin in a second, on average (Poisson).
         turns: the turns of each agent. A subagent has a fifth of them.
-        system_tokens: the tokens of the system prompt and the tools. All agents of a kind share them; there are
+        system_tokens: the tokens of the system prompt and the tools. All agents of a kind have the same ones; there are
             `n_kinds` kinds.
         result_tokens, reply_tokens: the tokens of a tool's result, and of the reply that calls the tool.
         tool_s: mean seconds that a tool takes.
-        subagents, retries: how likely a turn begins a subagent, or asks for the last reply again.
+        subagents, retries: the probability that a turn begins a subagent, and that it asks for the last reply again.
     Raises:
         SpecError: a wrong value. The message names the habit and the value.
     """

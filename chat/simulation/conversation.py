@@ -1,4 +1,7 @@
-"""Plays conversations over one memory. A user's turns follow one another, and all users share the same steps."""
+"""Plays conversations over one memory.
+
+Each user's turns come one after the other, and all users take part in the same steps.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ class Player:
         Returns:
             An answer for each question, in the order of `scripts`.
         Raises:
-            As `Engine.step`, what ended a reply with an error, and FormatError as `encode_turn`.
+            As `Engine.step`, any error that ended a reply, and FormatError as `encode_turn`.
         """
         lines = [_Line(conversation, list(turns)) for conversation, turns in scripts]
         active = {self._start(line): line for line in lines if line.turns}
@@ -85,7 +88,7 @@ class Player:
         return [answer for line in lines for answer in line.answers]
 
     def _start(self, line: _Line) -> Generation:
-        """Feed the user's text of the next turn and the end of the last reply, as the chat template renders them."""
+        """Feed the end of the last reply and the user's text of the next turn, as the chat template renders them."""
         conversation, turn = line.conversation, line.turns[0]
         return self.engine.submit(
             encode_turn(self._tokenizer, conversation.messages, turn.user),

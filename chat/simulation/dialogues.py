@@ -1,7 +1,7 @@
 """Makes dialogues that test a memory: users state facts, chat, change facts, and ask for them later.
 
-The embedded checkpoint is trained on these and the demo plays them, so an answer is right or wrong by construction: a
-leak between users, a wrong rollback or a dropped state turns into a wrong word.
+The embedded checkpoint is trained on these dialogues and the demo plays them, so an answer is right or wrong by
+construction: a leak between users, a wrong rollback or a dropped state turns into a wrong word.
 
 Some (topic, value) pairs are held out: they never occur in training, so an answer that names one was read from the
 dialogue, not from the weights.
@@ -149,8 +149,8 @@ def make_dialogue(
 
     Args:
         held_out: which (topic, value) pairs it may use; see `choose_value`.
-        talk: the share of small talk, which sets how far questions lie from their facts.
-        invented: the share of invented names.
+        talk: the share of small talk, which determines how far questions are from their facts.
+        invented: the share of names that are invented.
     """
     known: dict[str, str] = {}
     turns: list[Turn] = []

@@ -52,7 +52,7 @@ class Script:
 
 
 class NoModel:
-    """Replaces a model of this spec, and computes nothing."""
+    """Replaces a model that has this memory spec, and computes nothing."""
 
     def __init__(self, memory_spec: MemorySpec) -> None:
         self.memory_spec = memory_spec
@@ -100,7 +100,7 @@ class Words:
         return self._known[key]
 
     def first(self, arrival: Event, event: Event) -> list[int]:
-        """Return the tokens of a user's first message, behind the opening."""
+        """Return the tokens of a user's first message, after the opening."""
         if event.text is None:
             return self.opening(arrival) + self._made_up_of(event)
         return self._remembered(
@@ -119,7 +119,10 @@ class Words:
         )
 
     def reply(self, event: Event) -> list[int]:
-        """Return a dry run's reply, without its end. It is the right one if that is known, and made up otherwise."""
+        """Return a dry run's reply, without its end.
+
+        It is the right reply if that is known, and made-up tokens otherwise.
+        """
         if event.n_reply is None and event.reply is not None and self._tokenizer is not None:
             tokenizer, text = self._tokenizer, event.reply
             return self._remembered(("reply", text), lambda: list(tokenizer.encode(text, add_special_tokens=False)))

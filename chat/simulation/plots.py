@@ -21,7 +21,10 @@ _MIB = 1 << 20
 
 
 def write_plots(report: Report, folder: Path) -> list[Path]:
-    """Write latency.png, bytes.png, tokens.png and users.png. Raises SpecError without matplotlib; OSError."""
+    """Write latency.png, bytes.png, tokens.png and users.png.
+
+    Raises SpecError if matplotlib is not installed, and OSError.
+    """
     need_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -39,7 +42,7 @@ def write_plots(report: Report, folder: Path) -> list[Path]:
 
 
 def timeline(report: Report) -> Figure:
-    """Plot the states of conversations, tokens and bytes over the time of a simulation.
+    """Plot how many conversations are in each state, tokens and bytes, over the time of a simulation.
 
     Raises SpecError if matplotlib is not installed.
     """

@@ -30,7 +30,7 @@ class Answer:
     Attributes:
         family, index: the family and the number of the event that asked the question.
         foreign: values in the answer that only other conversations had mentioned by then.
-        alone: the model's answer when it served this user alone. None: that was not tried.
+        alone: the model's answer when it served this user alone. None: no such comparison was made.
     """
 
     user: str
@@ -48,17 +48,17 @@ class Answer:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the answer is wrong here but right when served alone.
+        """Return whether the answer is wrong here but right when this user is served alone.
 
-        Sharing the memory has changed it then.
+        If so, sharing the memory has changed the answer.
         """
         return not self.is_right and self.alone == self.expected
 
     @property
     def is_leak(self) -> bool:
-        """Return whether the answer names what only others told.
+        """Return whether the answer names a value that only other users have told.
 
-        It is no leak if the model guesses the same for this user alone.
+        It is no leak if the model gives the same answer when it serves this user alone.
         """
         return bool(self.foreign) and self.answer != self.alone
 
@@ -132,13 +132,13 @@ class Tally:
     """Counts while a simulation runs.
 
     Attributes:
-        reused: (action, way) -> tokens that the memory had. recomputed: (action, reason) -> tokens that were computed
-            again.
-        swaps: why users were swapped out -> how often. "given up": there was no room for the swap.
+        reused: (action, way) -> how many tokens the memory held already. recomputed: (action, reason) -> how many
+            tokens were computed again.
+        swaps: the reason for which users were swapped out -> how often. "given up": there was no room for the swap.
         failed: the text of an error -> how many replies ended with it.
         regenerated: whether a regenerated reply had the same words -> how many replies.
         first_steps, first_seconds: the steps and seconds until the first token of each reply. gap_steps, gap_seconds:
-            those between two tokens.
+            the steps and seconds between two tokens.
     """
 
     engine: EngineStats
@@ -158,15 +158,15 @@ class Tally:
     _told: set[str] = field(default_factory=set)
 
     def clock_of(self, step: int) -> Watch:
-        """Return the time on the virtual clock of a request that comes after this step."""
+        """Return the time, on the virtual clock, of a request that comes after the step with this number."""
         return Watch(self, step)
 
     def tell(self, value: str) -> None:
-        """Note that a user has told this."""
+        """Record that a user has told this value."""
         self._told.add(value)
 
     def foreign_values(self, answer: str, told: set[str]) -> tuple[str, ...]:
-        """Return the values in an answer that only other conversations have told, not the answer's own."""
+        """Return the values in an answer that other conversations have told, and this conversation (`told`) has not."""
         return tuple(word for word in re.findall(r"\w+", answer) if word in self._told and word not in told)
 
 
@@ -299,7 +299,7 @@ def percentiles(values: Any) -> dict[str, float]:
 
 
 def nest(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    """Return {action: {way: tokens}}, without zeros."""
+    """Return counts by (action, way) as {action: {way: tokens}}, without zeros."""
     nested: dict[str, dict[str, int]] = {}
     for (action, way), n_tokens in sorted(counts.items()):
         if n_tokens:

@@ -1,11 +1,12 @@
 """Simulates chats of many users with one engine and one memory, and checks every answer that can be checked.
 
-Users come and go as a workload says (`chat.simulation.workload`). Their actions wait for their time, and for the reply
-before them. Time is
+Users come and go as a workload says (`chat.simulation.workload`). Each action waits for its time, and for the reply
+before it. Time is
 
 - the wall clock, `speed` times faster, if a speed is given: users arrive as they would at a server;
-- else a virtual one: each step of the engine takes `STEP_SECONDS`, and while no user has anything to do, it jumps to
-  the next event. Then everything but the timings is a function of the workload and the setup. Dry runs always go by it.
+- otherwise a virtual clock: each step of the engine takes `STEP_SECONDS`, and while no user has anything to do, it
+  jumps to the next event. Then everything except the timings depends only on the workload and the setup. Dry runs
+  always use the virtual clock.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class Setup:
         budget, host_budget, swap_dir, rollback_window, poison: the options of the memory. With a swap_dir and no
             host_budget, everything is swapped out to files.
         grid_tokens: the grid of the prefix cache, in tokens. None: there is no cache.
-        max_tokens: the most tokens of a reply, if the workload does not say.
+        max_tokens: the most tokens of a reply, if the workload names no number.
         speed: how many times faster than the wall clock users act. None: time is virtual.
         is_checked: whether to judge the answers word for word. This suits the embedded model, and others trained on
             `chat.simulation.dialogues`.
-        resends: whether each prompt contains the user's whole history, as prompts of a chat API do. Only the prefix
-            cache remembers it then. Otherwise the user's sequence stays open.
+        resends: whether each prompt contains the user's whole history, as prompts of a chat API do. Then only the
+            prefix cache remembers the history. Otherwise the user's sequence stays open.
         seed: the seed of made-up tokens.
     """
 
@@ -123,7 +124,7 @@ class Simulation:
         """Play all events, check the memory, and close everything.
 
         Args:
-            on_step: is called after each step, and now and then while no user does anything.
+            on_step: is called after each step, and occasionally while no user does anything.
         Raises:
             Whatever the memory raises, IntegrityError included; FormatError for texts that the tokenizer cannot render.
         """
@@ -282,7 +283,7 @@ class Simulation:
         self.tally.answers.append(answer)
 
     def _count_lookup(self, user: SimulatedUser, generation: Generation) -> None:
-        """Count which tokens of the known part of a prompt the prefix cache saved, and which it did not."""
+        """Count the tokens of a prompt's known part that came from the prefix cache, and those that did not."""
         if not user.n_known and generation.lookup is None:
             return
         found = generation.lookup
@@ -290,7 +291,8 @@ class Simulation:
         tally, doing = self.tally, user.doing
         tally.reused[doing, "prefix cache"] += reused
         tally.recomputed[doing, "seen before, but no state kept there"] += max(0, matched - reused)
-        if doing != "say" or user.said[-1].start:  # Otherwise it is an opening, which its first user has to compute.
+        # Otherwise the tokens are an opening that its first user has to compute.
+        if doing != "say" or user.said[-1].start:
             tally.recomputed[doing, "not in the prefix cache"] += max(0, user.n_known - max(matched, reused))
         user.n_known = 0
 

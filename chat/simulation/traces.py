@@ -1,4 +1,4 @@
-"""Reads and writes workloads as JSONL files, one event a line, in the order of their times.
+"""Reads and writes workloads as JSONL files, with one event on each line, in the order of their times.
 
 Fields are those of `chat.simulation.workload.Event`.
 
@@ -44,7 +44,7 @@ def read_trace(path: Path) -> list[Family]:
     """Read the families of a trace, in the order in which they arrive.
 
     Raises:
-        FormatError: something is not an event, or its user cannot do it at that time. The message names the line and
+        FormatError: something is not an event, or the user cannot do it at that time. The message names the line and
             the field.
     """
     try:

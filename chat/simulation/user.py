@@ -1,6 +1,6 @@
 """Simulates one user.
 
-It keeps the messages and the sequence that remembers them, and finds where each action continues.
+The simulated user has the messages and the sequence that remembers them. This module finds where each action continues.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class SimulatedUser:
         arrival: the event of the user's arrival, with the opening.
         n_opening: the number of tokens in the opening.
         events: the events still to come, each with its index in the family's events.
-        sequence: the sequence that remembers the conversation. None before the first message, and if it had to be given
-            up.
-        tokens: the tokens that a sequence held when it was given up. The next prompt begins with them.
+        sequence: the sequence that remembers the conversation. None before the first message, and after it had to be
+            closed for room.
+        tokens: the tokens that the sequence held when it was closed for room. The next prompt begins with them.
         told: every value that was told in this conversation, or before it branched, even if it was taken back since.
         doing: the current action.
-        n_known: how many tokens of the running prompt were computed before, if the prefix cache should have them.
+        n_known: how many tokens of the current prompt were computed before, so that the prefix cache may have them.
         former: the reply that a regeneration replaces.
     """
 
@@ -77,8 +77,8 @@ class Room:
     """Holds the engine and memory of all users. Silent users are swapped out when others need the bytes.
 
     Attributes:
-        here: users whose live sequence is in the budget and in no step. Those that have been silent for longest come
-            first.
+        here: users whose live sequence is in the budget and takes part in no step. Those that have been silent for
+            longest come first.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Room:
         return self._go_on(user, start, ids, event)
 
     def edit(self, user: SimulatedUser, event: Event, index: int) -> Generation:
-        """Take back a message and everything behind it, and say something else instead."""
+        """Take back a message and everything after it, and say something else instead."""
         assert event.turn is not None, "an edit says which message"
         start = user.said[event.turn].start
         n_messages = len(user.messages) - 2 * (len(user.said) - event.turn)
@@ -129,7 +129,7 @@ class Room:
         return self._go_on(user, last.end - 1, [last_id], last.event)
 
     def branch(self, user: SimulatedUser, branch: SimulatedUser) -> None:
-        """Let the branch continue where its parent stands: on a fork or, without room for one, from its tokens."""
+        """Let the branch continue where its parent is, with a fork or, if there is no room for one, from the tokens."""
         if user.sequence is None:
             branch.tokens = list(user.tokens)
         elif self._bring_back(user):
@@ -169,7 +169,7 @@ class Room:
             user.n_known = 0
             self.tally.reused[user.doing, way] += start
             marks = []
-        else:  # The share that the prefix cache had is counted when the reply is complete.
+        else:  # The prefix cache's share is counted when the reply is complete.
             user.n_known = start or user.n_opening
             ids, marks = [*user.tokens, *ids], [user.n_known] if user.n_known else []
         generation = self.engine.submit(
@@ -183,7 +183,7 @@ class Room:
     def _take_back(self, user: SimulatedUser, start: int) -> str:
         """Roll the user's sequence back to `start`, or close it and keep its tokens.
 
-        Return in words which of the two.
+        Return a word for which of the two was done.
         """
         sequence = user.sequence
         if sequence is None:
@@ -221,7 +221,7 @@ class Room:
     # Methods that make room.
 
     def _swap_out(self, user: SimulatedUser) -> bool:
-        """Swap a silent user out. If there is no room for that either, close the sequence."""
+        """Swap a silent user out. If there is no room outside of the budget either, close the sequence."""
         self.here.pop(user, None)
         if user.sequence is None or user.sequence.is_swapped:
             return False
@@ -234,7 +234,7 @@ class Room:
         return True
 
     def make_room(self, missing_bytes: int) -> bool:
-        """Swap out silent users, and then those who wait for their turn. `add_reclaimer` gets this function."""
+        """Swap out silent users, and then those who wait for their turn. This function is given to `add_reclaimer`."""
         wanted = self.memory.free_bytes + missing_bytes
         has_moved = False
         while self.here and self.memory.free_bytes < wanted:

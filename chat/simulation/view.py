@@ -26,7 +26,7 @@ OnStep = Callable[[Simulation], None]
 class _Dashboard:
     """Shows counts, a bar of bytes and the last replies.
 
-    It is redrawn between steps, from the counts noted after the last step.
+    It is redrawn between steps, from the counts recorded after the last step.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _Dashboard:
         self._content: Group | Text = Text("...")
 
     def watch(self, simulation: Simulation) -> None:
-        """Note the counts, as often as the view can show them."""
+        """Record the counts, as often as the view can show them."""
         now = time.perf_counter()
         if now - self._drawn_at >= 1 / _REFRESHES_PER_SECOND:
             self._drawn_at = now
@@ -65,7 +65,7 @@ class _Dashboard:
 def _bars(simulation: Simulation) -> list[Text]:
     """Return two lines.
 
-    The first shows the budget by kind of memory; the second explains the colours, and shows what lies outside of the
+    The first shows the budget by kind of memory; the second explains the colours, and shows the bytes outside of the
     budget.
     """
     by_kind = simulation.memory.counters.bytes_by_pool()

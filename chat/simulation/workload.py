@@ -43,8 +43,8 @@ class Event:
         reply: the right reply, if it is known.
         asks: whether the reply shows what the model remembers, and is therefore judged.
         value: the value that the message tells, or that the right answer names.
-        turn: with "edit", the number of the user's message, from 0. The message and all behind it are taken back.
-        into: with "branch", the name of the user that continues from here beside this one.
+        turn: with "edit", the number of the user's message, from 0. The message and everything after it are taken back.
+        into: with "branch", the name of the new user that continues from here, while this one continues as well.
         opening: with "arrive", the (role, content) of messages before the user's first one.
     """
 
@@ -74,7 +74,7 @@ class Habits:
         turns: the turns of each user, including edits and regenerations. A last question is added.
         rate: how many users arrive in a second, on average. The gaps are exponential (Poisson arrivals).
         think_s, pause_s: the mean seconds between a user's actions, and the mean seconds of a pause.
-        edits, regenerations, branches, pauses: the probability of each at a turn. A user branches at most once.
+        edits, regenerations, branches, pauses: the probability of each action at a turn. A user branches at most once.
         n_openings: how many different openings (system prompts) users share. 0: there are no openings.
         system: one system prompt for all users instead, for models whose chat template knows that role.
         message_tokens, reply_tokens: mean lengths of made-up messages and replies, instead of dialogues that can be
@@ -145,7 +145,7 @@ def make_workload(habits: Habits, seed: int = 0) -> MadeWorkload:
 def _make_openings(habits: Habits, rng: random.Random) -> list[tuple[tuple[str, str], ...]]:
     """Make openings, which are short dialogues of small talk.
 
-    The embedded model was trained on those, and has no system role.
+    The embedded model was trained on small talk, and its template has no system role.
     """
     if habits.system is not None:
         return [(("system", habits.system),)]
@@ -228,7 +228,7 @@ class _Writer:
         return question(self._rng, topic, known.get(topic))
 
     def _edit(self, talker: _Talker) -> None:
-        """Change an earlier message, a statement if there is one, and ask for the new value."""
+        """Change an earlier message, if possible a statement of a fact, and ask for the new value."""
         stated = [i for i, turn in enumerate(talker.turns) if turn.topic is not None and not turn.is_question]
         at = self._rng.choice(stated or range(len(talker.turns)))
         topic = talker.turns[at].topic if stated else self._rng.choice(_TOPICS)
@@ -238,7 +238,7 @@ class _Writer:
         self._say(talker, question(self._rng, topic, talker.known[topic]))
 
     def _branch(self, talker: _Talker, n_turns: int) -> None:
-        """Branch the conversation. The user tells something only in the new one, and then asks for it in both."""
+        """Branch the conversation. The user tells something only in the new branch, and then asks for it in both."""
         talker.may_branch = False
         name = f"{talker.name}, branch"
         self._add(talker, "branch", into=name)

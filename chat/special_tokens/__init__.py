@@ -1,8 +1,8 @@
-"""Keeps special tokens that somebody only wrote as text from having an effect, such as the end of a turn.
+"""Keeps the names of special tokens in texts from having an effect, such as ending a turn.
 
 A tokenizer finds the names of special tokens wherever they stand, in a user's message as in the chat template around
-it. Text that contains them could forge a turn. So a name in the text of people, tools and models is cut before the
-template gets it, and only names without a cut become special tokens.
+it. Text that contains them could forge a turn. So names in the text of people, tools and models are cut before the
+template gets the text. Only uncut names in the rendered text become special tokens.
 """
 
 from hybridmem.chat.special_tokens.guard import Rendered, protect

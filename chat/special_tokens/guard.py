@@ -1,4 +1,4 @@
-"""Cuts the names of special tokens in what a chat template is given, and finds the cuts in what it writes."""
+"""Cuts the names of special tokens in the inputs of a chat template, and finds the cuts in the rendered text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _ROLES = frozenset(("user", "assistant", "system", "tool", "developer"))
 
 @dataclass(frozen=True)
 class Rendered:
-    """Holds what a chat template has written.
+    """Holds the text that a chat template has rendered.
 
     Attributes:
         text: the text.
-        cuts: the places in it at which names of special tokens are cut: nobody but a template may write such a token.
+        cuts: the positions in the text at which names of special tokens are cut. Such a name came from an input of the
+            template, and must stay text.
     """
 
     text: str
@@ -79,7 +80,7 @@ def _cut_field(
 
 
 def _cut(value: Any, tokens: SpecialTokens, seam: str) -> Any:
-    """Put a seam into each name in a value."""
+    """Insert a seam into each name of a special token in a value."""
     if isinstance(value, str):
         cuts = tokens.cuts_in(value, is_followed=True)
         if not cuts:
@@ -107,6 +108,6 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _read(text: str, seam: str) -> Rendered:
-    """Take the seams out of a text."""
+    """Remove the seams from a text, and return it with their positions."""
     parts = text.split(seam)
     return Rendered("".join(parts), tuple(accumulate(map(len, parts[:-1]))))

@@ -1,4 +1,4 @@
-"""Renders templates that change lists of their own, as Kimi-K2's does, which transformers does not allow."""
+"""Renders templates that change their own lists, as that of Kimi-K2 does. transformers does not allow that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHANGES = ("append", "extend", "insert", "pop")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The environment of transformers' templates, in which lists may grow. A template gets copies of all data."""
+    """Extends the environment of transformers' templates so that lists may grow. A template gets copies of all data."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, list) and attr in _CHANGES:
@@ -26,7 +26,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def render_with_lists(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    """Return messages as text, as `apply_chat_template` does. Raises whatever the template does."""
+    """Return messages as text, as `apply_chat_template` does. Raises whatever the template raises."""
     name, options = options.get("chat_template"), {**options}
     template = tokenizer.get_chat_template(name, options.get("tools"))
     options.pop("chat_template", None)
@@ -43,7 +43,7 @@ def _compiled(template: str) -> Template:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Write JSON. The filter of jinja would escape the signs of HTML."""
+    """Write JSON. Jinja's own filter would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

@@ -1,8 +1,10 @@
-"""Marks the places of pictures in texts. A mark names a picture that comes beside the text; its tokens replace it.
+"""Marks the places of pictures in texts. A mark names a picture that is sent with the text.
+
+The picture's tokens replace the mark.
 
 So messages stay texts for everybody who handles them: templates, histories, edits and stores. A mark is written with a
-character that is in no text for interchange. Somebody may write one all the same, and then names a picture that must
-be beside the same message: there is no way to another one.
+character that Unicode reserves for internal use. Somebody may still write a mark into a message, but it can only name a
+picture that is sent with the same message.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ def names_in(text: str) -> list[str]:
 
 
 def without_marks(text: str, instead: str = "") -> str:
-    """Return a text for readers, with other words in place of its marks."""
+    """Return a text in which `instead` replaces each mark."""
     return MARK.sub(lambda _: instead, text) if _SIGN in text else text
 
 
 def split_at_marks(text: str, start: int, end: int) -> Iterator[tuple[int, int, str | None]]:
-    """Yield the parts of text[start:end]: the bounds of each, and the name of the picture that it marks, if it does."""
+    """Yield the parts of text[start:end]: the bounds of each, and the name of the picture if the part is a mark."""
     at = start
     for found in MARK.finditer(text, start, end) if text.find(_SIGN, start, end) >= 0 else ():
         yield at, found.start(), None

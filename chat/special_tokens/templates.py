@@ -1,9 +1,9 @@
-"""Renders chat templates, and finds out what they write.
+"""Renders chat templates, and finds out which tokens they write around messages.
 
-Templates agree on little more than roles and contents. Everybody here passes messages in one form: contents are texts
-(their parts joined, null as ""), and the arguments of calls are objects. A template that wants another form gets it:
-contents as lists of parts, arguments as text, ids of nine letters and digits, or an empty list of tools. A template is
-a program of the checkpoint, and may raise anything.
+Templates agree on little more than roles and contents. In this library, all callers pass messages in one form: contents
+are texts (their parts joined, null as ""), and the arguments of calls are objects. A template that wants another form
+gets it: contents as lists of parts, arguments as text, ids of nine letters and digits, or an empty list of tools. A
+template is a program of the checkpoint, and may raise anything.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> str:
-    """Return messages as text, in the form that the tokenizer's template wants. Raises whatever the template does."""
+    """Return messages as text, in the form that the tokenizer's template wants. Raises whatever the template raises."""
     first = _form_of(tokenizer)
     try:
         return _render(tokenizer, [first(message) for message in messages], options)
     except Exception:
-        if not options.get("tools"):  # Templates that are only for tools read them without asking.
+        # Templates that are made only for tools read `tools` without checking whether there are any.
+        if not options.get("tools"):
             with suppress(Exception):
                 return _render(tokenizer, [first(message) for message in messages], {**options, "tools": []})
         if any("tool_calls" in message or "tool_call_id" in message for message in messages):
@@ -60,7 +61,7 @@ def _as_they_are(message: Message) -> Message:
 
 
 def _with_short_ids(message: Message) -> Message:
-    """Return a message whose calls have ids of nine letters and digits. An id always becomes the same one."""
+    """Return a message whose calls have ids of nine letters and digits. Equal ids become equal ids."""
     told = dict(message)
     if isinstance(message.get("tool_call_id"), str):
         told["tool_call_id"] = _short(message["tool_call_id"])
@@ -102,11 +103,11 @@ _forms: WeakKeyDictionary[Any, tuple[str, Form]] = WeakKeyDictionary()
 
 
 def _form_of(tokenizer: Any) -> Form:
-    """Return the form that a template wants. It is found out once for each tokenizer and template."""
+    """Return the form that a template wants. The form is determined once for each tokenizer and template."""
     template = template_text(tokenizer)
     try:
         known = _forms.get(tokenizer)
-    except TypeError:  # Some stand-ins for tokenizers cannot be kept in a table.
+    except TypeError:  # Some objects that stand in for tokenizers cannot be keys of a weak table.
         return _as_they_are
     if known is None or known[0] != template:
         known = _forms[tokenizer] = template, _find_form(tokenizer)
@@ -122,12 +123,13 @@ def _find_form(tokenizer: Any) -> Form:
         if word not in _render(tokenizer, [asked], {}) and word in _render(tokenizer, [_with_parts(asked)], {}):
             return _with_parts
     with suppress(Exception):
-        if str(arguments) in _render(tokenizer, [asked, called], {}):  # It is not JSON that the template has written.
+        # The template has written Python's form of the arguments, which is not JSON.
+        if str(arguments) in _render(tokenizer, [asked, called], {}):
             return _with_text_arguments
     return _as_they_are
 
 
-# What templates write.
+# These functions find out what templates write around messages.
 
 
 def template_text(tokenizer: Any) -> str:
@@ -137,9 +139,9 @@ def template_text(tokenizer: Any) -> str:
 
 
 def find_turn_end(tokenizer: Any) -> int | None:
-    """Return the token that the chat template writes right behind a reply; None if that is no added token.
+    """Return the token that the chat template writes right after a reply; None if that is no added token.
 
-    A mark that also stands behind thoughts does not end a reply.
+    A token that also stands after thoughts does not end a reply.
     """
     reply, thought = "x7e2", "x7e6"
     asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": reply}
@@ -158,7 +160,8 @@ def find_turn_end(tokenizer: Any) -> int | None:
 def find_turn_begin(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that the chat template writes before the words of a user who answers a reply.
 
-    The first of them is an added token, so no words of anybody begin a turn. They are empty if there is no such token.
+    The first of them is an added token, so no written words can begin a turn. The tuple is empty if there is no such
+    token.
     """
     reply, words = "x7e2", ("x7e3", "7x", "(e")
     with suppress(Exception):
@@ -168,7 +171,7 @@ def find_turn_begin(tokenizer: Any) -> tuple[int, ...]:
             rendered = apply_template(tokenizer, [*messages, {"role": "user", "content": said}])
             between = rendered.partition(reply)[2].partition(said)[0]
             begun.append(list(tokenizer.encode(between.lstrip() + said, add_special_tokens=False)))
-        # A token that belongs to the words, at least in part, stands in one of the three only.
+        # A token that contains a part of the user's words stands in only one of the three renderings.
         common = [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, zip(*begun, strict=False))]
         added = [i for i, token_id in enumerate(common) if token_id in tokenizer.added_tokens_decoder]
         if added[:2] == [0, 1] or (added[:1] == [0] and common[0] == find_turn_end(tokenizer)):
@@ -178,14 +181,15 @@ def find_turn_begin(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _first_token(tokenizer: Any, text: str, behind: str) -> int:
-    """Return the token that stands behind a word. Raises IndexError if there is none."""
+    """Return the token that stands after a word. Raises IndexError if there is none."""
     return int(tokenizer.encode(text.partition(behind)[2].lstrip(), add_special_tokens=False)[0])
 
 
 def rendered_samples(tokenizer: Any) -> str:
-    """Return what the chat templates write around messages of each role.
+    """Return the text that the chat templates write around sample messages of each role.
 
-    A template may put a mark together from parts, such as "<|" + role + "|>": its source does not hold the mark's name.
+    A template may assemble a token's name from parts, such as "<|" + role + "|>". Then its source does not contain the
+    name.
     """
     template = getattr(tokenizer, "chat_template", None)
     names = [None] if isinstance(template, str) else [*(template or ())]

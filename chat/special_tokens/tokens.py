@@ -26,18 +26,18 @@ class SpecialTokens:
     """Holds the special tokens of a tokenizer, and encodes text so that none of them appears.
 
     Attributes:
-        names: name -> id, of the tokens that the tokenizer calls special and of the other marks that the chat template
-            writes. In replies only the former count, because a reply may contain marks of its own, such as those around
-            thoughts.
+        names: name -> id, of the tokens that the tokenizer calls special, and of other added tokens that the chat
+            template writes. In replies, only tokens that the tokenizer calls special count, because a reply may contain
+            marks of its own, such as those around thoughts.
     """
 
     tokenizer: Tokenizer
     names: dict[str, int]
 
     def are_in(self, text: str) -> bool:
-        """Return whether a name may be in a text, in any case and form.
+        """Return whether a name may be in a text, in any capitalization and Unicode form.
 
-        Some tokenizers change texts before they search.
+        Some tokenizers change texts before they look for names.
         """
         return self._folded is not None and self._folded.search(_fold(text)) is not None
 
@@ -51,10 +51,10 @@ class SpecialTokens:
         return self.encode_cut(text, self.cuts_in(text))
 
     def cuts_in(self, text: str, *, is_followed: bool = False) -> list[int]:
-        """Return the places at which the names in a text are cut, so that they are none.
+        """Return the places at which the names in a text are cut, so that they are no longer names.
 
         Args:
-            is_followed: whether other text may follow. Then a name that is only begun at the end is cut as well.
+            is_followed: whether other text may follow. If so, an incomplete name at the end is cut as well.
         """
         cuts = set[int]()
         if self.are_in(text):
@@ -64,7 +64,7 @@ class SpecialTokens:
                 start, end = signs[found.start()][0], signs[found.end() - 1][0]
                 cuts.add(min(start + 1, end))
                 at = found.start() + 1
-            if not cuts:  # Only the text as a whole has a name: some of its characters are joined to one.
+            if not cuts:  # Here the name appears only after the tokenizer has joined some characters of the text.
                 cuts.update(range(1, len(text)))
         if is_followed and text and text[-1] in self._inner:
             tail = _fold(text[-self._longest :])
@@ -82,13 +82,13 @@ class SpecialTokens:
             found = self._twin.encode(pieces) if self._twin is not None else self._encode_apart(pieces)
             if self._special.isdisjoint(i for i, is_own in found if not is_own):
                 return [i for i, _ in found]
-            # The vocabulary itself has a name as a word. So no token may reach across a cut.
+            # The vocabulary also has the name as an ordinary word. So no token may reach across a cut.
         raise FormatError(
             f"this tokenizer has no way to write {text[:100]!r} without its special tokens; leave them out"
         )
 
     def _pieces(self, text: str, cuts: Iterable[int]) -> list[Piece]:
-        """Cut a text into its special tokens and what stands between them."""
+        """Split a text into its special tokens and the texts between them."""
         pieces, at, is_cut = list[Piece](), 0, set(cuts)
         found = self._exact.search(text) if self._exact is not None else None
         while found is not None:
@@ -100,7 +100,7 @@ class SpecialTokens:
         return [piece for piece in [*pieces, (text[at:], None)] if piece[0]]
 
     def _cut_pieces(self, text: str, cuts: Sequence[int]) -> list[Piece]:
-        """Cut a text into its special tokens, and what stands between them and the cuts."""
+        """Split a text into its special tokens, and the texts between them and the cuts."""
         pieces, at = list[Piece](), 0
         for piece, token_id in self._pieces(text, cuts):
             end = at + len(piece)
@@ -132,12 +132,12 @@ class SpecialTokens:
 
     @cached_property
     def _beginnings(self) -> frozenset[str]:
-        """Return everything with which a name may begin."""
+        """Return all proper beginnings of names."""
         return frozenset(name[:n] for name in map(_fold, self.names) for n in range(1, len(name)))
 
     @cached_property
     def _inner(self) -> frozenset[str]:
-        """Return the signs that a name may have before its last."""
+        """Return the characters that a name may have before its last one."""
         return frozenset(sign for name in self.names for sign in (*name[:-1], *_fold(name)[:-1]))
 
     @cached_property

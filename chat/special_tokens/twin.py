@@ -14,7 +14,7 @@ Piece = tuple[str, int | None]
 
 
 class Twin:
-    """Holds a copy of a fast tokenizer that finds none of the names, and marks of its own instead of them.
+    """Holds a copy of a fast tokenizer that does not find the names, but finds secret marks that replace them.
 
     It is a copy, because other threads would notice if the names were switched off and on in the original.
 
@@ -44,7 +44,10 @@ class Twin:
         self._tokenizer = twin
 
     def encode(self, pieces: Iterable[Piece]) -> list[tuple[int, bool]]:
-        """Return the ids of a text, and whether each is that of a piece. No token reaches across two pieces."""
+        """Return the ids of a text, and whether each is the id of a special token that is a piece.
+
+        No token reaches across two pieces.
+        """
         text, was_text = "", False
         for piece, token_id in pieces:
             if token_id is None:

@@ -1,12 +1,12 @@
-"""Finds out whether a node of a tree is above another one, without a list of all ancestors for each node."""
+"""Finds out whether a node of a tree is an ancestor of another one, without a list of all ancestors for each node."""
 
 from __future__ import annotations
 
 
 class Ancestors:
-    """Says whether a node is above another one, while the tree grows.
+    """Says whether a node is an ancestor of another one, while the tree grows.
 
-    Each node has a link to its parent, and a jump to a node further above. So any node above is found in O(log nodes)
+    Each node has a link to its parent, and a jump to a node further above. So any ancestor is found in O(log nodes)
     steps (Myers, An applicative random-access stack, 1983). In a chain of n nodes, a set of ancestors for each node
     would take n squared entries in all.
     """
@@ -34,7 +34,7 @@ class Ancestors:
         )
 
     def has(self, node: str, *, over: str | None) -> bool:
-        """Return whether `node` is `over` itself, or above it. Cost: O(log nodes)."""
+        """Return whether `node` is `over` itself or an ancestor of it. Cost: O(log nodes)."""
         if over is None or over not in self._depths or node not in self._depths:
             return False
         depth = self._depths[node]

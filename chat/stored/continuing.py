@@ -1,9 +1,9 @@
-"""Makes the prompt behind a stored reply from the reply's token ids, so that nothing before it changes.
+"""Makes the prompt that continues a stored reply from the reply's token ids, so that nothing before it changes.
 
 A template renders a whole history. The result may differ from what the model has seen: for example, it may lack
 thoughts. And if the model's own text is encoded again, it may become other tokens. So the history is not encoded again.
-The prompt consists of the stored tokens, and of what the template writes behind the last reply. To find that text, the
-template renders placeholders instead of the replies whose token ids are known.
+The prompt consists of the stored tokens, and of the text that the template writes after the last reply. To find that
+text, the template renders placeholders instead of the replies whose token ids are known.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Prompt:
     """Holds the token ids of a prompt, and where they come from.
 
     Attributes:
-        base: the reply with whose stored token ids it begins. None: the whole prompt was encoded now.
-        n_kept: how many token ids of `base` it begins with.
-        history: a text that says whether it continues from stored token ids, or why not.
+        base: the reply whose stored token ids begin the prompt. None: the whole prompt was encoded now.
+        n_kept: how many token ids of `base` begin the prompt.
+        history: a text that says whether the prompt continues from stored token ids, or why not.
     """
 
     token_ids: list[int]
@@ -44,7 +44,7 @@ def rest_behind(render: Render, before: Messages, after: Messages) -> tuple[Rend
 
     Args:
         before: the messages before the reply. Stored replies among them are placeholders.
-        after: the messages behind the reply.
+        after: the messages after the reply.
     Raises:
         FormatError: the template now renders the messages before the reply differently. The message says so.
     """
@@ -60,7 +60,9 @@ def rest_behind(render: Render, before: Messages, after: Messages) -> tuple[Rend
 
 
 def behind_reply(stored: Int64s, new: list[int], stop_ids: tuple[int, ...]) -> tuple[list[int], int]:
-    """Join the token ids of a reply and those behind it, so that its end is there once. Also return how many are kept.
+    """Join the token ids of a reply and those after it, so that the token that ends the reply occurs once.
+
+    Also return how many ids of the reply are kept.
 
     A reply ends with one of `stop_ids`, unless it was cut. The template writes an end as well, perhaps another one. The
     template's end stays.
@@ -75,7 +77,7 @@ def behind_reply(stored: Int64s, new: list[int], stop_ids: tuple[int, ...]) -> t
 
 
 def tokens_of_text(token_ids: list[int], text: str, decode: Callable[[list[int]], str]) -> list[int] | None:
-    """Return the leading token ids that spell a text. None: a stop string has cut the text inside of a token.
+    """Return the leading token ids that decode to a text. None: a stop string has cut the text inside of a token.
 
     Cost: one decoding for each token of the stop string.
     """

@@ -45,12 +45,11 @@ CREATE INDEX nodes_pinned ON nodes (pinned_until) WHERE pinned_until IS NOT NULL
 def open_database(folder: str | None, model: str) -> sqlite3.Connection:
     """Open the database in a folder, or in host memory. Make it if there is none.
 
-    A committed transaction survives a crash of the process or the machine. One that was not committed leaves nothing.
-    Deleted data is overwritten with zeros.
+    A committed transaction survives a crash of the process or the machine. One that was not committed leaves no
+    changes. Deleted data is overwritten with zeros.
 
     Args:
-        model: a signature that tells the model and its tokenizer from others. Another model could not use the token
-            ids.
+        model: a signature that identifies the model and its tokenizer. Another model could not use the token ids.
     Raises:
         FormatError: the file is not a database, is damaged, or comes from a later release; or the folder cannot be
             written.
@@ -61,7 +60,7 @@ def open_database(folder: str | None, model: str) -> sqlite3.Connection:
         try:
             if folder is not None:
                 Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-                # Only the owner of the file may read the users' texts. The log beside it gets the same mode.
+                # Only the owner of the file may read the users' texts. SQLite's log file gets the same mode.
                 Path(place).touch(mode=0o600)
             # One thread at a time uses the database, but not always the same one.
             connection = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=10)
@@ -111,7 +110,7 @@ def model_signature(spec: MemorySpec, tokenizer: Tokenizer) -> str:
     """Return a text that identifies a model and its tokenizer, by its name, its weights and its vocabulary."""
     tokens = tokenizer.get_vocab()
     names = dict(zip(tokens.values(), tokens, strict=True))
-    if len(names) == len(tokens):  # Integers are sorted faster than what they stand for.
+    if len(names) == len(tokens):  # Integers are sorted faster than the names for which they stand.
         numbers = sorted(names)
         ordered = list(map(names.__getitem__, numbers))
     else:

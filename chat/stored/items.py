@@ -22,7 +22,7 @@ def role_of(item: Item) -> Role:
 
 
 def text_of(items: Iterable[Item]) -> str:
-    """Return the text that a reader sees of items."""
+    """Return the text of items that a reader sees."""
     return "\n".join(text for item in items if (text := _text_of(item)))
 
 
@@ -37,7 +37,7 @@ def _text_of(item: Item) -> str:
 
 
 def pictures_in(item: Item) -> list[tuple[str, str]]:
-    """Return URL and detail of each picture in an item."""
+    """Return the URL and the detail of each picture in an item."""
     parts = item["content"] if item["type"] == "message" else []
     return [(part["image_url"], part["detail"]) for part in parts if part.get("type") == "input_image"]
 

@@ -59,12 +59,12 @@ class StoredSession:
     """Describes a session, which is a tree of messages. One path of it is current.
 
     Attributes:
-        owner: who may read and change it, and whose prefixes it uses; see `prefix_owner`. Nobody else learns that it
-            exists.
+        owner: the client who may read and change it, and whose prefixes it uses; see `prefix_owner`. Nobody else learns
+            that it exists.
         instructions: the first message of its prompts, if a request gives none.
         metadata: the metadata of a conversation.
         head: the last node of the current path. None: there is no node.
-        is_implicit: whether a response began it. It is deleted with its last node then.
+        is_implicit: whether a response created the session. If so, it is deleted with its last node.
         created_at, used_at: when it was made and last used, in unix seconds.
     """
 
@@ -83,20 +83,20 @@ class StoredSession:
 class Node:
     """Describes one message: the items of a user's turn, or those of one reply.
 
-    The token ids of a reply are those of its whole prompt and its own. Only the difference from an earlier reply on its
-    path is stored: the first `n_kept` ids are those of `base`, and `own_tokens` follow.
+    The token ids of a reply include those of its whole prompt. Only the difference from an earlier reply on its path is
+    stored: the first `n_kept` ids are those of `base`, and `own_tokens` follow.
 
     Attributes:
         parent: the node before this one. None for the first message of a session.
         status: "completed", "incomplete" or "deleted". A deleted reply is no longer a response, but stays in the
             history of others.
-        about: the fields of a reply's response beside its output.
-        base: the reply with whose first token ids this one begins. None: there is none.
+        about: the fields of a reply's response, except its output.
+        base: the earlier reply whose first token ids begin this one. None: there is none.
         n_prompt: the number of token ids in a reply's prompt.
         n_tokens: how many token ids this message added to its path. It is an estimate until a prompt has contained the
             message.
         own_tokens: see above. None: no token ids are known, as for text that somebody has edited.
-        n_bytes: the bytes of all this in the database.
+        n_bytes: the bytes of the whole node in the database.
     """
 
     id: str
@@ -117,7 +117,7 @@ class Node:
 
     @property
     def is_reply(self) -> bool:
-        """Return whether the model has written it. It is a response then, and its id begins with "resp_"."""
+        """Return whether the model has written the message. If so, it is a response, and its id begins with "resp_"."""
         return self.id.startswith("resp_")
 
 

@@ -103,7 +103,10 @@ def as_json(value: object) -> str:
 
 
 def _as_blob(tokens: Int64s | None) -> bytes | None:
-    """Return token ids in 4 bytes each; in 8 behind `_WIDE` if there are some of pictures, which need as many."""
+    """Return token ids as bytes, 4 for each id.
+
+    If there are ids of pictures, which need more, return `_WIDE` and 8 bytes for each id.
+    """
     if tokens is None or tokens.max(initial=0) < 1 << 31:
         return None if tokens is None else tokens.astype("<i4").tobytes()
     return _WIDE + tokens.astype("<i8").tobytes()

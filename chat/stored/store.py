@@ -1,10 +1,10 @@
-"""Stores sessions and their nodes. It makes all calls of the database for the server.
+"""Stores sessions and their nodes. All of the server's calls to the database are made here.
 
 A call makes all of its changes or none, and they are on the disk when it returns. One thread at a time may call. A
-store elsewhere, which servers share, needs these methods and no others.
+store in another place, which servers share, needs only these methods.
 
-A call that finds damage raises FormatError. If the disk refuses, it raises SQLite's OperationalError. Links lead from
-later rows to earlier ones. So a damaged link leads nowhere, but never in a circle.
+A call that finds damage raises FormatError. If the disk refuses, it raises SQLite's OperationalError. Links point from
+later rows to earlier ones. So a damaged link may point to no row, but links never form a cycle.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SessionStore:
 
     Args:
         folder: the folder of the database. None: it is in host memory and ends with the process.
-        model: tells the model and its tokenizer from others.
+        model: a signature that identifies the model and its tokenizer.
         now: returns the time in unix seconds.
     Raises:
         FormatError, MismatchError: as `open_database`.
@@ -156,7 +156,8 @@ class SessionStore:
     def add_session(self, session: StoredSession, nodes: list[Node]) -> None:
         """Add a session with its first nodes, each after its parent.
 
-        If another server that answered the same request has stored its reply, the last node, only that is completed.
+        If another server that answered the same request has stored its reply, which is the last node, only that reply
+        is completed.
         """
         with self._changing() as database:
             if nodes and self._complete(nodes[-1]):
@@ -211,7 +212,8 @@ class SessionStore:
     def add_nodes(self, session_id: str, nodes: list[Node], head: str) -> bool:
         """Add nodes to a session, each after its parent. Return False if the session or the parent is gone by now.
 
-        If another server that answered the same request has stored its reply, the last node, only that is completed.
+        If another server that answered the same request has stored its reply, which is the last node, only that reply
+        is completed.
         """
         with self._changing() as database:
             if self._complete(nodes[-1]):
@@ -232,7 +234,7 @@ class SessionStore:
         return is_there
 
     def pin(self, node_id: str, until: float | None) -> None:
-        """Note until when a node is pinned, in unix seconds. None: it is not pinned."""
+        """Store until when a node is pinned, in unix seconds. None: it is not pinned."""
         with self._changing() as database:
             database.execute("UPDATE nodes SET pinned_until = ? WHERE id = ?", [until, node_id])
 
@@ -244,7 +246,7 @@ class SessionStore:
     def replace_items(self, node_id: str, items: list[Item]) -> None:
         """Change a message in place.
 
-        The token ids of all replies behind it are forgotten, since they contain the old text.
+        The token ids of all replies after it are deleted, since they contain the old text.
         """
         with self._changing() as database:
             change = (
@@ -261,9 +263,9 @@ class SessionStore:
     # Methods that delete.
 
     def delete_branch(self, node: Node) -> list[Node]:
-        """Delete a node and all nodes behind it, and return them.
+        """Delete a node and all nodes after it, and return them.
 
-        A session that a response began ends with its last node.
+        A session that a response created is deleted with its last node.
         """
         with self._changing() as database:
             gone = [
@@ -274,7 +276,10 @@ class SessionStore:
         return gone
 
     def delete_response(self, reply: Node) -> list[Node]:
-        """Delete a reply, and the input that only it had. If others follow it, it stays only as their history."""
+        """Delete a reply, and its input if no other reply has it.
+
+        If other messages follow the reply, it stays as their history only.
+        """
         if self._rows("SELECT 1 FROM nodes WHERE parent = ?", reply.id):
             with self._changing() as database:
                 database.execute("UPDATE nodes SET status = 'deleted', about = '{}' WHERE id = ?", [reply.id])
@@ -301,7 +306,8 @@ class SessionStore:
     def overdue(self, used_before: float, most_bytes: int | None) -> list[StoredSession]:
         """Return the sessions to delete.
 
-        These are those not used since `used_before`, and the least recently used until the others fit.
+        These are those not used since `used_before`, and then the least recently used ones, until the remaining
+        sessions fit into `most_bytes`.
 
         Sessions with a pinned node stay.
         """

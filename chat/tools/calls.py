@@ -32,7 +32,8 @@ def parse_json(text: str) -> Any:
 def check_json(value: object) -> None:
     """Raise ValueError if a value was read from JSON but cannot be written again.
 
-    Such values are numbers out of range (1e999), halves of surrogate pairs, and values that are nested too deeply.
+    Such values are numbers out of range (1e999), single halves of surrogate pairs, and values that are nested too
+    deeply.
     """
     level = [value]
     for _ in range(_MOST_DEPTH):
@@ -63,7 +64,8 @@ class Tool:
     Attributes:
         parameters: the JSON Schema of its arguments.
         definition: the form that chat templates know, {"type": "function", "function": {...}}.
-        is_strict: whether the client asks that arguments keep to the schema. They do if anything is constrained.
+        is_strict: whether the client asks that arguments keep to the schema. Whenever calls are constrained, the
+            arguments of all tools are.
     """
 
     name: str
@@ -80,7 +82,8 @@ class CallPart:
         index: the number of the call in the reply.
         name: the function's name. Only the first part has it.
         arguments: the next piece of its arguments, in JSON.
-        id: the id of the call. Only the first part has one. Blocks leave it empty unless the model wrote one.
+        id: the id of the call. Only the first part has one. Readers of blocks leave it empty unless the model wrote
+            one.
     """
 
     index: int
@@ -99,16 +102,16 @@ class Part:
 
 
 class Block(Protocol):
-    """Reads the text behind a mark that begins calls."""
+    """Reads the text after a mark that begins calls."""
 
     @property
     def rest(self) -> str | None:
-        """Return the text behind the end of the block. None: the block has not ended."""
+        """Return the text after the end of the block. None: the block has not ended."""
         ...
 
     @property
     def is_text(self) -> bool:
-        """Return whether it is clear that this is no call, so that everything it was fed is text after all."""
+        """Return whether the block is certainly no call, so that all text that it was fed is ordinary text."""
         ...
 
     def feed(self, text: str) -> list[CallPart]:
@@ -116,15 +119,17 @@ class Block(Protocol):
         ...
 
     def close(self) -> list[CallPart] | None:
-        """Return what is left at the end of the reply. None: the block holds no calls, and is text after all."""
+        """Return the remaining parts at the end of the reply. None: the block holds no calls, and is ordinary text."""
         ...
 
 
 class Literals:
-    """Writes the texts of a format as terms in Lark. Marks that the vocabulary has are written as tokens.
+    """Writes the texts of a call format as terms in Lark.
+
+    Marks that are tokens of the vocabulary are written as tokens.
 
     Args:
-        token_ids: name -> id, of all tokens that were added to the vocabulary. Grammars know them by their ids.
+        token_ids: name -> id, of all tokens that were added to the vocabulary. Grammars refer to tokens by their ids.
     """
 
     def __init__(self, token_ids: Mapping[str, int]) -> None:
@@ -136,15 +141,16 @@ class Literals:
         return " ".join(part if is_token else json.dumps(part) for part, is_token in self._parts(text))
 
     def until(self, text: str, most: int | None = None) -> tuple[str, str]:
-        """Return a term for any text up to a text, that one included, and the attributes of its rule.
+        """Return a term for any text that ends with the given text, and the attributes of the term's rule.
 
         Args:
-            most: so many characters stand before the text at most. None: any number.
+            most: the most characters before the given text. None: any number.
         """
         parts = self._parts(text)
         first = "" if not parts or parts[0][1] else _in_pattern(parts[0][0])
         after = " ".join(part if is_token else json.dumps(part) for part, is_token in parts[1 if first else 0 :])
-        # Ordinary text has no tokens, so it ends before one. Without tokens, it ends where the text is complete.
+        # Ordinary text has no special tokens, so it ends before one. If the text has no special tokens, it ends where
+        # the text is complete.
         times = "*" if most is None else f"{{0,{most}}}"
         return f"/(.|\\n){times}{first}/ {after}".rstrip(), "" if after else "[lazy]"
 
@@ -153,7 +159,7 @@ class Literals:
         return tuple(int(part[2:-2]) if is_token else part for part, is_token in self._parts(text))
 
     def _parts(self, text: str) -> list[tuple[str, bool]]:
-        """Cut a text into tokens and what stands between them."""
+        """Split a text into tokens and the texts between them."""
         parts, at = list[tuple[str, bool]](), 0
         for found in self._names.finditer(text):
             parts += [(text[at : found.start()], False), (self._terms[found[0]], True)]
@@ -171,17 +177,20 @@ class CallFormat(Protocol):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return the texts that begin a block. The block gets the text behind the first, and from the others on."""
+        """Return the texts that begin a block.
+
+        The block is fed the text after the first mark; if another mark begins it, that mark is fed too.
+        """
         ...
 
     @property
     def begun_by(self) -> str:
-        """Return the mark with which the text of its grammar begins. It is empty if there is none."""
+        """Return the mark with which the text of the format's grammar begins. It is empty if there is none."""
         ...
 
     @property
     def has_blocks(self) -> bool:
-        """Return whether what begins with this mark may hold several calls."""
+        """Return whether one block may hold several calls."""
         ...
 
     @property
@@ -191,7 +200,10 @@ class CallFormat(Protocol):
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """Return the texts around calls and their parts. Special tokens that occur in them must be shown."""
+        """Return the texts around calls and around their parts.
+
+        Special tokens that occur in these texts must be shown.
+        """
         ...
 
     def open(self, tools: Sequence[Tool]) -> Block:

@@ -62,7 +62,7 @@ class CallCheck:
 
 
 def _ordered(value: Any, schema: Any, root: Any, depth: int = _MOST_DEPTH) -> Any:
-    """Return a value with the members of its objects in the order of the schema, as grammars have them."""
+    """Return a value with the members of its objects in the order of the schema, as grammars require."""
     if depth == 0:
         return value
     if isinstance(value, list):
@@ -117,7 +117,7 @@ class CheckedReply:
         return self._take(self._reader.feed(text), is_constrained=is_constrained)
 
     def close(self, *, is_cut: bool) -> bool:
-        """Read the end of the reply. Return as `feed`. Where the reply was cut, its last call is not checked."""
+        """Read the end of the reply. Return as `feed`. If the reply was cut, its last call is not checked."""
         return self._take(self._reader.close(), is_constrained=False, is_cut=is_cut)
 
     def _take(self, parts: Sequence[Any], *, is_constrained: bool, is_cut: bool = False) -> bool:

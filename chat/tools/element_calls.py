@@ -1,4 +1,6 @@
-"""Reads and constrains calls whose arguments are elements named by their keys, as in MiniMax-M3's, without its prefix:
+"""Reads and constrains calls whose arguments are XML elements, each named by its key.
+
+MiniMax-M3 has such a format, shown here without its prefix:
 
 <tool_call>
 <invoke name="weather"><city>Paris</city><tags><item>a</item></tags></invoke>
@@ -26,10 +28,10 @@ class ElementCalls(FramedCalls):
     """Defines the format.
 
     Attributes:
-        frame: what stands around a call, up to the function's name.
-        name_end: stands between the name and the first argument.
-        prefix: stands before each < of an element.
-        item: the name of the elements of a list.
+        frame: the texts around a call, up to the function's name.
+        name_end: the text between the name and the first argument.
+        prefix: the text before each < of an element.
+        item: the element name of a list's items.
     """
 
     name_end: str
@@ -56,7 +58,10 @@ class ElementCalls(FramedCalls):
 
 
 class _Writer:
-    """Writes values together with the prefix of the mark that ends their element, before which any text ends."""
+    """Writes expressions for values.
+
+    Each value includes the prefix of the mark that ends its element, because any text ends before that prefix.
+    """
 
     def __init__(self, calls: ElementCalls, literals: Literals) -> None:
         self._calls, self._literals, self._prefix = calls, literals, literals(calls.prefix)
@@ -99,7 +104,7 @@ class _Writer:
 
 
 def infer_element_calls(example: Example) -> ElementCalls | None:
-    """Return the format of the calls in an example. None: they are written otherwise."""
+    """Return the format of the calls in an example. None: they are written in another way."""
 
     end = re.search(rf"{TEXT}(\S+?)</{TEXT_KEY}>", example.text)
     if end is None:
@@ -118,7 +123,7 @@ def infer_element_calls(example: Example) -> ElementCalls | None:
 
 
 class ElementBlock:
-    """Reads calls once a block is complete. A mark that ends it counts only where its elements have ended."""
+    """Reads calls once a block is complete. A mark ends the block only where all its elements have ended."""
 
     def __init__(self, calls: ElementCalls, tools: Sequence[Tool]) -> None:
         self._calls, self._tools = calls, {tool.name: tool for tool in tools}
@@ -127,7 +132,7 @@ class ElementBlock:
         self._opening = re.compile(rf"\s*{opening}([^\s<>\"]+){re.escape(calls.name_end.strip())}")
         self._closing = re.compile(rf"\s*{closing}")
         self._text = ""
-        self._n_tried = 0  # Marks before this place do not end the block.
+        self._n_tried = 0  # No mark before this position ends the block.
         self.rest: str | None = None
         self.is_text = False
 
@@ -145,13 +150,13 @@ class ElementBlock:
         return []
 
     def close(self) -> list[CallPart] | None:
-        """Read a block that was cut behind its last call."""
+        """Read a block that was cut after its last call."""
         calls = self._read(self._text.rstrip())
         self.rest = "" if calls is not None else None
         return calls
 
     def _read(self, text: str) -> list[CallPart] | None:
-        """Return the calls of a whole block. None: it is not whole."""
+        """Return the calls of a whole block. None: the block is not complete."""
         calls, at = list[CallPart](), 0
         while (head := self._opening.match(text, at)) is not None:
             tool = self._tools.get(head[1])
@@ -177,7 +182,10 @@ class _Elements:
         self._following = re.compile(rf"\s*{self._prefix}</?[^\s<>]+")
 
     def members(self, at: int, schema: object) -> tuple[dict[str, Any], int]:
-        """Return the elements from a place on, by their names, and where they end. Raises ValueError."""
+        """Return the elements from a position on, by their names, and the position where they end.
+
+        Raises ValueError.
+        """
         schema = schema or self._root
         inner = [part.get("properties") for part in branches(schema, self._root)]
         properties = next((part for part in inner if isinstance(part, dict)), {})

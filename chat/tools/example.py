@@ -1,4 +1,4 @@
-"""The words of a chat by which it is found out how a template writes calls, and what stands around them."""
+"""Holds the words of a chat that shows how a template writes calls, and which texts it writes around them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ IDS = ("aq7xaq7xa", "bq7xbq7xb")
 
 @dataclass(frozen=True)
 class Example:
-    """Holds what a template writes for the calls of a reply, without what it writes around any reply.
+    """Holds the text that a template writes for the calls of a reply, without the text around any reply.
 
     Attributes:
-        text: the calls and the texts around them. Their ids are replaced by `ID`.
-        n_calls: how many there are. Some templates refuse more than one.
+        text: the calls and the texts around them. The calls' ids are replaced by `ID`.
+        n_calls: how many calls there are. Some templates refuse more than one.
     """
 
     text: str
     n_calls: int
 
     def frame(self, spans: Sequence[tuple[int, int]]) -> Frame:
-        """Return the frame around calls that stand at these places."""
+        """Return the frame around calls that are at these positions."""
         (start, end), *more = spans
         before, behind = self.text[:start], self.text[spans[-1][1] :]
         if not more:
@@ -42,23 +42,26 @@ class Example:
         closing = common_start(between, behind)
         behind = behind.removeprefix(closing)
         join = between.removeprefix(closing)
-        if not begin.strip():  # What stands behind the last call then belongs to the turn.
+        if not begin.strip():  # Without a text before the first call, the text after the last call belongs to the turn.
             return Frame(begin, opening, closing, join)
         return Frame(self._from_last_mark(begin), opening, closing, join, self._to_first_mark(behind))
 
     def _from_last_mark(self, text: str) -> str:
-        """Leave out earlier marks, such as those around thoughts that there are not."""
+        """Drop earlier marks, such as those around empty thoughts."""
         marks = list(MARK.finditer(text))
         return text[marks[-1].start() :] if len(marks) > 1 and self.text.count(marks[-1][0]) == 1 else text
 
     def _to_first_mark(self, text: str) -> str:
-        """Leave out later marks, such as the end of the turn."""
+        """Drop later marks, such as the end of the turn."""
         mark = MARK.search(text)
         return text if mark is not None and self.text.count(mark[0]) > self.n_calls else to_first_mark(text)
 
 
 def spread_index(texts: Sequence[str]) -> str:
-    """Return a text that differs only by the numbers of the calls, with `INDEX` instead of them."""
+    """Return the one text of which all `texts` are copies, except for the numbers of the calls.
+
+    `INDEX` replaces the numbers.
+    """
     first, *others = texts
     for number in re.finditer(r"\d+", first):
         general = first[: number.start()] + INDEX + first[number.end() :]
@@ -74,17 +77,17 @@ def to_first_mark(text: str) -> str:
 
 
 def common_start(text: str, other: str) -> str:
-    """Return the beginning that two texts share, in whole pieces."""
+    """Return the beginning that two texts have in common, in whole pieces."""
     return text[: count_common(pieces(text), pieces(other))]
 
 
 def common_end(text: str, other: str) -> str:
-    """Return the end that two texts share, in whole pieces."""
+    """Return the end that two texts have in common, in whole pieces."""
     return text[len(text) - count_common(pieces(text)[::-1], pieces(other)[::-1]) :]
 
 
 def count_common(parts: Sequence[str], others: Sequence[str]) -> int:
-    """Count the characters of the leading pieces that two texts share."""
+    """Count the characters of the leading pieces that two texts have in common."""
     n = 0
     for a, b in zip(parts, others, strict=False):
         if a != b:

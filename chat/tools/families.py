@@ -1,4 +1,4 @@
-"""Finds out how a model writes calls and thoughts: from what its chat template writes, or from names in it."""
+"""Finds out how a model writes calls and thoughts, from its chat template's output or from names in its source."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Habits:
     """Says how a model writes calls and thoughts.
 
     Attributes:
-        calls: its format of calls. None: it was not trained to call tools.
-        thinks: whether it may write thoughts.
-        shows_special: whether marks are special tokens. Special tokens must be shown in the text of replies then.
-        special: the names of the special tokens. Those that are not marks are removed from what clients see.
+        calls: the model's format of calls. None: it was not trained to call tools.
+        thinks: whether the model may write thoughts.
+        shows_special: whether marks are special tokens. If so, special tokens must be shown in the text of replies.
+        special: the names of the special tokens. Those that are not marks are removed from the text that clients see.
         template: the source text of the chat template.
         thoughts: the texts around thoughts.
         token_ids: name -> id, of all tokens that were added to the vocabulary.
@@ -91,11 +91,12 @@ class Habits:
 
     @property
     def write_calls(self) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-        """Return what writes calls into contents, if the template leaves them out and their format is known."""
+        """Return the function that writes calls into contents, if the template leaves calls out and their format is
+        known."""
         return writer_of(self.calls) if "tool_calls" in self.lacks else None
 
     def hidden_ids(self, calls: CallFormat | None) -> frozenset[int]:
-        """Return the special tokens that are no marks of a reply with such calls, and have no text in it."""
+        """Return the special tokens that are no marks of replies with such calls. They have no text in replies."""
         texts = self._marks_of_thoughts + (calls.literals if calls is not None else ())
         return frozenset(self.token_ids[name] for name in self.special if not any(name in text for text in texts))
 
@@ -107,7 +108,7 @@ class Habits:
 
 
 def find_habits(tokenizer: Any) -> Habits:
-    """Return how the model of a tokenizer writes."""
+    """Return how the tokenizer's model writes calls and thoughts."""
     template = template_text(tokenizer)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = frozenset(token.content for token in added.values() if token.special)
@@ -141,7 +142,7 @@ def _infer(example: Example, template: str) -> CallFormat | None:
 
 
 def _find_thoughts(written: tuple[str, str] | None, template: str) -> Thoughts | None:
-    """Return the texts around thoughts, which some templates only take out of earlier replies."""
+    """Return the texts around thoughts. Some templates never write them, but only remove them from earlier replies."""
     if written is not None:
         return Thoughts(*written)
     ends = ((THINK_BEGIN, THINK_END), ("[THINK]", "[/THINK]"))

@@ -1,4 +1,4 @@
-"""Describes the texts around calls: before the first of a block, around each, between two, and behind the last."""
+"""Describes the texts around calls: before the first of a block, around each, between two, and after the last."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Frame:
     """Holds the texts around calls as a chat template writes them.
 
     Attributes:
-        begin: stands before the first call of a block.
-        opening: stands before each call.
-        closing: stands behind each call.
-        join: stands between two calls.
-        end: stands behind the last call of a block.
+        begin: the text before the first call of a block.
+        opening: the text before each call.
+        closing: the text after each call.
+        join: the text between two calls.
+        end: the text after the last call of a block.
         is_single: whether a reply has one call only.
     """
 
@@ -35,12 +35,15 @@ class Frame:
 
     @property
     def mark(self) -> str:
-        """Return the text that begins a block, up to its first white space or bracket. Models vary these."""
+        """Return the text that begins a block, up to its first white space or bracket.
+
+        Models vary white space and brackets.
+        """
         return (self.begin.strip() or self.opening.strip()).partition("\n")[0].partition(" ")[0].rstrip("[{")
 
     @property
     def stop(self) -> str:
-        """Return the text behind which a block has ended. It is empty if the block is a list that ends by itself."""
+        """Return the text after which a block has ended. It is empty if the block is a list that ends by itself."""
         end = self.end.strip()
         inner = end.lstrip("]}").strip()
         end = inner if not inner or MARK.match(inner) else end
@@ -51,13 +54,13 @@ class Frame:
         return self.begin, self.opening, self.closing, self.join, self.end
 
     def rule(self, calls: Sequence[str], literals: Literals, *, is_parallel: bool) -> str:
-        """Return the rules that put calls into this frame. Their rule `calls` matches one of them, or several.
+        """Return the rules that put calls into this frame. Their rule `calls` matches one call, or several.
 
         Args:
             calls: the names of the rules of the calls.
         """
         opening, join, begin = self.opening, self.join, self.begin.lstrip()
-        if not begin:  # White space before the first mark only separates it from what was before.
+        if not begin:  # White space before the first mark only separates it from earlier text.
             opening = self.opening.lstrip()
             join += self.opening.removesuffix(opening)
         one = _terms(literals(opening), f"({' | '.join(calls)})", literals(self.closing))
@@ -67,10 +70,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class FramedCalls:
-    """Defines what all formats have in common whose calls stand in a frame, and begin with its mark.
+    """Defines what the formats have in common whose calls are inside a frame and begin with the frame's mark.
 
     Attributes:
-        frame: what stands around a call.
+        frame: the texts around a call.
     """
 
     frame: Frame
@@ -97,7 +100,7 @@ def _terms(*terms: str) -> str:
 
 
 def pieces(text: str) -> list[str]:
-    """Cut a text into marks, runs of white space, and words."""
+    """Split a text into marks, runs of white space, and words."""
     return _PIECE.findall(text)
 
 

@@ -1,4 +1,4 @@
-"""Reads and constrains calls in the format of Gemma 4, whose texts stand between tokens instead of quotation marks:
+"""Reads and constrains calls in the format of Gemma 4, with special tokens instead of quotation marks around texts:
 
 <|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>]}<tool_call|>
 """
@@ -28,8 +28,8 @@ class GemmaCalls(FramedCalls):
     """Defines the format.
 
     Attributes:
-        frame: what stands around the call, up to the function's name.
-        quote: stands around texts.
+        frame: the texts around the call, up to the function's name.
+        quote: the token on both sides of a text.
     """
 
     quote: str
@@ -96,7 +96,7 @@ class _Writer:
 
 
 def infer_gemma_calls(example: Example) -> GemmaCalls | None:
-    """Return the format of the calls in an example. None: they are written otherwise."""
+    """Return the format of the calls in an example. None: they are written in another way."""
     quote = r"(\S+?)"
     pattern = rf"{NAME}\{{{TEXT_KEY}:{quote}{TEXT}\1,{NUMBER_KEY}:{NUMBER},{LIST_KEY}:\[\1{ITEM}\1\]\}}"
     calls = [call for call in re.finditer(pattern, example.text) if call[1] != '"']
@@ -106,7 +106,7 @@ def infer_gemma_calls(example: Example) -> GemmaCalls | None:
 
 
 class GemmaBlock:
-    """Reads one call once it is complete. The text that ends it counts only outside of texts."""
+    """Reads one call once it is complete. The mark that ends the call counts only outside of quoted texts."""
 
     def __init__(self, calls: GemmaCalls) -> None:
         self._stop, self._quote = calls.frame.stop, calls.quote
@@ -128,13 +128,13 @@ class GemmaBlock:
         return [call]
 
     def close(self) -> list[CallPart] | None:
-        """Read a call that was cut behind its arguments."""
+        """Read a call that was cut after its arguments."""
         call = self._read(self._text.strip())
         self.rest = "" if call is not None else None
         return [call] if call is not None else None
 
     def _find_end(self) -> int | None:
-        """Return where the mark stands that ends the call. None: not yet."""
+        """Return the position of the mark that ends the call. None: the mark has not come yet."""
         while True:
             quote = self._text.find(self._quote, self._at)
             end = -1 if self._is_in_text else self._text.find(self._stop, self._at)

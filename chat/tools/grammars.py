@@ -53,12 +53,13 @@ def make_grammar(
     grammars: Grammars, habits: Habits, shape: Shape | None, calls: Required | None, *, must_call: bool,
     is_thinking: bool,
 ) -> Grammar | None:  # fmt: skip
-    """Return the grammar of a reply, or None if any text will do.
+    """Return the grammar of a reply, or None if any text is allowed.
 
     Args:
-        shape: the form of the reply's content. None: any.
+        shape: the form of the reply's content. None: any form.
         calls: the calls that the reply may make instead. With `must_call` it must make them.
-        is_thinking: whether the prompt ended with the mark that begins thoughts. Thoughts come first then, as any text.
+        is_thinking: whether the prompt ended with the mark that begins thoughts. If so, thoughts come first, as any
+            text.
     Raises:
         GrammarError: something cannot be enforced. The message names it.
     """
@@ -91,7 +92,9 @@ def make_grammar(
 def make_calls_grammar(
     grammars: Grammars, habits: Habits, calls: Required, tokens: TokenBytes, *, is_thinking: bool
 ) -> CallGrammar | None:
-    """Return the grammar of the calls that a reply may make. None: they begin with no mark, and not the reply either.
+    """Return the grammar of the calls that a reply may make.
+
+    None: calls have no mark, and do not begin the reply either.
 
     Raises:
         GrammarError: something cannot be enforced. The message names it.
@@ -99,7 +102,7 @@ def make_calls_grammar(
     begin, literals = calls.format.begun_by, habits.literals
     if not begin and not calls.format.is_bare:
         return None
-    # Where each call has a mark of its own, its grammar ends with it, and the next mark begins a new one.
+    # Where each call has a mark of its own, the grammar ends with the call, and the next mark begins a new grammar.
     is_parallel = calls.is_parallel and calls.format.has_blocks
     rules = calls.format.rules(calls.tools, literals, is_parallel=is_parallel)
     mark, own = partial(_mark, literals), habits.thoughts
@@ -113,9 +116,9 @@ def make_calls_grammar(
 
 
 def with_enforced_schema(grammars: Grammars, tool: Tool) -> Tool:
-    """Return a tool with what a grammar enforces of its schema: all of it, the names of its arguments, or nothing.
+    """Return a tool with the part of its schema that a grammar enforces: all, the names of its arguments, or nothing.
 
-    One tool with a schema that no grammar knows must not free the calls of all others.
+    Otherwise, one tool whose schema no grammar can enforce would leave the calls of all other tools unconstrained.
     """
     names = dict.fromkeys(properties_of(tool), True)
     named = {"type": "object", "properties": names, "required": [name for name in required_of(tool) if name in names]}
@@ -139,7 +142,7 @@ def _alone(grammars: Grammars, shape: Shape) -> Grammar:
 
 
 def _content(shape: Shape) -> str:
-    """Return a shape as the right side of a rule."""
+    """Return an expression for a form, as the right side of a rule."""
     if shape.kind == "json":
         return json_rule(shape.value if isinstance(shape.value, dict) else {})
     if shape.kind == "choice":

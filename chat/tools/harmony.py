@@ -61,7 +61,7 @@ class HarmonyCalls:
 
     def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
         """Return the rules of one call. The token that ends it ends the reply, so it is no part of the grammar."""
-        # The channel may stand before or behind the function, and a word about the arguments' form behind it.
+        # The channel may come before or after the function, and a word about the arguments' form after it.
         channel, form = f"{literals(CHANNEL)} /[a-z]+/", f"{literals('<|constrain|>')} /[ a-z]+/"
         name_end = f"/( [ a-z]*)?/ ({channel} /( [ a-z]*)?/)? ({form})? {literals(MESSAGE)}"
         opening, usual_end = literals(self.named.frame.opening), literals(self.named.name_end)
@@ -77,7 +77,7 @@ def thoughts_rule(literals: Literals) -> str:
 
 
 def content_opening(literals: Literals) -> str:
-    """Return what stands before the content of a reply, as terms in Lark."""
+    """Return the text before the content of a reply, as terms in Lark."""
     return literals(f"{CHANNEL}final{MESSAGE}")
 
 
@@ -91,7 +91,8 @@ class HarmonyReader:
     def __init__(self, tools: Sequence[Tool] = (), *, has_calls: bool = False) -> None:
         self._tools, self._takes_calls = frozenset(tool.name for tool in tools), has_calls
         self._held = ""
-        self._kind: str | None = None  # What the current message is: "thoughts", "content" or "call". None: its header.
+        # This is the kind of the current message: "thoughts", "content" or "call". None: its header is being read.
+        self._kind: str | None = None
         self._nesting = Nesting()
         self._n_calls = self._n_fed = self.begun_at = 0
 
@@ -121,7 +122,7 @@ class HarmonyReader:
         if self.is_in_call:
             self._kind = None
         if self._kind is None and self._held.strip() and not _is_header(self._held):
-            parts.append(Part(content=self._held))  # The model has left out its channels.
+            parts.append(Part(content=self._held))  # The model has written no channels.
             self._held = ""
         return parts
 
@@ -158,7 +159,7 @@ class HarmonyReader:
         return []
 
     def _read_body(self, kind: str, *, is_end: bool) -> list[Part]:
-        if kind == "call" and not self._nesting.is_closed:  # Marks in the strings of the arguments are text.
+        if kind == "call" and not self._nesting.is_closed:  # Marks inside strings of the arguments are text.
             n = self._nesting.count_inside(self._held)
             written, self._held = self._held[:n], self._held[n:]
             return [Part(call=CallPart(self._n_calls - 1, arguments=written))] if written else []

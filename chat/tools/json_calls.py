@@ -1,9 +1,9 @@
 """Reads and constrains calls that are written as JSON objects: {"name": ..., "arguments": {...}}, between marks.
 
-Granite 4, Falcon-H1 and Qwen3-Next write one object between <tool_call> and </tool_call>; Jamba a list between
-<tool_calls> and </tool_calls>, Nemotron-H one between <TOOLCALL> and </TOOLCALL>, Mistral Nemo one behind [TOOL_CALLS].
-Llama 3 writes one object and nothing else. Command R calls the fields "tool_name" and "parameters", and Apertus writes
-{name: arguments}.
+Granite 4, Falcon-H1 and Qwen3-Next write one object between <tool_call> and </tool_call>; Jamba writes a list between
+<tool_calls> and </tool_calls>, Nemotron-H a list between <TOOLCALL> and </TOOLCALL>, and Mistral Nemo a list after
+[TOOL_CALLS]. Llama 3 writes one object and nothing else. Command R calls the fields "tool_name" and "parameters", and
+Apertus writes {name: arguments}.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class JsonCalls:
         frame: the texts around the objects.
         name_key: the key of the function's name. Empty: the name is itself the key of the arguments.
         arguments_key: the key of the arguments.
-        id_key: the key of the call's id. Empty: it has none.
-        is_id_first: whether the id stands before the name.
-        is_bare: whether a call may stand without a mark, as the whole reply.
+        id_key: the key of the call's id. Empty: calls have no ids.
+        is_id_first: whether the id comes before the name.
+        is_bare: whether a call without a mark may be the whole reply.
     """
 
     frame: Frame
@@ -76,7 +76,7 @@ class JsonCalls:
         return "\n".join([self.frame.rule(names, literals, is_parallel=is_parallel), *rules])
 
     def _body(self, tool: Tool, literals: Literals) -> str:
-        """Return an object with the arguments of one function."""
+        """Return an expression for an object that calls one function."""
         before = json.dumps(tool.name) if not self.name_key else f"{json.dumps(self.name_key)}: {json.dumps(tool.name)}"
         if self.name_key:
             before += f", {json.dumps(self.arguments_key)}"
@@ -90,7 +90,7 @@ class JsonCalls:
 
 
 def infer_json_calls(example: Example) -> JsonCalls | None:
-    """Return the format of the calls in an example. None: they are no objects of JSON."""
+    """Return the format of the calls in an example. None: they are not JSON objects."""
     spans, found, at = list[tuple[int, int]](), list[dict[str, Any]](), 0
     while (at := example.text.find("{", at)) >= 0:
         try:
@@ -157,7 +157,7 @@ class JsonBlock:
         return [] if self._has_calls else None
 
     def _pass_gap(self) -> None:
-        """Read what stands around an object: white space, signs of a list, and the texts of the frame."""
+        """Read the text around an object: white space, brackets and commas of a list, and the texts of the frame."""
         text = self._text.lstrip(_BETWEEN)
         if not text:
             return
@@ -182,7 +182,7 @@ class JsonBlock:
         elif not self._frame.stop:
             self._text = text
             self._end()
-        elif self._frame.stop in text:  # Something else stands behind the last object, or in it.
+        elif self._frame.stop in text:  # There is other text after the last object, or the object is not valid.
             self._text = text.partition(self._frame.stop)[2]
             self._end()
 
@@ -207,12 +207,12 @@ class JsonBlock:
 
 
 class _Object:
-    """Reads one call. Its fields may come in any order, and other fields may stand among them.
+    """Reads one call. Its fields may come in any order, and there may be other fields.
 
     Attributes:
-        has_begun: whether its name was returned.
-        is_closed: whether it has ended. `rest` is the text behind it then.
-        is_broken: whether it is no call.
+        has_begun: whether the call's name was returned.
+        is_closed: whether the object has ended. If so, `rest` is the text after it.
+        is_broken: whether the object is no call.
     """
 
     def __init__(self, index: int, tools: frozenset[str], *, is_known: bool) -> None:
@@ -272,7 +272,7 @@ class _Object:
         return []
 
     def _name_before(self, key: str) -> str | None:
-        """Return the name of the function if the value of this key is the arguments, which can be told at once."""
+        """Return the function's name if this key's value is the arguments and can be returned while it is written."""
         name = next((self._fields[each] for each in _NAMES if isinstance(self._fields.get(each), str)), None)
         if key in _ARGUMENTS and name is not None and not self.has_begun:
             return name if not self._is_known or name in self._tools else None
@@ -308,7 +308,7 @@ def call_of(value: object) -> tuple[str, str] | None:
 
 
 def name_in(quoted: str) -> str:
-    """Return the name in a JSON string. If a model wrote an impossible escape, return the text as it stands."""
+    """Return the name in a JSON string. If the model wrote an invalid escape, return the text unchanged."""
     try:
         return str(parse_json(quoted))
     except ValueError:
@@ -316,7 +316,7 @@ def name_in(quoted: str) -> str:
 
 
 def end_of_value(text: str, start: int) -> int | None:
-    """Return where a value of JSON ends that begins at `start`. None: it is not complete."""
+    """Return the position at which the JSON value that begins at `start` ends. None: the value is not complete."""
     if text[start] in '{["':
         nesting = Nesting()
         n = nesting.count_inside(text[start:])

@@ -28,8 +28,8 @@ class NamedCalls(FramedCalls):
     """Defines the texts around the parts of a call.
 
     Attributes:
-        frame: what stands around a call, up to the function's name.
-        name_end: stands between the name and the arguments.
+        frame: the texts around a call, up to the function's name.
+        name_end: the text between the name and the arguments.
     """
 
     name_end: str
@@ -49,7 +49,10 @@ class NamedCalls(FramedCalls):
 
     @cached_property
     def head(self) -> re.Pattern[str]:
-        """Return the pattern of what stands before the arguments. An id that a model leaves out may be missing."""
+        """Return the pattern of the text before the arguments.
+
+        The call's id is optional in it, because some models leave it out.
+        """
         name_end = flexible(self.name_end.strip())
         if ID in self.name_end:
             before, _, after = self.name_end.strip().partition(ID)
@@ -62,7 +65,7 @@ class NamedCalls(FramedCalls):
 
     @cached_property
     def inner_opening(self) -> str:
-        """Return what stands between the mark, or an earlier call, and the function's name."""
+        """Return the text between the mark, or an earlier call, and the function's name."""
         return (
             self.frame.opening if self.frame.begin.strip() else self.frame.opening.strip().removeprefix(self.frame.mark)
         )
@@ -86,7 +89,7 @@ class NamedBlock:
         self._text = ""  # This text has not been read yet.
         self._index = 0
         self._nesting: Nesting | None = None  # This finds the end of the arguments that are being read.
-        self._is_behind = False  # The text stands behind the arguments of a call.
+        self._is_behind = False  # The text comes after the arguments of a call.
         self.rest: str | None = None
         self.is_text = False
 
@@ -137,7 +140,7 @@ class NamedBlock:
         return [CallPart(self._index - 1, arguments=written)] if written else []
 
     def _pass_end(self) -> None:
-        """Read what stands behind the arguments."""
+        """Read the text after the arguments."""
         text, closing = self._text.lstrip(), self._frame.closing.strip()
         if closing and text.startswith(closing):
             self._text = text = text[len(closing) :]

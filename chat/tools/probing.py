@@ -45,8 +45,8 @@ class Probe:
     """Renders chats by one tokenizer's template. A template is a program of the checkpoint, and may refuse any of them.
 
     Attributes:
-        header: what stands between a user's message and a reply to it that another message follows.
-        turn_end: what stands behind a reply at the end of a chat.
+        header: the text between a user's message and a reply to it, if another message follows the reply.
+        turn_end: the text after a reply at the end of a chat.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -61,7 +61,7 @@ class Probe:
         self._opened = opened.rpartition(_ASKED)[2]
 
     def written_calls(self) -> Example | None:
-        """Return what the template writes for two calls, or for one. None: it writes none."""
+        """Return the text that the template writes for two calls, or for one. None: it writes no calls."""
         for n in (2, 1):
             text = self._render([self._asked, self._calling(n)])
             reply = text.rpartition(_ASKED)[2] if _ASKED in text else ""
@@ -76,7 +76,7 @@ class Probe:
         return None
 
     def written_thoughts(self) -> tuple[str, str] | None:
-        """Return what the template writes around the thoughts of a reply. None: it writes none."""
+        """Return the texts that the template writes around the thoughts of a reply. None: it writes no thoughts."""
         thoughts = {"reasoning_content": _THOUGHT, "reasoning": _THOUGHT, "thinking": _THOUGHT}
         plain, called = {"role": "assistant", "content": _SAID}, self._calling(1)
         calls = self._render([self._asked, called]).rpartition(_ASKED)[2].partition(NAME)[0]
@@ -92,7 +92,7 @@ class Probe:
             own_begin = own_begin or (pieces(begin.strip()) or [""])[-1]
             own_end = end[: len(end) - _n_common_end(end, behind)].strip() or end.strip()
             first = to_first_mark(own_end)
-            if _core(first) == _core(own_begin) and _core(first):  # What follows it belongs to the content.
+            if _core(first) == _core(own_begin) and _core(first):  # The text after the mark belongs to the content.
                 own_end = first
             if own_begin:
                 return own_begin, own_end
@@ -124,16 +124,16 @@ def _between(text: str, begin: str, end: str) -> str:
 
 
 def _n_common(text: str, other: str) -> int:
-    """Count the leading characters that two texts share, in whole pieces."""
+    """Count the leading characters that two texts have in common, in whole pieces."""
     return count_common(pieces(text), pieces(other))
 
 
 def _n_common_end(text: str, other: str) -> int:
-    """Count the last characters that two texts share, in whole pieces."""
+    """Count the last characters that two texts have in common, in whole pieces."""
     return count_common(pieces(text)[::-1], pieces(other)[::-1])
 
 
 def _core(mark: str) -> str:
-    """Return the letters of a mark without those that say whether it begins or ends something."""
+    """Return the letters of a mark, without those that say whether the mark begins or ends something."""
     letters = re.sub("[^a-z]", "", mark.lower())
     return re.sub("^(start|begin|open|end|close)", "", letters)

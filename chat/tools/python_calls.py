@@ -60,7 +60,8 @@ def infer_python_calls(example: Example) -> PythonCalls | None:
 def _rules_of(i: int, tool: Tool) -> list[str]:
     """Return the rules of one function. Required arguments come first, in the order of the schema.
 
-    Values are written as JSON. Strings, numbers and lists are the same in Python, and the reader knows true and null.
+    Values are written as JSON. Strings, numbers and lists are written the same way in Python, and the reader also
+    accepts true and null.
     """
     rules, terms = list[str](), dict[str, str]()
     for k, (name, schema) in enumerate(properties_of(tool).items()):
@@ -71,7 +72,7 @@ def _rules_of(i: int, tool: Tool) -> list[str]:
 
 
 class PythonBlock:
-    """Reads a list of calls once it is complete. The mark that ends it counts only outside of strings."""
+    """Reads a list of calls once it is complete. The mark that ends the list counts only outside of strings."""
 
     def __init__(self, stop: str, tools: Sequence[Tool]) -> None:
         self._stop, self._tools = stop, {tool.name: tool for tool in tools}
@@ -93,7 +94,7 @@ class PythonBlock:
         return calls
 
     def close(self) -> list[CallPart] | None:
-        """Read a list whose strings are not well-formed, or that was cut behind its last call."""
+        """Read a list whose strings are not well-formed, or that was cut after its last call."""
         if self.rest is not None:
             return []
         for body, _, rest in (
@@ -122,7 +123,7 @@ class _Scan:
         self._quote = ""
 
     def find_outside(self, text: str, wanted: str) -> int | None:
-        """Return where the wanted text stands. None: not yet."""
+        """Return the position of the wanted text. None: it has not come yet."""
         while self._at < len(text):
             if self._quote:
                 self._pass_string(text)
@@ -184,7 +185,7 @@ def _calls_of(text: str, tools: dict[str, Tool]) -> list[tuple[str, str]]:
 
 
 def _arguments_of(text: str, at: int, tool: Tool | None) -> tuple[dict[str, Any], int]:
-    """Return the arguments that begin at a place, and where the call ends. Raises ValueError."""
+    """Return the arguments that begin at a position, and the position where the call ends. Raises ValueError."""
     arguments = dict[str, Any]()
     names = list(properties_of(tool)) if tool is not None else []
     while not text.startswith(")", at):
@@ -212,7 +213,7 @@ def _value_of(text: str) -> Any:
 
 
 def _end_of_value(text: str, start: int) -> int:
-    """Return where a value ends: at a comma or bracket that does not belong to it. Raises ValueError."""
+    """Return the position where a value ends: at a comma or bracket that does not belong to it. Raises ValueError."""
     closers, at, quote = list[str](), start, ""
     while (sign := _SIGNS.search(text, at)) is not None:
         at = sign.end()

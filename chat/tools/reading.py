@@ -15,7 +15,7 @@ from hybridmem.chat.tools.harmony import HarmonyReader
 class ReplyReader:
     """Reads one reply. Text that may be the beginning of a mark is held back until that is clear.
 
-    A call inside of thoughts counts if the thoughts do not end and nothing but calls follows it. Until that is clear,
+    A call inside of thoughts counts as a call if the thoughts do not end and only calls follow it. Until that is clear,
     it is held back.
 
     Args:
@@ -33,13 +33,15 @@ class ReplyReader:
         self._tools = tools
         self._calls = calls
         self._is_thinking = is_thinking
-        self._may_think = habits.thinks and not is_thinking  # Thoughts stand only at the beginning.
+        self._may_think = habits.thinks and not is_thinking  # There are thoughts only at the beginning of a reply.
         self._may_be_bare = calls is not None and calls.is_bare
         self._block: Block | None = None
-        self._raw = ""  # The text of the current block so far, with its mark.
-        self._pending: list[Part] | None = None  # The calls in thoughts of which it is not clear yet what they are.
+        self._raw = ""  # This is the text of the current block so far, with its mark.
+        # These are calls inside of thoughts. It is not clear yet whether they count as calls.
+        self._pending: list[Part] | None = None
         self._pending_raw = ""
-        self._n_calls = self._n_before = 0  # These count calls in the whole reply, and before the block.
+        # These count the calls in the whole reply, and the calls before the current block.
+        self._n_calls = self._n_before = 0
         self._held = ""
         self._n_fed = self.begun_at = 0
         self._is_after_mark = is_thinking
@@ -50,7 +52,7 @@ class ReplyReader:
 
     @property
     def is_in_call(self) -> bool:
-        """Return whether calls have begun of which more may follow."""
+        """Return whether calls have begun and more may follow."""
         return self._block is not None or self._pending is not None
 
     @property
@@ -70,7 +72,7 @@ class ReplyReader:
         while self._block is not None:
             parts += self._close_block()
             parts += self._read(is_end=True)
-        if self._pending is not None:  # The thoughts did not end, and nothing but calls followed.
+        if self._pending is not None:  # The thoughts did not end, and only calls followed.
             parts, self._pending = [*parts, *self._numbered(self._pending)], None
         return parts
 
@@ -137,12 +139,15 @@ class ReplyReader:
         return True
 
     def _searched(self) -> tuple[str, ...]:
-        """Return the marks that count where the reader stands."""
+        """Return the marks that may come at this point of the reply."""
         ends = (self._thoughts.end,) if self._is_thinking else ()
         return (*ends, *(self._calls.marks if self._calls is not None else ()))
 
     def _next_mark(self) -> tuple[str, int]:
-        """Return the first mark in the held text, and its place. Of marks at one place, the longest counts."""
+        """Return the first mark in the held text, and its position.
+
+        Of several marks at one position, the longest counts.
+        """
         found = [(at, -len(mark), mark) for mark in self._searched() if (at := self._held.find(mark)) >= 0]
         if not found:
             return "", -1
@@ -178,7 +183,8 @@ class ReplyReader:
             return [*parts, *self._give_back()]
         if self._block.rest is not None:
             self._end_block(self._block.rest)
-        elif self._is_thinking and self._thoughts.end in self._raw:  # It was a part of the thoughts, which end here.
+        elif self._is_thinking and self._thoughts.end in self._raw:
+            # The block was a part of the thoughts, which end here.
             parts += self._as_thoughts()
             thoughts, _, rest = self._raw.partition(self._thoughts.end)
             self._held, self._block, self._raw = self._thoughts.end + rest, None, ""
@@ -200,7 +206,7 @@ class ReplyReader:
         return parts
 
     def _give_back(self) -> list[Part]:
-        """Turn a block without calls into text. Other marks may stand in it."""
+        """Turn a block without calls into text, which may contain other marks."""
         assert self._calls is not None, "it has a block"
         mark = next((mark for mark in self._calls.marks if self._raw.startswith(mark)), "")
         raw, self._block, self._raw = self._raw, None, ""
@@ -216,14 +222,14 @@ class ReplyReader:
         return self._numbered(numbered)
 
     def _numbered(self, parts: list[Part]) -> list[Part]:
-        """Count the calls that are told."""
+        """Number the calls in these parts, counted in the whole reply."""
         for part in parts:
             if part.call is not None:
                 self._n_calls = max(self._n_calls, part.call.index + 1)
         return parts
 
     def _as_thoughts(self) -> list[Part]:
-        """Return the text of calls that only were a part of thoughts."""
+        """Return the text of calls that turned out to be part of thoughts."""
         raw, self._pending, self._pending_raw = self._pending_raw, None, ""
         return [Part(reasoning=raw)] if raw else []
 
@@ -244,7 +250,7 @@ class ReplyReader:
 
 
 class Reader(Protocol):
-    """Declares what readers of replies have in common."""
+    """Declares the interface that readers of replies have in common."""
 
     begun_at: int
 

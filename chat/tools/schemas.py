@@ -40,7 +40,7 @@ class Allowed:
 
     @property
     def is_text(self) -> bool:
-        """Return whether a value is written as it is: as text without quotation marks."""
+        """Return whether a value is written as plain text without quotation marks."""
         return self.is_free and self.types is not None
 
 
@@ -71,7 +71,10 @@ def _allowed(schema: object, root: object, depth: int) -> Allowed:
 
 
 def longest_text(schema: object, root: object) -> int | None:
-    """Return how long a text may be whose length is all that a schema says of it. None: it says something else."""
+    """Return the greatest length of a text, if the schema limits nothing else of it.
+
+    None: it limits something else, or nothing.
+    """
     if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
         schema = resolve(schema["$ref"], root)
     if not isinstance(schema, dict) or schema.get("type") != "string":
@@ -93,7 +96,7 @@ def resolve(reference: str, root: object) -> object:
 
 
 def _own(schema: dict[str, Any]) -> Allowed:
-    """Return what the keywords of a schema allow that are not made of other schemas."""
+    """Return what a schema's own keywords allow, without those that combine other schemas."""
     literals = schema.get("enum") if isinstance(schema.get("enum"), list) else None
     if "const" in schema:
         literals = [schema["const"]]
@@ -111,7 +114,7 @@ def _own(schema: dict[str, Any]) -> Allowed:
 
 
 def type_of(value: object) -> str:
-    """Return the name that JSON Schema has for the type of a value."""
+    """Return JSON Schema's name for the type of a value."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -147,7 +150,7 @@ def _with_integers(types: frozenset[str]) -> frozenset[str]:
 def value_of(text: str, schema: object, root: object) -> Any:
     """Return the value that a text means by its schema.
 
-    A text that no type of the schema fits stays text, as does one whose schema allows any string.
+    If the text fits no type of the schema, or if the schema allows any string, it stays text.
     """
     allowed = allowed_by(schema, root)
     readings = list(_readings(text, allowed))
@@ -164,7 +167,7 @@ def value_of(text: str, schema: object, root: object) -> Any:
 
 
 def _readings(text: str, allowed: Allowed) -> Iterator[Any]:
-    """Yield what a text means as JSON, and as a literal of Python if its schema rules text out."""
+    """Yield the value of a text as JSON, and as a literal of Python if its schema does not allow text."""
     try:
         yield parse_json(text)
         return
@@ -181,11 +184,12 @@ def _readings(text: str, allowed: Allowed) -> Iterator[Any]:
 
 
 def _as_allowed(value: object, allowed: Allowed) -> tuple[Any] | None:
-    """Return a value as the type that its schema allows. None: it allows no such type."""
+    """Return a value, converted to a type that its schema allows. None: the schema allows no such type."""
     kind = type_of(value)
     if allowed.types is None:
         return (value,)
-    if kind == "string":  # Free strings are written without quotation marks, so these are their own.
+    # Free strings are written without quotation marks, so these quotation marks belong to the string.
+    if kind == "string":
         return (value,) if "string" in allowed.types and not allowed.is_free else None
     if kind in allowed.types or (kind == "integer" and "number" in allowed.types):
         return (value,)
@@ -231,7 +235,7 @@ def _with_whole_characters(value: Any) -> Any:
         try:
             return value.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            return value  # Half of a pair, which `check_json` refuses.
+            return value  # This is half of a pair, which `check_json` refuses.
     if isinstance(value, list):
         return [_with_whole_characters(item) for item in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Turns the schema of a tool's arguments into a part of a grammar, and says what of it is not enforced."""
+"""Turns the schema of a tool's arguments into a part of a grammar, and says which parts of it are not enforced."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def required_of(tool: Tool) -> list[str]:
 def enforceable(schema: Any, *, is_part: bool = False) -> Any:
     """Return the part of a schema that a grammar enforces.
 
-    An object whose properties are named gets no others, unless the schema asks for them: a model that may invent names
-    does so.
+    An object with named properties may have no others, unless the schema asks for them, because a model that is allowed
+    to invent names does so.
 
     Args:
-        is_part: whether the schema is one of an `allOf`, whose others name more properties.
+        is_part: whether the schema is a part of an `allOf`, whose other parts may name more properties.
     """
     if not isinstance(schema, dict):
         return schema
@@ -85,7 +85,7 @@ def _is_left_out(key: str, value: Any) -> bool:
 
 
 def left_out_of(tool: Tool) -> Iterator[str]:
-    """Yield what of a tool's schema no grammar enforces, in words."""
+    """Yield, in words, the parts of a tool's schema that no grammar enforces."""
     for key in sorted(set(_left_out(tool.parameters))):
         yield f"tools: {key!r} of the schema of {tool.name[:64]!r} is not enforced"
 

@@ -1,4 +1,4 @@
-"""Makes grammars for values that a family writes in its own way, by the schemas of these values."""
+"""Makes grammars for values from their schemas, for a family of models that does not write values as JSON."""
 
 from __future__ import annotations
 
@@ -14,38 +14,41 @@ _SIMPLE = ("integer", "number", "boolean", "null")
 
 
 class Writer(Protocol):
-    """Says how a family writes values, as expressions in Lark."""
+    """Writes expressions in Lark for values, as a family of models writes them."""
 
     def text(self, most: int | None) -> str:
-        """Return any text, of so many characters at most."""
+        """Return an expression for any text, of at most this many characters."""
         ...
 
     def word(self, text: str) -> str:
-        """Return this text."""
+        """Return an expression for exactly this text."""
         ...
 
     def array(self, item: str, least: int, most: int | None) -> str:
-        """Return a list of items by a rule."""
+        """Return an expression for a list whose items match a rule."""
         ...
 
     def members(self, rules: Mapping[str, str], required: list[str]) -> str:
-        """Return an object whose members have these rules. Others may be left out."""
+        """Return an expression for an object whose members match these rules.
+
+        Members that are not required may be left out.
+        """
         ...
 
     def scalar(self, rule: str) -> str:
-        """Return a number, true, false or null, for which there is a rule."""
+        """Return an expression for a number, true, false or null that matches a rule."""
         ...
 
     def anything(self) -> str:
-        """Return a value of any type."""
+        """Return an expression for a value of any type."""
         ...
 
 
 class ValueRules:
-    """Collects the rules for the arguments of one tool.
+    """Collects the grammar rules for the values of one tool's arguments.
 
     Args:
-        prefix: the names of the rules begin with it.
+        prefix: the text with which the rules' names begin.
         root: the schema in which references are looked up.
     """
 
@@ -67,7 +70,7 @@ class ValueRules:
         return name
 
     def _way(self, schema: dict[str, Any]) -> str:
-        """Return an expression for values by a schema that has one type."""
+        """Return an expression for values of a schema that has one type."""
         literals = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(literals, list):
             return "(" + " | ".join(map(self._literal, literals)) + ")"
@@ -97,7 +100,7 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 
 
 def branches(schema: object, root: object, depth: int = 16) -> Iterator[dict[str, Any]]:
-    """Yield the schemas of one type each of which a schema is a choice."""
+    """Yield schemas of one type each, between which the given schema allows a choice."""
     if not isinstance(schema, dict) or depth == 0:
         yield {}
         return

@@ -1,6 +1,6 @@
 """Writes earlier calls into the contents of messages, for chat templates that leave calls out.
 
-LFM2's first templates do so: their model has learned calls as a part of what it said.
+LFM2's first templates do so, because their model has learned calls as a part of a message's content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ Message = dict[str, Any]
 
 
 def writer_of(calls: CallFormat | None) -> Callable[[Message], Message] | None:
-    """Return a function that writes the calls of a message into its content. None: the format is not one of those."""
+    """Return a function that writes the calls of a message into its content.
+
+    None: no template that leaves out calls has this format.
+    """
     if not isinstance(calls, JsonCalls | PythonCalls) or calls.is_bare:
         return None
 

@@ -1,4 +1,4 @@
-"""Reads and constrains calls in which each argument stands between marks of its own, as in Qwen3.5's:
+"""Reads and constrains calls in which each argument is between its own marks, as in this format of Qwen3.5:
 
 <tool_call>
 <function=name>
@@ -8,13 +8,12 @@ Paris
 </function>
 </tool_call>
 
-Other families have other marks in the same places: GLM, Ling and Laguna <arg_key> and <arg_value>, MiniMax-M2
-<invoke name="..."> and <parameter name="...">, DeepSeek V3.2 the same with attributes for the types.
+Other families have other marks in the same places: GLM, Ling and Laguna <arg_key> and <arg_value>, MiniMax-M2 <invoke
+name="..."> and <parameter name="...">, and DeepSeek V3.2 the same marks with attributes for the types.
 
-Texts are written as they are, without escapes. So an argument may contain the marks of the call itself. Then a mark
-counts as the end of an argument only if what follows can follow: a parameter that the function has and that is not
-there yet, or the end of the function, and so on up to the end of the reply. So calls are known when the reply has
-ended.
+Texts are written without escapes, so an argument may contain the marks of the call itself. A mark counts as the end of
+an argument only if the text after it is possible there: a parameter of the function that has not come yet, or the end
+of the function, and so on up to the end of the reply. So calls are known only when the reply has ended.
 """
 
 from __future__ import annotations
@@ -57,11 +56,12 @@ class XmlCalls(FramedCalls):
     """Defines the texts around the parts of a call.
 
     Attributes:
-        frame: what stands around the call, up to the function's name.
-        name_end: stands between the name and the first argument.
-        key_begin: stands before the name of an argument.
-        key_ends: stand between the name of an argument and its value: the first for texts, the others for other values.
-        value_end: stands behind a value.
+        frame: the texts around the call, up to the function's name.
+        name_end: the text between the name and the first argument.
+        key_begin: the text before the name of an argument.
+        key_ends: the texts between the name of an argument and its value: the first is for texts, the second for other
+            values.
+        value_end: the text after a value.
     """
 
     frame: Frame = QWEN_FRAME
@@ -72,14 +72,14 @@ class XmlCalls(FramedCalls):
 
     @cached_property
     def marks(self) -> tuple[str, ...]:
-        """Return the mark, and what follows it: some models leave the mark out."""
+        """Return the mark, and the text that follows it, because some models leave the mark out."""
         second = self.inner_opening.strip()
         is_clear = len(second) > 3 and not second[0].isalnum()
         return (self.frame.mark, second) if is_clear else (self.frame.mark,)
 
     @cached_property
     def inner_opening(self) -> str:
-        """Return what stands between the mark and a function's name."""
+        """Return the text between the mark and a function's name."""
         whole = self.frame.opening if self.frame.begin.strip() else self.frame.opening.strip()
         return whole.removeprefix(self.frame.mark)
 
@@ -127,7 +127,7 @@ class XmlCalls(FramedCalls):
 
 
 def infer_xml_calls(example: Example) -> XmlCalls | None:
-    """Return the format of the calls in an example. None: their arguments do not stand between marks."""
+    """Return the format of the calls in an example. None: their arguments are not between marks."""
     word = r"((?:(?!{}).)*?)"
     gap = word.format(NAME)
     pattern = re.compile(
@@ -145,7 +145,7 @@ def infer_xml_calls(example: Example) -> XmlCalls | None:
     ends = [call.end() + len(value_end) * example.text.startswith(value_end, call.end()) for call in calls]
     frame = example.frame([(call.start(), end) for call, end in zip(calls, ends, strict=True)])
     key_ends = tuple(dict.fromkeys((text_end, number_end, list_end)))
-    if len(key_ends) > 2:  # The mark names each type, and it is not known by which names.
+    if len(key_ends) > 2:  # The mark names the value's type, by names that are not known.
         return None
     return XmlCalls(frame, after_name.removesuffix(key_begin), key_begin, key_ends, value_end)
 
@@ -157,7 +157,7 @@ class Patterns:
         frame = calls.frame
         mark, inner = re.escape(frame.mark), flexible(calls.inner_opening.strip())
         name = rf"([^\s<>\"'={{}}(),]+)\s*{flexible(calls.name_end.strip())}"
-        # A block was begun by its mark, which is not a part of its text. Or it begins behind it.
+        # The block's text does not contain the mark that began it, unless the block begins at the text after the mark.
         self.first = re.compile(rf"\s*(?:{mark})?\s*{inner}\s*{name}\s*")
         again = "" if frame.begin.strip() else f"{mark}\\s*" if not inner else f"(?:{mark}\\s*)?"
         self.next = re.compile(rf"\s*{again}{inner}\s*{name}\s*")
@@ -177,7 +177,7 @@ class Patterns:
 
 
 def _that_may_be_cut(text: str) -> str:
-    """Return a pattern for a text whose last lines may be missing at the end of the reply."""
+    """Return a pattern for a text whose last lines may be missing if the reply ends there."""
     *lines, last = [re.escape(line) for line in text.split()] or [""]
     pattern = rf"(?:{last}|\Z)"
     for line in reversed(lines):
@@ -186,7 +186,7 @@ def _that_may_be_cut(text: str) -> str:
 
 
 class XmlBlock:
-    """Reads calls once the reply is complete. Only then is it clear where the texts in it end."""
+    """Reads calls once the reply is complete. Only then is it clear where the texts in its arguments end."""
 
     def __init__(self, calls: XmlCalls, tools: Sequence[Tool]) -> None:
         self._patterns, self._tools = calls.patterns, {tool.name: tool for tool in tools}
@@ -214,7 +214,7 @@ class XmlBlock:
         return parts or None
 
     def _readings(self, text: str) -> Iterator[tuple[list[_Call], str]]:
-        """Yield what the text may mean, the strictest reading first."""
+        """Yield the possible readings of a text, the strictest first."""
         for keeps_schema, is_whole in ((True, True), (True, False), (False, False)):
             reading = _Reading(text, self._patterns, self._tools, keeps_schema=keeps_schema, is_whole=is_whole)
             yield from reading.all_calls(0, is_first=True)
@@ -234,7 +234,7 @@ _Call = tuple[str, _Arguments]
 
 
 class _Reading:
-    """Reads the calls of a reply. Where a mark could be the end of an argument or a part of it, both are tried.
+    """Reads the calls of a reply. If a mark could end an argument or be a part of it, both are tried.
 
     Args:
         keeps_schema: whether calls have only arguments that their functions have.
@@ -246,11 +246,11 @@ class _Reading:
     ) -> None:
         self._text, self._patterns, self._tools = text, patterns, tools
         self._keeps_schema, self._is_whole = keeps_schema, is_whole
-        self._failed = set[tuple[object, ...]]()  # From these places, there is no way to the end of the reply.
+        self._failed = set[tuple[object, ...]]()  # No reading from these places reaches the end of the reply.
         self._n_tries = 0
 
     def all_calls(self, at: int, *, is_first: bool) -> Iterator[tuple[list[_Call], str]]:
-        """Yield the calls from this place to the end of the reply, and the text behind them."""
+        """Yield the calls from this place to the end of the reply, and the text after them."""
         if (at, is_first) in self._failed:
             return
         begun = (self._patterns.first if is_first else self._patterns.next).match(self._text, at)
@@ -263,7 +263,7 @@ class _Reading:
         self._failed.add((at, is_first))
 
     def _behind(self, at: int) -> Iterator[tuple[list[_Call], str]]:
-        """Yield what may stand behind a call."""
+        """Yield the possible readings of the text after a call."""
         if self._patterns.end is None:
             yield from self.all_calls(at, is_first=False)
             return
@@ -274,11 +274,11 @@ class _Reading:
             yield from self.all_calls(end.end(), is_first=again is not None)
 
     def _arguments(self, at: int, name: str, seen: tuple[str, ...]) -> Iterator[tuple[_Arguments, int]]:
-        """Yield the arguments of a call from this place on, and where the call ends."""
+        """Yield the possible arguments of a call from this place on, and the place where the call ends."""
         if (at, name, seen) in self._failed:
             return
         closing = self._patterns.closing.match(self._text, at)
-        # A word behind a mark is a call only if it is a function's name, or if the call has more than the word.
+        # A word after a mark is a call only if it is a function's name, or if the call has more than the word.
         is_call = bool(seen) or name in self._tools or bool(closing and closing[0].strip())
         if closing is not None and is_call and (not self._is_whole or self._required(name) <= set(seen)):
             yield {}, closing.end()
@@ -291,7 +291,7 @@ class _Reading:
         self._failed.add((at, name, seen))
 
     def _values(self, at: int) -> Iterator[tuple[str, int]]:
-        """Yield the texts that a value may have, the shortest first, and where it ends."""
+        """Yield the texts that a value may have, the shortest first, each with the place where the value ends."""
         for end in self._patterns.value_end.finditer(self._text, at):
             self._n_tries += 1
             if self._n_tries > _MOST_TRIES:
@@ -309,12 +309,12 @@ class _Reading:
 
 
 def _without_line(text: str, patterns: Patterns) -> str:
-    """Return a value without the line break that belongs to the mark behind it."""
+    """Return a value without the line break that belongs to the mark after it."""
     return text.removesuffix("\n") if patterns.value_has_line else text
 
 
 def _read_leniently(text: str, patterns: Patterns) -> tuple[list[_Call], str]:
-    """Read a reply that is not well-formed, such as one that was cut. The first mark behind a value ends it."""
+    """Read a reply that is not well-formed, for example because it was cut. A value ends at the first mark after it."""
     calls, at = list[_Call](), 0
     begun = patterns.first.match(text)
     while begun is not None:

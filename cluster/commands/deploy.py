@@ -23,7 +23,10 @@ OF_THE_FILE = ("address", "name")
 
 
 def read_config(path: Path) -> tuple[Chosen, dict[str, str]]:
-    """Read a file with options of `serve` by their names, and `address` and `name`. Raises SpecError."""
+    """Read a file that holds options of `serve` by their names, and the options `address` and `name`.
+
+    Raises SpecError.
+    """
     import yaml
 
     try:
@@ -52,10 +55,10 @@ def read_config(path: Path) -> tuple[Chosen, dict[str, str]]:
 def deploy(path: Path) -> None:
     """Deploy the fleet that a file describes, or change the running fleet of that name.
 
-    The fleet runs on when this returns.
+    The fleet keeps running when this returns.
 
-    Raises SpecError for a wrong file, for no Ray at its address, or for a folder of sessions that the machines do not
-    share.
+    Raises SpecError for a wrong file, if there is no Ray at its address, or for a folder of sessions that the machines
+    do not share.
     """
     chosen, about = read_config(path)
     is_fleet(chosen)

@@ -40,7 +40,10 @@ def check_options(chosen: Chosen) -> None:
 
 
 def _check_store(url: str) -> None:
-    """Raise SpecError for a store that no replica could use. A store that does not answer now may do so later."""
+    """Raise SpecError for a store that no replica could use.
+
+    A store that does not answer now is accepted, because it may answer later.
+    """
     try:
         Place(url)
     except OSError as error:
@@ -62,9 +65,9 @@ def run_local(chosen: Chosen) -> None:
 
 @contextmanager
 def shared_sessions(chosen: Chosen) -> Iterator[FleetOptions]:
-    """Give all replicas one folder of sessions, because each must find what another one has stored.
+    """Give all replicas one folder of sessions, because each must find the sessions that others have stored.
 
-    Without --sessions, the folder is deleted with the fleet, and holds no checkpoints.
+    Without --sessions, the folder holds no checkpoints and is deleted when the fleet ends.
     """
     if chosen["sessions"] is not None:
         yield FleetOptions.of(chosen)
@@ -77,7 +80,7 @@ def shared_sessions(chosen: Chosen) -> Iterator[FleetOptions]:
 def fleet(options: FleetOptions, host: str, port: int) -> Iterator[None]:
     """Run a Ray on this machine, with a fleet on it, while the block runs.
 
-    All replicas share a folder of stored sessions. Unless the options name one, it is deleted with the fleet.
+    All replicas share a folder of stored sessions. Unless the options name a folder, it is deleted when the fleet ends.
     """
     with local_ray(options), TemporaryDirectory(prefix="hybrid-memory-sessions-") as folder:
         from ray import serve
@@ -101,12 +104,12 @@ def _finish_replies(grace_seconds: float) -> None:
     until = time.monotonic() + grace_seconds
     while True:
         try:
-            serve.delete(APPLICATION)  # Replicas and gateways end when they have answered everything.
+            serve.delete(APPLICATION)  # Replicas and gateways end when they have answered all requests.
             return
-        except TimeoutError:  # Ray itself waits for a minute.
+        except TimeoutError:  # Ray itself waits for a minute only.
             if time.monotonic() > until:
                 return
-        except RayError as error:  # Ray's controller has ended before.
+        except RayError as error:  # Ray's controller has ended already.
             log.warning("replies were not waited for: %s", error)
             return
 

@@ -1,4 +1,4 @@
-"""Finds out whether all machines of a Ray see the same folder. A database that they share needs that."""
+"""Finds out whether all machines of a Ray see the same folder. A database in a shared folder needs that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Machine = Callable[[Callable[[str], bool], str], bool]
 
 
 def check_shared(folder: str, machines: Sequence[Machine]) -> None:
-    """Raise SpecError unless a file that the first machine writes in the folder is there on all others."""
+    """Raise SpecError unless a file that the first machine writes in the folder is visible on all others."""
     path = f"{folder}/.shared-{uuid4().hex}"
     machines[0](_write, path)
     try:

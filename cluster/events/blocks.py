@@ -1,9 +1,9 @@
 """Cuts resumable prefixes into blocks of equal length, because routers of other projects count prefixes in blocks.
 
-Such a router counts the blocks with which a prompt begins, and assumes that a replica can continue behind each of them.
-So a block is listed only if the memory can continue behind it and behind every block before it. That needs a checkpoint
-there, or one that rolls back to there. If blocks have the length of the prefix cache's grid, these are the checkpoints
-of the grid.
+Such a router counts the blocks with which a prompt begins, and assumes that a replica can continue after each of them.
+So a block is listed only if the memory can continue after it and after every block before it. That needs a checkpoint
+at the block's end, or one that can be rolled back to it. If blocks have the length of the prefix cache's grid, the
+listed blocks end at the checkpoints of the grid.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from hybridmem.memory.prefix import Resumable, as_label, digests_at
 
 @dataclass(frozen=True)
 class Block:
-    """Holds a block of tokens behind which a prompt can continue.
+    """Holds a block of tokens after which a prompt can continue.
 
     Attributes:
         parent: the digest of the block before it. None for the first block.
-        owner: the owner whose prompts can continue, as text. None: everybody's prompts can.
+        owner: the owner whose prompts can continue, as text. None: prompts of all owners can.
         tier: the tier of the checkpoint.
     """
 
@@ -32,7 +32,7 @@ class Block:
 
 
 def resumable_blocks(prefixes: Iterable[Resumable], block_tokens: int) -> dict[bytes, Block]:
-    """Return the blocks by digest, each after its parent. Cost: one pass over the tokens of each checkpoint."""
+    """Return digest -> block, each block after its parent. Cost: one pass over the tokens of each checkpoint."""
     found: dict[bytes, Block] = {}
     for prefix in prefixes:
         mark = prefix.checkpoint

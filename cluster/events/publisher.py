@@ -35,8 +35,8 @@ class EventOptions:
     """Holds where and how events are published.
 
     Attributes:
-        port: the port for events. The next port takes requests for missed events. If a port is in use, the next two are
-            tried.
+        port: the port for events. The port after it takes requests for missed events. If a port is in use, the next two
+            are tried.
         topic: the first frame of each message.
         medium: the medium of checkpoints in the budget, "GPU" or "CPU".
     """
@@ -54,7 +54,7 @@ class EventPublisher:
     Args:
         prefixes: returns the prefixes that can be resumed now. Any thread may call it.
     Attributes:
-        address: the address of the events. replay_address: the address of the socket for missed ones.
+        address: the address of the events. replay_address: the address of the socket for missed events.
     Raises SpecError if no port is free.
     """
 
@@ -72,7 +72,7 @@ class EventPublisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish that nothing can be resumed any more, and stop."""
+        """Publish that no prefix can be resumed any more, and stop."""
         self._stopped.set()
         self._thread.join()
         self._send([["AllBlocksCleared"]])

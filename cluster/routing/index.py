@@ -16,17 +16,17 @@ class PrefixIndex:
     """Maps digests of prefixes to the replicas that can resume them.
 
     A replica's report replaces its last one. A prompt that was sent to a replica is expected to become resumable there.
-    The index believes that for a while, since a report is always a little old.
+    The index assumes so for a while, because reports are always a little old.
     """
 
     def __init__(self) -> None:
-        # This maps a digest to replicas, and each of these to the time until which it is believed.
+        # This maps a digest to replicas, and each replica to the time until which the entry is assumed to be right.
         self._holders: dict[bytes, dict[str, float]] = {}
-        self._held: dict[str, dict[bytes, int]] = {}  # This maps a replica to digests, and each of these to a position.
+        self._held: dict[str, dict[bytes, int]] = {}  # This maps a replica to digests, and each digest to a position.
         self._positions = Counter[int]()
 
     def report(self, replica: str, prefixes: Iterable[tuple[int, bytes]], now: float) -> None:
-        """Note the prefixes that a replica has reported, as (position, digest)."""
+        """Record the prefixes that a replica has reported, as (position, digest)."""
         reported = {digest: position for position, digest in prefixes}
         for digest in list(self._held.get(replica, ())):
             until = self._holders[digest][replica]
@@ -36,11 +36,11 @@ class PrefixIndex:
             self._add(replica, digest, position, math.inf)
 
     def report_one(self, replica: str, position: int, digest: bytes) -> None:
-        """Note one more prefix that a replica can resume, as `report` does for all."""
+        """Record one more prefix that a replica can resume, as `report` does for all of its prefixes."""
         self._add(replica, digest, position, math.inf)
 
     def expect(self, replica: str, prefixes: Iterable[tuple[int, bytes]], until: float) -> None:
-        """Note the prefixes that a replica can resume once it has computed the prompt that was sent to it."""
+        """Record the prefixes that a replica can resume once it has computed the prompt that was sent to it."""
         for position, digest in prefixes:
             self._add(replica, digest, position, until)
         held = self._held.get(replica, {})
@@ -50,7 +50,7 @@ class PrefixIndex:
                 self._remove(replica, digest)
 
     def lose(self, replica: str, digests: Iterable[bytes]) -> None:
-        """Note that a replica can resume some prefixes no longer."""
+        """Record that a replica can no longer resume some prefixes."""
         for digest in digests:
             if digest in self._held.get(replica, ()):
                 self._remove(replica, digest)

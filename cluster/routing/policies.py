@@ -1,4 +1,4 @@
-"""Holds other policies, with which ours is compared, and makes policies by their names."""
+"""Holds other routing policies, with which `ResumablePolicy` is compared, and makes policies by their names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POINTS = 100
 
 
 class _Blind:
-    """Is a policy that counts loads, and ignores prefixes."""
+    """Chooses by loads or sessions, and ignores prefixes."""
 
     def __init__(self, pick: random.Random | None = None) -> None:
         self.loads = Loads()
@@ -42,7 +42,7 @@ class _Blind:
 
 
 class RoundRobin(_Blind):
-    """Chooses one replica after the other."""
+    """Chooses the replicas in turn."""
 
     _n_chosen = 0
 
@@ -59,7 +59,7 @@ class LessOfTwo(_Blind):
 
 
 class ConsistentHash(_Blind):
-    """Chooses by the session alone: each replica has its share of a ring of hashes (Karger et al. 1997)."""
+    """Chooses by the session only: each replica owns a share of a ring of hashes (Karger et al. 1997)."""
 
     def __init__(self, pick: random.Random | None = None) -> None:
         super().__init__(pick)

@@ -1,11 +1,12 @@
 """Chooses a replica by session, resumable prefix and load.
 
 The first choice is the replica that holds the session, then the one that can resume most of the prompt, then the less
-loaded of two.
+loaded of two random replicas.
 
-A router for plain attention counts cached pages. With a hybrid model, a page is worth nothing if no state was kept
-there. So only prefixes count here that a replica can resume, from a checkpoint or by a rollback from one. If loads are
-uneven, load decides before both. A move then costs reading a file, or computing the tokens again.
+A router for plain attention counts cached pages. With a hybrid model, a page is useless if no state was kept at its
+end. So only prefixes count that a replica can resume, from a checkpoint or by a rollback from one. If loads are uneven,
+the load decides before session and prefix. The session then moves, at the cost of reading a file or computing the
+tokens again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MOST_SESSIONS = 1 << 20
 
 
 class Policy(Protocol):
-    """Declares what a router asks of a policy. Times are seconds on any monotonic clock."""
+    """Declares the methods of a policy that a router calls. Times are seconds on any monotonic clock."""
 
     def choose(self, prompt: Prompt, replicas: Sequence[str], now: float) -> Route: ...
     def sent(self, prompt: Prompt, replica: str, now: float) -> None: ...
@@ -40,11 +41,12 @@ class Bounds:
     """Holds the numbers of the policy.
 
     Attributes:
-        imbalance: a replica is passed over if it has more requests than this times the mean of all replicas,
-        slack_requests: and more than this many requests above that.
+        imbalance: a replica is passed over if it has more requests than the mean of all replicas times this number,
+        slack_requests: and by more than this many requests.
         least_tokens: a prefix decides only if it has more tokens than this.
-        believed_seconds: a sent prompt is believed to be resumable for this long, unless the replica reports it.
-        grid_tokens: the grid of the replicas' prefix caches, which keep a checkpoint at each multiple.
+        believed_seconds: a sent prompt is assumed to be resumable for this long, even if the replica does not report
+            it.
+        grid_tokens: the grid of the replicas' prefix caches, which keep a checkpoint at each multiple of this number.
     """
 
     imbalance: float = 1.5
@@ -60,7 +62,7 @@ class Loads:
 
     Attributes:
         own: open requests that this router has sent.
-        others: requests of other routers, by the replica's last report.
+        others: requests that other routers have sent, by the replica's last report.
         total: the sum of both, over all replicas.
     """
 
@@ -106,7 +108,7 @@ class ResumablePolicy:
         self._members = frozenset[str]()
 
     def choose(self, prompt: Prompt, replicas: Sequence[str], now: float) -> Route:
-        """Return a route to one of `replicas`, which are not empty. Cost: that of the prompt's digests."""
+        """Return a route to one of `replicas`, of which there is at least one. Cost: computing the prompt's digests."""
         members = self._members_of(replicas)
         most = self.bounds.imbalance * self.loads.total / len(replicas) + self.bounds.slack_requests
         depths = {name: depth for name, depth in self.index.depths(prompt, now).items() if name in members}
@@ -129,7 +131,7 @@ class ResumablePolicy:
         return self._members
 
     def sent(self, prompt: Prompt, replica: str, now: float) -> None:
-        """Note that a prompt was sent to a replica, which will keep checkpoints of it."""
+        """Record that a prompt was sent to a replica, which will keep checkpoints of it."""
         self.loads.add(replica, 1)
         grid = self.bounds.grid_tokens
         positions = [*range(grid, prompt.n_tokens, grid), prompt.n_tokens] if grid else [prompt.n_tokens]
@@ -141,11 +143,11 @@ class ResumablePolicy:
                 self._sessions.popitem(last=False)
 
     def done(self, replica: str) -> None:
-        """Note that a request to a replica has ended, in any way."""
+        """Record that a request to a replica has ended, for whatever reason."""
         self.loads.add(replica, -1)
 
     def report(self, replica: str, stats: dict[str, Any], now: float) -> None:
-        """Note a replica's report: its `requests`, and its `prefixes` as (position, digest)."""
+        """Record a replica's report: its `requests`, and its `prefixes` as (position, digest)."""
         self.loads.report(replica, int(stats.get("requests", 0)))
         self.index.report(replica, stats.get("prefixes", ()), now)
 

@@ -1,4 +1,4 @@
-"""Holds what a router must know about a prompt: its length, its session, and the digests of its prefixes."""
+"""Holds the facts that a router must know about a prompt: its length, its session, and the digests of its prefixes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hybridmem.memory.prefix import digests_at
 
 
 class Prompt(Protocol):
-    """Declares what a router asks of a prompt.
+    """Declares the attributes of a prompt that a router needs.
 
     Attributes:
-        session: the conversation to which it belongs. None: the client names none.
-        n_tokens: its length.
+        session: the conversation to which the prompt belongs. None: the client names none.
+        n_tokens: the prompt's length.
     """
 
     @property
@@ -34,8 +34,8 @@ class TokenPrompt:
 
     Attributes:
         tokens: the token ids, int32, little-endian. Empty for a request without a prompt, or with a bad one.
-        owner: the owner of the prefixes from which it may continue.
-        pinned: the replica that must get it, if it lives. This is for tests and repairs.
+        owner: the owner of the prefixes from which the prompt may continue.
+        pinned: the replica that must get the prompt, if that replica is alive. This is for tests and repairs.
     """
 
     tokens: bytes = b""

@@ -19,7 +19,8 @@ class Route:
 
     Attributes:
         first: the chosen replica.
-        depths: replica -> how many tokens of the prompt it is expected to resume. 0 for a replica that is missing here.
+        depths: replica -> how many tokens of the prompt it is expected to resume. A missing replica is expected to
+            resume none.
         n_tokens: the number of tokens in the prompt.
         replicas: all replicas.
     """
@@ -32,14 +33,14 @@ class Route:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Return all replicas: the chosen one first, then those to try if it takes no more requests."""
+        """Return all replicas: the chosen one first, then those to try if the chosen one takes no more requests."""
         others = [replica for replica in self.replicas if replica != self.first]
         return (self.first, *sorted(others, key=lambda replica: -self.depths.get(replica, 0)))
 
     def why(self, replica: str) -> dict[str, Any]:
         """Return, as JSON values, why a replica got the prompt.
 
-        It may be the first one, or a later one that had room.
+        The replica may be the first choice, or a later one that had room.
         """
         reason = self.reason if replica == self.first else "busy"
         return {

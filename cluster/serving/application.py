@@ -1,4 +1,4 @@
-"""Puts replicas and gateways together as an application of Ray Serve."""
+"""Combines replicas and gateways to an application of Ray Serve."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SPARE_REQUESTS = 64
 
 
 class Replica:
-    """Is the deployment of a replica. Ray calls its methods."""
+    """Implements the deployment of a replica. Ray calls its methods."""
 
     async def __init__(self, values: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         name = serve.get_replica_context().replica_id.unique_id
@@ -41,7 +41,7 @@ class Replica:
     async def answer(
         self, prompt: TokenPrompt, whys: dict[str, Any], request: ForwardedRequest
     ) -> AsyncIterator[list[Message]]:
-        """Yield the messages of a response. `whys` holds the router's reason for each replica."""
+        """Yield the messages of a response. `whys` holds, for each replica, the router's reason for choosing it."""
         # Ray's own routers give no reason.
         reason = {"reason": "hash", "resumable_tokens": 0, "prompt_tokens": prompt.n_tokens}
         why = whys.get(self._server.name) or {**reason, "replica": self._server.name}
@@ -55,7 +55,7 @@ class Replica:
         return {**await self._server.stats(), "number": self._n_reports}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the numbers that decide about the number of replicas. Ray asks for them."""
+        """Return the numbers from which the number of replicas is decided. Ray asks for them."""
         return self._server.scaling_stats()
 
     async def metrics(self) -> tuple[str, str]:
@@ -94,7 +94,7 @@ class _Handle:
 
 @serve.ingress()
 class GatewayIngress:
-    """Is the deployment of a gateway."""
+    """Implements the deployment of a gateway."""
 
     def __init__(self, values: dict[str, Any], replicas: DeploymentHandle[Any]) -> None:
         options = FleetOptions(values)
@@ -115,7 +115,7 @@ class GatewayIngress:
 
 
 def make_application(options: FleetOptions) -> serve.Application:
-    """Return the application: gateways, and replicas behind them."""
+    """Return the application, which consists of gateways and the replicas to which they forward requests."""
     values = options.values
     replica = serve.deployment(
         Replica,

@@ -22,7 +22,7 @@ async def messages_of(app: ASGIApp, scope: Scope, body: bytes) -> AsyncIterator[
     async def receive() -> Message:
         nonlocal is_given
         if is_given:
-            await asyncio.Event().wait()  # This never returns. If the client goes, the iterator is closed.
+            await asyncio.Event().wait()  # This wait never ends. If the client goes away, the iterator is closed.
         is_given = True
         return {"type": "http.request", "body": body, "more_body": False}
 

@@ -1,7 +1,7 @@
-"""Continues a stream whose replica was lost with the same reply from another replica. The client gets nothing twice.
+"""Continues the stream of a lost replica with the same reply from another replica. The client gets no text twice.
 
 A greedy or seeded reply depends only on its request, so another replica can make it again, from the last stored turn
-on. The gateway notes how much of each part of a reply it has sent (text, thoughts, arguments of calls, log
+on. The gateway records how much of each part of a reply it has sent (text, thoughts, arguments of calls, log
 probabilities). It removes that much from the second replica's reply, and compares the texts.
 """
 
@@ -30,7 +30,7 @@ _END_OF_EVENT = re.compile(rb"(?<=\n\n)")
 
 
 class ResponseSoFar:
-    """Notes which part of a response was sent, and removes that part from another response to the same request.
+    """Records which part of a response was sent, and removes that part from another response to the same request.
 
     The head of a response is held back until its body begins. Until then any other response may replace it.
 
@@ -38,7 +38,7 @@ class ResponseSoFar:
         path: the path of the request.
     Attributes:
         has_begun: whether anything has been sent.
-        is_complete: whether everything but the end has been sent.
+        is_complete: whether the whole response, except for its end, has been sent.
     """
 
     def __init__(self, path: str) -> None:
@@ -60,7 +60,7 @@ class ResponseSoFar:
             self._reply.begin_again()
 
     def news_in(self, messages: list[Message]) -> list[Message]:
-        """Return the part of these messages that the client lacks. Raises AnotherReplyError."""
+        """Return the part of these messages that the client does not have yet. Raises AnotherReplyError."""
         found: list[Message] = []
         for message in messages:
             if message["type"] == "http.response.start":
@@ -107,7 +107,7 @@ class ResponseSoFar:
 
 
 class ReplySoFar:
-    """Notes the events of a stream of completions, and returns the unsent rest of a second stream of the same reply."""
+    """Records the events of a stream of completions, and returns the unsent part of a second one of the same reply."""
 
     def __init__(self) -> None:
         self._is_first = True
@@ -122,11 +122,14 @@ class ReplySoFar:
             part.at = 0
 
     def is_end(self, event: dict[str, Any]) -> bool:
-        """Return whether an event is the last one of its stream. None is, since another line ends these streams."""
+        """Return whether an event is the last one of its stream.
+
+        It is always False, because these streams end with a line that is no event.
+        """
         return False
 
     def rest_of(self, event: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what of an event has not been sent; None for nothing. Raises AnotherReplyError."""
+        """Return the unsent part of an event, or None if all of it was sent. Raises AnotherReplyError."""
         if "error" in event:
             return event
         self._head = self._head or {name: event[name] for name in _HEAD}
@@ -138,7 +141,7 @@ class ReplySoFar:
         return event | self._head | {"choices": choices} if choices or not event["choices"] else None
 
     def _keep(self, choice: dict[str, Any]) -> bool:
-        """Remove from a choice what has been sent. Return whether anything is left."""
+        """Remove the sent parts from a choice. Return whether anything is left."""
         index, is_new = choice["index"], False
         for name, holder, key in _parts_of(choice):
             holder[key] = self._parts.setdefault((index, *name), PartSoFar()).rest_of(holder[key])

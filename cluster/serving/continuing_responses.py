@@ -1,7 +1,7 @@
-"""Continues a stream of /v1/responses with that of another replica, as `cluster.serving.continuing` does for others.
+"""Continues a stream of /v1/responses on another replica, as `cluster.serving.continuing` does for other streams.
 
 Both replicas draw equal ids (`chat.server.sessions.responses.REPLY_SEED`), so their events name the same items. Only
-the places where a text is cut into pieces may differ, and with them the numbers of events.
+the places where a text is cut into pieces may differ, and therefore the sequence numbers of events.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ENDS = ("response.completed", "response.incomplete", "response.failed", "error"
 
 
 class ResponsesSoFar:
-    """Notes the events of a stream of /v1/responses, and returns the unsent rest of a second such stream."""
+    """Records the events of a stream of /v1/responses, and returns the unsent part of a second such stream."""
 
     def __init__(self) -> None:
         self._is_first = True
@@ -35,7 +35,7 @@ class ResponsesSoFar:
         return event["type"] in _ENDS
 
     def rest_of(self, event: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what of an event has not been sent; None for nothing. Raises AnotherReplyError."""
+        """Return the unsent part of an event, or None if all of it was sent. Raises AnotherReplyError."""
         if self._is_first:
             self._created_at = event.get("response", {}).get("created_at", self._created_at)
         if not self._is_news(event):
@@ -48,7 +48,7 @@ class ResponsesSoFar:
         return event | {"sequence_number": number}
 
     def _is_news(self, event: dict[str, Any]) -> bool:
-        """Remove from an event what has been sent. Return whether anything is left."""
+        """Remove the sent parts from an event. Return whether anything is left."""
         kind, about = event["type"], (event.get("item_id"), event.get("output_index"), event.get("content_index"))
         of_text = kind.rpartition(".")[0]
         if kind.endswith(".delta"):

@@ -21,7 +21,7 @@ GATEWAY_DEPLOYMENT = "gateway"
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """Holds the options of `serve` and of a fleet, by name, and the fleet's own name."""
+    """Holds the options of `serve` and of a fleet, by name, and the fleet's name."""
 
     values: dict[str, Any]
 
@@ -71,7 +71,7 @@ class FleetOptions:
 
     @property
     def bounds(self) -> Bounds:
-        """Return the numbers of the routing policy."""
+        """Return the bounds of the routing policy."""
         return Bounds(imbalance=self["imbalance"])
 
     def with_sessions(self, folder: str) -> FleetOptions:

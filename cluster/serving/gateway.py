@@ -1,8 +1,9 @@
 """Implements a gateway: an ASGI app that forwards each client's request to the replica that the router chooses.
 
-The gateway checks hosts, keys and bodies as one server does (`chat.server.guard`), tokenises the prompt, and sends the
-request through a handle, whose router sees the tokens. What the replica's server sends comes back as it is. If a
-replica is lost, another one answers, and a stream continues where the client is (`cluster.serving.continuing`).
+The gateway checks hosts, keys and bodies as a single server does (`chat.server.guard`), tokenises the prompt, and sends
+the request through a handle, whose router sees the tokens. The response of the replica's server is passed on unchanged.
+If a replica is lost, another one answers, and a stream continues after the last text that the client has
+(`cluster.serving.continuing`).
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _COUNTED = frozenset((*PATHS_WITH_BODIES, RESPONSES)) - frozenset(PATHS_WITHOUT_
 
 
 class ReplicaLostError(Exception):
-    """Says that a replica ended while it answered."""
+    """Says that a replica ended while it was answering."""
 
 
 class Replicas(Protocol):
-    """Declares what a gateway asks of the replicas behind it."""
+    """Declares the methods of the replicas that a gateway calls."""
 
     def answer(self, prompt: TokenPrompt, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
         """Yield a response's messages, from the replica that the router chooses. Raises ReplicaLostError."""
@@ -55,7 +56,7 @@ class Replicas(Protocol):
 
 
 class GatewayMetrics:
-    """Counts what the gateway itself does."""
+    """Counts the events of the gateway itself."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -123,7 +124,7 @@ class Gateway:
         """Yield a response, by other replicas if the first is lost. Raises ReplicaLostError.
 
         Args:
-            use: the use of the client's key, which is charged for the computed tokens.
+            use: the usage counter of the client's key, which is charged for the computed tokens.
         """
         read = await self._reader.read(request)
         request = read.request_of(request, self.options.max_body_bytes)
@@ -153,7 +154,10 @@ class Gateway:
 
 
 def _charged(messages: list[Message], use: Use | None) -> list[Message]:
-    """Return the messages of a response, without those that say how many tokens to charge. Charge these to the key."""
+    """Return the messages of a response, without those that say how many tokens to charge.
+
+    Charge these tokens to the key.
+    """
     for message in messages:
         if message["type"] == CHARGE and use is not None:
             use.charge(message["n_tokens"])
@@ -189,7 +193,10 @@ class _Relay:
             await self._send(message)
 
     async def break_off(self) -> None:
-        """End a response that cannot be completed, a stream by an event that says so. Raises ApiError otherwise."""
+        """End a response that cannot be completed. A stream gets an event that says so.
+
+        Any other response raises ApiError.
+        """
         if not self._is_stream:
             raise lost()
         await self._send(
@@ -198,7 +205,7 @@ class _Relay:
 
 
 async def _live(receive: Receive, send: Send, close: Callable[[], Any]) -> None:
-    """Answer the server's events of start and end."""
+    """Answer the ASGI events for the server's start and end."""
     await receive()
     await send({"type": "lifespan.startup.complete"})
     await receive()

@@ -1,8 +1,8 @@
-"""Gives a client that sends a request again, with the same `Idempotency-Key`, the first reply again.
+"""Gives the first reply again to a client that repeats a request with the same `Idempotency-Key`.
 
 The reply is recorded while it is made. A client that sends the key again gets the recording: at once on this gateway,
-or later on any gateway, by the store. This also works for a stream whose first connection broke in the middle. A
-request with a key is answered to its end even if its client has gone, since the client will come back.
+or later on any gateway, from the store. This also works for a stream whose first connection broke in the middle. A
+request with a key is answered to its end even if its client has gone away, because the client may come back.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Recording:
 
     Attributes:
         body_digest: the digest of the request's body.
-        error: the error that ended it early.
+        error: the error that ended the response early.
     """
 
     body_digest: str
@@ -94,17 +94,20 @@ class Idempotency:
     async def play(
         self, request: ForwardedRequest, key: str, answer: Callable[[], AsyncIterator[list[Message]]]
     ) -> AsyncIterator[list[Message]]:
-        """Yield the recorded response of a key, or else that of `answer`. Raises ApiError 422 if the body differs."""
+        """Yield the recorded response of a key. If there is none, yield and record that of `answer`.
+
+        Raises ApiError 422 if the body differs.
+        """
         name = name_of(request, key)
         digest = hashlib.sha256(request.body).hexdigest()
         if name not in self._recordings and (stored := await self._stored(name)) is not None:
             self._recordings.setdefault(name, stored)
-        # Nothing waits behind this line. The same key may have come during the waits before it.
+        # Nothing is awaited after this line. The same key may have come during the waits before it.
         recording = self._recordings.get(name)
         if recording is None or recording.error is not None:
             recording = self._recordings[name] = Recording(digest)
-            # This runs in a context of its own. When a client has gone, Ray ends all calls in the context of its
-            # request.
+            # The task runs in a context of its own. When a client has gone away, Ray ends all calls in the context of
+            # its request.
             task = asyncio.create_task(self._record(name, recording, answer), context=Context())
             self._running.add(task)
             task.add_done_callback(self._running.discard)
@@ -124,7 +127,7 @@ class Idempotency:
             recording.is_done = True
         except Exception as error:
             recording.error = error
-        except BaseException:  # The task was cancelled. Nobody may wait for the rest.
+        except BaseException:  # The task was cancelled. Players that wait for more must not wait forever.
             recording.error = ApiError(503, "The reply of this key was cancelled; send it again.", code="cancelled")
             raise
         finally:
@@ -132,7 +135,8 @@ class Idempotency:
             self._recordings.pop(name, None)
         if not recording.is_done or _may_be_tried_again(_status_of(recording)):
             return
-        # This puts the recording last. If there are too many, the first one, which is the oldest, goes.
+        # This puts the recording last. If there are too many recordings, the first one, which is the oldest, is
+        # dropped.
         self._recordings[name] = recording
         while len(self._recordings) > MOST_KEPT:
             self._recordings.popitem(last=False)
@@ -144,7 +148,8 @@ class Idempotency:
         try:
             content = await self._patience.run(self._shelf.read, _path(name))
             return None if content is None else _read(content)
-        except (OSError, *DAMAGE) as error:  # The store is down, or the entry is damaged. The request is answered anew.
+        except (OSError, *DAMAGE) as error:
+            # The store is down, or the entry is damaged. The request is answered again.
             log.warning("a stored reply could not be read: %s", error)
             return None
 
@@ -160,7 +165,7 @@ class Idempotency:
 def name_of(request: ForwardedRequest, key: str) -> str:
     """Return the name under which a client's key is stored, 64 hexadecimal digits.
 
-    Only this client and path have it.
+    Requests of other clients or paths never have the same name.
     """
     return hashlib.sha256(repr((credential_of(request.header), request.path, key)).encode()).hexdigest()
 

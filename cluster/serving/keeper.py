@@ -1,4 +1,4 @@
-"""Keeps sessions in the store. Before a request it leases and fetches the session, and afterwards it stores it."""
+"""Keeps sessions in the store. Each session is leased and fetched before a request, and stored after it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Visit:
     Attributes:
         has_lease: whether this replica has the lease of the session.
         fetched_tokens: how many tokens came from the store.
-        held_by: the replica that holds the session, if the request goes on beside it.
+        held_by: the replica that holds the session, if the request goes on without the lease.
     """
 
     prompt: TokenPrompt
@@ -73,7 +73,7 @@ class Keeper:
         self._leases = leases
         self._held: dict[str, Held] = {}
         self._asking = Timeouts(4, health.note)
-        self._moving = Timeouts(2)  # These threads move whole sequences, which may take any time.
+        self._moving = Timeouts(2)  # These threads move whole sequences, which may take any amount of time.
         self._writing: set[asyncio.Task[None]] = set()
         self._periodic: list[asyncio.Task[None]] = []
 
@@ -99,7 +99,7 @@ class Keeper:
     async def before(self, prompt: TokenPrompt, alive: Collection[str] | None) -> Visit:
         """Lease the session of a prompt, and fetch a sequence from which it can continue.
 
-        If the store fails, go on without.
+        If the store fails, go on without it.
 
         Args:
             alive: the replicas of this fleet.
@@ -113,14 +113,14 @@ class Keeper:
                 other = await self._attempt(self._ask, self._leases.look, prompt.session)
                 stand, held_by = (None, None) if other is None else (other.stand, other.holder)
             fetched = await self._attempt(self._mover.fetch, prompt, stand, seconds=FETCH_SECONDS)
-        except BaseException:  # The client may have gone, for instance. Nobody calls `after` then.
+        except BaseException:  # The client may have gone away, for example. Then nobody calls `after`.
             if held is not None:
                 self._in_background(self._leave(held))
             raise
         return Visit(prompt, held is not None, fetched or 0, held_by)
 
     def after(self, visit: Visit) -> None:
-        """Store the end of a request, and then release its lease. This does not wait for either."""
+        """Store the session as it is after a request, and then release its lease. Return without waiting for either."""
         self._in_background(self._store(visit))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -144,7 +144,7 @@ class Keeper:
             await self._leave(held)
 
     async def _leave(self, held: Held) -> None:
-        """Release a lease that nobody else uses. If somebody wants it again meanwhile, it is renewed."""
+        """Release a lease that nobody else uses. If another request wants it before the release, it is renewed."""
         held.n_users -= 1
         if held.n_users:
             return
@@ -165,7 +165,7 @@ class Keeper:
             except OSError:
                 return None
             if lease is not None:
-                # Another request of this replica has taken the lease meanwhile, and has lost it by this release.
+                # Another request of this replica has taken the lease meanwhile. The new lease supersedes that one.
                 if session in self._held:
                     self._held[session].lease = lease
                     self._held[session].n_users += 1

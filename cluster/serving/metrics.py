@@ -39,7 +39,7 @@ class _Given(Collector):
 
 
 class StoreCollector(Collector):
-    """Reports whether the store is up, and how much was moved."""
+    """Reports whether the store is up, and how many sequences, tokens and bytes were moved."""
 
     def __init__(self, health: StoreHealth) -> None:
         self._health = health

@@ -54,10 +54,10 @@ class Mover:
     # Methods that fetch.
 
     def fetch(self, prompt: TokenPrompt, stand: Stand | None) -> int:
-        """Bring the longest stored beginning of a prompt into the memory, if it is longer than the one that is there.
+        """Bring the longest stored beginning of a prompt into the memory, if the memory does not hold a longer one.
 
         Args:
-            stand: the last stored prefix of its session, if that is known.
+            stand: the last stored prefix of the prompt's session, if that is known.
         Returns:
             The number of tokens in the fetched sequence, or 0.
         Raises OSError if the store fails. Files that are damaged, have other weights or do not fit are ignored.
@@ -76,7 +76,7 @@ class Mover:
     def _candidates(self, prompt: TokenPrompt, stand: Stand | None) -> list[tuple[int, bytes, bool]]:
         """Return candidates as (tokens, digest, whether it is surely stored), the longest first.
 
-        Without a stand, the ends of earlier replies are tried, because a turn is stored there, if at all.
+        Without a stand, the ends of earlier replies are tried, because turns are stored only at these positions.
         """
         known = dict(self._hot)
         if stand is not None:
@@ -124,7 +124,7 @@ class Mover:
     def pack(self, prompt: TokenPrompt) -> tuple[Stand, Callable[[], None]] | None:
         """Copy the sequence up to the end of a prompt's reply out of the memory.
 
-        Return None if storing it does not pay.
+        Return None if storing the sequence is not worthwhile.
 
         Returns:
             The new stand of the session, and a function that stores the copy.
@@ -147,7 +147,7 @@ class Mover:
             SequenceError,
             OSError,
             FormatError,
-        ):  # The checkpoint was closed, or its swapped file is gone.
+        ):  # The checkpoint was closed, or the file to which it was swapped out is gone.
             return None
         return stand, lambda: self._write(digest, n_tokens, write)
 
@@ -167,7 +167,10 @@ class Mover:
     # Methods for prefixes that sessions share.
 
     def share(self) -> None:
-        """Store the prefixes behind which prompts differ, and load those of other replicas. Raises OSError."""
+        """Store the prefixes that several prompts share and after which they differ, and load those of other replicas.
+
+        Raises OSError.
+        """
         with self._health.asking():
             self._hot = self._store.hot()
         with self._engine.lock:
@@ -183,7 +186,7 @@ class Mover:
                     self._store.mark_hot(prefix.digest, prefix.n_tokens)
 
     def sweep(self) -> int:
-        """Remove sequences that are too old, or exceed the quota. Raises OSError."""
+        """Remove sequences that are too old, or that exceed the quota. Raises OSError."""
         with self._health.asking():
             n_bytes = self._store.sweep()
         self._hot = {}

@@ -1,4 +1,4 @@
-"""Notes how much of each part of a reply a client has, and removes it from the same part of another replica's reply."""
+"""Records how much of each part of a reply a client has, and removes it from the same part of another reply."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class AnotherReplyError(Exception):
 
 @dataclass
 class PartSoFar:
-    """Holds what has been sent of a part of a reply. A part is a text, or a list whose entries are only counted.
+    """Holds the sent beginning of a part of a reply. A part is a text, or a list whose entries are only counted.
 
     Attributes:
-        at: how many characters or entries of it the current stream has brought.
+        at: how many characters or entries of the part have come from the current stream.
     """
 
     pieces: list[str] = field(default_factory=list)
@@ -25,7 +25,7 @@ class PartSoFar:
     at: int = 0
 
     def rest_of(self, piece: Any) -> Any:
-        """Return the unsent rest of a piece, and note it as sent. Raises AnotherReplyError."""
+        """Return the unsent part of a piece, and record it as sent. Raises AnotherReplyError."""
         n_common = min(len(piece), self.n_told - self.at)
         rest = piece[n_common:]
         if isinstance(piece, str):  # Only texts are compared. Numbers in lists may differ in their last digits.

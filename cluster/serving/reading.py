@@ -1,4 +1,4 @@
-"""Reads what routing needs from a request: the tokens of its prompt, their owner, and the session."""
+"""Reads from a request what the router needs: the tokens of its prompt, their owner, and the session."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ class Reading:
     """Holds what was read from a request.
 
     Attributes:
-        wants_seed: whether its reply is a stream of drawn tokens, and it names no seed.
+        wants_seed: whether the reply is a stream of sampled tokens and the request names no seed.
     """
 
     prompt: TokenPrompt
     wants_seed: bool = False
 
     def request_of(self, request: ForwardedRequest, most_bytes: int) -> ForwardedRequest:
-        """Return the request for replicas. It has a seed, so that a second replica makes the same reply.
+        """Return the request for replicas.
+
+        The request gets a seed if it needs one, so that a second replica makes the same reply.
 
         Args:
             most_bytes: the most bytes of a body. A body that would be too large with a seed stays as it is.
@@ -54,7 +56,7 @@ class Reading:
 
 
 class PromptReader:
-    """Turns requests into prompts, beside the event loop, in the same way as a replica's server.
+    """Turns requests into prompts, in threads, in the same way as a replica's server.
 
     Args:
         parse_special: as in `ServerOptions`.
@@ -111,7 +113,8 @@ class PromptReader:
 
     def _read_completion(self, texts: Tokenizer, request: ForwardedRequest) -> Reading:
         asked = read_request(CompletionRequest, request.body)
-        prompt = asked.prompt[0]  # A request with several prompts goes to one replica, which the first prompt chooses.
+        # A request with several prompts goes to one replica, which is chosen by the first prompt.
+        prompt = asked.prompt[0]
         return self._reading(list(texts.encode(prompt)) if isinstance(prompt, str) else prompt, asked, request)
 
     def _reading(
@@ -129,7 +132,7 @@ def session_of(request: ForwardedRequest, name: str | None) -> str | None:
     """Return the key of a request's session, or None. No client with another API key can name the same session.
 
     Args:
-        name: the name of the session, if no header names it.
+        name: the name of the session in the body, for requests whose headers name none.
     """
     name = session_named(request.header) or name
     if name is None:

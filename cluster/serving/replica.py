@@ -1,4 +1,4 @@
-"""Answers requests in one process of the fleet, with one engine and its memory behind the server's own app."""
+"""Answers requests in one process of the fleet, by the server's own app with one engine and its memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ReplicaServer:
         self.keeper = make_keeper(served.engine, options, name)
         self._n_requests = self._n_tokens = 0
         self._has_keys = bool(served.options.all_keys)
-        # These tokens of each key have not been reported to any gateway yet.
+        # These counts of tokens, by key, have not been reported to any gateway yet.
         self._owed: Counter[str | None] = Counter()
         self._running = AsyncExitStack()
         if self.keeper is not None:
@@ -85,9 +85,9 @@ class ReplicaServer:
     ) -> AsyncIterator[list[Message]]:
         """Yield the messages of a response.
 
-        The last one says how many tokens to charge. Closing the iterator ends the request.
+        The last message says how many tokens to charge. Closing the iterator ends the request.
 
-        If a client goes early, its tokens are charged with the next request of its key.
+        If a client goes away early, its tokens are charged with the next request of its key.
 
         Args:
             why: the router's reason for its choice.
@@ -151,7 +151,7 @@ class ReplicaServer:
         return text.decode()
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the server has closed itself, for example because the memory's books do not balance."""
+        """Raise RuntimeError if the server has closed itself, for example because the memory's bookkeeping is wrong."""
         if not self.app.state.service.is_open:
             raise RuntimeError("the server answers no more; see its log")
 

@@ -17,7 +17,7 @@ class ForwardedRequest:
     """Holds an HTTP request whose body has been read, in values that can be pickled.
 
     Attributes:
-        client: the host and port of the client, or those named by the server in front of this one.
+        client: the host and port of the client, or those that a proxy in front of the gateway names.
         reply_seed: the seed of a response that may be stored. All replicas that answer the request draw equal ids from
             it.
     """
@@ -40,7 +40,7 @@ class ForwardedRequest:
         }  # fmt: skip
 
     def header(self, name: str) -> str | None:
-        """Return the value of a header, the last one if it was sent twice."""
+        """Return the value of a header. If it was sent twice, return the last value."""
         found = [value for key, value in self.headers if key.lower() == name.encode()]
         return found[-1].decode("latin-1") if found else None
 

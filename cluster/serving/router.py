@@ -1,4 +1,4 @@
-"""Lets Ray Serve route by our policy, with a `ray.serve.request_router.RequestRouter` that asks the policy."""
+"""Lets Ray Serve route by a policy of `cluster.routing`, which a subclass of Ray's `RequestRouter` asks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PolicyRouter(RequestRouter):  # type: ignore[misc]  # of Ray, which mypy s
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas in the order of the policy, one in each rank."""
+        """Return the replicas in the policy's order, each as a rank of its own."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if not by_name:
             return []
@@ -66,13 +66,13 @@ class PolicyRouter(RequestRouter):  # type: ignore[misc]  # of Ray, which mypy s
         why.update({name: route.why(name) for name in route.order})
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Note where a request went. Ray calls this when the replica has accepted it."""
+        """Record to which replica a request went. Ray calls this when the replica has accepted it."""
         name = replica_id.unique_id
         self._policy.sent(_arguments(pending_request)[0], name, time.monotonic())
         result.add_done_callback(lambda _: self._policy.done(name))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a replica that has died. Ray calls this before it has noticed that elsewhere."""
+        """Forget a replica that has died. Ray calls this before other parts of Ray notice the death."""
         super().on_replica_actor_died(replica_id)
         self._policy.leave(replica_id.unique_id)
         self._reported.pop(replica_id.unique_id, None)

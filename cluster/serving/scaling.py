@@ -22,12 +22,12 @@ REPORTED = ("tokens_in_flight", "free_bytes", "budget_bytes")
 def wanted_replicas(
     n_replicas: int, tokens: Collection[float], free_bytes: Collection[float], budget_bytes: Collection[float]
 ) -> int:
-    """Return how many replicas the load wants, at least one.
+    """Return how many replicas the load needs, at least one.
 
     Args:
         n_replicas: the present number of replicas. Those that have not reported count as the mean of the others.
         tokens: the tokens of prompts in flight, for each replica that has reported.
-        free_bytes, budget_bytes: the bytes of each replica's memory that are free, and its budget.
+        free_bytes, budget_bytes: for each replica, the free bytes of its memory, and its budget.
     """
     by_tokens = math.ceil(sum(tokens) / TARGET_TOKENS)
     budgets = sum(budget_bytes)

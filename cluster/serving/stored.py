@@ -28,13 +28,13 @@ def check_stored(request: ForwardedRequest) -> None:
 
 
 def _stores_nothing(request: ForwardedRequest) -> bool:
-    """Return whether a response is not to be stored, and continues no stored one."""
+    """Return whether a response is not to be stored, and does not continue a stored one."""
     if request.path != "/v1/responses" or request.method != "POST":
         return False
     try:
         value = json.loads(request.body)
     except (ValueError, RecursionError):
-        return True  # The replica answers with the error.
+        return True  # The body cannot be read, so the replica answers with the error.
     if not isinstance(value, dict):
         return True
     return value.get("store") is False and not (value.get("previous_response_id") or value.get("conversation"))

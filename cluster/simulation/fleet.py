@@ -1,7 +1,7 @@
 """Simulates a fleet of replicas that serves many sessions, with the policies that route real requests.
 
-Time is virtual. A replica computes prompts and replies at a given speed, which its requests share. It does not compute
-tokens that it can resume, or that the store holds. Only the users are random.
+Time is virtual. A replica computes prompts and replies at a given speed, which its requests share. A replica does not
+compute tokens that it can resume or fetch from the store. Only the users' behavior is random.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FleetSetup:
 
     Attributes:
         budget_bytes: the bytes of each replica for checkpoints.
-        prefill_tokens_per_second: a replica's speed for all prompts together. decode_tokens_per_second: its speed for
-            each reply.
+        prefill_tokens_per_second: a replica's speed for all prompts together. decode_tokens_per_second: a replica's
+            speed for each reply.
         store_bytes_per_second: the speed of reading and writing the store. 0: there is no store.
         grid_tokens: the grid of the prefix caches, in tokens.
         imbalance, slack_requests: the bounds of the policy.
@@ -57,7 +57,7 @@ class SimulatedPrompt:
     keys: dict[int, bytes]
 
     def digests(self, positions: Collection[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield (position, digest) for those of its positions that are asked for, ascending."""
+        """Yield (position, digest) for those of the asked positions at which the prompt could be resumed, ascending."""
         for position, key in self.keys.items():
             if position in positions:
                 yield position, key
@@ -65,16 +65,16 @@ class SimulatedPrompt:
 
 @dataclass
 class FleetReport:
-    """Counts what happened.
+    """Counts what happened in a simulation.
 
     Attributes:
         reused_tokens: tokens of prompts that the replica could resume, without the store.
         fetched_tokens, fetched_bytes, stored_bytes: the tokens and bytes that were read from the store, and the bytes
             that were written.
-        ideal_tokens: the tokens that one endless memory, shared by all replicas, would have reused.
+        ideal_tokens: the tokens that one unlimited memory, shared by all replicas, would have reused.
         moves: turns that went to another replica than the session's last turn.
-        reasons: the reasons of routes -> how often.
-        imbalances: samples of the most requests of a replica, divided by the mean.
+        reasons: the reason of a route -> how often it occurred.
+        imbalances: samples of the number of requests of the busiest replica, divided by the mean of all replicas.
         prefill_seconds: a sample of the times to the first token, including waits.
         cpu_seconds: the processor time of the simulation itself.
     """
@@ -94,7 +94,7 @@ class FleetReport:
     cpu_seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the shares and percentiles that a table shows, beside the counts."""
+        """Return the counts, and the shares and percentiles that a table shows."""
         waits = np.array(self.prefill_seconds or [0.0])
         counts = {k: v for k, v in asdict(self).items() if k not in ("imbalances", "prefill_seconds")}
         return counts | {
@@ -125,7 +125,7 @@ class _Fleet:
         self._seen_openings = set[int]()
         self._caches = {name: SimulatedCache(setup.budget_bytes, self._loser(name)) for name in self._names}
         self._free_at = dict.fromkeys(self._names, 0.0)
-        self._running: list[tuple[float, str]] = []  # This heap holds when each request ends, and its replica.
+        self._running: list[tuple[float, str]] = []  # This heap holds the end time of each request, and its replica.
         # This maps a session to its replica, and to the positions where its turns ended.
         self._last: dict[int, tuple[str, list[int]]] = {}
         self.report = FleetReport()
@@ -190,7 +190,7 @@ class _Fleet:
         return SimulatedPrompt(str(session), n_prompt, keys)
 
     def _finish(self, prompt: SimulatedPrompt, name: str, at: float, n_new: int, n_reply: int, moved: bool) -> None:
-        """Let the replica compute a turn. Prompts are computed one after the other, and replies beside each other."""
+        """Let the replica compute a turn. Prompts are computed one after the other, and replies at the same time."""
         setup = self._setup
         read = self._sizes.own_bytes(prompt.n_tokens, 0) / setup.store_bytes_per_second if moved else 0.0
         first = max(at + read, self._free_at[name]) + n_new / setup.prefill_tokens_per_second
@@ -203,7 +203,7 @@ class _Fleet:
     def _keep(self, prompt: SimulatedPrompt, name: str, reused: int, n_end: int, session: int) -> None:
         """Keep the checkpoints that the engine would keep: that of the opening, and that at the end of the reply.
 
-        The latter is also stored.
+        The checkpoint at the end of the reply is also written to the store.
         """
         for position, key in prompt.keys.items():
             if position <= self._habits.opening_tokens and key not in self._caches[name]:

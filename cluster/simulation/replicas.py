@@ -1,8 +1,8 @@
 """Simulates the cache of one replica: its checkpoints, their bytes, and the order in which they were last used.
 
-The bytes are those of a dry memory of the model (`device="meta"`). A checkpoint holds its states, and the pages that no
-other one shares. The engine's cache weighs saved tokens against bytes. Here, the least recently used checkpoint is
-closed.
+The bytes are those of a dry memory of the model (`device="meta"`). A checkpoint holds its states, and the pages that it
+shares with no other checkpoint. The engine's own cache weighs saved tokens against bytes; here, the least recently used
+checkpoint is closed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Sizes:
     """Holds the bytes of a sequence at each multiple of a few tokens, from a dry memory.
 
     Attributes:
-        whole: the bytes of a sequence alone, (n,). shared: how many of these a longer sequence with the same beginning
-            shares, (n,).
+        whole: the bytes of a sequence alone, (n,). shared: how many of these bytes a longer sequence with the same
+            beginning shares, (n,).
     """
 
     whole: NDArray[np.int64]

@@ -21,7 +21,7 @@ class FleetHabits:
         sessions_per_second: how many sessions begin in a second, at random times.
         think_seconds: the mean time between a reply and the next turn (exponential).
         message_tokens, reply_tokens: the mean lengths of messages and replies (exponential).
-        n_openings: the number of system prompts. The k-th is used in proportion to 1/k.
+        n_openings: the number of system prompts. The k-th one is used with a probability in proportion to 1/k.
         opening_tokens: the length of a system prompt.
         edits: the share of turns that change an earlier message, and continue from before it.
     """
@@ -49,13 +49,13 @@ class Turns:
     """Holds all turns of all sessions, in the order in which they are sent.
 
     Attributes:
-        session, number: for each turn its session, and how many earlier turns that has, (n,).
+        session, number: for each turn, its session, and the number of earlier turns in that session, (n,).
         at: when each turn is sent, in seconds, (n,).
         opening: the number of the session's system prompt, (n,).
         n_prompt: the tokens of the prompt, including the history, (n,).
         n_reply: the tokens of the reply, (n,).
-        n_kept: the tokens of the prompt that the session had at the end of its last turn, (n,). They are its history,
-            or less if the turn edits an earlier message, and 0 at the first turn.
+        n_kept: the tokens of the prompt that the session had at the end of its last turn, (n,). These are the whole
+            history, or less if the turn edits an earlier message, or 0 at the first turn.
     """
 
     session: NDArray[np.int64]
@@ -89,7 +89,7 @@ def make_turns(habits: FleetHabits, seed: int) -> Turns:
     history = _sums_within(message + reply, first, n_turns) - (message + reply)
     n_kept = np.where(number > 0, habits.opening_tokens + history, 0)
     is_edit = (number > 0) & (rng.random(n) < habits.edits)
-    # An edited turn continues from somewhere in its history. So its length stays the same, and its end is new.
+    # An edited turn continues from somewhere in its history. So the prompt's length stays the same, and its end is new.
     kept = habits.opening_tokens + (history * rng.random(n)).astype(np.int64)
     n_kept = np.where(is_edit, kept, n_kept)
     n_prompt = habits.opening_tokens + history + message

@@ -1,1 +1,1 @@
-"""Keeps the sequences of all replicas, and leases on sessions, in one place that fsspec can reach."""
+"""Keeps the sequences of all replicas, and leases on sessions, in one storage place that fsspec can reach."""

@@ -1,4 +1,4 @@
-"""Notes whether the store answers, so that requests do not wait for a store that is down."""
+"""Records whether the store answers, so that requests do not wait for a store that is down."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StoreHealth:
         self.error = None
 
     def note(self, error: OSError) -> None:
-        """Note that a call has failed."""
+        """Record that a call has failed."""
         self.error = f"{type(error).__name__}: {error}"[:500]
         self._asks_again_at = self.clock() + self.pause_seconds
         self.count("failures")

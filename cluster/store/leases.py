@@ -1,8 +1,9 @@
 """Lets one replica at a time advance a session, by files that only one replica can create.
 
 A session's lease is the file with the highest number in its folder. To take the lease, a replica creates the file with
-the next number, which only one of several can do. The file says who holds the lease, until when, and where the session
-stands. Only the holder writes it again. A slow holder that has lost its lease writes a file that nobody reads any more.
+the next number, which only one of several can do. The file says who holds the lease, until when, and which prefix of
+the session was stored last. Only the holder writes the file again. A slow holder that has lost its lease writes a file
+that nobody reads any more.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 
 
 class Shelf(Protocol):
-    """Declares what leases need of a `Place`."""
+    """Declares the methods of a `Place` that leases need."""
 
     def read(self, name: str) -> bytes | None: ...
     def write(self, name: str, content: bytes) -> None: ...
@@ -40,10 +41,10 @@ class Lease:
     """Holds the contents of a lease's file.
 
     Attributes:
-        number: the number of the file. A higher one supersedes it.
+        number: the number of the file. A file with a higher number supersedes it.
         holder: the holder of the lease.
-        until: when it ends unless it is renewed, in unix seconds by the holder's clock. 0: it has been released.
-        seconds: the time for which it was taken.
+        until: when the lease ends unless it is renewed, in unix seconds by the holder's clock. 0: it has been released.
+        seconds: the time for which the lease was taken.
         stand: the last stored prefix of the session. None: no turn was stored yet.
     """
 
@@ -80,8 +81,8 @@ class Leases:
         """Take the lease of a session. Return None if another replica holds it, or takes it at this moment.
 
         Args:
-            alive: all living replicas of this fleet. If a lease's holder is of this fleet and not among them, the lease
-                has ended.
+            alive: all living replicas of this fleet. If a lease's holder belongs to this fleet and is not among them,
+                the lease has ended.
         """
         last, now = self.look(session), self._clock()
         if last is not None and self._is_running(last, now) and not self._has_ended(last.holder, alive):
@@ -92,7 +93,8 @@ class Leases:
         if not self._shelf.create(_name(session, number), _content(lease)):
             return None
         numbers = self._numbers(session)
-        if numbers[-1:] != [number]:  # Since the look, the lease was taken and released, and old files were removed.
+        # Since the last look, the lease was taken and released, and old files were removed.
+        if numbers[-1:] != [number]:
             self._shelf.remove(_name(session, number))
             return None
         for old in numbers[:-1]:
@@ -104,7 +106,7 @@ class Leases:
         return self._rewrite(replace(lease, until=self._clock() + self.seconds))
 
     def release(self, lease: Lease, stand: Stand | None = None) -> bool:
-        """Release a lease, and note the session's new stand, if there is one.
+        """Release a lease, and store the session's new stand, if there is one.
 
         Return False if the lease has been lost.
         """
@@ -119,16 +121,16 @@ class Leases:
     def _is_running(self, lease: Lease, now: float) -> bool:
         """Return whether the time of a lease has not ended.
 
-        If a lease seems to have been taken in the future, by more than its own time and a reader's, the holder's clock
-        is wrong. Such a lease would hold until that hour, so it does not count. The worst result is that two replicas
-        compute the same.
+        If a lease seems to have been taken in the future, by more than the times of its holder and its reader together,
+        the holder's clock is wrong. Such a lease would hold until that time, so it does not count. At worst, two
+        replicas compute the same tokens.
         """
         return now < lease.until <= now + 2 * lease.seconds + self.seconds
 
     def _has_ended(self, holder: str, alive: Collection[str] | None) -> bool:
         """Return whether a holder has ended.
 
-        It has if it is this replica before a restart, or a replica that has left this fleet.
+        It has ended if it is an earlier process of this replica, or a replica that has left this fleet.
         """
         fleet, _, name = holder.rpartition("/")
         if holder == self.holder:

@@ -31,7 +31,7 @@ class Place:
     Args:
         url: the URL of a folder. The folder is made if it is missing, unless the store does not answer now.
     Raises:
-        SpecError: fsspec cannot open the URL, or it is a file. OSError: there is no such place, or no right to use it.
+        SpecError: fsspec cannot open the URL, or it is a file. OSError: the place does not exist, or access is denied.
     """
 
     def __init__(self, url: str) -> None:
@@ -88,7 +88,7 @@ class Place:
         return True
 
     def write_with(self, name: str, write: Callable[[str], None]) -> None:
-        """Let a function write a file. The function gets the path."""
+        """Let a function write a file. The function gets the file's path or URL."""
         if self._is_local:
             self._make_parent(name)
         with as_os_errors(self.path(name)):
@@ -131,7 +131,7 @@ class Place:
     def _create_locally(self, name: str, content: bytes) -> bool:
         """Write a file beside the place, then link it.
 
-        So a reader never sees half of it, and an existing file stays.
+        So a reader never sees a half-written file, and an existing file is not replaced.
         """
         self._make_parent(name)
         path = Path(self._at(name))

@@ -24,7 +24,8 @@ _NAME = re.compile(r"([0-9a-f]+)-(\d+)(?:\.safetensors)?")
 class Quota:
     """Limits what is stored.
 
-    It holds the bytes of all sequences, and the seconds after which a sequence is removed unless it is written again.
+    The limits are the bytes of all sequences together, and the seconds after which a sequence is removed unless it is
+    written again.
     """
 
     most_bytes: int
@@ -58,16 +59,16 @@ class SequenceStore:
             self._place.write_with(self._name(digest, n_tokens), write)
 
     def mark_hot(self, digest: bytes, n_tokens: int) -> None:
-        """Note that several sessions begin with a stored sequence."""
+        """Record that several sessions begin with a stored sequence."""
         self._place.create(f"{self._root}/hot/{digest.hex()}-{n_tokens}", b"")
 
     def hot(self) -> dict[bytes, int]:
-        """Return the digests and lengths of sequences that sessions share."""
+        """Return the digests and lengths of sequences that several sessions share."""
         found = [_NAME.fullmatch(name) for name in self._place.names(f"{self._root}/hot")]
         return {bytes.fromhex(match[1]): int(match[2]) for match in found if match}
 
     def sweep(self) -> int:
-        """Remove sequences that are too old, then the oldest until the rest is within the quota.
+        """Remove sequences that are too old, then the oldest ones until the remaining sequences are within the quota.
 
         Return the removed bytes.
         """
@@ -98,7 +99,7 @@ class SequenceStore:
 
 
 class Subplace:
-    """Is a folder of a place, for the leases and replies of one signature."""
+    """Represents a folder of a place, for the leases and replies of one signature."""
 
     def __init__(self, place: Place, signature: str) -> None:
         self._place = place

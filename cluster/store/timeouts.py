@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Timeouts:
-    """Runs blocking calls. Once a call has taken too long, further ones fail at once instead of waiting for it.
+    """Runs blocking calls. While a call hangs, further calls fail at once instead of waiting for it.
 
     Args:
-        n_threads: how many calls run at once. Further ones wait.
+        n_threads: how many calls run at once. Further calls wait.
         on_hang: is called with an error when a call takes too long.
     """
 
@@ -31,12 +31,14 @@ class Timeouts:
     async def run(self, work: Callable[..., T], *arguments: Any, seconds: float | None = ASK_SECONDS) -> T:
         """Return the result of a call.
 
-        Raises StoreDownError if the call takes longer than `seconds`, or if an earlier one that did still runs.
+        Raises StoreDownError if the call takes longer than `seconds`, or if an earlier call that took too long is still
+        running.
 
-        A call that takes too long runs on, since no thread can be stopped. Further calls are made when it has ended.
+        A call that takes too long keeps running, because threads cannot be stopped. Further calls are made when it has
+        ended.
 
         Args:
-            seconds: the time limit. None: the call may take any time, and runs even if others hang.
+            seconds: the time limit. None: the call may take any time, and runs even if other calls hang.
         """
         if seconds is not None and self._hanging:
             raise StoreDownError("an earlier call of the store has not returned yet")
@@ -52,7 +54,7 @@ class Timeouts:
         return call.result()
 
     def close(self) -> None:
-        """Begin no further call."""
+        """Begin no further calls."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _forget(self, call: asyncio.Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Compares histories: which messages of a chat are those of a stored path, whatever ids and thoughts they come with."""
+"""Compares histories: finds which messages of a chat are on a stored path, even if their ids and thoughts differ."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def groups_of(items: Iterable[Item]) -> list[Group]:
 
 
 def digests_of(start: bytes, groups: Iterable[Group]) -> list[bytes]:
-    """Return a digest of each beginning of a history, the shortest first."""
+    """Return a digest of each prefix of a history's turns, the shortest prefix first."""
     digests, at = list[bytes](), start
     for group in groups:
         at = digest_behind(at, group)
@@ -95,7 +95,10 @@ def digests_of_tree(start: bytes, nodes: Iterable[Node]) -> dict[bytes, str]:
 
 
 def _told(group: Group) -> Iterator[Any]:
-    """Yield what counts of a turn: its texts, its calls and its results. Clients change ids, and leave thoughts out."""
+    """Yield what is compared of a turn: its texts, calls and results.
+
+    Ids and thoughts are not compared, because clients change ids and leave thoughts out.
+    """
     for item in group:
         if item["type"] == "message":
             text = "".join(part.get("text", "") for part in item["content"]).strip()

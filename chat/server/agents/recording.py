@@ -1,8 +1,8 @@
-"""Stores what agents ask as trees of sessions, without a change of the client.
+"""Stores the requests of agents as trees of sessions, without changes to the client.
 
-A client sends its whole history with each request. A request continues the node with which the longest beginning of
-its history ends. So a rewind, a fork, a subagent, or a compaction of the context becomes a branch, and what was there
-before stays.
+A client sends its whole history with each request. A request continues the last node of the longest stored prefix of
+its history. So a rewind, a fork, a subagent, or a compaction of the context becomes a branch, and earlier messages
+stay.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Step:
     """Holds one request of an agent, and its reply.
 
     Attributes:
-        name: the session that its headers name. None: the history alone says where it belongs.
-        items: the history. beginning: the text with which the reply was to begin.
-        about: what is stored of the reply beside its items.
+        name: the session that the request's headers name. None: the history alone says where it belongs.
+        items: the history. beginning: the text that the request gave as the beginning of the reply.
+        about: the fields that are stored of the reply besides its items.
     """
 
     owner: bytes
@@ -69,7 +69,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Found:
-    """Says where a history continues: behind `n_known` of its turns, at a node of a session."""
+    """Says at which node of a session a history continues, and that `n_known` of its turns come before."""
 
     session: str
     node: str | None = None
@@ -78,12 +78,12 @@ class Found:
 
 
 class Recorder:
-    """Stores steps of agents one after the other, when their clients have got their replies."""
+    """Stores steps of agents one after the other, after their clients have received their replies."""
 
     def __init__(self, repository: SessionRepository) -> None:
         self._repository = repository
         self._turn = asyncio.Lock()
-        # The digest of a history -> its session and its last node.
+        # This maps the digest of a history to its session and its last node.
         self._known = OrderedDict[bytes, tuple[str, str]]()
 
     def watch(self, request: Request, asked: ChatRequest, token_ids: list[int], new_reader: NewReader) -> None:
@@ -95,7 +95,7 @@ class Recorder:
     def watch_items(
         self, request: Request, asked: SampledRequest, items: list[Item], token_ids: list[int], new_reader: NewReader
     ) -> None:
-        """Store a response that is stored nowhere else, if a header names its session, as `watch` stores a chat."""
+        """Store a response that is not stored otherwise, if a header names its session, as `watch` stores a chat."""
         if session_named(request.headers.get) is not None:
             opening = [] if asked.instructions is None else [text_item("system", asked.instructions)]
             self._watch(request, asked, [*opening, *items], "", token_ids, new_reader)
@@ -124,20 +124,20 @@ class Recorder:
     async def _store(self, step: Step) -> None:
         generation = step.replies.generations[0]
         try:
-            while not generation.is_finished:  # Its client has gone away, and the step in progress ends it.
+            while not generation.is_finished:  # The client has gone away, and the step in progress ends the generation.
                 await asyncio.sleep(_PAUSE_SECONDS)
             if generation.error is not None:
                 return
             async with self._turn:
                 if not await self._add(step, generation):
-                    self._known.clear()  # What it continues was deleted meanwhile.
+                    self._known.clear()  # The session or node that the request continues was deleted meanwhile.
                     await self._add(step, generation)
         except Exception:
-            if self._repository.service.is_open:  # A server that stops stores no more.
+            if self._repository.service.is_open:  # A server that is stopping stores no more requests.
                 log.exception("a step of an agent could not be stored")
 
     async def _add(self, step: Step, generation: Generation) -> bool:
-        """Store a step. Return False if what it continues is gone."""
+        """Store a step. Return False if the node that it continues was deleted."""
         store, ask = self._repository.store, self._repository.ask
         start = hashlib.sha256(repr((step.owner, step.name)).encode()).digest()
         groups = groups_of(step.items)
@@ -163,7 +163,10 @@ class Recorder:
         return True
 
     async def _find(self, step: Step, start: bytes, digests: list[bytes], roles: list[str]) -> Found:
-        """Return where a history continues. Without a name, it continues a session only behind one of its replies."""
+        """Return where a history continues.
+
+        A history without a session's name continues a session only after one of the session's replies.
+        """
         store, ask = self._repository.store, self._repository.ask
         session_id = new_id("sess")
         if step.name is not None:
@@ -183,7 +186,7 @@ class Recorder:
     async def _reply_of(
         self, step: Step, generation: Generation, session_id: str, nodes: list[Node], path: list[Node]
     ) -> Node:
-        """Return the node of a reply, with its token ids where they are all of its text."""
+        """Return the node of a reply, with its token ids if they stand for exactly its text."""
         store, is_whole = self._repository.store, generation.finish_reason == "stop"
         items = items_of_reply(read_whole(step.new_reader(), generation.text), step.beginning)
         why = "cancelled" if generation.finish_reason == "cancelled" else "max_output_tokens"

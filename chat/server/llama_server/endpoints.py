@@ -30,7 +30,7 @@ _GAPS = (
 
 
 class LlamaServer:
-    """Answers in the form of llama.cpp's server. All else is the service's."""
+    """Answers requests of llama.cpp's clients, in the form of its server. `Service` generates the replies."""
 
     def __init__(self, service: Service, embedding: Embedding) -> None:
         self._service = service
@@ -104,7 +104,10 @@ class LlamaServer:
         })  # fmt: skip
 
     async def slots(self) -> Response:
-        """List what is being answered. A request has no place of its own here, so each has its number as one."""
+        """List the requests that are being answered.
+
+        There are no slots here, so each request's number serves as its slot.
+        """
         n_running = self._service.engine.load.total
         about = {"n_ctx": self._service.context_tokens, "is_processing": True}
         return JSONResponse([{"id": i, **about} for i in range(n_running)])

@@ -23,7 +23,7 @@ class LlamaFormat:
     Attributes:
         prompt: the text of the prompt.
         has_probs: whether the likeliest tokens are sent.
-        slot: the number by which the client names the prefix.
+        slot: the number by which the client can later save the prefix.
         has_timings: whether each event has the times so far.
         note: is called with the tokens of the reply at its end.
     """
@@ -108,7 +108,7 @@ def _timings_so_far(piece: Piece, usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def timings_of(n_prompt: int, n_cached: int, n_predicted: int, spent: dict[str, Any]) -> dict[str, Any]:
-    """Return the times of a request. Those of the prompt concern the tokens that were computed."""
+    """Return the times of a request. The prompt's times are for the tokens that were computed."""
     prompt, predicted = spent["prefill_seconds"], spent["decode_seconds"]
     return {
         "cache_n": n_cached,

@@ -22,10 +22,10 @@ def _read_length(value: object) -> object:
 
 
 class LlamaCompletion(SamplingFields):
-    """Holds a request to POST /completion. Its sampling has the names that chats have, too.
+    """Holds a request to POST /completion. Its sampling parameters have the same names as in chats.
 
     Attributes:
-        slot: the name by which the prefix can be saved later. Below 0: any, which is 0 here.
+        slot: the name by which the prefix can be saved later. A number below 0 means any slot, which is 0 here.
         timings_per_token: whether each event of a stream has the times so far.
     """
 
@@ -56,7 +56,7 @@ class LlamaCompletion(SamplingFields):
     timings_per_token: bool = False
 
     def as_completion(self, model: str) -> CompletionRequest:
-        """Return the same as a request of OpenAI's clients.
+        """Return the same request in the form of OpenAI's clients.
 
         Args:
             model: the name of the model, if the request names none.
@@ -75,7 +75,7 @@ class LlamaCompletion(SamplingFields):
 
 
 class Infill(LlamaCompletion):
-    """Holds a request to POST /infill: the text before and behind a gap."""
+    """Holds a request to POST /infill: the texts before and after a gap."""
 
     neutral: ClassVar[Neutral] = {"input_extra": ([],)}
     prompt: str = ""  # type: ignore[assignment]

@@ -46,7 +46,7 @@ class Slots:
         self._tokens: OrderedDict[tuple[bytes, int], list[int]] = OrderedDict()
 
     def note(self, owner: bytes, slot: int, token_ids: list[int]) -> None:
-        """Keep the tokens of a slot's last completion."""
+        """Remember the tokens of a slot's last completion."""
         self._tokens[owner, slot] = token_ids
         self._tokens.move_to_end((owner, slot))
         if len(self._tokens) > _MOST_SLOTS:
@@ -73,7 +73,7 @@ class Slots:
         return JSONResponse({"id_slot": slot, **told, **spent})
 
     def _path(self, owner: bytes, filename: str | None) -> Path:
-        """Return where a file is, which only its owner finds."""
+        """Return the path of a file, at which only its owner finds it."""
         folder = self._service.options.slot_save_path
         if folder is None:
             message = (

@@ -1,4 +1,4 @@
-"""Streams snapshots of the memory to listeners. It counts nothing while nobody listens."""
+"""Streams snapshots of the memory to listeners. It takes no snapshots while nobody listens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Taken(NamedTuple):
 class MemoryView:
     """Answers /v1/memory and /v1/memory/events.
 
-    All listeners share the pause between two snapshots, so many slow the engine no more than one does.
+    All listeners share the pause between two snapshots, so many listeners slow the engine no more than one does.
     """
 
     def __init__(self, service: Served, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -101,7 +101,7 @@ class MemoryView:
             self.n_listeners -= 1
 
     def _state(self) -> object:
-        """Return values that differ if anything has changed. This waits for no step."""
+        """Return values that differ whenever the memory or the engine has changed. This waits for no step."""
         memory = self._service.engine.memory
         return engine_counts(self._service.engine), memory.free_bytes, len(memory.sequences)
 

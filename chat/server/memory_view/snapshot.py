@@ -1,7 +1,8 @@
 """Counts what the web page shows of a memory: bytes by kind, by sequence and by place, and the engine's work.
 
-The numbers are those of `HybridMemory.usage()` and `memory.pictures`, so a page and a notebook agree. What must not
-change meanwhile is copied first, under the lock of the memory's books. The counting follows, while steps go on.
+The numbers are those of `HybridMemory.usage()` and `memory.pictures`, so a page and a notebook agree. Data that must
+not change during the count is copied first, under the lock of the memory's bookkeeping. Then it is counted, while steps
+go on.
 """
 
 from __future__ import annotations
@@ -27,13 +28,7 @@ _MOST_CHECKPOINTS = 500
 
 @dataclass(frozen=True)
 class Still:
-    """Holds copies of all that a snapshot counts, from one moment.
-
-    Attributes:
-        n_swapped_out: the number of sequences outside of the budget.
-        chosen: the description of the chosen sequence. None: no sequence was asked for.
-        seconds: the time for which steps could neither begin nor end.
-    """
+    """Holds copies of all data that a snapshot counts, from one moment."""
 
     inventory: Inventory
     host_inventory: Inventory | None
@@ -45,10 +40,10 @@ class Still:
 
 
 def take_still(engine: Engine, sequence_id: Chosen) -> Still:
-    """Copy what a snapshot counts. Raises ApiError 404 if no sequence has this id.
+    """Copy the data that a snapshot counts. Raises ApiError 404 if no sequence has this id.
 
-    This waits for no step. A running step goes on; the snapshot shows the blocks that it has set aside. Only what reads
-    or writes the books of the memory waits, such as the beginning and the end of a step. Cost: O(blocks in use).
+    This waits for no step. A running step goes on; the snapshot shows the blocks that it has reserved. Only code that
+    reads or writes the memory's bookkeeping waits, such as the beginning and the end of a step. Cost: O(blocks in use).
     """
     memory = engine.memory
     counters = memory.counters
@@ -132,7 +127,7 @@ def _bytes(usage: Usage) -> dict[str, Any]:
 
 
 def _kinds(usage: Usage) -> list[dict[str, Any]]:
-    """Return the bytes of each pool of each layer memory, by part, as in the rows of `usage.tables`."""
+    """Return the bytes of each pool of each layer memory, divided as in the rows of `usage.tables`."""
     rows = []
     for group, kind in dict.fromkeys((place.group, place.kind) for place in usage.held):
         parts = {part: usage.held[Place(group, kind, part)] for part in PARTS}
@@ -169,7 +164,7 @@ def _sequences(by_sequence: BySequence) -> dict[str, Any]:
 
 
 def _describe(memory: HybridMemory, sequence_id: Chosen) -> dict[str, Any] | None:
-    """Return how far a sequence can be rolled back, and what each layer holds of it. Raises ApiError 404."""
+    """Return how far a sequence can be rolled back, and what each layer stores of it. Raises ApiError 404."""
     found = _find(memory, sequence_id)
     if found is None:
         if sequence_id in (None, "newest"):

@@ -1,1 +1,1 @@
-"""Speaks Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens, over the same calls as chats."""
+"""Speaks Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens, by the same code as chats."""

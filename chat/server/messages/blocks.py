@@ -34,17 +34,18 @@ def read_system(value: object) -> str:
     """Read the system prompt, which is a text or a list of blocks of text. Raises ValueError.
 
     Claude Code's first block is a header for Anthropic's accounts, which differs between versions, hosts and sessions.
-    It is no text for a model. If it were told, no two sessions could share the prefix behind it.
+    The header is not meant for a model. If the model got it, no two sessions could share the prefix after it.
     """
     texts = map(_read_text, _blocks_of(value))
     return "\n\n".join(text for text in texts if not text.startswith(_BILLING))
 
 
 def with_system_first(system: str, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with one system message first: the system prompt, and what systems say before any reply.
+    """Return the messages with one system message first: the system prompt, and all system messages before a reply.
 
-    Claude Code says which agents and skills there are behind the user's first words. That is most of its prompt, and
-    the same in every session. Before the user's words, all sessions share it. Later system messages stay in place.
+    Claude Code lists its agents and skills in system messages after the user's first words. These lists are most of its
+    prompt, and the same in every session. When they come before the user's words, all sessions share them. Later system
+    messages stay in place.
     """
     n_opening = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     opening = messages[:n_opening]
@@ -108,7 +109,7 @@ def _read_document(block: Block) -> str:
 def _read_turn(blocks: list[Block]) -> list[ChatMessage]:
     """Return a user's turn. Each result of a tool is a message of its own; texts between them stay in their order.
 
-    Between two texts is an empty line. A picture stands right beside its texts, as in other dialects.
+    Between two texts is an empty line. No empty line separates a picture from texts, as in other dialects.
     """
     messages = list[ChatMessage]()
     for before, block in zip([None, *(block["type"] for block in blocks)], blocks, strict=False):
@@ -137,7 +138,7 @@ def _read_found(block: Block) -> str:
 
 
 def _read_reply(blocks: list[Block]) -> ChatMessage:
-    """Return an earlier reply. What the thoughts of others hold in secret (`redacted_thinking`) is left out."""
+    """Return an earlier reply. Encrypted thoughts of other models (`redacted_thinking`) are left out."""
     texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for block in blocks:
         if block["type"] == "thinking":

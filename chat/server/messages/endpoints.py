@@ -12,7 +12,7 @@ from hybridmem.chat.server.service import Service
 
 
 class Messages:
-    """Answers with messages. All but their form is the service's: prompts, sampling, tools, and prefixes."""
+    """Answers requests in the form of Anthropic's Messages. `Service` makes the prompts and generates the replies."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -18,7 +18,7 @@ _KINDS = {
 
 
 def message_error(error: ApiError) -> dict[str, Any]:
-    """Return the body of an error. A prompt that does not fit is said in the words that clients look for."""
+    """Return the body of an error. If a prompt does not fit, the message has the wording that clients look for."""
     kind = _KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     text = str(error)
     if isinstance(error, ContextError) and error.n_prompt >= error.limit:

@@ -43,12 +43,15 @@ def _stop_of(generation: Generation, *, has_calls: bool) -> dict[str, Any]:
 
 
 def _sign(thoughts: str) -> str:
-    """Return the signature of thoughts. Clients send back only thoughts that have one; this server reads none."""
+    """Return the signature of thoughts.
+
+    Clients send back only thoughts that have one; this server does not check signatures.
+    """
     return hashlib.sha256(thoughts.encode()).hexdigest()
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Those of a call that was cut are kept as text."""
+    """Return the arguments of a call as an object. If the call was cut, its arguments are kept as text."""
     try:
         value = parse_json(arguments or "{}")
     except ValueError:
@@ -65,7 +68,8 @@ class MessageFormat:
     """Writes the one message of a request, whole or as a stream.
 
     Attributes:
-        n_prompt: the tokens of the prompt. The stream tells them before it is known how many of them were cached.
+        n_prompt: the tokens of the prompt. The stream sends this number before it is known how many of them were
+            cached.
         new_reader: makes the reader of the reply.
     """
 
@@ -147,7 +151,7 @@ class MessageFormat:
         return self._begin({"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": part.content})
 
     def _begin(self, block: Block) -> str:
-        """Open a block, unless one of its kind is open. Each call has a block of its own."""
+        """Open a block, unless one of the same kind is open. Each call has a block of its own."""
         if self._open is not None and self._open["type"] == block["type"] != "tool_use":
             return ""
         events = self._close() + _event("content_block_start", index=self._n_blocks, content_block=block)

@@ -35,7 +35,7 @@ class Thinking(Checked):
 
 
 class OutputConfig(Checked):
-    """Holds the form of a reply, and how much effort it is worth."""
+    """Holds the form of a reply, and how much effort the model should spend on it."""
 
     neutral: ClassVar[Neutral] = {"task_budget": ANY}
     effort: str | None = None
@@ -45,7 +45,7 @@ class OutputConfig(Checked):
 class MessagesRequest(Checked):
     """Holds a request to POST /v1/messages, or to count the tokens of its prompt.
 
-    `min_p`, `seed` and `cache_salt` are ours, and mean what they mean in chats.
+    `min_p`, `seed` and `cache_salt` are this server's additions. They mean the same as in chats.
     """
 
     neutral: ClassVar[Neutral] = {
@@ -81,7 +81,7 @@ class MessagesRequest(Checked):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     def chat_fields(self) -> dict[str, Any]:
-        """Return the same as the fields of a chat."""
+        """Return the request as the fields of a chat request."""
         fields: dict[str, Any] = {"messages": with_system_first(self.system, self.messages)}
         fields |= {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         if self.stop_sequences:

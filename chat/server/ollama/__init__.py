@@ -1,1 +1,1 @@
-"""Speaks Ollama's API: /api/chat, /api/generate and what its clients ask about models, over the same calls as chats."""
+"""Speaks Ollama's API: /api/chat, /api/generate and its endpoints about models, by the same code as chats."""

@@ -18,7 +18,10 @@ _LINES = "application/x-ndjson"
 
 
 class Ollama:
-    """Answers in Ollama's form. All else is the service's."""
+    """Answers requests of Ollama's clients, in Ollama's form.
+
+    `Service` checks the requests and generates the replies.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -44,7 +47,7 @@ class Ollama:
         return await self._answer(request, [prompt], form, is_stream=asked.stream)
 
     async def tags(self) -> Response:
-        """List the model, as one that has been pulled, or as one that runs."""
+        """List the model in the form of pulled models, which is also that of running models."""
         return JSONResponse({"models": [self._model()]})
 
     async def show(self, request: Request) -> Response:

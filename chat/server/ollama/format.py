@@ -42,7 +42,7 @@ class OllamaFormat:
     new_reader: Callable[[], Reader] | None
     _reader: Reader | None = None
     _calls: list[list[str]] = field(default_factory=list)  # The name and the arguments of each call so far.
-    _n_told: int = 0  # So many calls have been sent. A call is sent when it is whole.
+    _n_told: int = 0  # This many calls have been sent. A call is sent when it is complete.
     _reason: str | None = None
 
     def whole(self, generations: list[Generation], usage: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class OllamaFormat:
         return ""
 
     def wait(self) -> str:
-        return ""  # A line of a stream is an object, and clients take each for a part of the reply.
+        return ""  # Send nothing: each line of a stream is an object, which clients take for a part of the reply.
 
     def add(self, piece: Piece, usage: Usage) -> str:
         if self._reader is None:

@@ -24,7 +24,7 @@ def _read_length(value: object) -> object:
 
 
 class Options(Checked):
-    """Holds the options of a request. Those of loading a model change nothing here."""
+    """Holds the options of a request. Options for loading a model have no effect here."""
 
     neutral: ClassVar[Neutral] = {
         **dict.fromkeys(
@@ -51,7 +51,7 @@ class Options(Checked):
     num_predict: Annotated[int | None, BeforeValidator(_read_length)] = None
 
     def fields(self) -> dict[str, Any]:
-        """Return the same as fields of a request of OpenAI's clients."""
+        """Return the options as fields of a request of OpenAI's clients."""
         fields = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         return fields | ({} if self.num_predict is None else {"max_tokens": self.num_predict})
 
@@ -144,7 +144,10 @@ def read_generate(body: bytes) -> OllamaGenerate:
 
 
 def _content_of(message: dict[str, Any]) -> Any:
-    """Return a message's content. Ollama's pictures come beside the text, as base64, and stand before it."""
+    """Return a message's content. Ollama's clients send pictures separately from the text, as base64.
+
+    They are put before the text.
+    """
     images, text = message.get("images"), message.get("content")
     if not isinstance(images, list) or not images:
         return text
@@ -153,7 +156,7 @@ def _content_of(message: dict[str, Any]) -> Any:
 
 
 def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in OpenAI's form. Calls have no ids in Ollama's: results follow them in their order."""
+    """Return messages in OpenAI's form. Ollama's calls have no ids: results follow in the order of the calls."""
     told, waiting = list[dict[str, Any]](), list[str]()
     for number, message in enumerate(messages):
         names = {"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id", "name"}

@@ -2,7 +2,7 @@
 
 const KEY = "hybrid-memory.key", CLIENT = "hybrid-memory.client";
 
-/** What went wrong, in words for whoever reads the page. `status` 0: the server did not answer. */
+/** Says what went wrong, in words for the user of the page. `status` 0: the server did not answer. */
 export class ApiError extends Error {
   constructor(status, message, { code = null, retryAfter = null } = {}) {
     super(message);
@@ -18,7 +18,7 @@ export class ApiError extends Error {
 let askForKey = async () => null;
 let asking = null;
 
-/** Set what asks for the key; it returns `{key, remember}`, or null. */
+/** Set the function that asks for the key; it returns `{key, remember}`, or null. */
 export function onKeyNeeded(ask) { askForKey = ask; }
 
 function key() { return sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY); }
@@ -37,8 +37,8 @@ async function renewKey(wrong) {
   return true;
 }
 
-// In a fleet, each replica has a memory of its own. All that one browser asks is a session for the router, so that one
-// replica answers it while there is room; what only looks is asked of the replica that answered last.
+// In a fleet, each replica has a memory of its own. The router takes all requests of one browser for one session, so that
+// one replica answers them while it has room. Requests that only read go to the replica that answered last.
 
 let replica = null;
 let onReplica = () => {};
@@ -46,7 +46,7 @@ let onReplica = () => {};
 /** Return the name of the replica that answered last; null where there is one server. */
 export const replicaName = () => replica;
 
-/** Set what is called when another replica answers than before. */
+/** Set the function that is called when another replica answers than before. */
 export function onReplicaChange(call) { onReplica = call; }
 
 function client() {
@@ -83,7 +83,7 @@ async function errorOf(response) {
   return new ApiError(response.status, words[response.status] ?? said, { code: error.code, retryAfter });
 }
 
-/** Send a request; returns the response, or raises ApiError. It asks for a key where one is wanted. */
+/** Send a request; returns the response, or raises ApiError. It asks the user for a key if the server wants one. */
 async function send(method, path, body, { signal, quiet } = {}) {
   for (;;) {
     const used = key();

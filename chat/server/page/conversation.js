@@ -1,4 +1,4 @@
-// What one can do with a conversation. Each change is the server's first; then its tree is read again.
+// Changes conversations. Each change is made on the server first; then the conversation's tree is read again.
 
 import * as api from "/page/api.js";
 import { state, set, pathTo, childrenOf, isReply, sampling } from "/page/state.js";
@@ -9,7 +9,7 @@ let abort = null;
 const MOST_USAGES = 12;
 const PENDING = "hybrid-memory.pending", GONE = ["not_found", "previous_response_not_found"];
 
-/** Run an action; what goes wrong is said in words. Returns undefined then. */
+/** Run an action. If it fails, show the error in words and return undefined. */
 export async function attempt(action, retry) {
   try {
     return await action();
@@ -69,7 +69,7 @@ async function readTree(isNewest) {
   readUsages().catch(() => {});
 }
 
-/** Read what the newest replies of the path have cost: the tree does not say so, their responses do. */
+/** Read the costs of the newest replies of the path, from their responses, because the tree does not hold them. */
 async function readUsages() {
   const missing = pathTo(state.head).filter((node) => isReply(node) && !state.usages.has(node.id)).slice(-MOST_USAGES);
   for (const { id } of missing.reverse()) {
@@ -102,7 +102,7 @@ async function move(id) {
   await refresh();
 }
 
-/** Return where undo leads: the head before, or else the reply before the last turn. */
+/** Return the node to which undo leads: the previous head, or if there is none, the reply before the last turn. */
 export function undoTarget() {
   const known = past.undo.findLast((id) => state.nodes.has(id) && id !== state.head);
   if (known) return known;
@@ -136,7 +136,7 @@ export function stop() {
   abort = null;
 }
 
-/** Send a message behind the current path. */
+/** Send a message after the end of the current path. */
 export async function send(text) {
   const head = state.nodes.get(state.head);
   remember(state.head);
@@ -157,13 +157,13 @@ export async function answer(id) {
   await reply("/v1/responses", { conversation: state.session, store: true }, { parent: id });
 }
 
-/** Make another reply beside one. */
+/** Make an alternative to a reply. */
 export async function regenerate(id) {
   remember(state.head);
   await reply(`/v1/sessions/${state.session}/regenerate`, { node: id }, { parent: state.nodes.get(id).parent });
 }
 
-/** Put a message with another text beside one, and answer it if `answers`. */
+/** Add an edited copy of a message as a sibling, and let the model answer it if `answers`. */
 export async function edit(id, text, answers) {
   remember(state.head);
   const node = state.nodes.get(id);

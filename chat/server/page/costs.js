@@ -1,4 +1,4 @@
-// Says in words what going somewhere costs, and what a reply has cost.
+// Says in words what it costs to continue from a node, and what a reply has cost.
 
 import { h } from "/page/dom.js";
 import { count, whole, seconds, percent } from "/page/format.js";

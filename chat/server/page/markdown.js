@@ -8,7 +8,7 @@ const SAFE = /^(https?:|mailto:)/i;
 const MOST_CHARACTERS = 40000, MOST_MILLISECONDS = 200, MOST_LEVELS = 24;
 let level = 0; // of what is being made: beyond the last, text stays as it is written
 
-/** Return the blocks of a text. What nests too deep, or takes too long to read, is one block: the text as it is. */
+/** Return the blocks of a text. A text that nests too deep, or takes too long to parse, is one block of plain text. */
 function blocksOf(element, text) {
   const plain = [{ type: "plain", raw: text }];
   if (element.isPlain || text.length > MOST_CHARACTERS) return plain;
@@ -25,7 +25,7 @@ function blocksOf(element, text) {
   }
 }
 
-/** Show markdown in an element. Blocks that are as they were stay, so a growing reply costs only its last block. */
+/** Show markdown in an element. Unchanged blocks are kept, so a growing reply costs only its last block. */
 export function show(element, text) {
   const tokens = blocksOf(element, text);
   tokens.forEach((token, i) => {

@@ -1,4 +1,4 @@
-// Shows the memory live. It listens only while it can be seen, so the server counts nothing for nobody.
+// Shows the memory live. It listens only while it is visible, so that the server takes no snapshots in vain.
 
 import * as api from "/page/api.js";
 import { state, subscribe } from "/page/state.js";

@@ -1,4 +1,4 @@
-// Shows the current path as messages, each with what one can do with it.
+// Shows the current path as messages, each with buttons for its actions.
 
 import * as api from "/page/api.js";
 import * as talk from "/page/conversation.js";
@@ -17,7 +17,7 @@ let shownSession = null;
 let greeting = () => null;
 let further = () => null;
 
-/** Set what is shown where there is no message yet. */
+/** Set the content that is shown while there is no message yet. */
 export function onEmpty(make) { greeting = make; }
 
 /** Set what is shown below the newest reply: an element for the path that ends in it, or null. */
@@ -167,7 +167,7 @@ function editor(node) {
       node.role === "user" && h("button", { type: "button", class: "primary", onclick: () => save(true) }, "Save and answer")));
 }
 
-/** Ask behind which token of a reply to go on. Tokens are the model's pieces of words. */
+/** Ask after which token of a reply to continue. Tokens are the model's pieces of words. */
 async function fromToken(node) {
   const { tokens } = await api.tokenize(node.text);
   const before = h("span"), after = h("span", { class: "cut" }), said = h("output");

@@ -1,4 +1,4 @@
-// Lists who holds the bytes: the largest sequences and checkpoints. Rows are made once, and only what differs is written.
+// Lists the largest sequences and checkpoints. Rows are made once, and only changed values are written.
 
 import { h } from "/page/dom.js";
 import { bytes, count, whole } from "/page/format.js";

@@ -61,7 +61,7 @@ export function saveSettings(settings) {
   set({ settings });
 }
 
-/** Return the settings as a request has them: what is empty is left to the server. */
+/** Return the settings as fields of a request. Empty settings are left out, so that the server chooses. */
 export function sampling() {
   const { instructions, ...numbers } = state.settings;
   const given = Object.entries(numbers).filter(([, text]) => text !== "").map(([name, text]) => [name, Number(text)]);

@@ -1,4 +1,4 @@
-// Draws the conversation as a tree: the current path runs straight down, other branches stand to its right.
+// Draws the conversation as a tree: the current path runs straight down, and other branches are to its right.
 
 import * as talk from "/page/conversation.js";
 import { state, subscribe, pathTo, childrenOf } from "/page/state.js";

@@ -47,7 +47,7 @@ class _About(BaseModel):
 
 
 def _check_about(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse values that no request could have had, because another reply beside this one takes them over."""
+    """Refuse values that no request could have had, because a regenerated reply would copy them."""
     try:
         _About.model_validate(value)
     except ValidationError as error:
@@ -77,7 +77,7 @@ class Archive(OwnedRequest):
     """Holds a document, which is a session and its nodes. Each node comes after its parent."""
 
     neutral: ClassVar[Neutral] = {}
-    most_values: ClassVar[int] = 8 * MOST_VALUES  # Each response has about forty keys about its sampling.
+    most_values: ClassVar[int] = 8 * MOST_VALUES  # Each response has about forty keys for its sampling options.
     format: Literal["hybrid-memory.session"]
     version: Literal[1]
     model: str
@@ -102,7 +102,7 @@ class Archives:
         return JSONResponse(about | {"nodes": [_as_json(node) for node in nodes]})
 
     async def load(self, request: Request) -> Response:
-        """Store a document as a new session, with new ids. It belongs to whoever sends it."""
+        """Store a document as a new session, with new ids. It belongs to the client that sends it."""
         asked, owner = await self._repository.read(request, Archive)
         read = [self._read(node) for node in asked.nodes]
         # Token ids of another model would mean nothing here.
@@ -150,7 +150,7 @@ def _check(nodes: list[Node], head: str | None, vocab_size: int) -> None:
 
 
 def _find_fault(node: Node, above: Ancestors, lengths: dict[str, int], vocab_size: int) -> str:
-    """Return what is wrong with a node, or an empty text. The nodes above it were checked before."""
+    """Return what is wrong with a node, or an empty text. Its ancestors have already been checked."""
     if node.id in above or not node.id.startswith(("turn_", "resp_")):
         return "its id is there twice, or begins with neither 'turn_' nor 'resp_'"
     if node.parent is not None and node.parent not in above:

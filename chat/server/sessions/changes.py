@@ -44,7 +44,7 @@ class Changes:
         self._pins = pins
 
     async def edit(self, request: Request, session_id: str) -> Response:
-        """Add a message with other content beside an existing one.
+        """Add a message with other content as an alternative to an existing one.
 
         Generate a reply to it if the request asks for one.
         """
@@ -62,7 +62,7 @@ class Changes:
         return await self._add(session, written)
 
     async def regenerate(self, request: Request, session_id: str) -> Response:
-        """Generate another reply beside one, or the first reply to a message."""
+        """Generate an alternative to a reply, or the first reply to a message."""
         asked, owner = await self._repository.read(request, RegenerateRequest)
         session, node, above = await self._find(owner, session_id, asked.node)
         path = above if node.role == "assistant" else [*above, node]
@@ -74,7 +74,8 @@ class Changes:
     async def fork(self, request: Request, session_id: str) -> Response:
         """Copy the path to a node into a new session.
 
-        With `token`, begin another reply with the first tokens of an existing one.
+        If `token` is given, the node is a reply, and the new session generates another reply that begins with its first
+        `token` tokens.
         """
         asked, owner = await self._repository.read(request, ForkRequest)
         session, node, above = await self._find(owner, session_id, asked.node)
@@ -148,7 +149,7 @@ class Changes:
         )
 
     async def _like(self, asked: AskedT, node: Node, above: list[Node]) -> AskedT:
-        """Return the request, with its missing fields taken from the reply beside it."""
+        """Return the request, with missing fields copied from the reply to which it is an alternative."""
         tree = await self._repository.ask(self._repository.store.tree, node.session)
         replies = [node, *(other for other in tree if other.parent == node.id), *reversed(above)]
         model = next((other for other in replies if other.is_reply and other.about), None)

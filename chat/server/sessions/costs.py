@@ -1,4 +1,4 @@
-"""Computes what it costs to continue from each node of a tree: what is kept of it, and what must be computed again."""
+"""Computes what it costs to continue from each node of a tree: which tokens are kept and which computed again."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Cost:
     Attributes:
         source: "window" (rolled back from a later position), "checkpoint", "host", "disk" or "nothing".
         compute_tokens: tokens that must be computed before the first new token.
-        replay_tokens: those of them that were computed before, but have no state left.
+        replay_tokens: how many of these tokens were computed before, but have no state left.
         seconds: the time for this, at the speed of the last prompts. None: no speed was measured yet.
-        own_bytes, shared_bytes: the bytes that only the node's checkpoint holds, and those that it shares.
+        own_bytes, shared_bytes: the bytes that only the node's checkpoint holds, and the bytes that it shares.
     """
 
     source: str
@@ -56,8 +56,8 @@ class Cost:
 def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cost]:
     """Return the cost of each node of a tree. Each node comes after its parent. This waits for the step in progress.
 
-    Nothing changes. Cost: O(tokens) for each node. However many nodes there are, steps wait for a few milliseconds at a
-    time.
+    Nothing changes. Cost: O(tokens) for each node. Steps wait for at most a few milliseconds at a time, however many
+    nodes there are.
     """
     left, costs, owner = each_tokens(nodes), dict[str, Cost](), prefix_owner(owner)
     while True:
@@ -65,7 +65,7 @@ def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cos
             end = time.perf_counter() + _HELD_SECONDS
             for node, tokens in left:
                 costs[node.id] = cost_of(engine, owner, tokens)
-                # The node is a message whose prompt is known by now.
+                # The node is a message that a known prompt contains.
                 if node.parent is not None and node.parent not in costs:
                     costs[node.parent] = cost_of(engine, owner, tokens[: node.n_prompt])
                 if time.perf_counter() > end:
@@ -75,7 +75,7 @@ def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cos
 
 
 def cost_of(engine: Engine, owner: bytes, tokens: Int64s) -> Cost:
-    """Return the cost of continuing behind these tokens. The caller holds the engine's lock."""
+    """Return the cost of continuing after these tokens. The caller holds the engine's lock."""
     prefixes = engine.prefixes
     if prefixes is None:
         return Cost("nothing", len(tokens))

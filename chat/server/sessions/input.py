@@ -26,7 +26,7 @@ _UNSEEN = ("input_image", "input_file", "input_audio")
 def read_input(value: object) -> list[Item]:
     """Read the `input` of a response, which is a user's text or a list of items. Raises ValueError.
 
-    References to stored items stay as they are. Whoever reads the store replaces them by the items.
+    References to stored items stay as they are. They are replaced by the items when the store is read.
     """
     if isinstance(value, str):
         return [text_item("user", value)]
@@ -50,9 +50,11 @@ def read_items(value: object, *, may_refer: bool = False) -> list[Item]:
 
 
 def split_items(value: object) -> tuple[object, list[str]]:
-    """Leave the calls of tools that other servers ran out of a request's items. Return the rest, and what was left out.
+    """Remove calls of tools that other servers ran from a request's items.
 
-    No template can write them, and the replies after them say what they found.
+    Return the other items, and what was left out.
+
+    No template can write such calls, and later replies say what they found.
     """
     if not isinstance(value, list):
         return value, []
@@ -83,7 +85,7 @@ def _read_item(item: object) -> Item:
 
 
 def _as_function(kind: str, item: Item) -> tuple[str, Item]:
-    """Return a call of a tool that takes text or a command, or its result, as that of a function."""
+    """Turn a call of a tool that takes text or a command, or the result of such a call, into that of a function."""
     if kind == "custom_tool_call" and isinstance(item.get("input"), str):
         return "function_call", {**item, "arguments": json.dumps({"input": item["input"]}, ensure_ascii=False)}
     if kind == "local_shell_call" and isinstance(item.get("action"), dict):
@@ -159,7 +161,10 @@ def _read_output(item: Item) -> Item:
 
 
 def _with_unseen(output: object) -> object:
-    """Return the result of a tool with a text in place of each image. If it were refused, no session could go on."""
+    """Return the result of a tool with a text in place of each image.
+
+    If images were refused, no session with one could continue.
+    """
     if not isinstance(output, list):
         return output
     told = {"type": "input_text", "text": UNSEEN_IMAGE}

@@ -25,7 +25,7 @@ def page_of(request: Request, entries: list[dict[str, Any]], *, order: str = "de
 
     Args:
         entries: all entries, in ascending order.
-        order: the order, unless the request names one.
+        order: the order if the request names none.
     """
     limit, wanted = read_limit(request), request.query_params.get("order", order)
     if wanted not in ("asc", "desc"):

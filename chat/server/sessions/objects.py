@@ -57,7 +57,7 @@ def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def finished(response: Response, output: list[Item], finish_reason: str | None, usage: dict[str, Any]) -> Response:
-    """Return the response with its output, as one that has ended."""
+    """Return the response as complete, with its output."""
     is_whole = finish_reason == "stop"
     why = "max_output_tokens" if finish_reason in ("length", "deadline") else "cancelled"
     return response | {
@@ -70,14 +70,14 @@ def finished(response: Response, output: list[Item], finish_reason: str | None, 
 
 
 def failed(response: Response, error: ApiError) -> Response:
-    """Return the response as one that an error has ended."""
+    """Return the response as failed, with the error."""
     code = "rate_limit_exceeded" if error.status == 429 else "server_error"
     about = {"code": code if error.status >= 429 else "invalid_prompt", "message": str(error)}
     return response | {"status": "failed", "error": about, "output": []}
 
 
 def about_of(response: Response) -> dict[str, Any]:
-    """Return the fields of a response that are stored beside its output."""
+    """Return the fields of a response that are stored in addition to its output."""
     return {name: value for name, value in response.items() if name not in ("output", "object", "id", "status")}
 
 

@@ -29,7 +29,7 @@ FOREVER = math.inf
 
 @dataclass(frozen=True)
 class Pin:
-    """Holds the token ids of a pinned node, the owner of its prefix, and the end of its time in unix seconds."""
+    """Holds the token ids of a pinned node, the owner of its prefix, and when the pin expires, in unix seconds."""
 
     owner: bytes
     tokens: Int64s
@@ -87,7 +87,10 @@ class Pins:
             raise as_api_error(error) from None
 
     def _keep(self, node_id: str, pin: Pin) -> int:
-        """Pin the checkpoint of a node. Return the bytes that only it holds. Raises ApiError if too much is pinned."""
+        """Pin the checkpoint of a node. Return the bytes that only this checkpoint holds.
+
+        Raises ApiError if too much is pinned.
+        """
         engine = self._repository.service.engine
         prefixes = engine.prefixes
         assert prefixes is not None, "it was asked for"
@@ -135,7 +138,7 @@ class Pins:
                     await asyncio.to_thread(self._keep, node.id, Pin(prefix_owner(owner), tokens, node.pinned_until))
 
     async def expire(self) -> None:
-        """Unpin nodes whose time is over, and nodes that were deleted."""
+        """Unpin nodes whose pins have expired, and nodes that were deleted."""
         async with self._turn:
             pinned: list[tuple[bytes, Node]] = await self._repository.ask(self._repository.store.pinned)
             now, known = self._repository.store.now(), {node.id for _, node in pinned}

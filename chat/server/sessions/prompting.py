@@ -31,7 +31,7 @@ class History:
         options: the options of the chat template.
         base: the last reply on the path with known token ids and the same instructions, tools and options.
         tokens: the token ids of `base`.
-        why_no_base: the reason in words, if there is no base.
+        why_no_base: if there is no base, the reason in words.
     """
 
     path: list[Node]
@@ -65,7 +65,7 @@ def find_base(
 
 
 def make_prompt(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, parse_special: bool) -> Prompt:
-    """Return the prompt behind a history.
+    """Return the prompt of the reply that follows a history.
 
     Raises ApiError 400 if the chat template refuses the messages.
     """
@@ -80,7 +80,7 @@ def make_prompt(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *
 def count_nodes(texts: Tokenizer, n_prompt: int, n_before: int, nodes: list[Node]) -> list[Node]:
     """Return new nodes with the number of token ids that each adds.
 
-    Each counts its own text; the last one counts the rest.
+    Each node counts its own text; the last one counts all other tokens.
 
     Args:
         n_prompt: the number of token ids of the prompt that ends with these nodes.

@@ -16,10 +16,10 @@ from hybridmem.chat.tools.reading import Part
 
 
 def response_again(node: Node, seed: str, *, stream: bool) -> HttpResponse:
-    """Return the response of a stored reply, whole or as the events that made it.
+    """Return the response of a stored reply, whole or as a stream of events.
 
     Args:
-        seed: the seed from which its ids were drawn.
+        seed: the seed from which the response's ids were drawn.
     """
     return EventStream(_events(node, seed)) if stream else JSONResponse(stored_response(node))
 

@@ -1,4 +1,4 @@
-"""Generates the reply to a stored history, and stores it before the client learns that it is whole."""
+"""Generates the reply to a stored history, and stores it before the client learns that it is complete."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Place:
         session: the session in which it is stored. None: a new one, or none at all.
         path: the nodes before its input.
         items: the items of its input.
-        opening: token ids of an earlier reply with which it begins.
-        names: the field by which its response names its history: `previous_response_id` or `conversation`.
+        opening: the token ids of an earlier reply with which this reply begins.
+        names: the field by which the response names its history: `previous_response_id` or `conversation`.
     """
 
     owner: bytes
@@ -71,10 +71,10 @@ class Made:
 
 
 class Replying:
-    """Makes one response, from its prompt to its place in the store.
+    """Makes one response, from the prompt to storing it.
 
     Args:
-        new_id: draws its ids.
+        new_id: draws the response's ids.
     """
 
     def __init__(
@@ -184,13 +184,13 @@ class Replying:
         except (asyncio.CancelledError, GeneratorExit):  # The client has gone away, or stopped the reply.
             self._repository.finish(self._store_begun(made))
             raise
-        except Exception as error:  # The status has been sent already.
+        except Exception as error:  # The status has been sent already, so the error is sent as an event.
             yield events.of_response("failed", failed(self._response, as_api_error(error)))
 
     async def _store_begun(self, made: Made) -> None:
         """Store the beginning of a reply whose client went away, so that the client finds it when it comes back.
 
-        In a conversation nothing is stored, because a client that tries again would say its message twice there.
+        In a conversation nothing is stored, because a client that tries again would add its message a second time.
         """
         is_repeatable = not (self._place.items and "conversation" in (self._place.names or {}))
         if self._has_ended or not (self._place.is_stored and is_repeatable):
@@ -206,7 +206,7 @@ class Replying:
             await self._end(made)
 
     async def _end(self, made: Made) -> Response:
-        """Return the ended response. If it is to be stored, it is on the disk then."""
+        """Return the ended response. If it is to be stored, it is on the disk when this returns."""
         self._has_ended = True
         generation = made.replies.generations[0]
         usage = usage_of(dict(made.replies.usage()))
@@ -218,7 +218,7 @@ class Replying:
     async def _said(self, generation: Generation, made: Made) -> list[int] | None:
         """Return the token ids of a reply. None: a stop string has cut the text inside of a token."""
         said = [*self._place.opening, *generation.token_ids]
-        if said and said[-1] in self._asked.stop_token_ids:  # This token ends the reply, and is not a part of it.
+        if said and said[-1] in self._asked.stop_token_ids:  # This token ends the reply, and is no part of its text.
             said.pop()
         if generation.stopped_by is None:
             return said

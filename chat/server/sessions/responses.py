@@ -39,7 +39,7 @@ class Responses:
         return await Replying(self._repository, asked, place, Ids(seed)).answer(request)
 
     async def _place(self, owner: bytes, asked: ResponseRequest) -> Place:
-        """Return where a new response belongs. Raises ApiError 404."""
+        """Return the place of a new response in its session. Raises ApiError 404."""
         repository, session, parent = self._repository, None, None
         names: dict[str, object] = {}
         if asked.conversation is not None:
@@ -83,5 +83,5 @@ class Responses:
 
 
 def _is_whole(node: Node) -> bool:
-    """Return whether a stored reply is whole. Another replica made it, and may have been lost in the middle."""
+    """Return whether a stored reply is complete. The replica that made it may have been lost in the middle."""
     return node.status != "deleted" and (node.about.get("incomplete_details") or {}).get("reason") != "cancelled"

@@ -1,4 +1,4 @@
-"""Reads requests about stored sessions, of OpenAI's Responses and Conversations and of our own API."""
+"""Reads requests about stored sessions, of OpenAI's Responses and Conversations and of this server's own API."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Title = Annotated[str, Field(max_length=MOST_TITLE)]
 
 @dataclass(frozen=True)
 class TextForm:
-    """Holds the field `text`: the form of a reply, and the client's words for it."""
+    """Holds the field `text`: the form of a reply, as this server reads it and as the client wrote it."""
 
     shape: Shape | None = None
     raw: dict[str, Any] = field(default_factory=lambda: {"type": "text"})
@@ -63,7 +63,7 @@ def _read_text(value: object) -> object:
 
 
 class Reasoning(Checked):
-    """Holds the `reasoning` of a response. There are no summaries of thoughts: the thoughts themselves are sent."""
+    """Holds the `reasoning` of a response. Thoughts are not summarized, but sent in full."""
 
     neutral: ClassVar[Neutral] = {"context": ANY, "generate_summary": ANY, "mode": ANY, "summary": ANY}
     effort: str | None = None
@@ -150,7 +150,7 @@ class ResponseRequest(SampledRequest):
 
 
 class OwnedRequest(Checked):
-    """Holds the fields that, beside the key, say who sends a request."""
+    """Holds the fields that identify the sender of a request, in addition to the key."""
 
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -185,7 +185,7 @@ class PinRequest(OwnedRequest):
 
 
 class EditRequest(SampledRequest):
-    """Holds a request for a message with other content beside an existing one, and perhaps for a reply to it."""
+    """Holds a request for an edited copy of a message, and perhaps for a reply to it."""
 
     model: str = ""
     node: str

@@ -1,4 +1,4 @@
-"""Gives all routes of stored sessions access to the store, in a thread of its own, and to the owners' sessions."""
+"""Gives all routes of stored sessions access to the sessions of each owner. The store runs in a separate thread."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SessionRepository:
         self._thread.shutdown()
 
     async def ask(self, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Call the store, after all earlier calls."""
+        """Call the store, after all earlier calls have ended."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*arguments, **options))
 
     def finish(self, work: Coroutine[Any, Any, None]) -> None:
@@ -81,7 +81,7 @@ class SessionRepository:
         return self._owner(request, OwnedRequest())
 
     def _owner(self, request: Request, asked: OwnedRequest | SampledRequest) -> bytes:
-        """Return the owner of what a request stores and reads: that of its sessions, and then that of its prefixes."""
+        """Return the owner of a request's sessions, joined with the owner of its prefixes."""
         query = request.query_params
         named = {name: given for name in _NAMED if (given := getattr(asked, name)) is None and name in query}
         asked = asked.model_copy(update={name: query[name] for name in named})
@@ -91,7 +91,10 @@ class SessionRepository:
         return owner + owners.of_prefixes(header, asked)
 
     def owner_of_agent(self, request: Request, asked: Sharing) -> bytes:
-        """Return the owner of what an agent's requests become. Hints are no walls, unless the server makes them so."""
+        """Return the owner of the sessions recorded from an agent's requests.
+
+        Hints separate owners only if the server isolates them.
+        """
         owners, header = self.service.owners, request.headers.get
         cache_key = asked.prompt_cache_key if owners.isolates else None
         return owners.of_sessions(header, cache_key, None) + owners.of_prefixes(header, asked)
@@ -177,7 +180,7 @@ class SessionRepository:
 def _forget(
     prefixes: PrefixCache, lock: AbstractContextManager[object], owner: bytes, tree: list[Node], gone: set[str]
 ) -> None:
-    """Close the checkpoints of deleted nodes, except those with which other nodes or prompts begin."""
+    """Close the checkpoints of deleted nodes, except those that other nodes or pinned prompts share."""
     n_shared = dict[str, int]()
     for node, tokens in each_tokens(tree):
         if node.id in gone:

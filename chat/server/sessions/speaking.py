@@ -11,13 +11,13 @@ from hybridmem.chat.tools.reading import Reader
 
 
 class Speaking:
-    """Reads a reply as it comes. The reply may begin with token ids of an earlier one.
+    """Reads a reply as it comes. The reply may begin with the token ids of an earlier one.
 
     Args:
         opening: the token ids of an earlier reply with which it begins.
         end_ids: tokens that end a reply. They have no text.
         shows_special: whether special tokens appear as text, which the reader knows.
-        hidden_ids: special tokens that do not.
+        hidden_ids: special tokens that never appear as text.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Speaking:
         return self._write(piece.text if self._stream is None else self._decode(piece.generation))
 
     def end(self, generation: Generation) -> list[str]:
-        """Write the rest and the end of the reply, and return the events."""
+        """Write the remaining text and the end of the reply, and return the events."""
         if self._stream is None:
             written = self._write(generation.text[self._n_characters :])
         else:
@@ -54,7 +54,7 @@ class Speaking:
     def _decode(self, generation: Generation) -> str:
         """Return the text of new tokens.
 
-        The token before them is decoded with them, since it may decide about a space.
+        The token before them is decoded with them, because a space between them may depend on it.
         """
         assert self._stream is not None, "the caller has looked"
         new = generation.token_ids[self._n_tokens :]

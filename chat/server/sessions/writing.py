@@ -46,7 +46,10 @@ class Writing:
         return [*written, self._write_text(kind, "delta", delta=text)]
 
     def close(self, *, is_whole: bool) -> list[str]:
-        """End the reply. If it has no items, it gets an empty message. A reply that was cut is `incomplete`."""
+        """End the reply. A reply without items gets an empty message.
+
+        A reply that was cut gets the status `incomplete`.
+        """
         written = [] if self.items else self._open_text("message")
         return [*written, *self._close("completed" if is_whole else "incomplete")]
 
