@@ -1,5 +1,4 @@
-"""Measures an engine's decode steps for each way of choosing tokens: greedy, sampled, penalised, constrained, and
-more."""
+"""Measures an engine's decode steps by how tokens are chosen: greedily, by sampling, with penalties or by a grammar."""
 
 from __future__ import annotations
 

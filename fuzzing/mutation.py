@@ -22,7 +22,7 @@ def damage_bytes(data: bytes, random: Random) -> bytes:
     changed = bytearray(data)
     for _ in range(random.choice((1, 1, 1, 2, 4, 8))):
         at = random.randrange(len(changed) + 1)
-        # # Headers are at the beginning of files, so damage there is likelier.
+        # Headers are at the beginning of files, so damage there is likelier.
         near = random.randrange(min(len(changed), 4096) + 1)
         at = random.choice((at, near, near))
         kind = random.randrange(7)

@@ -141,7 +141,7 @@ def _work(name: str, seed: int, first: int, n_inputs: int, done: Synchronized[in
     sys.stdout = sys.stderr = Path(os.devnull).open("w")
     with tempfile.TemporaryDirectory() as folder:
         target = make_target(name, Path(folder))
-        # # Imports and compilation on first use take memory, so they happen before the limit of memory is set.
+        # Imports and compilation on first use take memory, so they happen before the limit of memory is set.
         for number in range(-20, 0):
             judge(target, draw(target, name, seed, number))
         # numba loads libraries on first use, which no input has caused. They are loaded here, before the watch begins.
@@ -166,7 +166,7 @@ def _watch(folder: str, results: Any, done: Synchronized[int]) -> None:
     """Report if reading an input runs programs, opens connections, or writes outside of the folder."""
 
     def hear(event: str, args: tuple[Any, ...]) -> None:
-        # # This program may run, because it compiles the grammars of clients.
+        # This program may run, because it compiles the grammars of clients.
         if event in _FORBIDDEN and "grammar_worker.py" not in repr(args):
             results.put((f"{event} {args[:1]!r:.80}", done.value, repr(args)[:500]))
         elif event == "open" and isinstance(args[2], int) and args[2] & _WRITES and isinstance(args[0], str):

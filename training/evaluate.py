@@ -102,8 +102,7 @@ def make_held_out_dialogue(rng: random.Random, words: Words, row: str, situation
 
 
 def last_answers(model: LanguageModel, tokenizer: Tokenizer, dialogues: list[list[Turn]]) -> list[tuple[bool, str]]:
-    """Return for each dialogue whether the model's last reply would be right, and the text that the model gives
-    instead."""
+    """Return whether each last reply would be right, and the model's predictions while it is fed the right reply."""
     memory, answers = HybridMemory(model.memory_spec, "256MiB"), []
     for start in range(0, len(dialogues), _BATCH):
         prompts, replies = {}, []

@@ -1,7 +1,7 @@
 """Computes the loss of a Jamba and the gradients on one core of a CPU, several times as fast as transformers.
 
-Matrix products are in bfloat16. All operations between two products are one compiled loop, forward and one backward,
-which reads and writes bfloat16 too. The residual stream, the recurrent states, and the parameters stay float32.
+Matrix products are in bfloat16. All operations between two products are one compiled loop forward and one backward,
+which read and write bfloat16 too. The residual stream, the recurrent states, and the parameters stay float32.
 
 Shapes: B sequences, T positions, R = B * T rows, D the model's width, E channels of a Mamba layer, N states a channel,
 I the width between the two products of a feed-forward layer, K taps of the convolution.
@@ -282,8 +282,7 @@ class _Convolution(torch.autograd.Function):
 
 
 class _Scan(torch.autograd.Function):
-    """Computes the selective scan (Gu & Dao 2023, eq. 2) and the gate. States of all positions are kept for the
-    gradients."""
+    """Computes the selective scan (Gu & Dao 2023, eq. 2) and its gate. The states of all positions are kept."""
 
     @staticmethod
     def forward(ctx, x_BTE, z_BTE, dt_BTE, bias_E, a_NE, b_BTN, c_BTN, d_E):

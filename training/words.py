@@ -114,8 +114,7 @@ def _other_script(rng: random.Random) -> str:
 
 
 def _known(rng: random.Random) -> str:
-    """Draw a word of the demo's dialogues as a value of any kind, so that only the position of a word says what it
-    means."""
+    """Draw a word of the demo's dialogues as a value of any kind: only its position shall say what it means."""
     return rng.choice(sorted(_TAUGHT))
 
 

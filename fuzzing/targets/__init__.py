@@ -1,5 +1,4 @@
-"""Lists the targets. Each target draws damaged inputs for one reader of the library, and reads an input as users
-would."""
+"""Lists the targets. Each one draws damaged inputs for one reader of the library, and reads an input as users would."""
 
 from __future__ import annotations
 

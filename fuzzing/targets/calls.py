@@ -21,8 +21,7 @@ _VERBS = (
 
 
 class PublicCalls:
-    """Runs short random histories of calls on a memory with every kind of layer. Each input is the seed of one
-    history."""
+    """Runs short random histories of calls on a memory with every kind of layer. An input is a history's seed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._toy = folder, Toy(window=9)
@@ -49,8 +48,7 @@ class _History:
         self._path = folder / "calls.safetensors"
 
     def call(self) -> None:
-        """Call one method. It may raise an error of the library, and the memory's books must be consistent
-        afterwards."""
+        """Call one method. It may raise an error of the library, but the books must be consistent afterwards."""
         verb, random = self._random.choice(_VERBS), self._random
         try:
             if verb == "feed":

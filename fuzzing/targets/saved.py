@@ -1,5 +1,4 @@
-"""Feeds saved files of a memory, a prefix cache and a chat, with damaged bytes, or with damaged values and valid
-checksums."""
+"""Feeds saved files of a memory, a prefix cache and a chat: damaged bytes, or damaged values with valid checksums."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class SessionDatabase:
                     query = f"UPDATE meta SET {column} = ?1 WHERE ?2 >= 0"
                 try:
                     database.execute(query, (value, number))
-                # # SQLite cannot store such a value, so no file can contain it.
+                # SQLite cannot store such a value, so no file can contain it.
                 except (sqlite3.IntegrityError, OverflowError):
                     continue
             database.commit()

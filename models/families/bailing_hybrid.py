@@ -1,5 +1,4 @@
-"""Implements Ling 3 (Ling Team 2026): delta attention with a decay for each key channel, gated latent attention,
-experts.
+"""Implements Ling 3 (Ling Team 2026): delta attention with a decay per key channel, gated latent attention, experts.
 
 It is Kimi Linear with positions, a gate for each head of attention, and decays that may have a lower bound.
 """

@@ -1,5 +1,4 @@
-"""Implements Kimi Linear (Kimi Team 2025): delta attention with a decay for each key channel, latent attention,
-experts.
+"""Implements Kimi Linear (Kimi Team 2025): delta attention with a decay per key channel, latent attention, experts.
 
 Latent attention here rotates neither queries nor keys: only the layers of delta attention encode positions.
 """

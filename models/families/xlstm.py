@@ -1,5 +1,4 @@
-"""Implements xLSTM (Beck et al. 2024, 2025): layers whose state is a matrix with exponential gates, and no
-attention."""
+"""Implements xLSTM (Beck et al. 2024, 2025): layers with a matrix state and exponential gates, and no attention."""
 
 from __future__ import annotations
 

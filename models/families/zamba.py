@@ -1,5 +1,4 @@
-"""Implements Zamba (Glorioso et al. 2024): Mamba layers, and one shared transformer block that runs before some of
-them.
+"""Implements Zamba (Glorioso et al. 2024): Mamba layers, and one shared transformer block before some of them.
 
 Unlike Zamba2, it has a single shared block, no adapters and no positions. A mixer has several heads, and each head is a
 Mamba-1 recurrence over its own part of the channels.
