@@ -26,7 +26,8 @@ _STOLEN = 7
 
 @dataclass
 class Readings:
-    """Holds the seconds of each reading, and the share of processor time that the hypervisor took away meanwhile.
+    """Holds the seconds of each reading, and the share of processor time that the hypervisor took meanwhile.
+
     The share is NaN on systems that do not report it.
     """
 

@@ -76,8 +76,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Stage:
-    """Holds a stage of training. The learning rate rises to its peak, stays, and falls in the last half of the
-    steps."""
+    """Holds a stage of training. The learning rate rises to a peak, stays, and falls in the last half of the steps."""
 
     steps: int
     peak_rate: float
