@@ -90,7 +90,7 @@ def write_page(found: dict[str, dict[str, list[Result] | str]], page: Path) -> N
 
 def _line(name: str, result: Result) -> str:
     why = result.why.split("\n")[0]
-    return f"- {name}, {result.promise.name}: {why[:160]} (seed {result.seed})."
+    return f"- {name} breaks *{result.promise.name}*: {why[:160]} (seed {result.seed})."
 
 
 _HEAD = """# Conformance of peers
@@ -100,7 +100,7 @@ on small random models. `python -m benchmarks conformance` writes it. The promis
 libraries do not promise all of them. A promise is *refused* if it needs a call that the library does not have, or if
 the library refused any part of it and changed nothing. Rollbacks by more than 8 tokens may be refused freely. A promise
 *failed* if the library broke it without an error, or raised another error; the command prints the smallest history that
-shows it.
+shows it. Below each table, every line names a model, the promise that it breaks, and the first fault that was found.
 
 The adapters are in `benchmarks/peers/`:
 
