@@ -1,4 +1,4 @@
-"""Runs `python -m benchmarks COMMAND`, of the commands in `benchmarks.commands`."""
+"""Runs `python -m benchmarks COMMAND`, where COMMAND is one of those in `benchmarks.commands`."""
 
 from __future__ import annotations
 

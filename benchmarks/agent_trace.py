@@ -1,9 +1,10 @@
 """Measures how much of an agent's prompts a server computes again: by stored responses, and by plain chat completions.
 
 The trace has the shape of published agentic workloads (`chat.simulation.agents`): 43 turns of tool results and calls,
-two subagents that begin where their parent stands, replies that are asked for again, results that are edited, and a
-restart of the server in the middle. The model is a small Jamba with random weights: what it says is noise, so that its
-text is cut into other tokens when a client sends it back. The server is a process of its own.
+two subagents that begin with a copy of their parent's history, replies that are generated again, tool results that are
+edited, and a restart of the server in the middle. The model is a small Jamba with random weights: its replies are
+noise, so a reply that a client sends back as text is split into other tokens than were generated. The server is a
+process of its own.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Turn:
 
     Attributes:
         of: the agent, 0 for the first one.
-        kind: "say"; "retry": the last reply is asked for again; "edit": the last result is another one; "fork": the
-            first request of a subagent, which begins where the first agent stands.
+        kind: "say"; "retry": the last reply is asked for again; "edit": the last tool result is replaced by another
+            one; "fork": the first request of a subagent, which begins where the first agent stands.
     """
 
     of: int
@@ -51,7 +52,7 @@ class Turn:
 
 
 def make_trace(tokenizer: Tokenizer, scale: float) -> list[Turn]:
-    """Return the requests of an agent and its subagents, with lengths of the habits times `scale`."""
+    """Return the requests of an agent and its subagents, with the lengths of `AgentHabits` times `scale`."""
     rng, habits = random.Random(_SEED), AgentHabits()
     words = [i for i in range(len(tokenizer)) if i not in tokenizer.added_tokens_decoder]
 
@@ -79,8 +80,8 @@ class Counts:
     """Counts the tokens of all prompts.
 
     Attributes:
-        n_seen: those that were in an earlier prompt or reply and stand at the same place.
-        n_again: of these, those that were computed again.
+        n_seen: tokens that were at the same position in an earlier prompt or reply.
+        n_again: how many of the `n_seen` tokens were computed again.
     """
 
     n_requests: int = 0
@@ -102,14 +103,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Said:
-    """Holds what an agent has said and heard: how to go on from there, and how many tokens that is."""
+    """Holds the history of an agent: what its next request must refer to, and how many tokens the history has."""
 
     handle: Any
     n_tokens: int = 0
 
 
 class ByResponses:
-    """Sends only what is new, and the id of the reply that it follows."""
+    """Sends only the new messages, with the id of the reply that they follow."""
 
     name = "stored responses"
 

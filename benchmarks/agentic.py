@@ -1,9 +1,10 @@
-"""Measures how much of agents' prompts is reused with budgets from 1 to 100 % of what they would fill.
+"""Measures how much of agents' prompts is reused with budgets from 1 to 100 % of the bytes that all prompts would fill.
 
-Each agent sends its whole history with every request, as clients of a chat API do. Beside the prefix cache stands what
-engines do that cache by blocks: a block of tokens has its keys, its values and a state at its end, the block that was
-used least recently gives way, and a prompt goes on from its last block behind which all are there. Both get the same
-bytes, of the same model, in dry runs. The ideal reuses every token that was in any earlier prompt or reply.
+Each agent sends its whole history with every request, as clients of a chat API do. The prefix cache is compared with
+engines that cache by blocks: each block of tokens holds its keys, its values and a state at its end, the least recently
+used block is evicted first, and a prompt resumes at the end of its longest run of cached blocks. Both get the same
+number of bytes for the same model, in dry runs. The ideal cache reuses every token that was in any earlier prompt or
+reply.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _WINDOW = 32
 
 @dataclass(frozen=True)
 class Request:
-    """Holds the tokens that an agent sends, and those of the reply."""
+    """Holds the tokens that an agent sends, and the tokens of the reply."""
 
     prompt: Int64s
     reply: Int64s
 
 
 def agentic(*, quick: bool) -> Report:
-    """Measure the share of prompt tokens that is reused, by budget."""
+    """Measure the share of prompt tokens that is reused, for each budget."""
     report = Report("agentic")
     habits = AgentHabits(n_agents=8, turns=10) if quick else AgentHabits(n_agents=40)
     config = CONFIGS["jamba"]()
@@ -130,7 +131,7 @@ def replay(spec: MemorySpec, requests: Iterable[Request], budget: int, *, host_b
 
 
 def _everything_seen(workload: Workload, spec: MemorySpec) -> float:
-    """Return the share of prompt tokens that were the beginning of an earlier prompt and its reply."""
+    """Return the share of prompt tokens that lie in a prefix shared with an earlier prompt and its reply."""
     attention = MemorySpec(
         tuple(tuple(m for m in layer if m in spec.of_kind("attention")) for layer in spec.layers),
         vocab_size=spec.vocab_size, model=spec.model, dtype=spec.dtype,
@@ -139,13 +140,13 @@ def _everything_seen(workload: Workload, spec: MemorySpec) -> float:
 
 
 def block_tokens(spec: MemorySpec) -> int:
-    """Return the tokens of a block whose keys and values take as many bytes as a state: engines pad to this."""
+    """Return how many tokens of keys and values take as many bytes as a state: engines pad blocks to this size."""
     row_bytes, state_bytes = _bytes_of(spec)
     return 16 * max(1, ceil_div(state_bytes, 16 * row_bytes))
 
 
 def _bytes_of(spec: MemorySpec) -> tuple[int, int]:
-    """Return the bytes of a token's keys and values in all layers, and those of a sequence's states."""
+    """Return the bytes of a token's keys and values in all layers, and the bytes of a sequence's states."""
     with HybridMemory(spec, 1 << 44, rollback_window=0, page_tokens=16, device="meta") as memory:
         ends = [memory.counters.bytes_at(n) for n in (16, 32)]
         rows = ends[1] - ends[0]
@@ -153,7 +154,7 @@ def _bytes_of(spec: MemorySpec) -> tuple[int, int]:
 
 
 class LruBlocks:
-    """Caches by blocks of tokens, each with keys, values and a state, of which the least recently used gives way."""
+    """Caches blocks of tokens, each with keys, values and a state, and evicts the least recently used block."""
 
     def __init__(self, spec: MemorySpec, budget: int) -> None:
         row_bytes, state_bytes = _bytes_of(spec)
@@ -177,10 +178,10 @@ class LruBlocks:
             key = hash((key, tokens[end - self.tokens : end].tobytes()))
             keys.append(key)
         if len(keys) > self.n_blocks:
-            return 0  # it does not fit: nothing of it is kept
+            return 0  # The request does not fit, so none of its blocks are kept.
         most = (len(request.prompt) - 1) // self.tokens
         n_found = next((i for i, own in enumerate(keys[:most]) if own not in self._blocks), min(most, len(keys)))
-        for own in reversed(keys):  # the last blocks of a prompt give way first, as in vLLM
+        for own in reversed(keys):  # The last blocks of a prompt are evicted first, as in vLLM.
             self._blocks[own] = None
             self._blocks.move_to_end(own)
         while len(self._blocks) > self.n_blocks:

@@ -1,6 +1,7 @@
-"""Compares logits with llama.cpp's own for each family whose GGUF files are read, so that reader and peer are not ours.
+"""Compares our logits with llama.cpp's for each model family whose GGUF files can be loaded.
 
-The files are random and small, and written with what llama.cpp's converter changes; speed is not measured.
+The files are small, with random weights, and are written with the changes that llama.cpp's converter makes. Speed is
+not measured.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ _MULTIPLIERS = {
 _LAYERS = ["linear_attention", "full_attention"] * 2
 _NEMOTRON = _COMMON | _ATTENTION | {
     "head_dim": 32, "ssm_state_size": 32, "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "chunk_size": 16,
-    # llama.cpp's steps have no smallest size
+    # llama.cpp does not bound time steps from below.
     "time_step_min": 1e-9,
 }  # fmt: skip
 _NEMOTRON.pop("num_hidden_layers")
 
 
 def _falcon_h1() -> PreTrainedConfig:
-    """Return a Falcon-H1 whose norm stands behind the gate: llama.cpp knows no other."""
+    """Return a Falcon-H1 whose norm comes after the gate, the only order that llama.cpp supports."""
     return FalconH1Config(
         **_COMMON, **_ATTENTION, **{name: n for name, n in _SSD.items() if name != "mamba_expand"},
         mamba_d_ssm=128, mamba_rms_norm=True, mamba_norm_before_gate=False, head_dim=32, key_multiplier=0.7,
@@ -109,7 +110,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "nemotron_h": lambda: NemotronHConfig(**_NEMOTRON, hybrid_override_pattern="M-M*-"),
     "nemotron_h_moe": _nemotron_h_moe,
-    # all experts: a close choice between them would show as a difference
+    # All experts are chosen: a close choice between two of them would show as a difference.
     "nemotron_h_moe, latent": lambda: _nemotron_h_moe(
         moe_latent_size=32, n_routed_experts=4, num_experts_per_tok=4, n_group=1, topk_group=1
     ),
@@ -127,8 +128,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }  # fmt: skip
 """Small models by llama.cpp's name of their architecture, with rows that are whole blocks of 32."""
 
-# llama.cpp has no Bamba of its own: its files are granitehybrid's, with positions. Where a part of a head is rotated,
-# as in Bamba, its converter still makes pairs of the whole head, so llama.cpp rotates others than the model; here all.
+# llama.cpp has no architecture for Bamba: its converter writes Bamba as granitehybrid with positions. Published Bambas
+# rotate only a part of each head, but the converter pairs the elements of the whole head, so llama.cpp rotates other
+# pairs than the model. So this config rotates whole heads.
 FAMILIES["granitehybrid of Bamba"] = lambda: BambaConfig(
     **_COMMON, **_ATTENTION, **_SSD, attn_layer_indices=[1, 3],
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
@@ -136,7 +138,10 @@ FAMILIES["granitehybrid of Bamba"] = lambda: BambaConfig(
 
 
 def agreement(*, families: Sequence[str], quick: bool = False) -> Report:
-    """Compare 3 prompts of 24 tokens and 8 steps in F32 (2 if quick), and llama.cpp in a batch with itself alone."""
+    """Compare the logits of 3 prompts of 24 tokens and of 8 decode steps (2 if quick) in F32.
+
+    Logits of llama.cpp for a batch are also compared with its own logits for single prompts.
+    """
     from tests.models.checkpoints import write_checkpoint
 
     report = Report("gguf")

@@ -1,6 +1,6 @@
 """Makes the documentation's table of the architectures that load.
 
-It shows what each remembers, in bytes, and how close its logits are to those of transformers.
+It shows how many bytes each architecture remembers, and how close its logits are to those of transformers.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def published_config(architecture: str) -> PreTrainedConfig:
 
 
 def parity(*, quick: bool) -> Report:
-    """Measure the largest difference of a logit from transformers', on random checkpoints in float32.
+    """Measure the largest difference between our logits and transformers', on random checkpoints in float32.
 
-    The standard deviation of their logits is at least 1.
+    The standard deviation of transformers' logits is at least 1.
     """
     from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 
@@ -108,7 +108,7 @@ def parity(*, quick: bool) -> Report:
 
 
 def table() -> str:
-    """Return the table in Markdown, with a row for each architecture in the registry, and one of those refused."""
+    """Return the table in Markdown, with a row for each architecture in the registry, and one for the refused ones."""
     measured = json.loads(PARITY.read_text())["tables"]["parity"]
     lines = [
         f"| architecture | layers that remember | K/V a token | states | tails, {WINDOW} tokens | parity | `attach` "
@@ -116,7 +116,7 @@ def table() -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     in_files = classes_in_files()
-    # names with other endings load the same classes
+    # Names with other endings load the same classes.
     for architecture in sorted(name for name in ARCHITECTURES if name.endswith("ForCausalLM")):
         spec = plan_memory(published_config(architecture), architecture, dtype="bfloat16")
         kinds = Counter(_kind(memory) for layer in spec.layers for memory in layer)
@@ -145,7 +145,7 @@ _CLASS = re.compile(r"^class (\w+For(?:CausalLM|ConditionalGeneration))\(", re.M
 def recurrent_classes() -> list[str]:
     """Return the language models of the installed transformers that have states, one for each architecture.
 
-    Modules are read, not imported: there are hundreds.
+    The sources of transformers' modules are read, not imported, because there are hundreds of them.
     """
     found = []
     for module in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):

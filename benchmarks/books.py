@@ -87,7 +87,7 @@ def _close_us(memory: HybridMemory, n: int, n_repeats: int) -> float:
 
 
 def rollback(*, quick: bool) -> Report:
-    """Measure rollback by k tokens, fork, abort, checkpoint and reorder, against k, layers and context.
+    """Measure rollback by k tokens, fork, abort, checkpoint and reorder, for several k, numbers of layers and contexts.
 
     Bookkeeping is timed alone first, then beside a decode step.
     """
@@ -115,9 +115,9 @@ def rollback(*, quick: bool) -> Report:
 def _going_back_us(
     memory: HybridMemory, base: Sequence, k: int, n_repeats: int, model: Callable[..., object] | None = None
 ) -> dict[str, float]:
-    """Return medians in microseconds.
+    """Return the median time of each operation in microseconds, by the operation's name.
 
-    Before each timing a fresh fork of `base` goes on by k tokens.
+    Before each measurement, a fresh fork of `base` is fed k tokens.
     """
     made: list[Sequence] = []
 
@@ -164,7 +164,7 @@ def _going_back_us(
 
 
 def memory_bytes(*, quick: bool) -> Report:
-    """Measure the bytes that a sequence holds by kind, as the arena counts them, and the bytes of the weights."""
+    """Measure the bytes that a sequence holds of each kind, as the arena counts them, and the bytes of the weights."""
     report = Report("memory")
     for name in MODELS[:2] if quick else MODELS:
         with both_models(name) as (model, peer):

@@ -1,4 +1,4 @@
-"""Measures `generate` of transformers on its own cache and attached to a memory: the same model, in turns."""
+"""Measures transformers' `generate` with its own cache and with a memory of ours: the same model, in turns."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ Clock = Callable[[], float]
 
 
 def bridge(*, quick: bool, models: Sequence[str] = MODELS, by_cpu_time: bool = False) -> Report:
-    """Generate 17 tokens behind prompts of 64, of 1 and of 8 rows, greedily and with 4 beams, plain and attached.
+    """Generate 17 tokens after 1 or 8 prompts of 64 tokens, greedily or with 4 beams, with either cache.
 
     Args:
-        by_cpu_time: count the seconds that this process computes instead of the clock's. On a busy machine these are
-            what is comparable; one thread is used then, for threads that wait would count as well.
+        by_cpu_time: measure the processor time of this process instead of the time of the clock, because on a busy
+            machine only the former can be compared. One thread is used then, because the time of waiting threads would
+            count too.
     """
     report, clock = Report("bridge"), time.process_time if by_cpu_time else time.perf_counter
     if by_cpu_time:
@@ -58,7 +59,7 @@ def bridge(*, quick: bool, models: Sequence[str] = MODELS, by_cpu_time: bool = F
 def _in_turns(
     model: PreTrainedModel, tokens: Tensor, clock: Clock, n_beams: int, *, n_rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each call, plain and attached, after one of each that is not timed."""
+    """Return the seconds of each call, with transformers' cache and with a memory, after one untimed call of each."""
     plain, attached = list[float](), list[float]()
     memory: HybridMemory | None = None
     for i in range(n_rounds + 1):

@@ -1,4 +1,4 @@
-"""Measures the most that the machine can do, in the same run as what is compared with it."""
+"""Measures the highest speeds of the machine, in the same run as the measurements that are compared with them."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ _AT_ONCE = 12
 
 
 def cluster(*, quick: bool, parts: Collection[str] = PARTS, kept: Path | None = None) -> Report:
-    """Measure reuse and time to the first token by router, failures in mid-run, and a session's move.
+    """Measure each router's reuse and time to the first token, what failures cost, and how long moving a session takes.
 
     Args:
-        kept: a folder whose file has the tables of parts that were measured before.
+        kept: a folder with an earlier report; its tables are kept for the parts that are not measured now.
     """
     report = Report("cluster")
     n_users, n_turns = (12, 6) if quick else (60, 8)
@@ -66,7 +66,7 @@ def _options(**given: object) -> FleetOptions:
 
 
 class _fleet:
-    """Runs a fleet while the block runs; the block gets its address, and `restart` replaces its replicas."""
+    """Runs a fleet inside a `with` block, which gets the fleet's address. `restart` replaces the fleet's replicas."""
 
     def __init__(self, **given: object) -> None:
         self.options = _options(**given)
@@ -92,7 +92,7 @@ class _fleet:
 
 
 def _fail(report: Report, n_users: int, n_turns: int) -> None:
-    """Kill replicas twice, let the store refuse for ten seconds, and restart all replicas, while users play."""
+    """While users send requests, kill replicas twice, let the store fail for ten seconds, and restart all replicas."""
     scripts, _ = write_scripts(n_users, n_turns, seed=1)
     n_requests = sum(map(len, scripts))
     outcome, in_flight = Outcome(), dict[str, int]()
@@ -125,7 +125,7 @@ def _fail(report: Report, n_users: int, n_turns: int) -> None:
 
 
 def _settle(outcome: Outcome, users: threading.Thread) -> None:
-    """Wait until requests are answered again and no try has failed for three seconds, or all users are done."""
+    """Wait until no attempt at a request has failed for three seconds, or until all users are done."""
     answered, failed, since = len(outcome.first_seconds), outcome.failed, time.monotonic()
     while users.is_alive() and (time.monotonic() - since < 3.0 or len(outcome.first_seconds) < answered + _AT_ONCE):
         if outcome.failed != failed:

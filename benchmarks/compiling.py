@@ -1,4 +1,4 @@
-"""Measures how long each kernel of the CPU takes to compile, and all that a model needs."""
+"""Measures how long each CPU kernel takes to compile, and how long all kernels of a model take."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(time.perf_counter() - started)
 
 
 def compiling(*, quick: bool) -> Report:
-    """Measure each kernel in a process of its own with an empty cache, and the same when it is on disk."""
+    """Measure each kernel in a process of its own, with an empty cache and with the compiled kernel on disk."""
     report = Report("compile")
     for name in ("rows", "softplus") if quick else NAMES:
         report.add("kernels", {"kernels": name, **_times("alone", [name])})

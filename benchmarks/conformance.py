@@ -1,4 +1,4 @@
-"""Writes which promises of `memory.testing` the memories of other libraries keep: a table of small random models."""
+"""Writes a table of the promises of `memory.testing` that other libraries' memories keep, on small random models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MARKS = {"passed": "passed", "failed": "**failed**", "refused": "refused"}
 
 
 def make_ours() -> Mapping[str, Callable[[], Adapter]]:
-    """Return this library's own subjects: tiny models, and the hybrid that the others have."""
+    """Return this library's own subjects: tiny models, and the hybrid model on which the other libraries are tested."""
     from hybridmem.models.loading.load import from_transformers
     from tests.models.hf_models import hf_model
 
@@ -43,7 +43,7 @@ def results_of(module: str, name: str, n_examples: int, promise: str | None = No
 
 
 def conformance(n_examples: int) -> dict[str, dict[str, list[Result] | str]]:
-    """Return library -> subject -> results, or why there are none."""
+    """Return each subject's results by library and subject, or a text that says why there are none."""
     torch.set_num_threads(1)
     ours: dict[str, list[Result] | str] = {
         name: list(check(factory, n_examples=n_examples)) for name, factory in make_ours().items()
@@ -59,7 +59,7 @@ def conformance(n_examples: int) -> dict[str, dict[str, list[Result] | str]]:
 
 
 def _in_a_process(module: str, name: str, n_examples: int) -> list[Result] | str:
-    """Return the results of a peer in a process of its own; if it ends that process, say so."""
+    """Test a peer in a process of its own, and return the results, or a text if the peer crashed the process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(results_of, module, name, n_examples).result()
@@ -68,7 +68,7 @@ def _in_a_process(module: str, name: str, n_examples: int) -> list[Result] | str
 
 
 def write_page(found: dict[str, dict[str, list[Result] | str]], page: Path) -> None:
-    """Write the tables and the faults that they show."""
+    """Write the tables of results, and the list of the faults that were found, into the page."""
     parts = [_HEAD]
     for library, subjects in found.items():
         whole = {name: results for name, results in subjects.items() if isinstance(results, list)}
@@ -90,7 +90,7 @@ def write_page(found: dict[str, dict[str, list[Result] | str]], page: Path) -> N
 
 def _line(name: str, result: Result) -> str:
     why = result.why.split("\n")[0]
-    return f"- {name}, {result.promise.name}: {why[:160]} (seed {result.seed})."
+    return f"- {name} breaks *{result.promise.name}*: {why[:160]} (seed {result.seed})."
 
 
 _HEAD = """# Conformance of peers
@@ -100,7 +100,7 @@ on small random models. `python -m benchmarks conformance` writes it. The promis
 libraries do not promise all of them. A promise is *refused* if it needs a call that the library does not have, or if
 the library refused any part of it and changed nothing. Rollbacks by more than 8 tokens may be refused freely. A promise
 *failed* if the library broke it without an error, or raised another error; the command prints the smallest history that
-shows it.
+shows it. Below each table, every line names a model, the promise that it breaks, and the first fault that was found.
 
 The adapters are in `benchmarks/peers/`:
 

@@ -1,8 +1,9 @@
-"""Measures which lines and branches of `memory/` the default tests run on the CPU, room by room.
+"""Measures which lines and branches of `memory/` the default tests run on the CPU, folder by folder.
 
-Bodies of kernels are compiled, by numba or by Triton, so no Python runs in them: they are left out, and their own tests
-compare each with plain torch. pyproject.toml, `[tool.coverage.report]`, lists what is left out, with reasons.
-`memory/kernels/cuda` is counted apart: what of it a machine without a GPU can run, Triton's interpreter runs.
+Bodies of kernels are compiled, by numba or by Triton, so no Python runs in them: they are left out. Tests of kernels
+    compare each kernel with plain torch. pyproject.toml, `[tool.coverage.report]`, lists what is left out, with
+    reasons.
+`memory/kernels/cuda` is counted separately: without a GPU, only Triton's interpreter runs its kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _APART = "kernels/cuda"
 
 
 def covered(tests: Iterable[str], out: Path | None) -> Report:
-    """Run tests, in one process, and report what they have covered; `out` keeps what each of several calls adds."""
+    """Run tests in one process, and report what they cover. The folder `out` adds up the coverage of several calls."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +46,7 @@ def covered(tests: Iterable[str], out: Path | None) -> Report:
 
 
 def report(measured: dict[str, Any]) -> Report:
-    """Return the table of rooms, the total without what is counted apart, and the files with most that is missing."""
+    """Return a report: a table of folders, the total without CUDA kernels, and the files with most uncovered lines."""
     rooms: dict[str, Counter[str]] = {}
     missing = dict[str, int]()
     for name, file in measured["files"].items():

@@ -2,9 +2,9 @@
 
 A matrix-valued state after L tokens is S_L = S_0 diag(w_1 ... w_L) + sum of u_j (w_{j+1} ... w_L) k_j^T, where u_j is
 what token j wrote: dt x for SSD, beta (v - S k) for the delta rule. So y = S_L q needs S_0 once, to be read only, and
-the L rows (u_j, k_j) since (ReplaySSM, Dao AI Lab 2026). Here these rows are stored as they are written, convolved and
-scaled, which favours deferred writing: a tail holds raw inputs, which would have to be convolved again at each step, or
-kept in a second ring.
+the L rows (u_j, k_j) since (ReplaySSM, Dao AI Lab 2026). This benchmark stores these rows after convolution and
+scaling, which favors deferred writing: a real tail holds raw inputs, which would have to be convolved again at each
+step, or kept convolved in a second ring buffer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def deferred(report: Report, *, quick: bool) -> None:
 
 
 class Work:
-    """Runs a decode step on the states of many layers in turn, both ways, from the same numbers."""
+    """Runs a decode step through the states of many layers, with deferred writes and without, from the same numbers."""
 
     def __init__(
         self, n_sequences: int, n_rows: int, n_heads: int, n_groups: int, value_dim: int, key_dim: int, erases: bool
@@ -84,7 +84,8 @@ class Work:
         offsets = self.offsets[self._turn % self.n_layers]
         self._turn += 1
         y = torch.empty_like(self.v)
-        # The share of token j's write that is left after all later tokens, this one's decay included; and of the state.
+        # The share that is left of token j's write after the decays of all later tokens, the current one included, and
+        # the share that is left of the initial state.
         left = (self.old_log_decay.flip(1).cumsum(1).flip(1) - self.old_log_decay + self.log_decay[:, None]).exp()
         body = (self.old_log_decay.sum(1) + self.log_decay).exp()
         heads = self.shape[0] // self.k.shape[1]

@@ -1,4 +1,4 @@
-"""Measures drafts by prompt lookup in the engine, for several requests at once, against the engine without them."""
+"""Measures the engine with drafts by prompt lookup, for several requests at once, against the engine without drafts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure(
     """Measure tokens a second with and without drafts, for texts in which drafts pay and in which they do not.
 
     Args:
-        texts: of TEXTS; all unless given. Rows that `out` has of others are kept.
+        texts: names of `TEXTS` to measure; empty means all. Rows of other texts that the report in `out` has are kept.
     """
     report = Report("drafts")
     report.notes += [_ADVERSE_NOTE, NOTE]
@@ -59,7 +59,7 @@ def _compare(report: Report, text: str, model: LanguageModel, n_vocab: int, samp
             "prompt lookup": _engine(model, Speculation(looks_up=True)),
             "without again": _engine(model, Speculation()),
         }
-        if sampling == Sampling():  # where they never pay, it is known to be slow
+        if sampling == Sampling():  # Drafts that never pay are known to be slow.
             engines["always"] = _engine(model, Speculation(looks_up=True, adapts=False))
         prompts = [[random.Random(i).randrange(10, n_vocab) for _ in range(24)] for i in range(load)]
         ratios, seconds = _ratios(engines, prompts, sampling, rounds)
@@ -75,9 +75,10 @@ def _compare(report: Report, text: str, model: LanguageModel, n_vocab: int, samp
 def _ratios(
     engines: dict[str, Engine], prompts: list[list[int]], sampling: Sampling, rounds: int
 ) -> tuple[dict[str, float], float]:
-    """Return the median over the rounds of what each engine is faster than the one without, and that one's seconds.
+    """Return each engine's median speedup over the engine without drafts, and the seconds of the engine without drafts.
 
-    In a round each engine says the same, in an order that is drawn; the first round is for warming up.
+    In each round, all engines generate the same texts, one after the other in random order. The first round is a
+    warm-up.
     """
     seconds, said = {name: list[float]() for name in engines}, dict[str, list[list[int]]]()
     rng = random.Random(0)

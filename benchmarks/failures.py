@@ -1,4 +1,4 @@
-"""Fails every point of every public call in turn, and prints how many there are and what did not survive."""
+"""Lets every failure point of every public call fail in turn, and counts the points and the faults that this shows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FILE = "failures.json"
 
 
 def failures(set_ups: Iterable[str], every: int, out: Path | None) -> bool:
-    """Print the table of points by call and kind; return True if everything has survived.
+    """Print the table of failure points by call and kind; return True if the memory survived every failure.
 
     Args:
-        out: a folder whose FILE keeps the results of each set-up that was run last: the table is of all of them then.
+        out: a folder whose FILE keeps the latest results of each set-up. The table then shows all set-ups in that file.
     """
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
@@ -39,7 +39,7 @@ def failures(set_ups: Iterable[str], every: int, out: Path | None) -> bool:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return points by call (rows) and kind (columns), and by set-up, in Markdown, and each fault."""
+    """Return Markdown: failure points by call (rows) and kind (columns), points by set-up, and all faults."""
     lines = [f"| call | {' | '.join(KINDS)} | all |", "|---|" + "---:|" * (len(KINDS) + 1)]
     points, by_kind = Counter[tuple[str, str]](), Counter[str]()
     for result in results.values():

@@ -1,4 +1,4 @@
-"""Simulates a fleet at a size that no test can have: 200 replicas under a million sessions, by each router."""
+"""Simulates a fleet of a size that no test can run: 200 replicas under a million sessions, with each router."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUDGET_BYTES = 16 << 30
 
 
 def fleet(*, quick: bool) -> Report:
-    """Measure hit rate, moves, bytes through the store, imbalance and time to the first token, by router.
+    """Measure each router's hit rate, moved sessions, bytes through the store, imbalance and time to the first token.
 
     The sizes of checkpoints are those of the 120M Jamba; users draw one of 64 system prompts of 1,024 tokens.
     """

@@ -1,4 +1,4 @@
-"""Plays users of a fleet over HTTP: turns, edits and branches, whose right replies one memory alone has given."""
+"""Plays users of a fleet over HTTP, and compares each reply with the reply of a single engine to the same messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Request:
-    """Holds one request of a user, and the reply that one memory alone gives."""
+    """Holds one request of a user, and the reply that a single engine gives to it."""
 
     session: str
     messages: Messages
@@ -39,9 +39,10 @@ class Outcome:
     """Counts what happened to all requests.
 
     Attributes:
-        wrong: replies that differ from the right ones. failed: tries that got none. lost: requests that never got one.
-        prompt_tokens, reused_tokens: of prompts, and those that were not computed.
-        first_seconds: to the first piece of each reply, of the try that succeeded.
+        wrong: replies that differ from the right ones. failed: attempts that got no reply. lost: requests that never
+            got a reply.
+        prompt_tokens, reused_tokens: all tokens of prompts, and those of them that were reused instead of computed.
+        first_seconds: for each reply, the seconds until its first piece, in the attempt that succeeded.
         moved: turns whose session was fetched from the store.
         in_flight: requests that wait for a reply now.
     """
@@ -58,10 +59,11 @@ class Outcome:
 
 
 def write_scripts(n_users: int, n_turns: int, seed: int = 0) -> tuple[list[list[Request]], float]:
-    """Return each user's requests, and the share of their prompts' tokens that one memory reuses.
+    """Return each user's requests, and the share of the prompts' tokens that a single engine reuses.
 
-    A user goes on, or (one turn in seven) changes an earlier message, or (one in seven) branches off there and comes
-    back two turns later. The replies are those of one engine that serves all users one after the other.
+    A user goes on, or (one turn in seven) changes an earlier message, or (one in seven) branches off at an earlier
+    message and returns to the first branch two turns later. The replies are those of one engine that serves all users
+    one after the other.
     """
     model, tokenizer = load_model("embedded", progress=False), load_tokenizer(EMBEDDED)
     memory = HybridMemory(model.memory_spec, "1GiB")
@@ -90,7 +92,7 @@ def write_scripts(n_users: int, n_turns: int, seed: int = 0) -> tuple[list[list[
 
 
 def play(url: str, scripts: list[list[Request]], outcome: Outcome, n_at_once: int) -> None:
-    """Let the users send their requests, each one after the other, and so many users at once."""
+    """Let `n_at_once` users at a time send their requests. Each user sends one request after the other."""
 
     def run(requests: list[Request]) -> None:
         for request in requests:
@@ -101,7 +103,7 @@ def play(url: str, scripts: list[list[Request]], outcome: Outcome, n_at_once: in
 
 
 def _send(url: str, request: Request, outcome: Outcome) -> None:
-    """Send a request until it is answered, always with the same key."""
+    """Send a request until it is answered, always with the same idempotency key."""
     key = uuid4().hex
     for n_tried in range(_MOST_TRIES):
         with outcome.lock:
@@ -128,7 +130,7 @@ def _send(url: str, request: Request, outcome: Outcome) -> None:
 
 
 def _stream(url: str, request: Request, key: str) -> tuple[str, dict[str, Any], float]:
-    """Return the text, the usage, and the seconds to the first piece. Raises OSError or ValueError: no whole reply."""
+    """Return text, usage, and seconds to the first piece. Raises OSError or ValueError if the reply is incomplete."""
     body = {
         "model": "embedded", "messages": request.messages, "temperature": 0, "max_tokens": MAX_TOKENS, "stream": True,
         "stream_options": {"include_usage": True},

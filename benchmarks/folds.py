@@ -1,8 +1,8 @@
 """Measures what the fold modes of recurrent layers cost on a CPU: the time of decode steps, and the bytes of a session.
 
-The steps of all modes are interleaved, so that what else the machine does meets each of them alike. Steps in which the
-body moves take longer, and a mode may have many of them or few: so times are those of all steps of two windows, each
-step at its median over the rounds.
+The steps of all modes are interleaved, so that other work of the machine slows all modes equally. Steps in which the
+body moves take longer, and modes differ in how many such steps they have. So the time of a mode is the mean over all
+steps of two windows, where each step counts with its median over the rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUBJECTS = {"jamba": "Mamba-1", "bamba": "Mamba-2", "qwen3_5": "gated delta rule
 
 
 def folds(*, quick: bool) -> Report:
-    """Measure decode steps in each fold mode, for 1, 8 and 32 sequences, and bytes at their largest."""
+    """Measure decode steps in each fold mode, for 1, 8 and 32 sequences, and the most bytes that a session takes."""
     report = Report("folds")
     for name, recurrence in SUBJECTS.items():
         with both_models(name) as (model, _):
@@ -45,7 +45,7 @@ def folds(*, quick: bool) -> Report:
 
 
 def _mean_step_ms(subjects: dict[str, Ours], n_rounds: int) -> dict[str, float]:
-    """Return for each mode the mean of a decode step over two windows."""
+    """Return for each mode the mean time of a decode step over two windows, in milliseconds."""
     rounds: dict[str, list[Tensor]] = {fold: [] for fold in subjects}
     for _ in range(n_rounds):
         for subject in subjects.values():
@@ -59,7 +59,7 @@ def _mean_step_ms(subjects: dict[str, Ours], n_rounds: int) -> dict[str, float]:
 
 
 def _session_states(model: LanguageModel) -> dict[str, float]:
-    """Return what states and tails of a session take at most, in bytes of one state."""
+    """Return the most bytes that states and tails of a session take, as multiples of the bytes of one state."""
     found = {}
     for fold in get_args(Fold):
         memory = HybridMemory(model.memory_spec, "1GiB", rollback_window=WINDOW, fold=fold, device="meta")

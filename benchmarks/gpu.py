@@ -9,7 +9,7 @@ from benchmarks.harness import Report
 
 
 def gpu(*, quick: bool) -> Report:
-    from benchmarks.gpu_attention import gpu_attention  # triton is installed only with a GPU, or for tests
+    from benchmarks.gpu_attention import gpu_attention  # Triton is installed only with a GPU, or for tests.
     from benchmarks.gpu_host import gpu_host
     from benchmarks.gpu_prompts import gpu_prompts
     from benchmarks.gpu_states import gpu_states

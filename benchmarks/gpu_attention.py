@@ -1,7 +1,7 @@
 """Measures attention over pages on a GPU: decode steps at a long context, and drafts that are verified.
 
-Each is compared with torch's copy. The layers work on keys and values of their own, one layer after the other, so that
-none is in a cache when its turn comes; all layers are one CUDA graph, so that the host's time does not count.
+Each is compared with torch's copy. Every layer has keys and values of its own and the layers run one after the other,
+so that no layer finds its bytes in a cache. All layers are one CUDA graph, so that the host's time does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTEXT, PAGE_TOKENS, N_DRAFTS = 8192, 16, 4
 
 
 class Heads(NamedTuple):
-    """Holds the sizes of an attention. With `is_latent`, the keys are the values too."""
+    """Holds the sizes of an attention layer. With `is_latent`, the keys serve as values too."""
 
     name: str
     n_heads: int
@@ -62,8 +62,9 @@ def row(heads: Heads, n_sequences: int, decode_ms: float, verify_ms: float, copy
     """Return a row of the table.
 
     Args:
-        decode_ms, verify_ms: one layer of a step, of one token a sequence and of one more than the drafts.
-        copy: GB/s, read and written.
+        decode_ms, verify_ms: time of one layer in a step of one token for each sequence, and in a step that verifies
+            drafts (one token more than there are drafts).
+        copy: bandwidth of torch's copy in GB/s, bytes read and written together.
     """
     gbytes = n_sequences * CONTEXT * heads.row_bytes / decode_ms / 1e6
     return {
@@ -94,8 +95,8 @@ def make_layers(
 
     Args:
         context: rows of each sequence, the `n_new` of the step included.
-        n_bytes: of all keys and values in bfloat16, about.
-        storage: keeps the rows before the last page's; None for all in pages.
+        n_bytes: about how many bytes the keys and values of all layers take in bfloat16.
+        storage: the format of all rows before those of the last page; None keeps all rows in pages.
     """
     n_own = context if storage is None else max(n_new, PAGE_TOKENS)
     page, n_each = PAGE_TOKENS * heads.row_bytes // 2, -(-n_own // PAGE_TOKENS)
@@ -119,7 +120,7 @@ def make_layers(
 
 
 def _folded(heads: Heads, storage: Storage, n_layers: int, n_sequences: int, n_rows: int) -> list[FoldedRows]:
-    """Return quantised rows for each layer. Codes are the bytes of small numbers, as scales are."""
+    """Return quantised rows for each layer. Codes and scales are the bytes of small random numbers."""
     shapes = [
         shape
         for by_channel in (True, False)

@@ -29,7 +29,7 @@ _MOST_LAYERS = 512
 
 
 def make_cases() -> list[Case]:
-    """Return all cases; those of one kernel follow each other."""
+    """Return all cases, grouped by kernel."""
     return [*_attention(), *_matrix_states(), *_channels()]
 
 
@@ -69,7 +69,7 @@ def _attention_run(heads: Heads, n_sequences: int, n_new: int, **options: Any) -
 def _choose_pages(heads: Heads, n_sequences: int) -> Run:
     """Make a run that chooses an eighth of the pages.
 
-    Queries and bounds are whole numbers, so that no rounding decides.
+    Queries and bounds are whole numbers, so rounding cannot change the choice.
     """
     n_pages, size = CONTEXT // PAGE_TOKENS, heads.n_kv_heads * heads.head_dim
     bounds = torch.randint(-2, 3, (n_sequences * n_pages * 2 * size,), device="cuda").bfloat16()
@@ -101,7 +101,7 @@ def _read(layer: Layer, n_sequences: int) -> Run:
 
 
 def _scan(layer: Layer, n_sequences: int, n_new: int) -> Run:
-    """Make a run that reads states and writes the new ones elsewhere, so that each call gives the same."""
+    """Make a run that reads states and writes the new states elsewhere, so that each call gives the same results."""
     work = Work(layer, torch.bfloat16, n_sequences, n_new, n_layers=None if n_new == 1 else 4)
     n_layers = min(work.n_layers // 2, _MOST_LAYERS)
 
@@ -133,7 +133,7 @@ def _channels() -> list[Case]:
 def _slots(
     shape: tuple[int, ...], n_sequences: int, n_new: int, dtype: torch.dtype = torch.float32
 ) -> list[StateSlots]:
-    """Return the slots of many layers, whose states are read at one place and written to another."""
+    """Return the state slots of many layers. Each layer reads its states at one place and writes them to another."""
     size = int(np.prod(shape))
     n_layers = min(_MOST_LAYERS, max(1, N_BYTES // (2 * dtype.itemsize * n_sequences * size)))
     flat = torch.randn(2 * n_layers * n_sequences * size, device="cuda").to(dtype)

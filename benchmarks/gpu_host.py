@@ -1,8 +1,8 @@
 """Measures decoding of more sequences than the device holds: with pages in host memory, against swapping.
 
 With pages in host memory all sequences take part in each step, wherever attention to them is computed. With swapping,
-some sequences wait while the others decode, and after some steps they are exchanged. Only attention is measured:
-everything else in a model would take as long either way.
+some sequences wait while the others decode, and after some steps the two groups change places. Only attention is
+measured, because all other parts of a model take the same time either way.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Holds the sizes of what decodes.
+    """Holds the sizes of the model and of the sequences that decode.
 
-    `n_hosted` of the sequences have no room on the device. `turn_steps` steps lie between two swaps.
+    `n_hosted` is how many sequences do not fit the device, and `turn_steps` how many steps there are between two swaps.
     """
 
     n_sequences: int
@@ -40,7 +40,7 @@ class Sizes:
     def sequence_bytes(self) -> int:
         """Return the bytes of a sequence in 16 bits.
 
-        Counts its keys and values, and the rows that are added while one round is measured.
+        The count has the sequence's keys and values, and the rows that are added while one round is measured.
         """
         _, n_kv_heads, head_dim = self.heads
         return (self.context + self.turn_steps + 64) * n_kv_heads * head_dim * 4 * self.n_layers
@@ -69,7 +69,7 @@ class Decoding:
             self.sequences.append(sequence)
 
     def decode(self, n_sequences: int) -> None:
-        """Decode `turn_steps` steps of the first sequences, and roll them back to where they were."""
+        """Decode `turn_steps` steps of the first `n_sequences` sequences, and roll them back to where they were."""
         chosen = [self.sequences[i] for i in range(n_sequences)]
         for _ in range(self.sizes.turn_steps):
             with self.memory.step(dict.fromkeys(chosen, 1)) as step:

@@ -22,9 +22,9 @@ _MOST_APART = 2e-2
 
 
 def gpu_prompts(report: Report, *, quick: bool) -> None:
-    """Measure the prompts, one layer a CUDA graph, ours and peers in turns. Needs a CUDA device.
+    """Measure one layer of attention over a prompt, as a CUDA graph, ours and peers in turns. Needs a CUDA device.
 
-    Latent attention is left out: torch's flash takes no heads of 576.
+    Latent attention is left out: torch's flash attention does not support heads of 576 elements.
     """
     for heads in HEADS[: 1 if quick else 2]:
         for n_tokens in (2048,) if quick else (2048, 8192):
@@ -32,7 +32,7 @@ def gpu_prompts(report: Report, *, quick: bool) -> None:
             for name, run in contestants(heads, n_tokens):
                 try:
                     out = run()
-                except Exception as error:  # a peer may lack a compiler, or not take such heads
+                except Exception as error:  # A peer may lack a compiler, or may not support heads of this size.
                     if name == "ours":
                         raise
                     report.notes.append(
@@ -46,7 +46,8 @@ def gpu_prompts(report: Report, *, quick: bool) -> None:
                     )
                 runs[name] = run
             times = {name: samples.median_ms for name, samples in time_graphs(runs, 5 if quick else 20).items()}
-            tflops = 2 * heads.n_heads * heads.head_dim * n_tokens**2 / 1e9  # two products, half of each is masked
+            # There are two products, and half of each is masked.
+            tflops = 2 * heads.n_heads * heads.head_dim * n_tokens**2 / 1e9
             for name, ms in times.items():
                 report.add("attention over a prompt, one layer, bfloat16", {
                     "attention": heads.name, "tokens": n_tokens, "what": name, "ms": ms, "TFLOP/s": tflops / ms,
@@ -55,7 +56,7 @@ def gpu_prompts(report: Report, *, quick: bool) -> None:
 
 
 def contestants(heads: Heads, n_tokens: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield the functions to compare with their names, ours first. Each returns (H, T, D) of the same numbers."""
+    """Yield the names and functions to compare, ours first. Each function computes the same output (H, T, D)."""
     q, k, v = (
         torch.randn(1, n, n_tokens, heads.head_dim, device="cuda").bfloat16()
         for n in (heads.n_heads, *[heads.n_kv_heads] * 2)
@@ -69,7 +70,7 @@ def contestants(heads: Heads, n_tokens: int) -> Iterator[tuple[str, Callable[[],
 
 
 def in_pages(k_1GTD: Tensor, v_1GTD: Tensor) -> tuple[Tensor, Tensor, PagedBatch]:
-    """Return keys, values and the places of their pages, which are shuffled."""
+    """Return keys and values in pages of shuffled order, and the batch that says where the pages are."""
     _, n_kv_heads, n_tokens, head_dim = k_1GTD.shape
     n_pages, half = n_tokens // PAGE_TOKENS, PAGE_TOKENS * n_kv_heads * head_dim
     pages = [x[0].view(n_kv_heads, n_pages, PAGE_TOKENS, head_dim).transpose(0, 1).flatten(1) for x in (k_1GTD, v_1GTD)]

@@ -1,7 +1,7 @@
 """Measures recurrent states on a GPU: decode steps that only read them against steps that also write, and prompts.
 
-Each layer works on states of its own, one layer after the other, so that none is in a cache when its turn comes; all
-layers are one CUDA graph, so that the host's time does not count.
+Every layer has states of its own and the layers run one after the other, so that no layer finds its states in a cache.
+All layers are one CUDA graph, so that the host's time does not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TAIL_TOKENS, N_DRAFTS, PROMPT_TOKENS = 24, 4, 4096
 
 @dataclass(frozen=True)
 class Layer:
-    """Holds the sizes of a recurrent layer, as models have them."""
+    """Holds the sizes of a recurrent layer of a published model."""
 
     name: str
     n_heads: int
@@ -106,7 +106,7 @@ def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def make_tails(
     state: StateTensor, dtype: torch.dtype, n_layers: int, n_sequences: int, n_tail: int, n_new: int
 ) -> list[Tail]:
-    """Return the tails of each layer: `n_tail` tokens that change the state little, and room for the new ones."""
+    """Return a tail for each layer: `n_tail` tokens that change the state little, and room for `n_new` tokens."""
     ring_rows, flats, offsets = n_tail + n_new, [], []
     for shape, of in state.ring or ():
         size = ring_rows * math.prod(shape)
@@ -122,7 +122,7 @@ def make_tails(
 class Work:
     """Runs steps of `n_new` tokens a sequence through `n_layers` layers, with and without writing the states.
 
-    Both ways start from the same numbers. None as `n_layers`: as many as `N_BYTES` of states make.
+    Both ways start from the same numbers. If `n_layers` is None, there are as many layers as have `N_BYTES` of states.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Work:
 
     @property
     def read_bytes(self) -> int:
-        """Return the bytes that all layers read: each state once, its tail, and the new rows."""
+        """Return the bytes that all layers read: each state once, the tail of each state, and the new rows."""
         layer, width = self.layer, self.v.element_size()
         row = (layer.n_groups * layer.key_dim + layer.n_heads * layer.value_dim) * width + 4 * layer.n_heads
         new = (2 * self.q[0].numel() + self.v[0].numel()) * width + 4 * self.v[0].numel() + row
@@ -220,7 +220,7 @@ def _prompt(report: Report, layer: Layer, *, n_rounds: int) -> None:
 
 
 def _theirs(module: str, function: str) -> Any:
-    """Return a library's function, or None if it is not installed."""
+    """Return a function of another library, or None if that library is not installed."""
     try:
         return getattr(__import__(module, fromlist=[function]), function)
     except ImportError:

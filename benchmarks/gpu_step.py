@@ -1,6 +1,6 @@
 """Measures whole decode steps of a hybrid model of a billion parameters on a GPU.
 
-Compares steps that are captured in a CUDA graph, steps that are not, and transformers on the same device.
+It compares steps that are captured in a CUDA graph, steps that are not captured, and transformers on the same device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def make_config(n_hidden: int, n_layers: int, attention_at: list[int]) -> BambaC
         vocab_size=32_000, hidden_size=n_hidden, num_hidden_layers=n_layers, attn_layer_indices=attention_at,
         num_attention_heads=n_hidden // 64, num_key_value_heads=n_hidden // 256, intermediate_size=4 * n_hidden,
         mamba_n_heads=n_hidden // 32, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128, mamba_expand=2,
-        mamba_chunk_size=8,  # what transformers' prompts need grows with it: 128 GiB for 256
+        mamba_chunk_size=8,  # Transformers needs more memory for prompts with larger chunks: 128 GiB for chunks of 256.
         tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ def make_contestants(config: BambaConfig, n_sequences: int, n_context: int, devi
 def _ours(model: LanguageModel, stepped: Callable[..., Tensor], prompts: Tensor) -> Decode:
     """Return a function that decodes with this library.
 
-    Tokens stay on the device, so the host plans a step while the one before runs.
+    Tokens stay on the device, so the host plans a step while the step before it runs.
     """
     memory = HybridMemory(model.memory_spec, "16GiB")
     sequences = [memory.open() for _ in prompts]
@@ -115,9 +115,9 @@ def _wait() -> None:
 
 
 def _share_busy(decode: Decode, n_tokens: int) -> float:
-    """Return the share of time in which some kernel or copy runs.
+    """Return the share of time in which at least one kernel or copy runs.
 
-    Time is counted from the first kernel's start to the last one's end.
+    The whole time is that from the start of the first kernel to the end of the last kernel.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         decode(n_tokens)
@@ -127,7 +127,7 @@ def _share_busy(decode: Decode, n_tokens: int) -> float:
 
 
 def share_covered(spans: list[tuple[float, float]]) -> float:
-    """Return the share of the time from the first start to the last end that lies in some span."""
+    """Return which share of the time between the first start and the last end is covered by at least one span."""
     spans = sorted(spans)
     covered, reached = 0.0, spans[0][0]
     for start, end in spans:

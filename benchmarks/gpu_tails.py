@@ -1,7 +1,8 @@
-"""Measures up to which length of the tail it is better not to write states on a GPU.
+"""Measures up to which length of the tail a step on a GPU is faster if it does not write states.
 
-The recurrences are those that run the tokens of a tail again, in registers (RWKV-7, Mamba-1). By bytes alone that would
-be as long as a step reads no more bytes of tails than writing the states would take (`memory.build.default_fold`).
+The recurrences are those that run the tokens of a tail again in registers: RWKV-7 and Mamba-1. If bytes alone decided,
+a step should not write states while the tails that it reads have no more bytes than the states that it would write
+(`memory.build.default_fold`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TAIL_TOKENS = (3, 10, 20, 40)
 
 
 class Layer(NamedTuple):
-    """Holds a recurrent layer: its state, and what makes its `scan` for a number of sequences.
+    """Holds a recurrent layer: its state, and a function that makes the layer's `scan` for a number of sequences.
 
     Each sequence has one new token.
     """
@@ -59,7 +60,7 @@ LAYERS = (
 
 
 def gpu_tails(report: Report, *, quick: bool) -> None:
-    """Measure decode steps behind tails of several lengths. Needs a CUDA device."""
+    """Measure decode steps after tails of several lengths. Needs a CUDA device."""
     for layer in LAYERS:
         for n_sequences in (128,) if quick else (1, 32, 128):
             for row in rows(layer, n_sequences, TAIL_TOKENS, n_rounds=5 if quick else 20):

@@ -1,8 +1,8 @@
-"""Chooses the fastest parameters of each kernel for this GPU, by hill climbing from its default.
+"""Chooses the fastest parameters of each kernel for this GPU, by hill climbing from the kernel's default parameters.
 
-A choice whose results differ is never timed. A choice is made for the sizes of layers that models have, over steps of
-few and of many sequences together: it may not depend on which of them runs. It counts only if it beats the default in a
-second round too.
+A choice whose results differ from those of the default is never timed. A choice is made for each size of layer that
+models have. It may not depend on the number of sequences, so it is timed over steps of few and of many sequences
+together. It counts only if it is faster than the default in a second round too.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ Timer = Callable[[Run, int], float]
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a choice to make, for sizes that are the same in each of its runs.
+    """Describes a choice that is to be made for layers of one size.
 
-    A run is made when it is needed, because it fills gigabytes.
+    A run is made only when it is needed, because its tensors take gigabytes.
     """
 
     name: str
@@ -97,9 +97,9 @@ def tune_all(
     seconds: float,
     save: Callable[[dict[Any, Any]], None],
 ) -> None:
-    """Make the choices of all cases within `seconds`; time that one case leaves is given to the others.
+    """Make the choices of all cases within `seconds`; later cases get the time that a case does not use.
 
-    Each result is saved at once; cases that time does not reach are left as they were.
+    Each result is saved at once. Cases for which no time is left keep their earlier choices.
     """
     end, made, missed = clock() + seconds, dict[Any, Any](), list[str]()
     for i, case in enumerate(cases):
@@ -163,11 +163,11 @@ class Trial:
     def _share(self, choice: Any, base: list[float], n_rounds: int) -> float:
         """Return the time of a choice as a share of the default's, as a geometric mean over all runs.
 
-        Infinite if one run becomes too slow, or gives another result.
+        Returns infinity if one run becomes too slow, or gives another result.
         """
         try:
             found = [ours / default for ours, default in zip(self._times(choice, n_rounds), base, strict=True)]
-        except _failures():  # for example, too much shared memory
+        except _failures():  # A choice may need too much shared memory, for example.
             return math.inf
         return math.prod(found) ** (1 / len(found)) if max(found) <= _LOSS else math.inf
 
@@ -181,7 +181,7 @@ class Trial:
 def _failures() -> tuple[type[Exception], ...]:
     """Return the errors that a choice may raise when it is compiled.
 
-    Errors of the device have the same types; the next run of the default meets them again, and there they are raised.
+    Errors of the device itself have the same types. The next run of the default parameters raises those again.
     """
     from triton import TritonError
 
@@ -189,7 +189,7 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    """True if floating-point results are within the tolerance and integers equal. A NaN agrees with nothing."""
+    """Return whether floating-point results are within the tolerance, and integers equal. A NaN never agrees."""
     return all(
         bool((x.float() - y.float()).abs().max() <= _TOLERANCE * y.abs().max())
         if y.is_floating_point()
@@ -199,7 +199,7 @@ def agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
 
 
 def neighbours(choice: Any, options: dict[str, tuple[int, ...]]) -> Iterator[Any]:
-    """Yield the choices that differ in one field, by one option up or down."""
+    """Yield the choices that differ from this one in one field, by one option up or down."""
     for name, values in options.items():
         value = getattr(choice, name)
         for other in (*[x for x in values if x < value][-1:], *[x for x in values if x > value][:1]):
@@ -209,9 +209,9 @@ def neighbours(choice: Any, options: dict[str, tuple[int, ...]]) -> Iterator[Any
 def climb(
     start: Any, around: Callable[[Any], Iterator[Any]], cost: Callable[[Any], float], has_time: Callable[[], bool]
 ) -> dict[Any, float]:
-    """Search from `start` for cheaper choices; return the cost of each that was tried, 1 for the start.
+    """Search from `start` for cheaper choices; return the cost of each choice that was tried. `start` costs 1.
 
-    The search goes on from the best one so far, until all around it were tried.
+    The search continues from the best choice so far, until all choices around that one were tried.
     """
     best, costs = start, {start: 1.0}
     while has_time():

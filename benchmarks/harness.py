@@ -1,4 +1,4 @@
-"""Measures functions side by side, and reports what was measured on which machine."""
+"""Measures functions side by side, and reports the results with the machine on which they were measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Row = dict[str, Cell]
 
 @dataclass(frozen=True)
 class Samples:
-    """Holds the seconds of each measurement of one thing."""
+    """Holds the seconds of all measurements of one function."""
 
     seconds: list[float]
 
@@ -39,7 +39,7 @@ class Samples:
 
     @property
     def spread(self) -> str:
-        """Return the range of the middle eighty per cent, in milliseconds."""
+        """Return the range of the middle eighty per cent of the measurements, in milliseconds."""
         ordered = sorted(self.seconds)
         low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
         return f"{low * 1e3:.3g} … {high * 1e3:.3g}"
@@ -48,7 +48,7 @@ class Samples:
 def interleave(runs: Mapping[str, Callable[[], object]], n_rounds: int, *, n_warm_up: int = 1) -> dict[str, Samples]:
     """Time each of `runs` once a round, one after the other.
 
-    So all of them are equally affected when the machine becomes slower for a while.
+    So all functions are equally affected if the machine becomes slower for a while.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(n_warm_up + n_rounds):
@@ -78,9 +78,10 @@ class Report:
         Console(stderr=True).print(f"[dim]{self.name} · {table}: {row}[/dim]", highlight=False)
 
     def keep(self, folder: Path | None, *names: str) -> None:
-        """Add the rows that the folder's file has of other cases, so that a long command can be run in pieces.
+        """Add the rows of other cases from the report in a folder, so that a long command can be run in pieces.
 
-        They must be of the same machine and versions. Rows are told apart, and ordered, by the columns `names`.
+        They must have been measured on the same machine with the same versions. The columns `names` identify a row and
+        order the rows.
         """
         path = None if folder is None else folder / f"{self.name}.json"
         if path is None or not path.exists():
@@ -95,7 +96,7 @@ class Report:
             own.sort(key=lambda row: tuple(row[name] for name in names))
 
     def keep_tables(self, folder: Path | None) -> None:
-        """Add the tables of the folder's file that were not measured now, if they are of this machine and versions."""
+        """Add the tables of the report in a folder that were not measured now, if machine and versions are the same."""
         path = None if folder is None else folder / f"{self.name}.json"
         if path is None or not path.exists():
             return
@@ -135,7 +136,7 @@ def _text(value: Cell) -> str:
 
 
 def machine() -> Row:
-    """Return the processor, the number of threads, and the versions of what was measured."""
+    """Return the processor, the number of threads, and the versions of the libraries that were measured."""
     found: Row = {"processor": _processor(), "cores": os.cpu_count() or 0, "torch threads": torch.get_num_threads()}
     found["python"] = platform.python_version()
     for package in ("hybridmem", "torch", "numba", "transformers"):
@@ -156,7 +157,7 @@ def _processor() -> str:
 
 
 def require_green(*tests: str, only: str | None = None) -> None:
-    """Run the tests of what is about to be measured, or `only` those that match.
+    """Run the tests of the code that is about to be measured, or only those that match `only`.
 
     If one fails, nothing is measured: a wrong result has no speed.
     """

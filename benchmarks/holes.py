@@ -1,6 +1,7 @@
-"""Measures how many new sequences fit into what others that decoded together have left, and the bytes moved for them.
+"""Measures how many new sequences fit after every other one of interleaved sequences was closed, and the bytes moved.
 
-The memories are dry: these are the worst case for holes, and nothing but bookkeeping is timed.
+Sequences that decode together interleave their pages, which is the worst case for holes. The memories are dry, so only
+bookkeeping is timed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def holes(*, quick: bool) -> Report:
 
 
 def _until_full(memory: HybridMemory, pick: Callable[[], list[Sequence]]) -> int:
-    """Feed a token to each of the sequences that are picked, again and again; return how often there was room."""
+    """Feed each picked sequence one token, again and again until the budget is full; return how often that worked."""
     n = 0
     while True:
         try:

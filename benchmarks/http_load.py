@@ -1,8 +1,8 @@
-"""Asks a server for streamed chat completions, so many at once, and notes when their first tokens come.
+"""Sends a server streamed chat completions, a fixed number of them at once, and measures when first tokens come.
 
-It is a client of few instructions, since it runs beside the server: one event loop, HTTP by hand, no parsing of events.
-What it does is what GuideLLM's concurrent profile does: each of N clients sends its next request when it has the whole
-reply to the last one.
+The client runs beside the server, so it does little work: one event loop, HTTP by hand, no parsing of events. It sends
+the same load as GuideLLM's concurrent profile: each of N clients sends its next request when it has received the whole
+reply to its last request.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PATIENCE_SECONDS = 120.0
 
 @dataclass
 class Load:
-    """Holds what some requests took.
+    """Holds the measured times and tokens of some requests.
 
     Attributes:
         seconds: from the first request to the end of the last reply.
-        n_tokens: of all replies, as the server's `usage` says.
-        first_token_seconds: of each request, from its first byte sent to the first event of its reply; without the
-            first ones of all clients, which come at the same moment.
-        metrics: `GET /metrics` meanwhile, some eight times a second, by another process.
+        n_tokens: tokens of all replies, as the server's `usage` says.
+        first_token_seconds: for each request, the time from the first byte sent to the first event of the reply. The
+            first request of each client is left out, because all of them come at the same moment.
+        metrics: readings of `GET /metrics` during the load, about eight a second, by another process.
     """
 
     seconds: float = 0.0
@@ -45,7 +45,7 @@ class Load:
 
 
 class _Client(asyncio.Protocol):
-    """Sends one request after the other over one connection."""
+    """Sends requests over one connection, one after the other."""
 
     def __init__(self, requests: Iterator[bytes], load: Load) -> None:
         self._requests = requests
@@ -94,7 +94,7 @@ class _Client(asyncio.Protocol):
 
 
 def ask(url: str, bodies: Sequence[dict[str, object]], n_at_once: int) -> Load:
-    """Send chat completions, `n_at_once` at a time. Raises RuntimeError for one that is not answered."""
+    """Send chat completions, `n_at_once` at a time. Raises RuntimeError if one is not answered."""
     with probing(url) as metrics:
         load = asyncio.run(_ask(url, bodies, n_at_once))
     load.metrics = metrics

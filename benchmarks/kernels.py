@@ -1,4 +1,4 @@
-"""Measures the bytes that the kernels move, beside what torch's copy moves in the same run."""
+"""Measures the bytes a second that kernels move, compared with torch's copy in the same run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ N_LAYERS = 24
 
 
 def kernels(*, quick: bool) -> Report:
-    """Measure decode steps at batch 32, where each state is read and written once, each key and value read once."""
+    """Measure decode steps of 32 sequences: each state is read and written once, each key and value is read once."""
     report = Report("kernels")
     copy = copy_gbytes_a_second()
     report.notes.append(
@@ -78,7 +78,7 @@ def _decode_kernels(n: int, n_context: int) -> dict[str, tuple[Callable[[], obje
 
 
 def _rotating(n: int, shape: tuple[int, int]) -> Callable[[], StateSlots]:
-    """Return a function that gives the slots of n sequences in place, those of another layer at each call."""
+    """Return a function that returns the slots of n sequences to update in place, of another layer at each call."""
     size = shape[0] * shape[1]
     flat = torch.randn(N_LAYERS * n * size)
     layers = [

@@ -1,4 +1,4 @@
-"""Measures a model of three billion parameters: loading, most resident memory, and decode beside reading its bytes."""
+"""Measures a model of three billion parameters: loading, peak resident memory, decoding, and reading as many bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TURNS = 8
 
 
 def _config(n_layers: int) -> JambaConfig:
-    """Return Jamba Reasoning 3B's sizes: 28 layers of 2560, two of them attention, one expert."""
+    """Return the sizes of Jamba Reasoning 3B: 28 layers of width 2560, two of them attention, and one expert."""
     return JambaConfig(
         vocab_size=65_536, hidden_size=2560, intermediate_size=8192, num_hidden_layers=n_layers,
         num_attention_heads=20, num_key_value_heads=1, attn_layer_period=14, attn_layer_offset=7,
@@ -64,7 +64,7 @@ def large(*, quick: bool) -> Report:
 
 
 def _write(config: JambaConfig, folder: Path) -> int:
-    """Write random weights of a config's shapes in shards of a GiB, and return their bytes."""
+    """Write random weights of a config's shapes in shards of one GiB, and return how many bytes they have."""
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
     config.dtype, config.architectures = "bfloat16", ["JambaForCausalLM"]
@@ -93,7 +93,7 @@ def _shards(shapes: dict[str, torch.Size]) -> Iterator[dict[str, Tensor]]:
 
 
 def _seconds_to_read(n_bytes: int) -> dict[str, float]:
-    """Return the least seconds in which torch sums so many bytes, and half of those in which it copies them."""
+    """Return the least seconds in which torch sums `n_bytes` bytes, and half of the least in which it copies them."""
     source = torch.ones(min(n_bytes, 1 << 30) // 4)
     target, share = torch.empty_like(source), n_bytes / source.nbytes
     sums, copies = list[float](), list[float]()
@@ -108,7 +108,7 @@ def _seconds_to_read(n_bytes: int) -> dict[str, float]:
 
 
 class _Process:
-    """Runs `benchmarks.loading.answer` with a checkpoint in a format, in a process of its own."""
+    """Runs `benchmarks.loading.answer` for a checkpoint and a format of weights, in a process of its own."""
 
     def __init__(self, folder: str, name: str) -> None:
         call = f"answer({folder!r}, {name!r}, {torch.get_num_threads()})"
@@ -136,10 +136,10 @@ class _Process:
 
 
 def _measure(folder: str) -> dict[str, dict[str, Any]]:
-    """Load the checkpoint in each format, and let them decode in turns; returns format -> what the table shows.
+    """Load the checkpoint in each format, let the models decode in turns, and return the table's values by format.
 
-    Another process does the same before, so that files are in the page cache and kernels compiled: a compiler takes
-    memory.
+    Another process does the same beforehand, so that files are in the page cache and kernels are compiled: compiling
+    here would add to the measured memory.
     """
     processes, found = dict[str, _Process](), dict[str, dict[str, Any]]()
     for name in FORMATS:

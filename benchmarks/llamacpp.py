@@ -46,11 +46,11 @@ Turn = Callable[[int, int], list[float]]
 
 @dataclass(frozen=True)
 class Format:
-    """Says how both sides keep the weights of a file.
+    """Says in which format this library and llama.cpp keep the weights of a file.
 
     Attributes:
-        options: what `load_model` is given beside the file.
-        keys: llama.cpp's type of keys and values: F16, which it chooses itself, but for F32.
+        options: the arguments of `load_model` in addition to the file.
+        keys: llama.cpp's type of keys and values: F32 for weights in F32, otherwise F16, which is llama.cpp's default.
     """
 
     options: Mapping[str, str]
@@ -80,11 +80,11 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class Agreement:
-    """Says how far the logits of two sides are apart, as shares of their standard deviation.
+    """Says how far the logits of two models are apart, as shares of the standard deviation of the logits.
 
     Attributes:
-        largest, typical: the largest difference, and the standard deviation of all.
-        same: share of the tokens with the largest logits that are the same.
+        largest, typical: the largest difference, and the standard deviation of all differences.
+        same: the share of positions at which both models give the same token the largest logit.
     """
 
     largest: float
@@ -93,7 +93,7 @@ class Agreement:
 
 
 def llamacpp(*, quick: bool, models: Sequence[str] = MODELS) -> Report:
-    """Measure ours and llama.cpp in turns on each file, once both gave the same logits on the one in F32."""
+    """Measure this library and llama.cpp in turns on each file, after both gave the same logits on the F32 file."""
     report = Report("llamacpp")
     for name in models:
         with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +111,7 @@ def llamacpp(*, quick: bool, models: Sequence[str] = MODELS) -> Report:
 
 def write_model(folder: Path, kind: str) -> Path:
     """Write the checkpoint of a folder to a GGUF file beside it, with matrices of one type."""
-    # tests of the loader need a writer that does what llama.cpp's converter does
+    # The tests of the loader have a writer that makes the same changes as llama.cpp's converter.
     from tests.models.gguf_files import write_gguf
 
     return write_gguf(folder, folder / f"{kind}.gguf", kind)
@@ -122,7 +122,7 @@ def load_in(path: Path, kind: str) -> LanguageModel:
 
 
 def agree(model: LanguageModel, peer: Peer, tokens: Tensor, n_steps: int) -> Agreement:
-    """Feed both sides prompts, then the tokens that the peer chooses, and compare the logits after each step."""
+    """Feed both models the prompts, then the tokens that the peer chooses, and compare the logits after each step."""
     ours = Ours(model, len(tokens), budget="256MiB")
     found, expected = [_logits(ours, tokens.tolist())], [peer.prefill(tokens.numpy())]
     for _ in range(n_steps):
@@ -136,7 +136,7 @@ def agree(model: LanguageModel, peer: Peer, tokens: Tensor, n_steps: int) -> Agr
 
 
 def differ_in_batch(peer: Peer, tokens: Tensor) -> float:
-    """Return by how much the logits of prompts in one batch differ from those of the prompts alone, as a share."""
+    """Return how far a peer's logits for prompts in one batch are from those for single prompts, as a share."""
     together = peer.prefill(tokens.numpy())
     alone = np.concatenate([peer.prefill(tokens[i : i + 1].numpy()) for i in range(len(tokens))])
     return float(np.abs(together - alone).max() / alone.std())
@@ -149,7 +149,7 @@ def _logits(ours: Ours, tokens: list[list[int]]) -> np.ndarray:
 
 
 def require_same(found: Agreement, name: str) -> None:
-    """Raise RuntimeError if two sides with the same numbers in 32 bits are different models: no speed is measured."""
+    """Raise RuntimeError if logits in 32 bits differ: the speeds of different models are not worth comparing."""
     if not found.largest <= TOLERANCE:
         raise RuntimeError(
             f"{name}: logits of ours and of llama.cpp differ by {found.largest:.2g} of their spread in F32, more than "
@@ -159,7 +159,7 @@ def require_same(found: Agreement, name: str) -> None:
 
 
 def require_whole_batch(difference: float, name: str) -> None:
-    """Raise RuntimeError if llama.cpp computes something else for several sequences than for each of them."""
+    """Raise RuntimeError if llama.cpp's logits for several sequences differ from those for each sequence alone."""
     if not difference <= TOLERANCE:
         raise RuntimeError(
             f"{name}: llama.cpp's logits of prompts in one batch and alone differ by {difference:.2g} of their spread, "
@@ -169,7 +169,7 @@ def require_whole_batch(difference: float, name: str) -> None:
 
 
 def in_turns(turns: Mapping[str, Turn], n_rounds: int, n_steps: int, *, n_untimed: int) -> dict[str, Samples]:
-    """Time `n_steps` calls of each side in each round, one side after the other."""
+    """Time `n_steps` calls of each library in each round, one library after the other."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(n_rounds):
         for name, turn in turns.items():
@@ -179,7 +179,7 @@ def in_turns(turns: Mapping[str, Turn], n_rounds: int, n_steps: int, *, n_untime
 
 
 def _check(report: Report, name: str, kind: str, model: LanguageModel, path: Path) -> None:
-    """Compare 3 sequences of 64 tokens and 16 steps, and add what differs, and the bytes."""
+    """Compare logits of 3 sequences over 64 tokens and 16 steps; report the differences and the bytes of weights."""
     options = {"keys": FORMATS[kind].keys, "n_threads": torch.get_num_threads()}
     with start_llamacpp(path, 3, 128, **options) as theirs:
         tokens = draw(3, 64)

@@ -1,7 +1,7 @@
 """Runs GGUF models in llama.cpp, through the low-level functions of the llama-cpp-python package.
 
-It has a process of its own. In ours, either side would find the tile registers of AMX as the other left them, which
-ends llama.cpp with an illegal instruction, and both would take their threads from one pool.
+llama.cpp gets a process of its own. In a common process, each library would find AMX's tile registers as the other left
+them, so that llama.cpp dies of an illegal instruction, and both would share one pool of threads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def require_llamacpp() -> None:
 
 
 def time_calls(call: Callable[[], object], n_untimed: int, n_timed: int) -> list[float]:
-    """Return the seconds of each of `n_timed` calls, after some that are not timed."""
+    """Return the seconds of each of `n_timed` calls, after `n_untimed` calls that are not timed."""
     seconds = []
     for i in range(n_untimed + n_timed):
         started = time.perf_counter()
@@ -52,12 +52,12 @@ def time_calls(call: Callable[[], object], n_untimed: int, n_timed: int) -> list
 class LlamaCpp:
     """Holds sequences of one context of llama.cpp, which are prefilled or stepped together in one batch.
 
-    It is greedy, and computes only the last logits, as `Ours` does.
+    It decodes greedily and computes only the last logits, as `Ours` does.
 
     Args:
-        n_context: tokens of each sequence, at most.
+        n_context: the most tokens that a sequence may have.
         keys: the type of keys and values, "F32" or "F16".
-        n_threads: for single tokens and for prompts.
+        n_threads: the number of threads, for single tokens and for prompts.
     """
 
     def __init__(self, path: Path, n_sequences: int, n_context: int, *, keys: str, n_threads: int) -> None:
@@ -85,7 +85,7 @@ class LlamaCpp:
         self._batch = llama_cpp.llama_batch_init(n_tokens, 0, 1)
 
     def describe(self) -> str:
-        """Return the version of the package, and what of the processor llama.cpp uses."""
+        """Return the version of the package, and the processor's features that llama.cpp uses."""
         features = self._llama.llama_print_system_info().decode().split("|")
         used = [name.split(":")[-1].strip().removesuffix(" = 1") for name in features if name.strip().endswith("= 1")]
         return f"llama-cpp-python {self._llama.__version__} ({', '.join(used)})"
@@ -100,7 +100,7 @@ class LlamaCpp:
         self._feed(np.array(self.next)[:, None])
 
     def logits(self) -> np.ndarray:
-        """Return the last logits, (sequences, vocab). They are llama.cpp's own array, which the next call changes."""
+        """Return the last logits, (sequences, vocab). The array belongs to llama.cpp, and the next call changes it."""
         rows = self._llama.llama_get_logits(self._context)
         return np.ctypeslib.as_array(rows, (len(self._lengths), self._n_vocab))
 
@@ -132,7 +132,7 @@ def _write_log(level: int, text: bytes, data: object) -> None:
 
 
 class LlamaProcess:
-    """Passes calls on to `LlamaCpp` in its process, which takes their time itself and sleeps between them."""
+    """Passes calls on to a `LlamaCpp` in another process, which measures their time itself and sleeps between calls."""
 
     def __init__(self, process: Any, pipe: Connection) -> None:
         self._process, self._pipe = process, pipe
@@ -201,7 +201,7 @@ def start_llamacpp(
 
 
 def _serve(pipe: Connection, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Answer calls until the other end of the pipe is closed; what goes wrong is an answer, too."""
+    """Answer calls until the other end of the pipe is closed; an exception is sent back as the answer."""
     try:
         peer = LlamaCpp(*arguments, **options)
     except RuntimeError as error:

@@ -26,7 +26,7 @@ _STEPS = 8
 
 
 def load(folder: str, name: str, n_threads: int) -> tuple[LanguageModel, float]:
-    """Load the checkpoint in a format; return the model, and in how many seconds."""
+    """Load the checkpoint in a format; return the model, and the seconds that loading took."""
     torch.set_num_threads(n_threads)
     started = time.perf_counter()
     return load_model(folder, progress=False, **FORMATS[name]), time.perf_counter() - started  # type: ignore[arg-type]
@@ -35,8 +35,8 @@ def load(folder: str, name: str, n_threads: int) -> tuple[LanguageModel, float]:
 def answer(folder: str, name: str, n_threads: int) -> None:
     """Load the checkpoint, then answer lines of the standard input in JSON, one line each.
 
-    A number opens so many sequences with prompts; an empty line decodes for a turn, and gives its steps' seconds. At
-    the end of the input, bytes are given.
+    A line with a number opens that many sequences with prompts. An empty line decodes for one turn, and is answered by
+    the seconds of the turn's steps. The end of the input is answered by the bytes of the process.
     """
     model, seconds = load(folder, name, n_threads)
     _say(seconds)

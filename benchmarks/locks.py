@@ -1,4 +1,4 @@
-"""Measures what it costs that calls on a memory wait for each other: a lock around each, which nobody else holds."""
+"""Measures what the lock around each call on a memory costs if no other thread holds it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _N_CALLS, _N_STEPS = 20_000, 100
 
 
 class _Books:
-    """Has one method twice."""
+    """Has the same method with a lock and without one."""
 
     def __init__(self) -> None:
         self.lock = RLock()
@@ -30,7 +30,7 @@ class _Books:
 
 @contextmanager
 def without_locks() -> Iterator[int]:
-    """Let the coordinator's methods run as they are while the block runs; yields how many are locked."""
+    """Remove the locks from the coordinator's methods inside a `with` block; yields how many methods have a lock."""
     wrapped = {name: method for name, method in vars(Coordinator).items() if hasattr(method, "__wrapped__")}
     for name, method in wrapped.items():
         setattr(Coordinator, name, method.__wrapped__)

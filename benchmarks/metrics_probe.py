@@ -1,7 +1,7 @@
-"""Reads /metrics of a server again and again, in a process that does nothing else, and says how long each reading took.
+"""Reads a server's /metrics again and again, in a process that does nothing else, and reports the time of each reading.
 
-A client that sends load has a loop of its own in which a reading would wait as well. So this file, as a program, reads
-beside it and writes the seconds of each reading as a line.
+In the event loop of the client that sends the load, a reading would have to wait for the client. So this file is a
+separate program, which prints the seconds of each reading on a line.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _STOLEN = 7
 
 @dataclass
 class Readings:
-    """Holds the seconds of each reading, and the share of processor time that the host of this machine took meanwhile.
-    That is NaN where the system does not say.
+    """Holds the seconds of each reading, and the share of processor time that the hypervisor took meanwhile.
+
+    The share is NaN on systems that do not report it.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -36,7 +37,7 @@ class Readings:
 
 @contextmanager
 def probing(url: str) -> Iterator[Readings]:
-    """Read /metrics of a server in another process while the block runs; the readings are complete after it."""
+    """Read a server's /metrics in another process inside a `with` block; the readings are complete after the block."""
     readings, before = Readings(), _jiffies()
     with subprocess.Popen([sys.executable, "-S", "-E", __file__, url], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -51,7 +52,7 @@ def probing(url: str) -> Iterator[Readings]:
 
 
 def _jiffies() -> list[int]:
-    """Return what all processors have done since the start, in ticks; nothing but on Linux."""
+    """Return how many ticks all processors have spent on each kind of work since boot; empty except on Linux."""
     try:
         return [int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1 : _STOLEN + 2]]
     except OSError:

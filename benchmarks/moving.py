@@ -1,4 +1,4 @@
-"""Measures how long a session takes from one memory to another by a file, beside writing and reading its bytes."""
+"""Measures how long moving a session to another memory by a file takes, compared with writing and reading its bytes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PIECE_BYTES = 1 << 20
 
 
 def move(report: Report, *, n_rounds: int) -> None:
-    """Add a row for the move, and one each for its bytes written and read as lastingly, plainly and with early flushes.
+    """Add a row for the move, and two for plain files of as many bytes, flushed at the end or early.
 
-    The three take turns. Before each, outside of the clock, its file is removed (a store never writes one anew), and
-    the disk comes to rest: what another one has left to be written would be paid by the next.
+    The three are measured in turns. Before each measurement, its file is removed, because a store never overwrites a
+    file, and the disk finishes its pending writes, because they would slow the next measurement.
     """
     with both_models("jamba") as (model, _), tempfile.TemporaryDirectory() as folder:
         here, there = (HybridMemory(model.memory_spec, "1GiB") for _ in range(2))
@@ -63,7 +63,7 @@ def move(report: Report, *, n_rounds: int) -> None:
 
 
 def _write_and_read(path: Path, content: bytes, *, begins_early: bool = False) -> None:
-    """Write a file whole or not at all, so that it outlasts a crash, and read it: what any program does at least."""
+    """Write a file atomically and durably, and read it: the least that any program has to do."""
     beside = path.with_suffix(".part")
     with beside.open("wb", buffering=0) as file:
         if begins_early:
@@ -81,7 +81,7 @@ def _write_and_read(path: Path, content: bytes, *, begins_early: bool = False) -
 
 
 def _alternate(runs: dict[str, Callable[[], None]], files: tuple[Path, ...], n_rounds: int) -> dict[str, Samples]:
-    """Time each run once a round, one after the other, each on a disk at rest and without its files."""
+    """Time each run once a round, one after the other. Before each run, its files are removed and the disk is idle."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for n in range(n_rounds + 2):
         for name, run in runs.items():

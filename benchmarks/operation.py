@@ -17,12 +17,12 @@ _SEEDS_A_TASK = 20
 
 
 def operation(what: Iterable[str], first: int, n_seeds: int, jobs: int) -> tuple[Report, bool]:
-    """Return the table, and True if every seed kept every promise and everything happened that must have happened.
+    """Return the table, and True if every seed kept every promise and each required kind of event happened.
 
     Args:
         what: keys of `SIMULATIONS`.
         first: the lowest seed.
-        jobs: processes.
+        jobs: the number of processes.
     """
     events: dict[str, Counter[str]] = {name: Counter() for name in what}
     broken: list[str] = []
@@ -51,7 +51,7 @@ def operation(what: Iterable[str], first: int, n_seeds: int, jobs: int) -> tuple
 
 
 def _operate(name: str, first: int, last: int) -> tuple[str, Counter[str], float, list[str]]:
-    """Run some seeds; what a seed raises is a fault of it, and the next one runs all the same."""
+    """Run some seeds. An exception of one seed is reported as a fault, and the next seed runs all the same."""
     torch.set_num_threads(1)
     events, faults, start = Counter[str](), list[str](), time.perf_counter()
     for seed in range(first, last):

@@ -1,4 +1,4 @@
-"""Runs one of this project's models as the engine's loop of steps does, without another library's models."""
+"""Runs one of this library's models as the engine does, without importing another library's models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw(n_sequences: int, n_tokens: int) -> Tensor:
 
 
 def workload(*, quick: bool) -> tuple[tuple[int, int], ...]:
-    """Return the numbers of sequences that are prefilled and decoded together, each with their prompts' tokens."""
+    """Return pairs: how many sequences are prefilled and decoded together, and how many tokens each prompt has."""
     return ((1, 16), (8, 8)) if quick else ((1, 512), (8, 64), (32, 64))
 
 
@@ -51,7 +51,7 @@ class Ours:
             self.model(step)
 
     def rewind(self, n_tokens: int) -> None:
-        """Put all sequences behind a new prompt of so many tokens, as they were when they were new."""
+        """Roll all sequences back to 0, and feed each a new prompt of `n_tokens` tokens."""
         for sequence in self.sequences:
             self.memory.rollback(sequence, to=0)
         self.fill(draw(len(self.sequences), n_tokens))
@@ -63,9 +63,9 @@ class Ours:
     def decode(self) -> None:
         with self.memory.step(zip(self.sequences, self.next, strict=True)) as step:
             logits = run_recorded(self.model, step) if self.records else self.model(step)
-        self.next = logits.max(-1).indices.tolist()  # several times as fast as argmax
+        self.next = logits.max(-1).indices.tolist()  # `max` is several times as fast as `argmax`.
 
 
 def prefills(subjects: Mapping[str, Ours], tokens: Tensor) -> dict[str, Callable[[], object]]:
-    """Return functions that prefill the same prompts, one for each model that is measured, by its name."""
+    """Return a function for each measured model, by the model's name. All of them prefill the same prompts."""
     return {name: partial(subject.prefill, tokens) for name, subject in subjects.items()}

@@ -1,4 +1,4 @@
-"""Measures the page: weight, first paint, what the memory view costs a server, and ten thousand sequences."""
+"""Measures the web page: its bytes, first paint, what the memory view costs a server, and ten thousand sequences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ARGUMENTS = (
 
 
 def require_browser() -> None:
-    """Exit with a word unless Playwright and a browser are there."""
+    """Exit with a message if Playwright or a browser is missing."""
     try:
         import playwright.sync_api  # noqa: F401
     except ImportError:
@@ -49,7 +49,7 @@ def require_browser() -> None:
 
 
 def page(*, quick: bool) -> Report:
-    """Measure all of it. Asked: 250 KB, 300 ms, 2 %, 50 ms and 16 ms."""
+    """Measure everything about the page. The targets are 250 KB, 300 ms, 2 %, 50 ms and 16 ms."""
     report = Report("page")
     _weigh(report)
     with _serving() as (url, engine):
@@ -74,7 +74,7 @@ def _browsing() -> Iterator[Any]:
 
 @contextmanager
 def _serving() -> Iterator[tuple[str, Engine]]:
-    """Run a warm server of the embedded model in a thread while the block runs."""
+    """Run a server of the embedded model in a thread inside a `with` block, after a first reply has warmed it up."""
     model, tokenizer = load_model("embedded", progress=False), load_tokenizer(EMBEDDED)
     memory = HybridMemory(model.memory_spec, "256MiB")
     engine = Engine(model, memory, tokenizer, prefixes=PrefixCache(memory))
@@ -124,9 +124,9 @@ def _paint(report: Report, url: str, browser: Any, *, n_loads: int) -> None:
 
 
 def large_snapshots(n_sequences: int, n_rounds: int = 1) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Return snapshots of a dry run with so many sequences, half of them checkpoints, and what each has taken.
+    """Return snapshots of a dry run with `n_sequences` sequences, half of them checkpoints, and the time of each.
 
-    Between two of them, a hundred sequences go on by a token.
+    Between two snapshots, a hundred sequences are fed one token each.
     """
     spec = load_model("embedded", progress=False).memory_spec
     memory = HybridMemory(spec, "64GiB", device="meta", rollback_window=32)

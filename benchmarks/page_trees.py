@@ -1,4 +1,4 @@
-"""Measures a conversation of thousands of messages in the page: what is read, and the script that draws it."""
+"""Measures a conversation of thousands of messages in the page: reading it, and the page's script that draws it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.harness import Report
 
 
 def archive(n_nodes: int) -> dict[str, Any]:
-    """Return an exported conversation that was often edited: half of its messages are beside the current path."""
+    """Return an exported conversation that was often edited: half of the messages are not on the current path."""
     draw, nodes = random.Random(0), list[dict[str, Any]]()
     replies: list[str | None] = [None]
     path = 0
@@ -29,7 +29,7 @@ def archive(n_nodes: int) -> dict[str, Any]:
 
 
 def tree(report: Report, url: str, browser: Any, *, n_nodes: int, n_rounds: int) -> None:
-    """Measure an import, a reading of the tree, and the page's script for a move in it and for scrolling through it."""
+    """Measure importing and reading the tree, and the page's script when one moves in the tree or scrolls it."""
     body = json.dumps(archive(n_nodes)).encode()
     request = Request(f"{url}/v1/sessions/import", body, {"Content-Type": "application/json"})
     made, import_ms = _timed(lambda: json.load(urlopen(request)))

@@ -1,4 +1,4 @@
-"""Measures what a decode step loses while somebody watches the memory, in short turns with and without."""
+"""Measures how much slower decode steps are while a page watches the memory, in short turns with and without it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _tell(listener: subprocess.Popen[str], line: str) -> None:
 
 
 def _seconds_a_step(engine: Engine) -> tuple[float, float]:
-    """Return the seconds that a step takes, and those of all processors that this process works meanwhile."""
+    """Return the seconds that a step takes, and the processor time that this process uses for it in all threads."""
     time.sleep(_SETTLE_SECONDS)
     n_steps, started, worked = engine.stats.n_steps, time.perf_counter(), time.process_time()
     time.sleep(_TURN_SECONDS)
@@ -56,10 +56,10 @@ def _seconds_a_step(engine: Engine) -> tuple[float, float]:
 
 
 def slow_down(report: Report, url: str, engine: Engine, *, n_replies: int, n_rounds: int) -> None:
-    """Measure steps of decoding: each round alone and watched, in an order that changes, at the same lengths.
+    """Measure decode steps in rounds, each with and without a watching page, in changing order at the same lengths.
 
-    The standard errors are those of the medians of the rounds' ratios, by 1,000 draws with replacement. The
-    processors' time says what watching adds where another program disturbs the clock.
+    The standard errors are those of the medians of the rounds' ratios, by 1,000 draws with replacement (bootstrap).
+    Processor time shows what watching adds even if another program slows this one.
     """
     endless = Sampling(temperature=1.0, logit_bias=tuple((i, -100.0) for i in engine.stop_ids))
     seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
@@ -74,7 +74,7 @@ def slow_down(report: Report, url: str, engine: Engine, *, n_replies: int, n_rou
                     _tell(listener, "")
                 for generation in alive:
                     engine.cancel(generation)
-                if i:  # the first round is to warm up
+                if i:  # The first round is a warm-up.
                     seconds[is_watched].append(taken)
     pairs = [*zip(seconds[False], seconds[True], strict=True)]
     slower, more = ([watched[k] / alone[k] for alone, watched in pairs] for k in (0, 1))

@@ -1,4 +1,4 @@
-"""Measures what reusing prefixes and swapping sequences costs, and how much of a workload is reused."""
+"""Measures what reusing prefixes and swapping sequences costs, and what share of a workload's tokens is reused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prefixes(*, quick: bool) -> Report:
 
 
 def _tree(report: Report, *, n_repeats: int) -> None:
-    """Measure a tree of 64 sequences of 2,048 tokens, half of each shared with others.
+    """Measure a radix tree of 64 sequences of 2,048 tokens, of which each shares half with others.
 
     The memory is dry, so that nothing but bookkeeping is timed.
     """
@@ -112,7 +112,7 @@ def _replay(report: Report, shared: int, unique: int) -> None:
 
 
 def _swap(report: Report, *, n_tokens: int, n_rounds: int) -> None:
-    """Measure swapping out and in again, beside two copies of the same bytes by torch in the same rounds."""
+    """Measure swapping a sequence out and in, compared with two copies of as many bytes by torch in the same rounds."""
     with both_models("jamba") as (model, _):
         ours = Ours(model, 1, budget="1GiB")
         ours.fill(draw(1, n_tokens))
@@ -124,7 +124,8 @@ def _swap(report: Report, *, n_tokens: int, n_rounds: int) -> None:
         for _ in range(n_rounds + 2):
             swaps.append(_swap_ms(memory, sequence))
             started = time.perf_counter_ns()
-            copy = torch.empty_like(source)  # a swap allocates as well
+            # Allocating is part of the measured copy, because a swap allocates as well.
+            copy = torch.empty_like(source)
             copy.copy_(source)
             target.copy_(copy)
             del copy

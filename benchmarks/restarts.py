@@ -1,4 +1,4 @@
-"""Measures what keeping prefixes outside of the budget is worth: across a restart, and by tier."""
+"""Measures how much time is saved by keeping prefixes outside of the budget: after a restart, and for each tier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHARED, _UNIQUE = 1600, 600
 
 
 def restarts(*, quick: bool, models: Seq[str] = _MODELS) -> Report:
-    """Measure the time to the first token of a chat's next turn after a restart, and of prompts by tier."""
+    """Measure first-token times: of a chat's next turn after a restart, and of prompts by their checkpoint's tier."""
     report = Report("restarts")
     report.notes.append(_PEER)
     for name in models:
@@ -43,12 +43,12 @@ def restarts(*, quick: bool, models: Seq[str] = _MODELS) -> Report:
 
 
 def _restart(report: Report, name: str, model: LanguageModel, *, n_tokens: int, n_rounds: int) -> None:
-    """Measure a chat of so many tokens that goes on: at once, after a restart, and computed again."""
+    """Measure the next turn of a chat of `n_tokens` tokens: at once, after a restart, and without any checkpoint."""
     chat = draw(1, n_tokens)[0].tolist()
     turns = iter(draw(3 * n_rounds, 30).tolist())
     with tempfile.TemporaryDirectory() as folder:
         engine, _ = _engine(model)
-        _first_token_s(engine, chat[:600])  # compiles what is missing
+        _first_token_s(engine, chat[:600])  # This call compiles the kernels that are still missing.
         assert engine.prefixes is not None
         engine.prefixes.clear()
         again_s = _first_token_s(engine, chat)
@@ -79,7 +79,7 @@ def _restart(report: Report, name: str, model: LanguageModel, *, n_tokens: int, 
 
 
 class _Stopwatch:
-    """Stands for the lock of an engine, and measures how long it is held."""
+    """Replaces the lock of an engine, and measures how long the lock is held."""
 
     def __init__(self) -> None:
         self.held: list[float] = []
@@ -93,7 +93,7 @@ class _Stopwatch:
 
 
 def _engine(model: LanguageModel, folder: str | None = None) -> tuple[Engine, float]:
-    """Return a warm engine, with the prefixes of a folder, and the seconds that these took to load."""
+    """Return a warm engine, with the prefixes of a folder if one is given, and the seconds that loading them took."""
     memory = HybridMemory(model.memory_spec, "3GiB")
     engine = Engine(model, memory, None, stop_ids=(), prefixes=PrefixCache(memory, grid_tokens=2048), step_tokens=512)
     engine.submit([0], max_tokens=1)
@@ -151,7 +151,7 @@ def _tiers(report: Report, name: str, model: LanguageModel, *, n_prompts: int) -
 
 
 def _reuse(report: Report, *, n_prompts: int) -> None:
-    """Measure the share of tokens reused with a budget of a tenth, of the workload's prompts and their next turns."""
+    """Measure the share of reused tokens if the budget holds a tenth of the workload's prompts and next turns."""
     model = load_model("embedded", progress=False)
     generator = torch.Generator().manual_seed(0)
 

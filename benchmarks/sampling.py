@@ -1,4 +1,4 @@
-"""Measures decode steps of an engine by how tokens are chosen: greedily, drawn, penalised, reported, constrained."""
+"""Measures an engine's decode steps by how tokens are chosen: greedily, by sampling, with penalties or by a grammar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _N_STEPS = 60
 
 
 def _ways(parts: Parts) -> dict[str, Callable[[int], tuple[Sampling, Output]]]:
-    """Return, by name, how request n chooses its tokens. No reply ends by itself."""
+    """Return the ways of choosing tokens by name, each as a function of a request's number. No reply ends by itself."""
     endless = Output(stop_ids=())
     penalties: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": {5: 1.0}}
     letters = Output(stop_ids=(), grammar=parts.grammars.regex("[a-z ]{2000}"))
@@ -38,7 +38,7 @@ def _ways(parts: Parts) -> dict[str, Callable[[int], tuple[Sampling, Output]]]:
 
 
 def sampling(*, quick: bool) -> Report:
-    """Measure the medians of decode steps of 1, 8 and 32 requests, the ways one after the other in each round."""
+    """Measure median decode steps of 1, 8 and 32 requests; each round runs all ways one after the other."""
     report, parts = Report("sampling"), Parts.load()
     ways = _ways(parts)
     for n_requests in (1, 8, 32):

@@ -1,4 +1,4 @@
-"""Holds JSON schemas written by hand, in the manner of those that people use.
+"""Holds JSON schemas that were written by hand, in the manner of schemas that people use.
 
 The families are those of JSONSchemaBench; none of its schemas is here.
 

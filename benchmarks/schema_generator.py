@@ -1,4 +1,4 @@
-"""Makes JSON schemas at random, out of the parts that those of people have: `make_schemas`."""
+"""Makes random JSON schemas out of the parts that schemas of people have: `make_schemas`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PATTERNS = (
 
 
 def make_schemas(n: int, seed: int = 0) -> list[tuple[str, Schema]]:
-    """Return families and schemas: all that were written by hand, if so many are wanted, and the rest at random."""
+    """Return `n` pairs of family and schema: those written by hand, or a sample of them, and random ones."""
     rng = random.Random(seed)
     by_hand = [(family, schema) for family, schemas in BY_HAND.items() for schema in schemas]
     if n < len(by_hand):

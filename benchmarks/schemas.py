@@ -1,4 +1,4 @@
-"""Measures structured output: whether what it writes is valid, and what its masks cost beside a step of the model."""
+"""Measures structured output: whether replies are valid, and how much time masks add to a step of the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 @dataclass
 class Parts:
-    """Holds what is needed to write by schemas: the embedded model, its tokenizer and its grammars."""
+    """Holds what structured output needs: the embedded model, its tokenizer, and the compiler of grammars for it."""
 
     model: LanguageModel
     tokenizer: Any
@@ -51,7 +51,7 @@ class Parts:
 
 
 def write_all(parts: Parts, schemas: list[dict[str, Any]], *, n_running: int = 32) -> list[Generation | str]:
-    """Return what the embedded model writes by each schema, drawn with a seed of its own, or why one was refused."""
+    """Return the embedded model's sampled reply for each schema, or a text that says why the schema was refused."""
     engine = Engine(parts.model, HybridMemory(parts.model.memory_spec, "1GiB"), parts.tokenizer, max_running=n_running)
     written = list[Generation | str]()
     for seed, schema in enumerate(schemas):
@@ -78,10 +78,10 @@ def is_valid(text: str, schema: dict[str, Any]) -> bool:
 
 
 def schemas_(*, quick: bool, tables: Sequence[str] = (), out: Path | None = None) -> Report:
-    """Write by 1,000 schemas, and measure masks beside steps of 1, 8 and 32 requests.
+    """Generate replies for 1,000 schemas, and measure what masks add to steps of 1, 8 and 32 requests.
 
     Args:
-        tables: of TABLES; all unless given. Those that `out` has of others are kept.
+        tables: names of `TABLES` to measure; empty means all. Other tables that the report in `out` has are kept.
     """
     report, parts = Report("schemas"), Parts.load()
     cases = make_schemas(100 if quick else 1000)
@@ -128,9 +128,10 @@ def _report_validity(report: Report, parts: Parts, cases: list[tuple[str, dict[s
 
 
 def _mask_share(parts: Parts, cases: list[tuple[str, dict[str, Any]]], n_requests: int) -> dict[str, Any]:
-    """Return the medians of steps in which all of n requests decode, and of what masks add to them.
+    """Return the median time of steps in which all `n_requests` requests decode, and the median time that masks add.
 
-    Masks are computed beside the model: they add what a step then waits for them, and what it takes to apply them.
+    Masks are computed in another thread while the model runs. They add the time in which the step then waits for them,
+    and the time of applying them.
     """
     masks, steps = list[float](), list[float]()
 
@@ -139,7 +140,8 @@ def _mask_share(parts: Parts, cases: list[tuple[str, dict[str, Any]]], n_request
         if len(matchers) == len(plan) == n_requests:
             scores_SV = logits_SV.float().clone()
             started = time.perf_counter()
-            mask_rows_(scores_SV, matchers)  # applied once more than needed: what follows does it again
+            # The masks are applied once more than needed, because the sampler applies them again.
+            mask_rows_(scores_SV, matchers)
             masks.append(time.perf_counter() - started)
         else:
             masks.append(-1.0)
@@ -173,7 +175,7 @@ def _mask_share(parts: Parts, cases: list[tuple[str, dict[str, Any]]], n_request
 
 def _of_llguidance(parts: Parts, cases: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     grammars = Grammars(parts.tokenizer, parts.model.memory_spec.vocab_size, (parts.tokenizer.eos_token_id,))
-    grammars.json_schema({"type": "null"})  # reads the vocabulary
+    grammars.json_schema({"type": "null"})  # The first schema makes the library read the vocabulary.
     reads, fills, rng = list[float](), list[float](), random.Random(0)
     for _, schema in cases:
         started = time.perf_counter()
@@ -201,7 +203,7 @@ def _of_xgrammar(parts: Parts, cases: list[tuple[str, dict[str, Any]]]) -> dict[
         started = time.perf_counter()
         try:
             matcher = xgrammar.GrammarMatcher(compiler.compile_json_schema(json.dumps(schema), strict_mode=False))
-        except Exception:  # a schema that it does not take
+        except Exception:  # The library does not support this schema.
             n_refused += 1
             continue
         reads.append(time.perf_counter() - started)

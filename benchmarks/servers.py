@@ -21,12 +21,12 @@ _SAID = re.compile(r"answers at (\S+?)(/v1)?[,\s]")
 
 @contextmanager
 def running(options: Sequence[str] = (), *, tree: Path | None = None) -> Iterator[str]:
-    """Run `hybrid-memory serve` on a free port while the block runs; the block gets its URL, without a path.
+    """Run `hybrid-memory serve` on a free port inside a `with` block, which gets the server's URL without a path.
 
     Args:
-        tree: another version of this repository.
+        tree: the folder of another version of this repository, whose server is started.
     Raises:
-        RuntimeError: it does not start.
+        RuntimeError: the server does not start.
     """
     command = [sys.executable, "-c", _START, "serve", "--port", "0", *options]
     env = {**os.environ, "PYTHONPATH": str(tree)} if tree is not None else None

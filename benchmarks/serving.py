@@ -1,7 +1,7 @@
 """Measures the server under load: throughput, and the time to the first token, beside an earlier commit of this tree.
 
-Servers of both trees run at the same time, each in a process of its own, and are asked in turns, so that whatever else
-the machine does meets both. A second server of the earlier tree says how much of a ratio is the machine's.
+Servers of both commits run at the same time, each in a process of its own, and get requests in turns, so that other
+work of the machine slows both. A second server of the earlier commit shows how far ratios differ from 1 by chance.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOTES = [
 
 @dataclass
 class Served:
-    """Holds a running server and what it has answered."""
+    """Holds a running server and the measurements of its replies."""
 
     url: str
     loads: list[Load] = field(default_factory=list)
@@ -57,9 +57,9 @@ def serving(
     *, quick: bool = False, before: str = BEFORE, loads: Sequence[int] = LOADS, rounds: int | None = None,
     out: Path | None = None,
 ) -> Report:  # fmt: skip
-    """Measure servers of this tree and of an earlier commit. Rows that `out` has of other loads are kept.
+    """Measure servers of this version and of an earlier commit. Rows of other loads in the report in `out` are kept.
 
-    Raises RuntimeError: a server that does not start, or does not answer.
+    Raises RuntimeError if a server does not start or does not answer.
     """
     rounds = rounds or (2 if quick else 7)
     report = Report("serving", notes=[f"before: commit {before}.", *_NOTES])
@@ -79,7 +79,7 @@ def serving(
 def _measure(servers: dict[str, Served], n_at_once: int, rounds: int) -> None:
     bodies, rng = _Bodies(n_at_once), random.Random(n_at_once)
     n_requests = max(2, 2 * n_at_once)
-    for server in servers.values():  # kernels, sizes and connections are warm afterwards
+    for server in servers.values():  # These requests warm up kernels, buffers and connections.
         load = ask(server.url, bodies.draw(n_requests), n_at_once)
         server.loads.clear()
     n_requests = max(3 * n_at_once, int(n_requests * _ROUND_SECONDS / load.seconds))
@@ -119,7 +119,7 @@ def _p99(seconds: list[float]) -> float:
 
 
 class _Bodies:
-    """Draws chats that no server has seen."""
+    """Draws random chats that no server has seen before."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -141,7 +141,7 @@ class _Bodies:
 
 @contextmanager
 def _tree_of(commit: str) -> Iterator[Path]:
-    """Write a commit of this repository into a folder that is removed in the end."""
+    """Write a commit of this repository into a temporary folder, which is removed after the `with` block."""
     command = ["git", "archive", "--format=tar", commit, "hybridmem", "chat", "memory", "models"]
     archive = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True).stdout
     with tempfile.TemporaryDirectory() as folder:

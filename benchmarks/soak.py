@@ -1,8 +1,8 @@
-"""Keeps memories of every kind busy at full budget for minutes, and replays samples alone: faults, leaks, slowdown.
+"""Keeps memories of every kind busy at full budget for minutes, and looks for wrong outputs, leaks and slowdown.
 
-A round takes one kind, fills a small budget with sequences that share, fork, go back, swap, save and fail, closes all
-of them, and goes on with the next. A sample of sequences is computed again in an empty memory and compared. One seed is
-one run, but for the time at which it ends.
+A round takes one kind of memory, fills a small budget with sequences that share, fork, go back, swap, save and fail,
+and then closes all of them. The next round takes the next kind. A sample of the sequences is computed again in an empty
+memory and compared. A seed determines the run, except for the time at which the run ends.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Tally:
     """Counts what happened, over all rounds.
 
     Attributes:
-        seconds: of each call that only keeps books, in their order; time of the processor, so others do not count.
-        mismatches: what differed from a sequence that was computed alone, in words.
+        seconds: processor time of each call that does bookkeeping only, in the order of the calls. Processor time
+            leaves other programs out.
+        mismatches: a description of each output that differed from that of a sequence that was computed alone.
     """
 
     operations: Counter[str] = field(default_factory=Counter)
@@ -66,7 +67,7 @@ class Tally:
 
 
 class Round:
-    """Keeps one memory busy; `live` holds what each sequence was fed, as it was cut into steps."""
+    """Keeps one memory busy; `live` holds the tokens that each sequence was fed, step by step."""
 
     def __init__(self, kind: str, seed: int, tally: Tally, folder: Path) -> None:
         self._kind, self._random, self._tally, self._folder = kind, Random(seed), tally, folder
@@ -107,14 +108,14 @@ class Round:
         return [sequence for sequence in self.live if not sequence.is_swapped]
 
     def _give_way(self) -> None:
-        """Close what is oldest: the budget is full."""
+        """Close the oldest sequence or checkpoint, because the budget is full."""
         for held in (self._marks, self.live):
             if held:
                 sequence = next(iter(held))
                 del held[sequence]
                 self.memory.close(sequence)
 
-    # What users do
+    # The operations that users do
 
     def _open(self) -> None:
         if len(self.live) < _MOST_SEQUENCES:
@@ -222,7 +223,7 @@ class Round:
             with self._timed():
                 self.memory.close(sequence)
 
-    # What must hold
+    # The checks of what must hold
 
     def _replay_one(self) -> None:
         """Feed a token, and compare its logits with those of an empty memory that was fed the same."""
@@ -239,13 +240,14 @@ class Round:
         alone = KINDS[self._kind](budget="4MiB")
         other, agreement = alone.open(), alone.agreement
         for part in self.live[sequence]:
-            # Where cuts matter, every step must be as long as it was.
+            # If the split into steps affects outputs, every step must have the same length as in the first run.
             behind = part.taken_back if agreement.cuts_matter else ()
             with alone.memory.step({other: [*part.tokens, *behind]}) as step:
                 expected = alone.model(step)
                 step.accept({other: len(part.tokens)})
         self._tally.n_replayed += 1
-        # Steps of equal lengths give equal bits; prefixes, which others may have fed in other steps, are not reused.
+        # Steps of equal lengths give equal bits. Prefixes are not reused, because other sequences may have fed them in
+        # other steps.
         has_same_bits = agreement.same_bits and agreement.cuts_matter
         most = 0.0 if has_same_bits else agreement.rounding * max(1.0, float(expected.std()))
         if sequence.tokens.tolist() != other.tokens.tolist() or not torch.allclose(found, expected, rtol=0, atol=most):
@@ -264,10 +266,10 @@ class Round:
 
 
 def measure(*, quick: bool, minutes: float = 30.0, seed: int = 0) -> Report:
-    """Run rounds until so many minutes of the processor's time are over, each kind once at least.
+    """Run rounds until `minutes` of processor time are over, and at least one round of each kind of memory.
 
-    The processor's time, so that a run on a busy machine is no shorter. SIGTERM or Ctrl-C ends it early: what was done
-    by then is reported.
+    Processor time counts, so that a run on a busy machine does no less work. SIGTERM or Ctrl-C ends the run early, and
+    the rounds until then are reported.
     """
     tally, started = Tally(), time.process_time()
     seconds = 60.0 * minutes * (not quick)
@@ -285,7 +287,7 @@ def measure(*, quick: bool, minutes: float = 30.0, seed: int = 0) -> Report:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Leave the block at SIGTERM and SIGINT, also where a shell in the background has the latter ignored."""
+    """Leave the `with` block at SIGTERM and SIGINT, even if a shell has set SIGINT to be ignored."""
     former = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

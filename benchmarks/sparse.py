@@ -1,6 +1,6 @@
-"""Measures attention with a budget of rows, or in few bits: quality, and the time at a long context.
+"""Measures attention with a budget of rows or with rows in few bits: quality, and the time of a step at a long context.
 
-Quality is the share of right answers of the embedded model, against the bytes that attention may keep.
+Quality is the embedded model's share of right answers, for several numbers of bytes that attention may keep.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNEVEN = (0.05, 0.35)
 """A budget for each attention layer, little for the first, which answers little.
 Chosen on other dialogues (seed 7): 96 % there.
 """
-_PAGE_TOKENS = 4  # with 16 tokens a page, a fifth of these dialogues would be three pages, two of them the newest
+_PAGE_TOKENS = 4  # With 16 tokens in a page, a fifth of these dialogues would be three pages, two of them the newest.
 _TABLE = "answers of the embedded model"
 
 Dialogue = tuple[list[int], list[int]]
@@ -106,7 +106,7 @@ def _quality(report: Report, *, n_dialogues: int, shares: tuple[float, ...]) -> 
 
 
 def plot_quality(report: Report, path: Path) -> None:
-    """Plot right answers against bytes, both as shares of dense attention's, with a line for each policy.
+    """Plot right answers over bytes, both as shares of those of dense attention, with a line for each policy.
 
     Needs matplotlib (the `notebooks` extra).
     """
@@ -120,7 +120,7 @@ def plot_quality(report: Report, path: Path) -> None:
     for row in report.tables[_TABLE]:
         name = str(row["policy"]) if row["numbers"] == "exact" else f"{row['policy']}, in bits"
         if row["numbers"] != "exact" and row["policy"] not in ("dense", "ExpectedAttention"):
-            continue  # lines of all of them would hide each other
+            continue  # The lines of all of them would hide each other.
         lines.setdefault(name, []).append((float(row["bytes of dense, %"]), float(row["of dense, %"])))
     for name, points in lines.items():
         panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
@@ -169,7 +169,7 @@ def answer(model: LanguageModel, spec: MemorySpec, dialogues: list[Dialogue]) ->
 
 
 class _OneAttention:
-    """Holds a model of one attention of usual sizes, and nothing else, so that only attention is timed."""
+    """Holds a model of one attention layer of usual size and nothing else, so that only attention is timed."""
 
     def __init__(self, policy: Budget | None, storage: Storage | None) -> None:
         spec = AttentionSpec(12, 4, 64, policy=policy, storage=storage)
@@ -182,7 +182,7 @@ class _OneAttention:
 
 
 def _speed(report: Report, *, n_tokens: int, n_rounds: int) -> None:
-    """Measure a decode step of eight sequences: dense attention, a fifth of it, and all of it in few bits."""
+    """Measure a decode step of eight sequences with dense attention, with a fifth of the rows, and with few bits."""
     budget = n_tokens // 5
     kinds: list[tuple[Budget | None, Storage | None]] = [
         (None, None), (H2O(budget), None), (Recent(budget), None), (Quest(budget), None),

@@ -1,6 +1,7 @@
 """Measures speculative decoding on the CPU.
 
-Covers prompt lookup on repetitive text, steps with drafts of given lengths and quality, and bytes.
+It covers prompt lookup on repetitive text, steps with drafts of given lengths and quality, and the bytes that drafts
+need.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ NOTE = (
 
 @contextmanager
 def repeating_model(scale: float) -> Iterator[LanguageModel]:
-    """Return the 120M Jamba with random layers, and an embedding and a head that make it repeat itself."""
+    """Yield the 120M Jamba with random layers, and with an embedding and a head that make it repeat itself."""
     config = CONFIGS["jamba"]()
     config.tie_word_embeddings = False
     peer = make_peer(config)
@@ -60,7 +61,7 @@ def repeating_model(scale: float) -> Iterator[LanguageModel]:
 
 
 class GivenDrafts:
-    """Drafts from a text that is known; each token is right with a given probability, else another one."""
+    """Drafts from a known text; each token is right with a given probability, and otherwise another token."""
 
     vocab_size = None
 
@@ -83,7 +84,7 @@ class GivenDrafts:
 
 
 class Watched:
-    """Runs a model, after a call: in each step, none of which is replayed."""
+    """Runs a model in each step, after it has called a function. No step is recorded or replayed."""
 
     is_recordable = False
 
@@ -99,7 +100,7 @@ class Watched:
 
 
 class Decoding:
-    """Holds a sequence that has read a prompt; its continuation is decoded again and again from a fork."""
+    """Holds a sequence after a prompt; each measurement decodes the continuation in a fork of it."""
 
     def __init__(self, model: LanguageModel, prompt: list[int], n_tokens: int) -> None:
         self.model, self.prompt, self.n_tokens = model, prompt, n_tokens
@@ -116,9 +117,9 @@ class Decoding:
         adapts: bool = True,
         after_step: Callable[[], None] = lambda: None,
     ) -> tuple[list[int], Engine | SpeculativeBatch]:
-        """Decode the tokens that follow the prompt; return them and what decoded them.
+        """Decode the tokens that follow the prompt; return them, and the batch or engine that decoded them.
 
-        Without drafts that is the engine.
+        Without a drafter, the engine decodes.
         """
         model, sequence = model or self.model, self.memory.fork(self._root)
         if drafter is None:
@@ -139,7 +140,7 @@ class Decoding:
         return token_ids, batch
 
     def most_bytes(self, drafter: Drafter | None) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the most bytes of each kind that are held between steps, and inside of them.
+        """Return the most bytes of each kind that are held between steps, and the most that are held during steps.
 
         Bytes of the prompt's own sequence are not counted.
         """
@@ -176,7 +177,7 @@ def speculative(*, quick: bool) -> Report:
 def _repetitive(report: Report, name: str, decoding: Decoding, *, quick: bool) -> None:
     """Measure plain decoding against prompt lookup on text that the model writes greedily.
 
-    Both run one after the other in each round.
+    Each round measures both, one after the other.
     """
     runs = {"plain": partial(decoding.decode, None), "lookup": lambda: decoding.decode(PromptLookup())}
     times = interleave(runs, 3 if quick else 9)
@@ -217,7 +218,7 @@ def _given(report: Report, decoding: Decoding, *, quick: bool) -> None:
 def _bytes(report: Report, decoding: Decoding) -> None:
     """Measure the most bytes that one sequence holds, without drafts and with them.
 
-    Inside of a step in which the body moves, a tail may be held twice.
+    During a step in which the body moves, a tail may be held twice.
     """
     state_bytes = decoding.memory.usage().block_bytes["states"]
     for n_draft in (0, *LENGTHS, WINDOW):
@@ -235,7 +236,7 @@ def _dialogues(report: Report, n_users: int) -> None:
     Users state facts and ask for them later.
     """
     model, tokenizer = load_model("embedded"), load_tokenizer(EMBEDDED)
-    # one after the other: speculation is for few sequences
+    # Dialogues run one after the other, because speculation helps with few sequences.
     dialogues = [make_dialogue(random.Random(i), 8) for i in range(n_users)]
     memory, plain = HybridMemory(model.memory_spec, "256MiB", rollback_window=WINDOW), list[list[Message]]()
     player = Player(Engine(model, memory, tokenizer), tokenizer, lambda *_: None)

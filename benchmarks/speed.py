@@ -1,4 +1,4 @@
-"""Measures prefill and decode against transformers and a step without mixers, over contexts and batches."""
+"""Measures prefill and decode beside transformers and beside a step without mixers, by context and by batch size."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _against_transformers(
 
 
 def _against_the_ceiling(report: Report, name: str, model: LanguageModel, n_sequences: int, *, quick: bool) -> None:
-    """Measure the same step with every mixer taken out: that has no memory, so neither is recorded."""
+    """Measure steps with and without mixers. Without mixers nothing is remembered, so neither step is recorded."""
     ours = Ours(model, n_sequences, records=False)
     ours.fill(draw(n_sequences, 128 if quick else 512))
     bare = cast(Step, Mixerless(torch.full((n_sequences,), 5)))
@@ -110,9 +110,9 @@ def _against_the_ceiling(report: Report, name: str, model: LanguageModel, n_sequ
 
 
 def _window(report: Report, name: str, model: LanguageModel, n_sequences: int, *, quick: bool) -> None:
-    """Measure decoding with a rollback window and without, over whole rings and at staggered lengths.
+    """Measure decoding with a rollback window and without, over whole ring buffers and at staggered lengths.
 
-    Reports means, because bodies move only now and then.
+    The report has means, because bodies move only in some steps.
     """
     subjects = {window: Ours(model, n_sequences, rollback_window=window) for window in (0, 32)}
     for ours in subjects.values():
@@ -137,7 +137,7 @@ def _window(report: Report, name: str, model: LanguageModel, n_sequences: int, *
 
 
 def _growth(report: Report, name: str, model: LanguageModel) -> None:
-    """Measure decode time against context length (eight sequences) and against sequences (256 tokens each)."""
+    """Measure decode time by context length (of eight sequences) and by number of sequences (of 256 tokens each)."""
     by_context = {}
     for n_tokens in (512, 2048, 8192):
         ours = Ours(model, 8)

@@ -52,7 +52,8 @@ def _windows(report: Report) -> None:
             memory = HybridMemory(dry, "1GiB", rollback_window=WINDOW, fold=fold)  # type: ignore[arg-type]
             sequence = memory.open()
             memory.run(None, {sequence: [1] * 1000})
-            for _ in range(WINDOW):  # so that whatever a decoding sequence holds is held
+            # After a whole window, the sequence holds everything that a decoding sequence ever holds.
+            for _ in range(WINDOW):
                 with memory.step({sequence: [1]}):
                     pass
             usage = memory.usage()
@@ -86,7 +87,7 @@ def _drift(report: Report, *, quick: bool) -> None:
 
     This is the worst case: states are rounded at every token.
     """
-    from tests.models.checkpoints import write_checkpoint  # with weights under which states matter
+    from tests.models.checkpoints import write_checkpoint  # These weights let states affect the outputs.
 
     n_tokens = 128 if quick else 4096
     marks = [n for n in (64, 128, 256, 1024, 4096) if n <= n_tokens]

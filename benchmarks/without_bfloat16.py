@@ -1,6 +1,6 @@
-"""Measures models in bfloat16 beside float32 where nothing multiplies bfloat16: on this processor, told to do without.
+"""Measures models in bfloat16 and float32 on this processor with its bfloat16 instructions switched off.
 
-torch, oneDNN and numba look once at what the processor has, so a process of its own measures.
+torch, oneDNN and numba detect the processor's features once in each process, so a new process does the measuring.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def without_bfloat16(*, quick: bool, models: Sequence[str] = MODELS) -> Report:
 
 
 def _measure(folder: str, *, quick: bool) -> list[tuple[str, dict[str, Any]]]:
-    """Return the title and the row of each measurement, of a process in which nothing multiplies bfloat16."""
+    """Return title and row of each measurement, from a process in which no instruction multiplies bfloat16."""
     features = llvm.get_host_cpu_features()
     allowed = ",".join(f"{'+' if has and name not in _HIDDEN else '-'}{name}" for name, has in features.items())
     environment = {
@@ -64,7 +64,7 @@ def answer(folder: str, n_threads: int, *, quick: bool) -> None:
     """Measure a checkpoint in bfloat16 and in float32, and print the rows of the tables as JSON.
 
     Raises:
-        RuntimeError: something of this process would multiply bfloat16 after all.
+        RuntimeError: torch, oneDNN or numba would still use instructions that multiply bfloat16.
     """
     torch.cpu._is_avx512_bf16_supported = lambda: False
     torch.cpu._is_amx_tile_supported = lambda: False

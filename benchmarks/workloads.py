@@ -1,6 +1,6 @@
-"""Makes the 120M-parameter models that are measured, and runs them.
+"""Makes and runs the models of 120M parameters that are measured.
 
-Ours and transformers' have the same random weights.
+This library's model and transformers' model have the same random weights.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def both_models(name: str) -> Iterator[tuple[LanguageModel, PreTrainedModel]]:
 
 
 class Transformers:
-    """Does the same in transformers: a forward loop with its cache object.
+    """Prefills and decodes with transformers, in a loop of forward calls with its cache object.
 
-    It is greedy, and computes only the last logits.
+    It decodes greedily, and computes only the last logits.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -128,7 +128,7 @@ class Transformers:
 class Mixerless:
     """Runs a step that remembers nothing: only a model's matrix products, norms and gates are left.
 
-    No real step can be faster.
+    No step of the whole model can be faster.
     """
 
     token_ids: Tensor

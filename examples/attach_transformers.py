@@ -1,4 +1,4 @@
-"""Gives a model of transformers this library's memory: `generate` as you know it, with an exact `crop` and forks."""
+"""Gives a model of transformers this library's memory: `generate` stays the same, and `crop` and forks are exact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ cache = HybridCache(memory, [memory.open()])
 said = hf_model.generate(**prompt, cache=cache, max_new_tokens=20, do_sample=False)
 print(tokenizer.decode(said[0, prompt.input_ids.shape[1] :], skip_special_tokens=True))
 
-# A fork shares everything so far. What it reads is taken back in every layer, recurrent ones too.
+# A fork shares everything so far. `crop` takes back what the fork has read in every layer, recurrent layers too.
 fork = cache.fork()
 with torch.no_grad():
     hf_model(torch.tensor([[5, 6, 7]]), cache=fork)

@@ -1,4 +1,4 @@
-"""Serves many users with one model in one batch; prompts that begin alike share what they have in common."""
+"""Serves many users with one model in one batch. Prompts that begin with the same tokens share their memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ for generation in generations:
     print(generation.text)
 print(engine.stats.n_steps, "steps of the model for", engine.stats.n_generated, "tokens")
 
-# The next request of a user begins as the last one did: that part is not computed again.
+# The next request of a user begins with the last one. That part is not computed again.
 prompt, n_before = encode_chat(tokenizer, chats[0]), engine.stats.n_reused
 again = engine.submit(prompt, max_tokens=30)
 engine.run()

@@ -1,4 +1,4 @@
-"""Gives a model of your own a memory: `step.attend` and `step.recur` are all that it calls."""
+"""Gives a model of your own a memory: the model only has to call `step.attend` and `step.recur`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def weight(n_outputs: int, n_inputs: int = WIDTH) -> Tensor:
 
 
 def leaky(states: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Compute one token for S sequences: states (S, WIDTH) and row (S, WIDTH) to next states and outputs."""
+    """Compute one token of S sequences: return next states and outputs from states (S, WIDTH) and rows (S, WIDTH)."""
     (h,) = states
     h = 0.9 * h + 0.1 * row
     return (h,), h
 
 
 class Model:
-    """One attention layer and one recurrent layer."""
+    """Has one attention layer and one recurrent layer."""
 
     def __init__(self) -> None:
         self.embedding, self.qkv, self.out = weight(VOCAB), weight(3 * WIDTH), weight(WIDTH)

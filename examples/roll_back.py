@@ -33,13 +33,13 @@ def told(name: str) -> list[dict[str, str]]:
 sequence = memory.open()
 print(reply(sequence, told("Milo")))
 
-# The texts agree up to the name. What follows it is taken back, and the other text is fed from there.
+# The two texts agree up to the name. Tokens from the name on are taken back, and those of the other text are fed.
 milo, luna = (encode_chat(tokenizer, told(name)) for name in ("Milo", "Luna"))
 n_common = next(i for i, (a, b) in enumerate(zip(milo, luna, strict=False)) if a != b)
 memory.rollback(sequence, to=n_common)
 print(reply(sequence, told("Luna"), n_known=n_common))
 
-# A checkpoint is returned to from any distance; it costs the bytes that it does not share.
+# A sequence can return to a checkpoint from any distance. A checkpoint costs the bytes that it does not share.
 checkpoint = memory.checkpoint(sequence)
 memory.run(model, {sequence: encode_chat(tokenizer, told("Rex")) * 4})
 memory.rollback(sequence, to=checkpoint)

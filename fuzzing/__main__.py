@@ -30,7 +30,7 @@ def main(
     number: Annotated[int | None, typer.Option(help="read this input alone, in this process")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="write findings to tests/data/fuzzing")] = False,
 ) -> None:
-    """Feed hostile inputs to everything that reads them; ends with 1 if one of them is not read well."""
+    """Feed hostile inputs to the library's readers; exit with 1 if a reader handles one of them badly."""
     chosen = _counts(targets or list(TARGETS), inputs)
     if number is not None:
         _read_one(next(iter(chosen)), seed, number)
@@ -54,7 +54,7 @@ def main(
 
 
 def _counts(targets: list[str], usual: int) -> dict[str, int]:
-    """Return how many inputs each target is fed: "NAME" or "NAME:N"."""
+    """Return the number of inputs for each target. "NAME:N" asks for N inputs, "NAME" for the usual number."""
     found = {}
     for target in targets:
         name, _, count = target.partition(":")

@@ -1,4 +1,4 @@
-"""Damages bytes and JSON values as a hostile writer would: numbers at the edges, wrong types, cuts, copies, depth."""
+"""Damages bytes and JSON values as an attacker would: extreme numbers, wrong types, cuts, copies, deep nesting."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _BYTES = (b"", b"\x00", b"\xff" * 8, b"\x00" * 8, b"{", b"[", b'"', b"\\", b"}}"
 
 
 def damage_bytes(data: bytes, random: Random) -> bytes:
-    """Return the bytes with one to eight changes: bits, words at the edges, cuts, copies of other places."""
+    """Return the bytes with one to eight changes: flipped bits, extreme numbers, cuts, and copies of other places."""
     changed = bytearray(data)
     for _ in range(random.choice((1, 1, 1, 2, 4, 8))):
         at = random.randrange(len(changed) + 1)
-        near = random.randrange(min(len(changed), 4096) + 1)  # heads of files are at their beginning
+        # Headers are at the beginning of files, so damage there is likelier.
+        near = random.randrange(min(len(changed), 4096) + 1)
         at = random.choice((at, near, near))
         kind = random.randrange(7)
         if kind == 0 and at < len(changed):
@@ -53,7 +54,7 @@ def damage_json(value: Any, random: Random) -> Any:
 
 
 def _damaged(value: Any, random: Random, donor: Callable[[], Any]) -> Any:
-    """Damage the value itself, or go down into one of its parts."""
+    """Damage the value itself, or one of the values inside it."""
     if isinstance(value, dict | list) and value and random.random() < 0.85:
         copy = value.copy()
         key = random.choice(list(copy)) if isinstance(copy, dict) else random.randrange(len(copy))
@@ -82,7 +83,7 @@ def _damaged(value: Any, random: Random, donor: Callable[[], Any]) -> Any:
 
 
 def _damaged_text(text: str, random: Random, donor: Callable[[], Any]) -> Any:
-    """Damage a text; one that is JSON itself, as metadata of safetensors are, is damaged as a value."""
+    """Damage a text. A text that is itself JSON, as in the metadata of safetensors, is damaged as a JSON value."""
     if text[:1] in ("{", "["):
         try:
             return json.dumps(_damaged(json.loads(text), random, donor))
@@ -93,7 +94,7 @@ def _damaged_text(text: str, random: Random, donor: Callable[[], Any]) -> Any:
 
 
 def _somewhere(value: Any, random: Random) -> Any:
-    """Return a part of a value."""
+    """Return the value, or a random value inside it."""
     while isinstance(value, dict | list) and value and random.random() < 0.8:
         value = random.choice(list(value.values()) if isinstance(value, dict) else value)
     return value

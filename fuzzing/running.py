@@ -1,7 +1,7 @@
 """Runs targets in processes that may die: a crash, a hang, too much memory or an odd error is a finding.
 
-A worker counts the inputs that it has read in shared memory. When it dies or stops counting, the input is known by its
-number and drawn again; a new worker goes on behind it.
+A worker counts its inputs in shared memory. If it dies or stops counting, the count says which input was the cause, the
+input is drawn again by its number, and a new worker continues after it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 @dataclass(frozen=True)
 class Finding:
-    """Describes an input that was not read well.
+    """Describes an input that a reader handled badly.
 
     Attributes:
-        place: equal for findings of one cause, as far as a traceback tells.
+        place: where in the code it happened. Findings with the same place probably have the same cause.
     """
 
     target: str
@@ -67,12 +67,12 @@ class Finding:
 
 
 def draw(target: Target, name: str, seed: int, number: int) -> bytes:
-    """Return an input, a function of its target, seed and number."""
+    """Return an input. It depends on target, seed and number alone."""
     return target.draw(Random(f"{name} {seed} {number}"))
 
 
 def judge(target: Target, data: bytes) -> tuple[str, str] | None:
-    """Read an input; return None if it was read or refused well, else the place and the text of what was raised."""
+    """Read an input; return None if it was read or properly refused, else the place and the text of the exception."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -82,7 +82,7 @@ def judge(target: Target, data: bytes) -> tuple[str, str] | None:
             return _describe(error)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # panics of Rust are no Exceptions
+    except BaseException as error:  # A panic of Rust code is not a subclass of Exception.
         return _describe(error)
     return None
 
@@ -95,7 +95,7 @@ def _describe(error: BaseException) -> tuple[str, str]:
 
 
 def run(name: str, seed: int, n_inputs: int) -> list[Finding]:
-    """Feed inputs 0 ... n_inputs - 1 of a target; return a finding for each place."""
+    """Feed inputs 0 to n_inputs - 1 to a target; return one finding for each place."""
     context = multiprocessing.get_context("spawn")
     found: dict[str, Finding] = {}
     at = 0
@@ -112,9 +112,9 @@ def run(name: str, seed: int, n_inputs: int) -> list[Finding]:
 
 
 def _follow(worker: Any, done: Synchronized[int], n_inputs: int, results: Any) -> Iterator[tuple[str, int, str]]:
-    """Generate what a worker finds, and how it died if it did; `done` is then the input at which it did.
+    """Generate a worker's findings. If the worker dies, generate how, for the input whose number is in `done`.
 
-    Seconds are those in which this process waited: where a system stops both, no input hangs.
+    The time limit counts only time in which this process ran too, so that suspending the system is no hang.
     """
     seen, waited_seconds = -1, 0.0
     is_hanging = False
@@ -123,7 +123,7 @@ def _follow(worker: Any, done: Synchronized[int], n_inputs: int, results: Any) -
             yield results.get()
         if done.value != seen:
             seen, waited_seconds = done.value, 0.0
-        # Before the first input and behind the last one a worker imports, compiles and clears up.
+        # Before the first input and after the last one, a worker imports, compiles and cleans up.
         patience = MOST_SECONDS if 0 <= seen < n_inputs else 120.0
         if waited_seconds > patience:
             is_hanging = True
@@ -141,9 +141,10 @@ def _work(name: str, seed: int, first: int, n_inputs: int, done: Synchronized[in
     sys.stdout = sys.stderr = Path(os.devnull).open("w")
     with tempfile.TemporaryDirectory() as folder:
         target = make_target(name, Path(folder))
-        for number in range(-20, 0):  # what is imported or compiled on first use takes memory of its own
+        # Imports and compilation on first use take memory, so they happen before the limit of memory is set.
+        for number in range(-20, 0):
             judge(target, draw(target, name, seed, number))
-        # The libraries that numba loads on first use are no work of an input: here, before anything is watched.
+        # numba loads libraries on first use, which no input has caused. They are loaded here, before the watch begins.
         import_module("hybridmem.memory.kernels.cpu.threads")
         _limit_memory()
         _watch(folder, results, done)
@@ -162,10 +163,11 @@ def _limit_memory() -> None:
 
 
 def _watch(folder: str, results: Any, done: Synchronized[int]) -> None:
-    """Report what reading an input must never do: run programs, connect, write outside of the folder."""
+    """Report if reading an input runs programs, opens connections, or writes outside of the folder."""
 
     def hear(event: str, args: tuple[Any, ...]) -> None:
-        if event in _FORBIDDEN and "grammar_worker.py" not in repr(args):  # it compiles grammars of clients
+        # This program may run, because it compiles the grammars of clients.
+        if event in _FORBIDDEN and "grammar_worker.py" not in repr(args):
             results.put((f"{event} {args[:1]!r:.80}", done.value, repr(args)[:500]))
         elif event == "open" and isinstance(args[2], int) and args[2] & _WRITES and isinstance(args[0], str):
             path = Path(args[0]).resolve()

@@ -2,8 +2,8 @@
 
     python -m training.evaluate --model models/embedded
 
-Every dialogue ends in a question, and the answer counts only if no token of it is wrong. Words are held out by their
-spelling, see `training.words`: real ones, and made-up ones of any letters.
+Every dialogue ends in a question, and the answer counts only if all of its tokens are right. Words are held out by
+their spelling: real words and made-up words of any letters (see `training.words`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ ASKED: dict[str, tuple[str, tuple[Fact, ...]]] = {
 
 @dataclass(frozen=True)
 class Situation:
-    """Holds what stands between the start of a dialogue and its question.
+    """Describes a dialogue up to its question.
 
     Attributes:
-        n_facts: facts told, the asked one among them, in any order.
-        n_changes: how often the asked fact is changed; the last statement counts.
-        n_later: turns of small talk before the question.
-        is_told: False: the question is about something that nobody told; the right answer says so.
+        n_facts: how many facts are told, in any order, including the fact that is asked for.
+        n_changes: how often the fact that is asked for is changed; the last statement counts.
+        n_later: how many turns of small talk come before the question.
+        is_told: if False, the question is about something that was never told, and the right answer says so.
     """
 
     n_facts: int
@@ -102,7 +102,7 @@ def make_held_out_dialogue(rng: random.Random, words: Words, row: str, situation
 
 
 def last_answers(model: LanguageModel, tokenizer: Tokenizer, dialogues: list[list[Turn]]) -> list[tuple[bool, str]]:
-    """Return for each dialogue whether its last reply would be right, and what is said while it is read."""
+    """Return whether each last reply would be right, and the model's predictions while it is fed the right reply."""
     memory, answers = HybridMemory(model.memory_spec, "256MiB"), []
     for start in range(0, len(dialogues), _BATCH):
         prompts, replies = {}, []
@@ -125,9 +125,9 @@ def evaluate(
     model: LanguageModel, tokenizer: Tokenizer, n_questions: int, seed: int,
     on_wrong: Callable[[list[Turn], str], None] = lambda turns, said: None,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Return the share of right answers by kind of word and by situation, `n_questions` for each pair of them.
+    """Return the share of right answers for each pair of kind of word and situation, from `n_questions` questions each.
 
-    `on_wrong` gets each dialogue whose answer is wrong, and what was said instead.
+    `on_wrong` is called with each dialogue whose answer is wrong, and the wrong answer.
     """
     shares: dict[str, dict[str, float]] = {}
     for row in ASKED:
@@ -146,7 +146,7 @@ def evaluate(
 
 
 def evaluate_demo(model: LanguageModel, tokenizer: Tokenizer, n_questions: int, seed: int) -> float:
-    """Return the share of right answers at the end of the demo's dialogues, of 6, 12 and 20 turns."""
+    """Return the share of right last answers in dialogues of the demo's kind, of 6, 12 and 20 turns."""
     rng = random.Random(f"{seed} demo")
     dialogues = [make_dialogue(rng, rng.choice((6, 12, 20)), held_out=True, talk=0.4) for _ in range(n_questions)]
     answers = last_answers(model, tokenizer, dialogues)

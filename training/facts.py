@@ -1,7 +1,7 @@
-"""Makes dialogues about facts whose words have any letters: told, changed and asked for in many ways.
+"""Makes dialogues that tell, change and ask for facts in many ways. The words of the facts may have any letters.
 
-They extend `chat.simulation.dialogues`, whose sentences the model learns as well. Here the thing that a fact is about
-is open too ("My zebra is called Tom."), several facts may stand in one message, and case and full stops may be missing.
+They extend `chat.simulation.dialogues`, whose sentences the model learns as well. Here a fact may be about any thing
+("My zebra is called Tom."), a message may contain several facts, and capitals and full stops may be missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PLAIN: tuple[tuple[str, Kind], ...] = (
 class Fact:
     """Holds how a fact is told, changed, asked for and answered; `{}` is its value.
 
-    `joined` tells it within a sentence, behind "and".
+    `joined` tells the fact inside a sentence, after "and".
     """
 
     key: str
@@ -47,7 +47,7 @@ class Fact:
 
 
 def named(thing: str) -> Fact:
-    """Make the fact that something or somebody has a name."""
+    """Make a fact that gives the name of something or somebody."""
     return Fact(
         thing, "name",
         (f"My {thing} is called {{}}.",) * 4 + (
@@ -68,7 +68,7 @@ def named(thing: str) -> Fact:
 
 
 def valued(thing: str, kind: Kind) -> Fact:
-    """Make the fact that something has a value, such as a colour or a number."""
+    """Make a fact that gives a value of something, such as a colour or a number."""
     return Fact(
         thing, kind,
         (f"My {thing} is {{}}.",) * 3 + (f"By the way, my {thing} is {{}}.",),
@@ -106,7 +106,7 @@ AGE = Fact(
 
 
 def choose_fact(rng: random.Random, words: Words) -> Fact:
-    """Choose what a fact is about: mostly common things, now and then one that no other dialogue speaks of."""
+    """Choose what a fact is about: mostly a common thing, and sometimes one that no other dialogue mentions."""
     roll = rng.random()
     if roll < 0.22:
         return named(rng.choice(NAMED))
@@ -122,7 +122,7 @@ def choose_fact(rng: random.Random, words: Words) -> Fact:
 
 
 def _roughen(rng: random.Random, text: str, value: str) -> str:
-    """Drop the last full stop, or the capital at the start, now and then; the value stays as it is."""
+    """Sometimes drop the last full stop or the first capital letter of a text; the value stays unchanged."""
     if rng.random() < 0.1 and not text.startswith(value):
         text = text[0].lower() + text[1:]
     if rng.random() < 0.1:
@@ -146,13 +146,13 @@ def make_facts_dialogue(
     """Make a dialogue of `n_turns` turns about facts of any words; it ends in a question.
 
     Args:
-        talk: share of small talk, which sets how far questions lie from their facts.
-        asks: share of questions among the turns that are no small talk.
-        most_facts: facts told at most, changes aside.
+        talk: share of turns with small talk, which decides how far questions are from their facts.
+        asks: share of questions among the turns without small talk.
+        most_facts: how many facts are told at most, not counting changes.
         unknown: share of questions for what was never told.
-        changes: share of tellings that change a fact told before.
-        numbers: share of new facts that are numbers or colours, beside those that are drawn as ever.
-        alike: share of new facts whose values are of a kind that was told before, and so are easily taken for it.
+        changes: share of statements that change an earlier fact.
+        numbers: share of new facts that must be numbers or colours, in addition to those that are drawn by chance.
+        alike: share of new facts whose values are of the same kind as an earlier value, and so easily confused with it.
     """
     told: dict[str, tuple[Fact, str]] = {}
     turns: list[Turn] = []

@@ -1,7 +1,7 @@
-"""Computes the loss of a Jamba and its gradients, on one core of a CPU, some times faster than transformers does.
+"""Computes the loss of a Jamba and the gradients on one core of a CPU, several times as fast as transformers.
 
-Products are of bfloat16; what lies between two products is one compiled loop, forward and backward, that reads and
-writes bfloat16 too. The residual stream, the recurrent states, and the parameters stay float32.
+Matrix products are in bfloat16. All operations between two products are one compiled loop forward and one backward,
+which read and write bfloat16 too. The residual stream, the recurrent states, and the parameters stay float32.
 
 Shapes: B sequences, T positions, R = B * T rows, D the model's width, E channels of a Mamba layer, N states a channel,
 I the width between the two products of a feed-forward layer, K taps of the convolution.
@@ -28,13 +28,13 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 @njit(inline="always", error_model="numpy")
 def _wide(bits):
-    """Return the float32 of a bfloat16's bits."""
+    """Return the float32 number that the bits of a bfloat16 stand for."""
     return float_from_bits(np.int32(np.int32(bits) << np.int32(16)))
 
 
 @njit(inline="always", error_model="numpy")
 def _narrow(x):
-    """Return the bits of the bfloat16 nearest to a float32."""
+    """Return the bits of the bfloat16 number nearest to a float32 number."""
     bits = _bits_from_float(x)
     odd = np.int32(np.int32(bits >> np.int32(16)) & np.int32(1))
     return np.uint16(np.int32(np.int32(bits + np.int32(0x7FFF)) + odd) >> np.int32(16))
@@ -42,7 +42,7 @@ def _narrow(x):
 
 @njit(fastmath=REDUCING, error_model="numpy")
 def _dot(x, y):
-    """Add up products in any order. Elsewhere sums keep their order, which the exponential function depends on."""
+    """Add up products in any order. Other loops keep the order of operations, because the exponential depends on it."""
     total = _ZERO
     for i in range(len(x)):
         total += x[i] * y[i]
@@ -97,7 +97,7 @@ def _gate_backward(dy_RI, g_RI, u_RI, dg_RI, du_RI):
 
 @compiled(fastmath=ELEMENTWISE, error_model="numpy")
 def _conv_forward(x_BTE, w_KE, bias_E, y_BTE):
-    """Convolve and apply SiLU; tap 0 is the newest position's."""
+    """Convolve and apply SiLU; tap 0 belongs to the newest position."""
     n_channels = x_BTE.shape[2]
     a_E = np.empty(n_channels, np.float32)
     for b in range(x_BTE.shape[0]):
@@ -222,7 +222,7 @@ def _scan_backward(
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
-    """View a tensor as an array; bfloat16 as its bits."""
+    """View a tensor as a numpy array; bfloat16 numbers appear as their bits."""
     tensor = tensor.detach()
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
@@ -282,7 +282,7 @@ class _Convolution(torch.autograd.Function):
 
 
 class _Scan(torch.autograd.Function):
-    """Computes the selective scan (Gu & Dao 2023, eq. 2) with its gate; states of all positions are kept."""
+    """Computes the selective scan (Gu & Dao 2023, eq. 2) and its gate. The states of all positions are kept."""
 
     @staticmethod
     def forward(ctx, x_BTE, z_BTE, dt_BTE, bias_E, a_NE, b_BTN, c_BTN, d_E):

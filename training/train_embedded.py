@@ -3,7 +3,8 @@
     python -m training.train_embedded --out models/embedded
 
 The model class and the file layout are transformers' own; while training, `training.fused` computes its loss.
-Everything is seeded. What the model remembers is measured on words that training never shows, see `training.evaluate`.
+All random choices are seeded. `training.evaluate` measures what the model remembers, on words that training never
+shows.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Phase:
-    """Holds what the batches of a part of a stage are made of.
+    """Says of which dialogues the batches are made in a part of a stage.
 
     Attributes:
-        until: the share of the stage's steps at which it ends.
+        until: the phase ends when this share of the stage's steps is done.
         n_tokens, n_dialogues: tokens of each dialogue, and dialogues of each batch.
-        spelt: share of dialogues about facts of any letters, see `training.facts`; the others are those of the demo.
-        echoes: share of dialogues that repeat what was said.
-        invented: share of made-up names in the demo's dialogues.
-        talk: shares of small talk that a dialogue may have.
-        asks: share of questions among the other turns of dialogues of any letters.
-        most_facts: facts that these have at most.
+        spelt: share of dialogues about facts with words of any letters (`training.facts`); the others are the demo's.
+        echoes: share of dialogues in which the model repeats what it was just told.
+        invented: share of names in the demo's dialogues that are made up.
+        talk: the possible shares of small talk in a dialogue.
+        asks: share of questions among the turns without small talk, in dialogues with words of any letters.
+        most_facts: how many facts such dialogues have at most.
         changes, alike, numbers, unknown: see `training.facts.make_facts_dialogue`.
     """
 
@@ -75,7 +76,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Stage:
-    """Holds a stage of training. The rate rises to its peak, stays, and falls in the last half of the steps."""
+    """Holds a stage of training. The learning rate rises to a peak, stays, and falls in the last half of the steps."""
 
     steps: int
     peak_rate: float
@@ -85,10 +86,10 @@ class Stage:
 STAGES = (
     # Short dialogues come first; with long ones the model never begins to learn recall.
     Stage(3000, 2e-3, (Phase(0.25, 128, 32), Phase(0.45, 256, 16), Phase(1.0, 576, 8))),
-    # Then made-up names: knowing pairs by heart does not help there, so the model learns to read them.
+    # Then come made-up names. Memorized pairs do not help there, so the model learns to read names from the dialogue.
     Stage(700, 1e-3, (Phase(0.4, 256, 16, invented=0.3), Phase(1.0, 576, 8, invented=0.3))),
-    # Then words of any letters. Repeating what was just said is the shortest way to learn how to copy several tokens;
-    # without it, that takes many times as many steps to begin.
+    # Then come words of any letters. Dialogues that repeat what was just said teach the copying of several tokens
+    # fastest. Without them, the model needs many times as many steps before it begins to copy.
     Stage(
         3600,
         2e-3,
@@ -101,7 +102,8 @@ STAGES = (
             Phase(1.0, 224, 12, spelt=0.81, echoes=0.01, invented=0.3, talk=(0.0, 0.15, 0.45), most_facts=5),
         ),
     ),
-    # Then what is still wrong at times: the latest of several values of a fact, and several facts of one kind.
+    # Then comes what the model still gets wrong at times: a fact that changed several times, and several facts of one
+    # kind.
     Stage(
         2400,
         1e-3,
@@ -121,7 +123,7 @@ STAGES = (
             Phase(1.0, 256, 11, 0.85, 0.02, 0.3, (0.0, 0.2, 0.6), 0.45, 6, changes=0.45, alike=0.4, numbers=0.35),
         ),
     ),
-    # Last, that something was never told, which few questions are about until here.
+    # Last come questions for what was never told, which are rare in the earlier stages.
     Stage(
         2400,
         7e-4,
@@ -168,7 +170,7 @@ def make_model(vocab_size: int) -> JambaForCausalLM:
     )  # fmt: skip
     model = JambaForCausalLM(config)
     for layer in model.model.layers:
-        # time steps from 0.001 to 0.1, as mamba-ssm initialises them; transformers leaves them near 0.7
+        # Time steps are from 0.001 to 0.1, as in mamba-ssm. Transformers would leave them near 0.7.
         if hasattr(layer, "mamba"):
             dt = torch.exp(torch.empty_like(layer.mamba.dt_proj.bias).uniform_(-6.9, -2.3))
             layer.mamba.dt_proj.bias.data = dt + torch.log(-torch.expm1(-dt))
@@ -178,7 +180,7 @@ def make_model(vocab_size: int) -> JambaForCausalLM:
 def encode(tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> tuple[list[int], list[int]]:
     """Return the token ids of a dialogue and, for each, its label.
 
-    Replies are learnt in full, user text is not.
+    All tokens of replies have labels to learn; tokens of user messages have none.
     """
     ids, labels = [tokenizer.bos_token_id], [IGNORED]
     user, assistant, end = tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])
@@ -216,7 +218,7 @@ def make_batch(
 
 
 def run_stage(stage: Stage, model: JambaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """Train in place, reporting on standard output."""
+    """Train the model in place, and report on standard output."""
     rng, started = random.Random(seed), time.monotonic()
     words = Words(rng, tuple(tokenizer.decode([i]) for i in range(len(SPECIAL_TOKENS), len(tokenizer))))
     optimizer = torch.optim.AdamW(
@@ -247,7 +249,7 @@ def train(
     ] = None,
     questions: Annotated[int, typer.Option(help="asked at the end, of each kind of word in each situation")] = 400,
 ) -> None:
-    """Train, measure on words that training never showed, and write the checkpoint; earlier stages' beside it."""
+    """Train, measure on words that training never showed, and write checkpoints of the model and of earlier stages."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     tokenizer = make_tokenizer(seed)

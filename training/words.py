@@ -1,7 +1,7 @@
-"""Makes words of any letters, and holds some of them out by their spelling.
+"""Makes words of any letters, and keeps some of them out of training by their spelling.
 
-A model that shall copy what it reads must not know the words: so most words of its training are drawn letter by letter
-or piece by piece, never the same ones twice. `REAL` are words that people use; training shows none of them.
+A model learns to copy only if it does not know the words. So most words in training are drawn letter by letter or piece
+by piece, and are rarely seen twice. `REAL` are words that people use; training shows none of them.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _other_script(rng: random.Random) -> str:
 
 
 def _known(rng: random.Random) -> str:
-    """Draw a word of the dialogues, as the value of anything: what matters is where it stands, not what it is."""
+    """Draw a word of the demo's dialogues as a value of any kind: only its position shall say what it means."""
     return rng.choice(sorted(_TAUGHT))
 
 
@@ -134,7 +134,7 @@ _LIKE_WORDS: tuple[tuple[float, Callable[[random.Random], str]], ...] = (
 
 
 def _changed(rng: random.Random, word: str) -> str:
-    """Change one letter, drop the end or add to it: so two facts can begin alike."""
+    """Change one letter of a word, or drop or extend the end, so that two values can begin with the same letters."""
     i, letter = rng.randrange(len(word)), rng.choice("0123456789" if word[-1].isdigit() else _LETTERS)
     return rng.choice((word[:i] + letter + word[i + 1 :], word[: i + 1] + letter, word + letter))
 
@@ -143,8 +143,9 @@ class Words:
     """Makes words of any letters from a seed.
 
     Args:
-        rng: what they are drawn from.
-        pieces: texts of a tokenizer's tokens; some words are made of these, so that each of them can be copied.
+        rng: the source of random numbers.
+        pieces: texts of a tokenizer's tokens. Some words are made of these, so that the model learns to copy every
+            token.
     """
 
     def __init__(self, rng: random.Random, pieces: tuple[str, ...] = ()) -> None:
@@ -152,10 +153,10 @@ class Words:
         self._pieces = [piece for piece in pieces if piece.strip().isalnum() and piece.isprintable()]
 
     def make(self, kind: Kind, *, like: str | None = None, held_out: bool = False) -> str:
-        """Make a value of a kind. Training uses words that are not held out, measurements only such that are.
+        """Make a value of a kind. Training uses words that are not held out; measurements use only held-out words.
 
         Args:
-            like: a word that this one may resemble, such as another fact's.
+            like: a word that the new word may resemble, such as the value of another fact.
         """
         while True:
             word = self._draw(kind, like)

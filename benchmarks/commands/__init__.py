@@ -1,1 +1,1 @@
-"""Holds the commands of `python -m benchmarks`, by what they measure."""
+"""Holds the commands of `python -m benchmarks`, one module for each subject that they measure."""

@@ -1,4 +1,4 @@
-"""Lists the commands that measure the memory itself: its books, its bytes, its prefixes and its states."""
+"""Lists the commands that measure the memory itself: bookkeeping, bytes, prefixes and states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def bookkeeping(quick: Quick = False, out: Out = None, threads: Threads = None) 
 
 @app.command(name="locks")
 def locks_(quick: Quick = False, out: Out = None) -> None:
-    """Measure what it costs that calls of several threads wait for each other, beside a step without a model."""
+    """Measure what the lock around each call on a memory costs, in comparison with a step without a model."""
     run(locks.locks, (), quick, out, None)
 
 
@@ -26,31 +26,31 @@ def folds_(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
 
 @app.command(name="holes")
 def holes_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure how many new sequences fit into what others that decoded together have left."""
+    """Measure how many new sequences fit into the space of closed sequences that had decoded together."""
     run(holes.holes, ("tests/memory/sequences/test_compactor.py",), quick, out, threads)
 
 
 @app.command()
 def memory(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure the bytes of sequences by kind, and those of the weights."""
+    """Measure the bytes that sequences hold of each kind, and the bytes of the weights."""
     run(books.memory_bytes, BOOK_TESTS, quick, out, threads)
 
 
 @app.command()
 def rollback(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure rollback, fork, checkpoint, reorder and abort, against k, layers and context."""
+    """Measure rollback by k tokens, fork, checkpoint, reorder and abort, for several k, layers and contexts."""
     run(books.rollback, BOOK_TESTS, quick, out, threads)
 
 
 @app.command(name="agentic")
 def agentic_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure, in dry runs, how much of agents' prompts is reused with small budgets, beside LRU by blocks."""
+    """Measure, in dry runs, how much of agents' prompts is reused with small budgets, here and by LRU of blocks."""
     run(agentic.agentic, ("tests/benchmarks/test_agentic.py",), quick, out, threads)
 
 
 @app.command(name="restarts")
 def restarts_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure a chat's next turn after a restart, and prompts whose checkpoint is outside of the budget."""
+    """Measure first-token times after a restart, and for prompts whose checkpoint is outside of the budget."""
     tests = ("tests/memory/prefix/test_saved.py", "tests/memory/prefix/test_outside.py")
     run(restarts.restarts, tests, quick, out, threads)
 

@@ -31,7 +31,7 @@ def delta_rules_(quick: Quick = False, out: Out = None, threads: Threads = None)
 
 @app.command(name="compile")
 def compile_(quick: Quick = False, out: Out = None) -> None:
-    """Measure how long each kernel of the CPU takes to compile, and all that a model needs."""
+    """Measure how long each CPU kernel takes to compile, and how long all kernels of a model take."""
     run(compiling.compiling, (), quick, out, None)
 
 
@@ -39,7 +39,7 @@ def compile_(quick: Quick = False, out: Out = None) -> None:
 def gpu(quick: Quick = False, out: Out = None) -> None:
     """Measure the kernels and whole decode steps on an NVIDIA GPU, beside torch's copy and other libraries.
 
-    Pages in host memory are compared with swapping.
+    Decoding with pages in host memory is compared with swapping sequences.
     """
     gpu_kernels.require_gpu()
     tests = (
@@ -60,7 +60,7 @@ def tune(
 ) -> None:
     """Choose tile sizes, warps and stages of the kernels for this NVIDIA GPU, by measuring them.
 
-    Writes them into the user's cache. Takes less than eight minutes.
+    The choices are written into the user's cache. Tuning takes less than eight minutes.
     """
     gpu_kernels.require_gpu()
     # each result is compared with the default's before it is timed

@@ -1,4 +1,4 @@
-"""Lists the commands that measure models, beside transformers and llama.cpp, in all numbers of bits."""
+"""Lists the commands that measure models beside transformers and llama.cpp, in 32, 16, 8 and 4 bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.without_bfloat16 import without_bfloat16
 def decode(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure decode steps: against transformers, against a step without mixers, and with a window of 0.
 
-    Also measures how their time grows with the context and with the number of sequences.
+    It also measures how the time of a decode step grows with the context and with the number of sequences.
     """
     plot = None if out is None else out / "decode.png"
     run(speed.decode, MODEL_TESTS, quick, out, threads, models=known(model, n_quick=2 if quick else None), plot=plot)
@@ -42,7 +42,7 @@ def dtypes(model: Model = None, quick: Quick = False, out: Out = None, threads: 
 
 @app.command(name="without-bfloat16")
 def without_bfloat16_(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure models in bfloat16 beside float32, as on a CPU that has no instructions for products of bfloat16."""
+    """Measure models in bfloat16 and in float32, as on a CPU that has no instructions for products of bfloat16."""
     run(without_bfloat16, MODEL_TESTS, quick, out, threads, models=known(model, n_quick=2 if quick else None))
 
 
@@ -68,7 +68,10 @@ def llamacpp(
 
 @app.command(name="large")
 def large_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure a model of 3B parameters: loading, most resident memory, decode; needs 24 GB of memory and disk."""
+    """Measure a model of 3B parameters: loading, peak resident memory and decoding.
+
+    It needs 24 GB of memory and of disk.
+    """
     run(large.large, MODEL_TESTS, quick, out, threads)
 
 
@@ -85,7 +88,7 @@ def bridge_(
     out: Out = None,
     threads: Threads = None,
 ) -> None:
-    """Measure `generate` of transformers' models on their own cache and attached to a memory."""
+    """Measure transformers' `generate` with its own cache and with a memory of ours."""
     tests = () if quick else ("tests/models/test_hf_generate.py",)
     models = known(model, bridge.MODELS, n_quick=1 if quick else None)
     run(bridge.bridge, tests, quick, out, threads, models=models, by_cpu_time=by_cpu_time)
@@ -123,7 +126,7 @@ def sparse(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
 def speculative(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure speculative decoding: prompt lookup on repetitive text, against plain decoding.
 
-    Also measures steps by length and quality of the drafts, and bytes.
+    It also measures the time of steps for several lengths and qualities of drafts, and the bytes that drafts need.
     """
     run(speculative_decoding.speculative, ("tests/chat/test_speculative.py",), quick, out, threads)
 
@@ -142,7 +145,7 @@ def table_() -> None:
 
 @app.command(name="sampling")
 def sampling_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure decode steps of 1, 8 and 32 requests by how tokens are chosen."""
+    """Measure decode steps of 1, 8 and 32 requests, for each way of choosing tokens."""
     run(sampling.sampling, ("tests/chat/test_sampling.py",), quick, out, threads)
 
 
@@ -161,7 +164,7 @@ def real_(
 ) -> None:
     """Measure published models beside llama.cpp: servers, greedy texts, perplexity, policies and drafts.
 
-    Without --file, those that `python -m tests.real.download` fetches.
+    Without --file, the models that `python -m tests.real.download` fetches are measured.
     """
     parts = known(part, real_files.PARTS, n_quick=None)
     files, tests = file or list(real_files.FILES), ("tests/models/test_own_bits.py",)

@@ -59,7 +59,7 @@ def run(
 
 
 def known(models: list[str] | None, all_models: tuple[str, ...] = MODELS, *, n_quick: int | None) -> list[str]:
-    """Return the models that were named, or all; of those a quick run takes the first few."""
+    """Return the models that were named. If none was, return all models, or the first `n_quick` in a quick run."""
     if unknown := set(models or ()) - set(all_models):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: choose one of {', '.join(all_models)}")
     return models or list(all_models[:n_quick])

@@ -20,7 +20,7 @@ def soak_(
     out: Out = None,
     threads: Threads = None,
 ) -> None:
-    """Keep memories of every kind busy at full budget: mismatches, leaks, latency from first to last."""
+    """Keep memories of every kind busy at full budget, and count wrong results, leaks, and slowdowns over time."""
     run(soak.measure, (), quick, out, threads, minutes=minutes, seed=seed)
 
 
@@ -28,7 +28,7 @@ def soak_(
 def conformance_(
     examples: Annotated[int, typer.Option("--examples", min=1, help="Histories of each promise.")] = 10,
 ) -> None:
-    """Write the docs' table of the promises that other libraries' memories keep; those that are installed."""
+    """Write the docs' table of the promises that the memories of the installed other libraries keep."""
     conformance.write_page(conformance.conformance(examples), conformance.PAGE)
 
 
@@ -51,7 +51,7 @@ def coverage_(
     tests: Annotated[list[str] | None, typer.Argument(help="Paths; all of the default run unless given.")] = None,
     out: Out = None,
 ) -> None:
-    """Measure which lines and branches of memory/ the default tests run, room by room, in 15 minutes or more."""
+    """Measure which lines and branches of memory/ the default tests run, folder by folder, in 15 minutes or more."""
     found = covered.covered(tests or ["tests"], out)
     found.show()
     if out is not None:
@@ -66,7 +66,10 @@ def operation_(
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes.")] = 2,
     out: Out = None,
 ) -> None:
-    """Run seeds of the engine and the server in simulated time: nobody waits for ever, or gets a wrong answer."""
+    """Run many seeds of the engine and the server in simulated time.
+
+    It checks that no request waits for ever or gets a wrong answer.
+    """
     if unknown := [name for name in of or () if name not in SIMULATIONS]:
         raise typer.BadParameter(f"{unknown} are none of {', '.join(SIMULATIONS)}", param_hint="--of")
     found, is_whole = operation.operation(of or SIMULATIONS, first, seeds, jobs)

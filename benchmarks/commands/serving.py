@@ -23,7 +23,7 @@ def agent_trace_(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Measure how much of an agent's prompts a server computes again: stored responses, chats, a restart."""
+    """Measure how much of an agent's prompts a server computes again, with stored responses and with plain chats."""
     tests = ("tests/chat/test_session_restarts.py", "tests/chat/test_responses.py")
     run(agent_trace.agent_trace, tests, quick, out, None, scale=scale)
 
@@ -40,7 +40,7 @@ def serving_(
 ) -> None:
     """Measure a server under load, beside an earlier commit: throughput, and time to the first token.
 
-    With --at-once, rows that the folder's file has of other loads are kept, if the machine is the same.
+    With --at-once, the rows of other loads stay in the folder's file, if they were measured on the same machine.
     """
     measure = partial(serving.serving, before=before, loads=at_once or serving.LOADS, rounds=rounds, out=out)
     run(measure, ("tests/chat/test_generations.py",), quick, out, None)
@@ -48,7 +48,7 @@ def serving_(
 
 @app.command(name="page")
 def page_view(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure the server's page: weight, first paint, what watching the memory costs, and 10,000 sequences."""
+    """Measure the web page: its bytes, its first paint, what watching the memory costs, and 10,000 sequences."""
     page_.require_browser()
     run(page_.page, ("tests/chat/test_memory_view.py",), quick, out, threads)
 
@@ -65,7 +65,7 @@ def drafts(
 ) -> None:
     """Measure drafts in the engine: where they pay, and that they cost nothing where they do not.
 
-    With --text, rows that the folder's file has of other texts are kept, if the machine is the same.
+    With --text, the rows of other texts stay in the folder's file, if they were measured on the same machine.
     """
     texts = [engine_drafts.TEXTS[number] for number in text or ()]
     tests = ("tests/chat/test_drafting.py",)
@@ -81,8 +81,8 @@ def cluster(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Measure two replicas on a local Ray: reuse by router, what failures cost, and what moving a session takes."""
-    from benchmarks import cluster as clusters  # needs Ray
+    """Measure two replicas on a local Ray: reuse by each router, what failures cost, and the time to move a session."""
+    from benchmarks import cluster as clusters  # This module needs Ray.
 
     parts = known(part, clusters.PARTS, n_quick=None)
     tests = ("tests/cluster/test_routing.py", "tests/cluster/test_leases.py")
@@ -91,7 +91,10 @@ def cluster(
 
 @app.command()
 def fleet(quick: Quick = False, out: Out = None) -> None:
-    """Simulate 200 replicas under a million sessions, by each router: what is reused, moved, and how even load is."""
+    """Simulate 200 replicas under a million sessions with each router.
+
+    It measures how many tokens are reused, how many sessions are moved, and how evenly load is spread.
+    """
     run(fleets.fleet, ("tests/cluster/test_routing.py", "tests/cluster/test_fleet.py"), quick, out, None)
 
 
@@ -104,9 +107,9 @@ def schemas_(
     out: Out = None,
     threads: Threads = None,
 ) -> None:
-    """Measure structured output by 1,000 JSON schemas: how many replies are valid, and what masks cost a step.
+    """Measure structured output for 1,000 JSON schemas: how many replies are valid, and how much masks add to a step.
 
-    With --table, those that the folder's file has of others are kept, if the machine is the same.
+    With --table, the other tables stay in the folder's file, if they were measured on the same machine.
     """
     tables = known(table, schemas.TABLES, n_quick=None)
     measure = partial(schemas.schemas_, tables=tables, out=out)

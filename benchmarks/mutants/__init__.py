@@ -1,1 +1,1 @@
-"""Mutation testing: small faults are put into the core, one at a time, and the tests must fail."""
+"""Puts small faults into the core, one at a time, and checks that the tests fail (mutation testing)."""

@@ -1,6 +1,7 @@
 """Runs `python -m benchmarks.mutants [--file PATH] [--sample N] [--seed S] [--out FOLDER]`.
 
-It is no command of `python -m benchmarks`, since that imports the library, and the forks must import each mutant of it.
+It is not a command of `python -m benchmarks`, because that program imports the library, and each fork must import a
+mutant of the library instead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def main(
     again: Annotated[bool, typer.Option(help="Try those again that survived, for new tests.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the report; a run that was ended goes on there.")] = None,
 ) -> None:
-    """Put small faults into the core, one at a time, and count those that its tests find; below 85 % ends with 1."""
+    """Put small faults into the core, one at a time, and count those that tests find; exit with 1 below 85 %."""
     if unknown := [path for path in file or () if path not in FILES]:
         raise typer.BadParameter(f"{unknown} are none of {', '.join(FILES)}", param_hint="--file")
     if not kill(Choice(tuple(file or FILES), sample, seed, seconds, jobs, wide, again), out):

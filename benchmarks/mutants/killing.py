@@ -1,6 +1,7 @@
-"""Runs the tests of the core against mutants of it, and reports how many they kill, and which survive.
+"""Runs the tests of the core against mutants of the core, and reports how many mutants they kill, and which survive.
 
-It draws a sample of each file and forks for each mutant. CONTRIBUTING.md says why it is neither mutmut nor cosmic-ray.
+It draws a sample of each file's mutants and forks a process for each mutant. CONTRIBUTING.md says why mutmut and
+cosmic-ray are not used.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ class Choice:
     """Says which mutants are tried, and how.
 
     Attributes:
-        files: those whose mutants are tried.
-        sample, seed: how many of each file, drawn by the seed; None tries all.
-        seconds: of the processor that the tests of one mutant may take together; the slower ones are left out.
-        n_jobs: how many are tried at a time.
-        wide: whether tests of all kinds of memories are asked, which take minutes.
-        again: whether those that survived in an earlier run are tried again.
+        files: the files whose mutants are tried.
+        sample, seed: how many mutants of each file are tried, drawn by the seed; None tries all.
+        seconds: the processor time that all tests of one mutant may take together; slower tests are left out.
+        n_jobs: how many mutants are tried at a time.
+        wide: whether the tests of all kinds of memories run too, which take minutes.
+        again: whether mutants that survived in an earlier run are tried again.
     """
 
     files: tuple[str, ...]
@@ -84,18 +85,19 @@ class Choice:
 
 
 def kill(choice: Choice, out: Path | None) -> bool:
-    """Try mutants; return True if at least 85 % of those were killed.
+    """Try mutants; return True if at least 85 % of them were killed.
 
     Args:
-        out: a folder for the report, and for mutants_tried.json, from which a run that was ended goes on, and
-            tests_that_run.json, so that only tests that have changed are watched again.
+        out: a folder for the report and two more files. From mutants_tried.json an interrupted run continues. With
+            tests_that_run.json, only tests that have changed are traced again.
     """
     known = {path: mutants_of(path, (ROOT / path).read_text()) for path in FILES}
     place = None if out is None else out / "mutants_tried.json"
     tried: dict[str, str] = json.loads(place.read_text()) if place is not None and place.exists() else {}
     names = {_name(mutant) for own in known.values() for mutant in own}
-    tried = {name: how for name, how in tried.items() if name in names}  # others are of an older source
-    # A random order, of all files in turn: a run that is ended anywhere has tried a fair sample of each.
+    tried = {name: how for name, how in tried.items() if name in names}  # Other names are mutants of an older source.
+    # Mutants come in random order, from all files in turn, so that an interrupted run has tried a fair sample of each
+    # file.
     drawn = [Random(choice.seed).sample(known[path], len(known[path]))[: choice.sample] for path in choice.files]
     wanted = [mutant for turn in zip_longest(*drawn) for mutant in turn if mutant is not None]
     left = [m for m in wanted if (how := tried.get(_name(m))) is None or (choice.again and how != "killed")]
@@ -113,7 +115,7 @@ def _name(mutant: Mutant) -> str:
 
 
 def _ended(mutants: list[Mutant], choice: Choice, reach_file: Path | None) -> Iterator[tuple[str, str]]:
-    """Generate names of mutants, and whether they were "killed", have "survived" or were "not reached" by a test."""
+    """Generate the names of mutants that were tried, each with "killed", "survived" or "not reached" (by any test)."""
     if not mutants:
         return
     import_ahead()
@@ -133,7 +135,7 @@ def _ended(mutants: list[Mutant], choice: Choice, reach_file: Path | None) -> It
 
 
 def _followed(child: int, place: Path) -> Iterator[tuple[str, str]]:
-    """Generate the lines that a child writes, until it has ended. Raises RuntimeError if it has failed."""
+    """Generate the lines that a child process writes, until it ends. Raises RuntimeError if the process failed."""
     with place.open() as lines:
         while True:
             ended, status = os.waitpid(child, os.WNOHANG)
@@ -148,7 +150,7 @@ def _followed(child: int, place: Path) -> Iterator[tuple[str, str]]:
 
 
 def _session(tests: list[str], mutants: list[Mutant], choice: Choice, reach_file: Path, ended_file: Path) -> None:
-    """Collect tests, find out what they run, and try each mutant whose code can be put in place; never return."""
+    """Collect tests, trace what they run, try each mutant whose code can be replaced, and then end the process."""
     import pytest
     from numba.np.ufunc import parallel
 
@@ -211,8 +213,9 @@ def _import_task(mutant: Mutant, reach: Reach, choice: Choice) -> Task:
 
 
 def _report(known: dict[str, list[Mutant]], tried: dict[str, str], out: Path | None) -> bool:
-    """Show the table of files and what has survived, and write them to a folder."""
-    from benchmarks.harness import Report  # only now, for it imports torch and what the forks must not have
+    """Print the table of files and the surviving mutants, and write both to a folder."""
+    # This import comes late, because it loads torch and modules that the forks must not have loaded.
+    from benchmarks.harness import Report
 
     found = Report("mutants")
     total, killed = Counter[str](), Counter[str]()

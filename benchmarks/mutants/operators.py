@@ -1,6 +1,7 @@
-"""Makes mutants of a module: one comparison, operator, constant, condition or statement of it is another one.
+"""Makes mutants of a module, in which one comparison, operator, constant, condition or statement is changed.
 
-What says nothing about behaviour stays: docstrings, texts, types, what is raised and what it says, and assertions.
+Code that does not decide results is not changed: docstrings, texts, types, raised errors with their messages, and
+assertions.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Mutant:
     """Names a change of a module.
 
     Attributes:
-        number: which of the module's.
-        line, what: where it is, and what becomes of what.
+        number: the index of the change among all changes of the module.
+        line, what: the line of the change, and the code before and after it.
     """
 
     path: str
@@ -48,7 +49,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
 
 
 def mutated(source: str, number: int) -> ast.Module:
-    """Return the module with one of its changes made."""
+    """Return the syntax tree of a module with one change made."""
     tree = ast.parse(source)
     for i, (_, _, change) in enumerate(_changes(tree)):
         if i == number:
@@ -58,7 +59,7 @@ def mutated(source: str, number: int) -> ast.Module:
 
 
 def _changes(tree: ast.Module) -> Iterator[_Change]:
-    """Generate all changes, in an order that the source decides. The tree is whole until one of them is made."""
+    """Generate all changes, in an order that depends on the source alone. None of them is made yet."""
     for node in [*_live_nodes(tree)]:
         if isinstance(node, ast.Compare):
             for i, operator in enumerate(node.ops):
@@ -83,7 +84,7 @@ def _changes(tree: ast.Module) -> Iterator[_Change]:
 
 
 def _live_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Generate the nodes that behaviour depends on, those above before those below."""
+    """Generate the syntax nodes that decide results, each before the nodes inside it."""
     yield tree
     asks_type = isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "isinstance"
     for name, value in ast.iter_fields(tree):
@@ -97,7 +98,7 @@ def _live_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_for_types(node: ast.AST) -> bool:
-    """Tell whether a statement only declares: protocols, overloads, aliases of types, blocks for type checkers."""
+    """Return whether a statement only serves types: protocols, overloads, type aliases, blocks for type checkers."""
     if isinstance(node, ast.ClassDef):
         return any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
     if isinstance(node, ast.If):
@@ -109,7 +110,7 @@ def _is_for_types(node: ast.AST) -> bool:
 
 
 def _bodies(node: ast.AST) -> list[list[ast.stmt]]:
-    """Return the lists of statements of a node that may lose one."""
+    """Return the lists of statements of a node from which one statement may be removed."""
     if isinstance(node, ast.Module | ast.ClassDef):
         return []
     found = [getattr(node, name, None) for name in ("body", "orelse", "finalbody")]
@@ -119,7 +120,7 @@ def _bodies(node: ast.AST) -> list[list[ast.stmt]]:
 def _may_go(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Expr):
         return isinstance(statement.value, ast.Call)
-    if isinstance(statement, ast.Assign):  # of a name that is used nowhere else nothing would be left to run
+    if isinstance(statement, ast.Assign):  # Without its assignment, a plain name could be undefined.
         return any(isinstance(target, ast.Attribute | ast.Subscript) for target in statement.targets)
     return isinstance(statement, ast.AugAssign | ast.Raise | ast.Continue | ast.Break | ast.Delete)
 
@@ -137,5 +138,5 @@ def _setter(items: list[ast.stmt] | list[ast.cmpop], at: int, value: ast.AST) ->
 
 
 def _negate_operand(node: ast.UnaryOp) -> Callable[[], None]:
-    """Not (not x) is bool(x): the operand with its meaning as a condition, without the not."""
+    """Return a change that makes `not (not x)` of `not x`, which is the operand as a bool."""
     return lambda: setattr(node, "operand", ast.UnaryOp(ast.Not(), node.operand))

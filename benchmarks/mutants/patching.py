@@ -1,7 +1,7 @@
-"""Puts the code of a mutant in place of that of functions that exist, or imports it where that cannot be done.
+"""Replaces the code of existing functions by a mutant's code, or imports the mutant where that is impossible.
 
-Defaults, constants and bodies of classes run on import, so nothing can be replaced: a process without the library
-imports the mutant.
+Defaults, constants and class bodies run on import, so they cannot be replaced later. For these, a process that has not
+imported the library imports the mutant.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Key = tuple[tuple[str, int], ...]
 
 
 def replace(mutant: Mutant) -> bool:
-    """Put a mutant's code in place; return False, with nothing changed, if it can only be imported."""
+    """Replace functions' code by a mutant's; return False, and change nothing, if the mutant must be imported."""
     path = ROOT / mutant.path
     source = path.read_text()
     old = dict(_codes(compile(source, str(path), "exec"), ()))
@@ -31,7 +31,8 @@ def replace(mutant: Mutant) -> bool:
     changed = [key for key in old if key not in new or _own(old[key]) != _own(new[key])]
     if not changed or any(key not in new or not old[key].co_flags & CO_OPTIMIZED for key in changed):
         return False
-    whole = {key[:n] for key in changed for n in range(1, len(key) + 1)}  # code of inner functions is in the outer's
+    # An outer function's code contains that of its inner functions, so both have changed.
+    whole = {key[:n] for key in changed for n in range(1, len(key) + 1)}
     names = [key[-1] for key in old if key]
     if any(names.count(key[-1]) > 1 for key in whole):
         return False
@@ -39,7 +40,8 @@ def replace(mutant: Mutant) -> bool:
     found = [
         (function, wanted[name])
         for function in gc.get_objects()
-        if type(function) is FunctionType  # isinstance would ask lazy modules what they are
+        # isinstance would read `__class__`, which makes lazy modules import their contents.
+        if type(function) is FunctionType
         and function.__code__.co_filename == str(path)
         and (name := (function.__code__.co_name, function.__code__.co_firstlineno)) in wanted
     ]
@@ -54,7 +56,7 @@ def replace(mutant: Mutant) -> bool:
 
 
 def import_instead(mutant: Mutant) -> None:
-    """Let the mutant be what is imported in this process."""
+    """Make later imports in this process load the mutant instead of the original module."""
     sys.meta_path.insert(0, _Finder(mutant))
 
 
@@ -71,7 +73,7 @@ def _own(code: CodeType) -> tuple[Any, ...]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and loads one module, whose code is another one."""
+    """Finds one module by its name, and loads other code for it."""
 
     def __init__(self, mutant: Mutant) -> None:
         self._path = ROOT / mutant.path

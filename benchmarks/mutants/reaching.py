@@ -1,4 +1,4 @@
-"""Finds, for each mutant, the tests that run its statement: no other test can tell it from the original."""
+"""Finds the tests that run each mutant's changed statement, because no other test can detect the change."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ Lines = dict[str, dict[str, list[int]]]
 
 @dataclass(frozen=True)
 class Reach:
-    """Holds what each test runs, and how many seconds of the processor it takes; tests that fail are not in it."""
+    """Holds which lines each passing test runs, and how many seconds of processor time the test takes."""
 
     seconds: dict[str, float]
     lines: Lines
 
     def tests_of(self, mutant: Mutant, source: str, most_seconds: float) -> list[str]:
-        """Return the tests that run a mutant's statement and take no more seconds in all than these.
+        """Return tests that run a mutant's statement, and take at most `most_seconds` of processor time together.
 
-        Of each test function the fastest case comes first, so that many functions look at it before one does twice.
+        The fastest cases of all test functions come first, so that many functions run before any function runs a second
+        case.
         """
         first, last = statement_of(source, mutant.line)
         reaching = self.lines[mutant.path]
@@ -48,7 +49,7 @@ class Reach:
 
 
 def watch(session: Any, paths: Iterable[str], place: Path) -> int:
-    """Run collected tests, and write what a Reach holds to a file; what it has of unchanged ones stays. Returns 0."""
+    """Run collected tests under coverage, and write the results to a file that keeps unchanged tests. Returns 0."""
     import coverage
 
     files = {path: str(ROOT / path) for path in paths}
@@ -60,7 +61,7 @@ def watch(session: Any, paths: Iterable[str], place: Path) -> int:
     watching.set_option("run:disable_warnings", ["trace-changed", "no-data-collected", "already-imported"])
     for item, following in zip(items, [*items[1:], None], strict=True):
         n_failed, begun = session.testsfailed, time.process_time()
-        watching.start()  # again for each: some tests trace for themselves
+        watching.start()  # Tracing starts again for each test, because some tests set a tracer of their own.
         watching.switch_context(item.nodeid)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         watching.stop()
@@ -79,10 +80,10 @@ def watch(session: Any, paths: Iterable[str], place: Path) -> int:
 
 
 def known_of(place: Path, sources: dict[str, str], tests: dict[str, str]) -> Reach:
-    """Return what an earlier run has written of these tests, unless they or the sources have changed since.
+    """Return what an earlier run has written about these tests, unless a test or the sources have changed since.
 
     Args:
-        sources, tests: path and name -> digest of its file. What else tests import is not looked at.
+        sources, tests: digests of files, by path and by test name. Other files that tests import are not compared.
     """
     found = json.loads(place.read_text()) if place.exists() else {"sources": {}}
     if any(found["sources"].get(path) != digest for path, digest in sources.items()):
@@ -93,7 +94,7 @@ def known_of(place: Path, sources: dict[str, str], tests: dict[str, str]) -> Rea
 
 
 def read_reach(place: Path) -> Reach:
-    """Return what `watch` has written."""
+    """Read the file that `watch` has written."""
     found = json.loads(place.read_text())
     return Reach(found["seconds"], found["lines"])
 
@@ -103,9 +104,10 @@ def _digest(file: Path) -> str:
 
 
 def statement_of(source: str, line: int) -> tuple[int, int]:
-    """Return first and last line of the statement at a line: of what has a body its head, of what defines, all of it.
+    """Return the first and last line of the statement at a line.
 
-    What is in no function runs on import, so the tests of anything in the file are asked.
+    Of a compound statement, such as `if`, only the head counts; of a definition, all lines. Code outside of functions
+    runs on import, so all tests that run anything in the file are candidates.
     """
     found, depth = (1, len(source.splitlines())), 0
     nodes: list[tuple[ast.AST, bool]] = [(ast.parse(source), False)]

@@ -1,6 +1,6 @@
-"""Runs tasks in forks, and tests in a session of pytest that has collected them already.
+"""Runs tasks in forked processes, and tests in a session of pytest that has already collected them.
 
-So a mutant costs what its tests cost: no start of torch, no import, no collection.
+So a mutant takes only the time of its tests, without loading torch, importing the library or collecting tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Run:
-    """Says how a task ended: 0 if all tests have passed; and the processor's seconds that it took."""
+    """Holds the exit status of a task (0 if all tests passed), and the seconds of processor time that it took."""
 
     status: int
     seconds: float
@@ -35,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Task:
-    """Names what runs in a fork, and the most seconds of the processor that it may take; `run` returns a status."""
+    """Describes a task for a fork: its name, the processor time it may take, and `run`, which returns a status."""
 
     name: str
     run: Callable[[], int]
@@ -43,7 +43,7 @@ class Task:
 
 
 class Collected:
-    """Plugs into pytest: once the tests are collected, `then` runs instead of them."""
+    """Plugs into pytest: after the tests are collected, `then` is called instead of running the tests."""
 
     def __init__(self, then: Callable[[Any], None]) -> None:
         self._then = then
@@ -54,7 +54,7 @@ class Collected:
 
 
 def import_ahead() -> None:
-    """Import what the tests need and what is no part of the library, before the first fork."""
+    """Import the other packages that tests need, but nothing of the library, before the first fork."""
     assert not any(name == "hybridmem.memory" for name in sys.modules), "the library is imported already"
     for name in _AHEAD:
         __import__(name)
@@ -71,7 +71,7 @@ def run_items(session: Any, items: Seq[Any]) -> int:
 
 
 def in_forks(tasks: Iterator[Task], n_jobs: int) -> Iterator[tuple[str, Run]]:
-    """Run each task in a fork of its own, some at a time; generate their names and how they ended, as they end."""
+    """Run each task in a fork, at most `n_jobs` at a time; generate each task's name and result when it ends."""
     running: dict[int, tuple[Task, int]] = {}
     while True:
         while len(running) < n_jobs and (task := next(tasks, None)) is not None:
@@ -83,9 +83,11 @@ def in_forks(tasks: Iterator[Task], n_jobs: int) -> Iterator[tuple[str, Run]]:
             if ended:
                 del running[child]
                 yield task.name, Run(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime)
-            else:  # polls that have run are counted, for a process that was stopped must not count the time
+            # Polls are counted instead of seconds, so that time in which this process was stopped does not count.
+            else:
                 running[child] = task, n_polls + 1
-                if n_polls * _POLL_SECONDS > 20 * task.most_seconds + 60:  # it waits, and computes nothing
+                # The task waits for something and computes nothing.
+                if n_polls * _POLL_SECONDS > 20 * task.most_seconds + 60:
                     os.kill(child, 9)
         time.sleep(_POLL_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Puts llama.cpp's contexts to the conformance kit's test through llama-cpp-python's low-level functions."""
+"""Adapts llama.cpp's contexts to the conformance kit, through llama-cpp-python's low-level functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 @cache
 def _load(name: str) -> Any:
-    """Return a model of llama.cpp, from a GGUF file that is gone when it is loaded."""
+    """Return a model of llama.cpp. Its GGUF file is temporary, and removed after loading."""
     import llama_cpp
 
     from tests.models.checkpoints import write_checkpoint
@@ -48,7 +48,7 @@ def _load(name: str) -> Any:
 
 
 class LlamaCppAdapter(Adapter):
-    """Holds sequences of one context; each sequence has an id, and all of a request go into one batch.
+    """Holds the sequences of one context. Each sequence has an id, and all sequences of a request are in one batch.
 
     Args:
         copies_back: go back by copying the part of a sequence that stays, `llama_memory_seq_cp` with an end, instead of
@@ -154,7 +154,7 @@ class LlamaCppAdapter(Adapter):
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 def _drop_log(level: int, text: bytes, data: object) -> None:
-    """Write nothing: what it refuses is in the table."""
+    """Discard a message of llama.cpp's log, because the table already shows what llama.cpp refuses."""
 
 
 SUBJECTS = {

@@ -1,4 +1,4 @@
-"""Puts mlx-lm's prompt caches to the conformance kit's test, alone and merged as its `BatchGenerator` does."""
+"""Adapts mlx-lm's prompt caches to the conformance kit, alone and merged as mlx-lm's `BatchGenerator` does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models.families import CONFIGS
 
 @cache
 def _load(name: str) -> tuple[Any, int]:
-    """Return a model of mlx-lm on the CPU, from a checkpoint that is gone when it is loaded, and its vocabulary."""
+    """Return a model of mlx-lm on the CPU, from a temporary checkpoint, and the size of its vocabulary."""
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
@@ -32,14 +32,14 @@ def _load(name: str) -> tuple[Any, int]:
 
 
 def _unwritten(config: Any) -> dict[str, Any]:
-    """Return what mlx-lm asks of a config, and transformers 5 does not write under that name."""
+    """Return the config fields that mlx-lm reads and that transformers 5 does not write under these names."""
     rope = getattr(config, "rope_parameters", None) or {}
     given = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     return given | ({"intermediate_size": config.num_heads * config.head_dim} if config.model_type == "mamba2" else {})
 
 
 class _Row:
-    """Holds the caches of a sequence, one a layer, and the number of tokens that were fed."""
+    """Holds the caches of a sequence, one for each layer, and the number of tokens that were fed."""
 
     def __init__(self, caches: list[Any], n_tokens: int = 0) -> None:
         self.caches, self.n_tokens = caches, n_tokens
@@ -49,9 +49,9 @@ class PromptCacheAdapter(Adapter):
     """Feeds each sequence of a request alone, or all in one batch.
 
     Args:
-        name: of a small random model, as in the tests.
-        in_batches: merge the caches of a request's sequences, pad their tokens on the right, and extract the caches
-            again, as `BatchGenerator` does with prompts that begin with what is cached.
+        name: the name of a small random model, as in the tests.
+        in_batches: merge the caches of a request's sequences, pad the tokens on the right, and extract the caches
+            again, as `BatchGenerator` does for prompts with a cached prefix.
     """
 
     agreement = Agreement(rounding=1e-4)
@@ -128,7 +128,7 @@ class PromptCacheAdapter(Adapter):
 
 @contextmanager
 def _failing(layers: list[Any], after: int | None) -> Iterator[None]:
-    """Let a model fail when so many of its layers have run."""
+    """Let a model fail after `after` of its layers have run."""
     if after is None or after >= len(layers):
         yield
         return
@@ -137,7 +137,8 @@ def _failing(layers: list[Any], after: int | None) -> Iterator[None]:
     def fail(*_: object, **__: object) -> Any:
         raise InjectedError
 
-    layer.__class__ = type(whole.__name__, (whole,), {"__call__": fail})  # some models give copies of their lists
+    # Some models return copies of their lists of layers, so the class is replaced instead of the layer.
+    layer.__class__ = type(whole.__name__, (whole,), {"__call__": fail})
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Puts transformers' `DynamicCache` to the conformance kit's test: one cache a sequence, by documented calls."""
+"""Adapts transformers' `DynamicCache` to the conformance kit: one cache for each sequence, by documented calls."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from tests.models.hf_models import hf_model
 
 
 class _Row:
-    """Holds the cache of a sequence, and how many tokens were fed."""
+    """Holds the cache of a sequence, and the number of tokens that were fed."""
 
     def __init__(self, cache: DynamicCache, n_tokens: int = 0) -> None:
         self.cache, self.n_tokens = cache, n_tokens
 
 
 class DynamicCacheAdapter(Adapter):
-    """Feeds each sequence of a request alone, as a batch of lengths of its own would need padding.
+    """Feeds each sequence of a request alone, because a batch of different lengths would need padding.
 
     Args:
-        name: of a small random model, as in the tests.
+        name: the name of a small random model, as in the tests.
         is_recorded: call `activate_past_recording` first, as assisted generation does before it crops.
-        forks_by_rows: fork by doubling the rows of a copied cache and selecting one; else by copying it.
+        forks_by_rows: fork by copying the cache, doubling the rows of the copy and selecting one of them, instead of by
+            copying the cache alone.
     """
 
     agreement = Agreement(rounding=1e-4)
@@ -91,7 +92,7 @@ class DynamicCacheAdapter(Adapter):
 
 
 def _failing(model: PreTrainedModel, after: int) -> list[Any]:
-    """Let the model fail when so many of its layers have run; return the hooks, which are to be removed."""
+    """Let the model fail after `after` of its layers have run; return the hooks, which the caller must remove."""
     layers = next((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), None)
     if layers is None:
         raise AbsentError("no layers were found that could fail")

@@ -1,1 +1,1 @@
-"""Measures real models beside llama.cpp's own programs, from the same GGUF files: serving, texts and perplexity."""
+"""Measures real models beside llama.cpp's own programs on the same GGUF files: serving, greedy texts and perplexity."""

@@ -1,4 +1,4 @@
-"""Measures a file of several GB: Qwen3.5 of nine billion random parameters in Q4_K and Q6_K, its real vocabulary."""
+"""Measures a file of several GB: Qwen3.5 with nine billion random weights in Q4_K and Q6_K, and its real vocabulary."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ NOTE = (
 
 
 def measure(report: Report, programs: Path, vocabulary: Path, *, quick: bool) -> None:
-    """Write the file, and add what it takes to open it and to decode.
+    """Write the file, and add to the report how long opening and decoding take and how much memory they need.
 
     Args:
-        vocabulary: a GGUF file whose tokenizer is taken.
+        vocabulary: a GGUF file whose tokenizer the new file gets.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "qwen3.5-9b-random.gguf"
         _write(path, vocabulary, n_layers=4 if quick else 32)
-        # Else the file would still be written to the disk while it is read.
+        # Without this, the system would still write the file to the disk while it is read.
         os.sync()
         call = f"print_figures({str(path)!r}, {torch.get_num_threads()})"
         command = [sys.executable, "-c", f"from benchmarks.real.big_file import print_figures; {call}"]
@@ -60,7 +60,7 @@ def measure(report: Report, programs: Path, vocabulary: Path, *, quick: bool) ->
 
 
 def print_figures(path: str, n_threads: int) -> None:
-    """Load the file, decode, and print what that takes, in JSON."""
+    """Load the file, decode, and print the times and bytes as JSON."""
     torch.set_num_threads(n_threads)
     load_model("embedded", progress=False)
     before_mib, started, n_bytes = resident_mib("self"), time.perf_counter(), Path(path).stat().st_size
@@ -92,7 +92,7 @@ def _their_decode_ms(server: Any) -> float:
 
 
 def _write(path: Path, vocabulary: Path, n_layers: int) -> None:
-    """Write the file: shapes from transformers, names and fields from the tests' writer, random blocks."""
+    """Write the file with random blocks, in transformers' shapes, with names and fields from the tests' GGUF writer."""
     fields = Header(vocabulary).fields
     config = Qwen3_5TextConfig(
         vocab_size=len(fields["tokenizer.ggml.tokens"]), hidden_size=4096, intermediate_size=12_288,

@@ -1,4 +1,4 @@
-"""Measures drafts by prompt lookup on a real model: on a text that is continued, and on one that is said again."""
+"""Measures drafts by prompt lookup on a real model, which continues one text and repeats another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def count_fields(rows):
 
 
 def compare(report: Report, path: Path, tokenizer: Any, text: str, n_rounds: int) -> None:
-    """Add tokens a second with drafts against without, and what was accepted, for 1 and 8 requests."""
+    """Add the speedup by drafts and the share of accepted drafts to the report, for 1 and 8 requests."""
     model = load_model(path, progress=False)
     again = f"Repeat this code, with `rows` renamed to `lines`:\n\n{_CODE}\n\nHere is the code again:\n\n"
     book = [text[at : at + 2000] for at in range(4000, 4000 + 8 * 6000, 6000)]

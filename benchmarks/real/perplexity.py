@@ -1,6 +1,7 @@
-"""Measures perplexity of real models on a book, by llama.cpp's rule, with all rows and with policies and few bits.
+"""Measures perplexity on a book by llama.cpp's rule, for real models with all rows, with policies and in few bits.
 
-llama.cpp cuts a text into windows and scores the second half of each, every token from those before it in its window.
+llama.cpp cuts a text into windows and scores the second half of each window. Each token is predicted from the tokens
+before it in the same window.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ NOTE = (
 
 
 def against_llamacpp(report: Report, programs: Path, model: Path, ids: list[int], first: list[int], text: str) -> None:
-    """Add perplexities of the same windows: llama.cpp's, and ours by the file's type, weights and dtype.
+    """Add perplexities of the same windows: llama.cpp's, and ours for each type of file, weights and dtype.
 
     Files of other types are written by llama-quantize.
     """
@@ -62,7 +63,7 @@ def against_llamacpp(report: Report, programs: Path, model: Path, ids: list[int]
 
 
 def by_rows(report: Report, path: Path, ids: list[int], first: list[int]) -> None:
-    """Add perplexities under each policy and storage, of text that is fed a few tokens a step as replies are."""
+    """Add perplexities under each policy and storage, when text is fed a few tokens in each step, as replies are."""
     model = load_model(path, progress=False)
     spec, table = model.memory_spec, f"perplexity of {path.name} by the rows that attention keeps"
     every = _long_perplexity(model, spec, ids, first)
@@ -91,7 +92,7 @@ def _theirs(programs: Path, model: Path, text: str, n_windows: int) -> float:
 
 
 def _windows(ids: list[int], first: list[int], n_tokens: int) -> Iterator[list[int]]:
-    """Cut a text; the first token of each window is the one that begins texts, if there is one."""
+    """Cut a text into windows; each begins with the token that begins texts, if the model has one."""
     text = first + ids
     for start in range(0, max(1, len(text) - n_tokens + 1), n_tokens):
         window = text[start : start + n_tokens]

@@ -23,7 +23,7 @@ _OURS = "from hybridmem.chat.cli import main; main()"
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers.
+    """Holds the address and the process of a running server.
 
     Attributes:
         ready_s: seconds from the start of its process until /health said that it is ready.
@@ -52,9 +52,9 @@ def llama_server(
     """Run llama.cpp's server.
 
     Args:
-        keeps: its type of keys and values.
+        keeps: the type in which the server keeps keys and values.
         programs: the folder of llama-server.
-        context: tokens that all slots have together.
+        context: the number of tokens of all slots together.
     """
     options = {"-m": model, "-np": slots, "-t": n_threads, "-tb": n_threads, "-c": context, "-fa": "on"}
     options |= {"-ctk": keeps, "-ctv": keeps}
@@ -73,7 +73,7 @@ def our_server(model: Path | str, *, n_threads: int = 1) -> Iterator[Server]:
 
 @contextmanager
 def quantised(programs: Path, model: Path, kind: str) -> Iterator[Path]:
-    """Write a file's weights in another type by llama-quantize, such as "F32" or "Q4_0", for the time of the block."""
+    """Convert a GGUF file to another type, such as "F32" or "Q4_0"; the new file is removed after the `with` block."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / f"{model.stem}-{kind}.gguf"
         command = [str(programs / "llama-quantize"), "--allow-requantize", "--pure", str(model), str(target), kind, "1"]

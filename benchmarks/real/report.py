@@ -17,18 +17,18 @@ _N_TOKENS = 20_000
 
 
 def real(*, quick: bool, programs: Path, files: list[Path], book: Path, parts: list[str], kept: Path | None) -> Report:
-    """Measure each file; tables of parts that are not run now are kept from the file in `kept`.
+    """Measure each file. Tables of parts that are not run now are taken from the earlier report in `kept`.
 
     Args:
         programs: the folder of llama-server and llama-perplexity.
-        book: a text without a mark of its end; its first 20,000 tokens are read.
+        book: a text file; the first 20,000 tokens are read.
     """
     report = Report("real", notes=[serving.NOTE, texts.NOTE, perplexity.NOTE, big_file.NOTE])
     whole = book.read_text()
     for path in files:
         tokenizer = load_tokenizer(path)
         ids = tokenizer.encode(whole, add_special_tokens=False)[: _N_TOKENS // (10 if quick else 1)]
-        first = tokenizer.encode("")  # It is the token that begins texts, if the model wants one.
+        first = tokenizer.encode("")  # An empty text gives the token that begins texts, if the model has one.
         if "serving" in parts:
             serving.compare(report, programs, path, whole, 1 if quick else 5)
         if "texts" in parts:

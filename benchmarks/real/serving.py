@@ -54,9 +54,10 @@ def compare(report: Report, programs: Path, model: Path, text: str, n_rounds: in
 
 
 def print_resident(path: str) -> None:
-    """Print what a model adds to a process that has loaded it once before, and used it, as a share of its file.
+    """Print the resident memory that a model adds to a process, as a share of the bytes of its file.
 
-    So libraries, kernels and the pages of the memory, which stay, are not counted.
+    The process has loaded and used the same model once before, so libraries, kernels and pages of the memory, which
+    stay, are not counted.
     """
     torch.set_num_threads(1)
     kept = list[object]()
@@ -106,6 +107,6 @@ def _decode(complete, n: int, turn: int) -> float:  # type: ignore[no-untyped-de
 
 
 def _text_of(server: Server, text: str, n_tokens: int) -> str:
-    """Return the beginning of a text that has about so many tokens."""
+    """Return the beginning of a text, of about `n_tokens` tokens."""
     ids = server.post("/tokenize", content=text[: 8 * n_tokens])["tokens"]
     return str(server.post("/detokenize", tokens=ids[:n_tokens])["content"])

@@ -30,9 +30,9 @@ NOTE = (
 
 
 def agree(report: Report, programs: Path, model: Path, ids: list[int], first: list[int], n_prompts: int) -> None:
-    """Add how often our next token is theirs after the same text, and by how much log probabilities differ.
+    """Add how often our next token is llama.cpp's after the same text, and how far log probabilities differ.
 
-    Prompts are pieces of a text; their continuation by llama.cpp is fed to both.
+    Prompts are pieces of a text. llama.cpp's continuations of them are fed to both models.
     """
     prompts = [first + ids[at : at + _PROMPT_TOKENS] for at in range(0, len(ids), len(ids) // n_prompts)][:n_prompts]
     for kind in (None, "F32"):

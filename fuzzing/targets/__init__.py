@@ -1,4 +1,4 @@
-"""Lists the readers that are fed: each draws damaged inputs of its own kind, and reads one as users would."""
+"""Lists the targets. Each one draws damaged inputs for one reader of the library, and reads an input as users would."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Protocol
 
 
 class Target(Protocol):
-    """Defines a reader of bytes from elsewhere. It is made once a process, with a folder of its own for files."""
+    """Defines a reader of untrusted bytes. Each process makes it once, with a folder of its own for files."""
 
     def draw(self, random: Random) -> bytes:
-        """Return an input, a function of the random numbers alone."""
+        """Return an input that depends on the random numbers alone."""
         ...
 
     def read(self, data: bytes) -> None:
-        """Read an input as the library does, and use what came of it. Raises what the library raises."""
+        """Read an input as the library does, and use the result. Raises what the library raises."""
         ...
 
 
@@ -45,7 +45,7 @@ TARGETS: dict[str, tuple[str, str]] = {
 
 
 def make_target(name: str, folder: Path) -> Target:
-    """Return a target that keeps its files in a folder."""
+    """Return the target of a name, which keeps its files in `folder`."""
     module, owner = TARGETS[name]
     made: Callable[[Path], Target] = getattr(import_module(f"{__name__}.{module}"), owner)
     return made(folder)

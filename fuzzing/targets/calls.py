@@ -1,4 +1,4 @@
-"""Calls the public methods of a memory with values that no caller should give, between calls that are right."""
+"""Calls a memory's public methods with values that no caller should give, in between valid calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VERBS = (
 
 
 class PublicCalls:
-    """Runs short histories, drawn from one number each, on a memory of every kind of layer."""
+    """Runs short random histories of calls on a memory with every kind of layer. An input is a history's seed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._toy = folder, Toy(window=9)
@@ -48,7 +48,7 @@ class _History:
         self._path = folder / "calls.safetensors"
 
     def call(self) -> None:
-        """Call one method; an error of the library is right, and the books must balance behind it."""
+        """Call one method. It may raise an error of the library, but the books must be consistent afterwards."""
         verb, random = self._random.choice(_VERBS), self._random
         try:
             if verb == "feed":
@@ -65,14 +65,14 @@ class _History:
         except HybridMemoryError:
             pass
         except TypeError as error:
-            # What Python and this library say of too many arguments or too few.
+            # Python and this library use these words for too many or too few arguments.
             if not any(said in str(error) for said in ("positional argument", "() does not take", "() needs")):
                 raise
         if random.random() < 0.3:
             self._memory.check()
 
     def _value(self, verb: str) -> Any:
-        """Draw a value: most often a handle or a small number, else anything."""
+        """Draw a value: mostly a handle or a small number, and sometimes any other object."""
         random = self._random
         kind = random.random()
         handle = random.choice(self._handles)

@@ -1,4 +1,4 @@
-"""Feeds the files of a checkpoint from elsewhere: config, index of shards, tensors, GGUF, tokenizer."""
+"""Feeds damaged files of a model's checkpoint: config, index of shards, tensors, GGUF, tokenizer."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class SafetensorsFile(_Folder):
 
 
 class ShardIndex(_Folder):
-    """Loads models by damaged indices of shards."""
+    """Loads models whose index of shards is damaged."""
 
     damaged = "model.safetensors.index.json"
 

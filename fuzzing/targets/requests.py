@@ -1,4 +1,4 @@
-"""Feeds what clients send to the server: bodies of requests, and the forms that they ask replies to have."""
+"""Feeds damaged versions of what clients send: bodies of requests, and the schemas or grammars for replies."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ SEEDS: list[tuple[type[Checked], Any]] = [
 
 
 class RequestBody:
-    """Reads damaged bodies of requests of every endpoint."""
+    """Reads damaged request bodies of every endpoint."""
 
     def __init__(self, folder: Path) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Feeds saved files of a memory, a prefix cache and a chat: damaged bytes, and damaged facts with right checksums."""
+"""Feeds saved files of a memory, a prefix cache and a chat: damaged bytes, or damaged values with valid checksums."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def split_file(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def join_file(header: dict[str, Any], tensors: bytes) -> bytes:
-    """Return the file of a header and the bytes of its tensors."""
+    """Return a safetensors file made of a header and the bytes of its tensors."""
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + tensors
 
 
 def sign(data: bytes) -> bytes:
-    """Return a file with the checksums that its content should have, or as it is where it cannot be read at all."""
+    """Return a file with valid checksums of its content. A file that cannot be read at all is returned unchanged."""
     try:
         header, _ = split_file(data)
         return forged_file(load(data), dict(header["__metadata__"]))
@@ -50,7 +50,7 @@ def sign(data: bytes) -> bytes:
 
 
 def damage_file(data: bytes, random: Random) -> bytes:
-    """Damage a file's bytes, or its header or tensors with a checksum that is right again."""
+    """Damage a file's bytes; or damage its header or tensors, and make the checksum valid again."""
     kind = random.random()
     if kind < 0.2:
         return damage_bytes(data, random)
@@ -67,7 +67,7 @@ def damage_file(data: bytes, random: Random) -> bytes:
 
 
 def use(memory: HybridMemory, sequence: Sequence, feed: Callable[[HybridMemory, Sequence, list[int]], Any]) -> None:
-    """Go on with a sequence, take a token back, and check the books."""
+    """Feed a sequence tokens, take one back, and check the memory's books."""
     try:
         feed(memory, sequence, [1, 2, 3])
         memory.rollback(sequence, to=sequence.length - 1)
@@ -78,7 +78,7 @@ def use(memory: HybridMemory, sequence: Sequence, feed: Callable[[HybridMemory, 
 
 
 class SavedSequence:
-    """Loads files of `memory.save` into a memory of their kind."""
+    """Loads damaged files of `memory.save` into a memory of the same kind."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._folder = folder / "saved.safetensors", folder
@@ -113,7 +113,7 @@ class SavedSequence:
 
 
 class SavedFamily:
-    """Loads files of a sequence with checkpoints and forks."""
+    """Loads damaged files of a sequence with checkpoints and forks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / "family.safetensors"
@@ -193,7 +193,7 @@ class SavedPrefixes:
 
 
 class SavedChat:
-    """Resumes chats whose list of messages, or whose memory, is damaged."""
+    """Resumes saved chats in which the list of messages or the memory's file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._place = folder, folder / "chat"

@@ -34,7 +34,7 @@ _OWNER, _MODEL = b"owner", "model weights vocabulary"
 
 
 class SessionDatabase:
-    """Opens databases of which bytes, or values of rows, are damaged, and asks what the server asks."""
+    """Opens databases with damaged bytes or damaged values in rows, and makes the server's queries."""
 
     def __init__(self, folder: Path) -> None:
         self._seed, self._place = folder / "seed", folder / "sessions"
@@ -77,7 +77,7 @@ class SessionDatabase:
         store = SessionStore(str(self._place), _MODEL, now=lambda: 5.0)
         try:
             self._ask(store)
-        except sqlite3.OperationalError:  # SQLite's own refusal, as of a full disk
+        except sqlite3.OperationalError:  # SQLite itself refuses, for example because the disk is full.
             pass
         finally:
             store.close()
@@ -90,7 +90,8 @@ class SessionDatabase:
                     query = f"UPDATE meta SET {column} = ?1 WHERE ?2 >= 0"
                 try:
                     database.execute(query, (value, number))
-                except (sqlite3.IntegrityError, OverflowError):  # no file can hold that
+                # SQLite cannot store such a value, so no file can contain it.
+                except (sqlite3.IntegrityError, OverflowError):
                     continue
             database.commit()
 
@@ -114,7 +115,7 @@ class SessionDatabase:
 
 
 def _value(random: Random) -> Any:
-    """Draw a value of a column: at an edge, another row's id, or JSON of a wrong shape."""
+    """Draw a value for a column: an extreme number, another row's id, or JSON of a wrong shape."""
     kind = random.random()
     if kind < 0.3:
         return random.choice(("msg_1", "resp_1", "resp_2", "sess_1"))
@@ -125,7 +126,7 @@ def _value(random: Random) -> Any:
 
 
 class SharedFiles:
-    """Reads damaged leases and recorded replies of a store that replicas share."""
+    """Reads damaged leases and recorded replies from a store that replicas share."""
 
     def __init__(self, folder: Path) -> None:
         self._place = Place(str(folder / "store"))
@@ -214,7 +215,7 @@ class OptionFiles:
             path.write_bytes(content)
             try:
                 read_file(SERVE, path)
-            except ValueError as error:  # what the command line prints, with the file and the remedy
+            except ValueError as error:  # The command line prints this error, with the name of the file and the remedy.
                 assert str(path) in str(error)
         elif name == b"trace":
             path = self._folder / "trace.jsonl"

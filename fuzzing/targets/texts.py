@@ -1,4 +1,4 @@
-"""Feeds texts from elsewhere: chat templates, heads of requests, texts with holes."""
+"""Feeds untrusted texts: chat templates, heads of requests, and texts with holes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": 
 
 
 class ChatTemplate:
-    """Renders chats by hostile templates: programs that must end, stay small and reach nothing."""
+    """Renders chats by hostile templates, which must end, use little memory, and reach nothing outside."""
 
     _parts = (
         "{{ bos_token }}", "{% for message in messages %}", "{% endfor %}", "{{ message.content }}",
@@ -45,7 +45,7 @@ class ChatTemplate:
 
 
 class RequestHead:
-    """Checks damaged heads of requests."""
+    """Parses damaged heads of requests."""
 
     _seeds = (
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 12\r\nOrigin: null\r\n\r\n",

@@ -1,1 +1,1 @@
-"""Contains more families of models, a file each, beside those in the folder above."""
+"""Contains families of models, one in each file. Other families are in the folder above."""

@@ -1,4 +1,4 @@
-"""Implements Ling 3 (Ling Team 2026): delta attention with decays of key channels, gated latent attention, experts.
+"""Implements Ling 3 (Ling Team 2026): delta attention with a decay per key channel, gated latent attention, experts.
 
 It is Kimi Linear with positions, a gate for each head of attention, and decays that may have a lower bound.
 """
@@ -57,7 +57,7 @@ class BailingHybrid(KimiLinear):
 
 
 def _bounded(product: Linear, bias_A: Tensor, rate_A: Tensor, least: float) -> Function:
-    """Return what computes logarithms of decays between `least` and 0, in the dtype of the layer's input."""
+    """Return a function that computes logarithms of decays, from `least` to 0, in the dtype of the layer's input."""
 
     def log_decay(x_TM: Tensor) -> Tensor:
         return (least * torch.sigmoid((product(x_TM).float() + bias_A) * -rate_A)).to(x_TM.dtype)

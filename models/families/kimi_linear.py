@@ -1,6 +1,6 @@
-"""Implements Kimi Linear (Kimi Team 2025): delta attention with decays of key channels, latent attention, experts.
+"""Implements Kimi Linear (Kimi Team 2025): delta attention with a decay per key channel, latent attention, experts.
 
-Its latent attention rotates nothing: positions are known from the layers of delta attention alone.
+Latent attention here rotates neither queries nor keys: only the layers of delta attention encode positions.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class KimiLinear(Decoder):
 
 
 def check_heads(config: Any) -> None:
-    """Raise UnsupportedModelError unless there are as many heads of keys as of queries."""
+    """Raise UnsupportedModelError unless there are as many key heads as query heads."""
     if config.num_key_value_heads != config.num_attention_heads:
         raise UnsupportedModelError(
             f"num_key_value_heads={config.num_key_value_heads}, num_attention_heads={config.num_attention_heads}; "
@@ -100,24 +100,24 @@ def check_heads(config: Any) -> None:
 
 
 def read_delta_shape(config: Any) -> DeltaRuleShape:
-    """Return the sizes of layers of delta attention."""
+    """Return the sizes of the delta attention layers."""
     n_heads, size = config.linear_num_heads, config.linear_head_dim
     return DeltaRuleShape(n_heads, n_heads, size, size, config.linear_conv_kernel_dim, decays_keys=True)
 
 
 def repeat_rates(a_log: Tensor, shape: DeltaRuleShape) -> Tensor:
-    """Return -exp(A_log) of the head for each of its key channels, (H N,)."""
+    """Return each head's -exp(A_log), repeated for each key channel of the head, (H N,)."""
     return rates_of(a_log).view(-1, 1).expand(shape.n_heads, shape.key_dim).reshape(-1)
 
 
 def load_feed_forward(
     config: Any, checkpoint: Checkpoint, kind: str, mlp: str, mixture: str, *, bias: str, names: tuple[str, str, str]
 ) -> Function:
-    """Load a gated MLP, or experts and shared ones, chosen by their sigmoids plus a bias, from the best groups.
+    """Load a gated MLP, or a mixture of experts and shared experts, which sigmoid scores plus a bias choose by groups.
 
     Args:
-        mlp, mixture: what the names of their tensors begin with.
-        bias, names: of the bias, and of the three products of an expert.
+        mlp, mixture: prefixes of the names of tensors, of the MLP and of the mixture.
+        bias, names: the name of the bias, and the names of an expert's three products.
     """
     n_model, n_experts, n_inner = config.hidden_size, config.num_local_experts, config.moe_intermediate_size
 
@@ -152,9 +152,9 @@ class KimiDeltaMixer:
     """Computes W_out(norm(delta(conv(q, k, v), beta, a)) * g), with a norm over each head (Kimi Team 2025, section 4).
 
     Args:
-        decay, gate: compute a, (T, H N), and g, (T, H V), of the layer's input.
-        decays: bias and rate of the recurrence; None if `decay` computes the logarithms of decays.
-        out: name of the last product.
+        decay, gate: functions that compute a, (T, H N), and g, (T, H V), from the layer's input.
+        decays: bias and rate with which the recurrence computes decays; None if `decay` returns logarithms of decays.
+        out: the name of the output projection.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Implements Lara Mini (Translated 2026): delta mixers, attention over windows and over everything, experts.
+"""Implements Lara Mini (Translated 2026): delta mixers, attention over a window or over all tokens, experts.
 
-Attention over a window knows positions; attention over all tokens does not.
+Attention over a window rotates queries and keys by position; attention over all tokens has no positions.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _load_mixer(config: LaraMiniConfig, checkpoint: Checkpoint, i: int, rotary: 
 
 
 def _load_delta(config: LaraMiniConfig, checkpoint: Checkpoint, prefix: str, i: int) -> DeltaMixer:
-    """Load a delta mixer, whose inputs are one matrix in files: q, k, v, z, b and a."""
+    """Load a delta mixer. Files have one matrix for its projections q, k, v, z, b and a."""
     shape = delta_shape_of(config)
     sizes = [shape.n_channels, shape.n_heads * shape.value_dim, shape.n_heads, shape.n_heads]
     inputs = checkpoint.take(f"{prefix}.in_proj.weight", sum(sizes), config.hidden_size).split_with_sizes(sizes)

@@ -1,6 +1,7 @@
 """Implements LFM3 (Liquid AI 2026): gated short convolutions, attention over all tokens or a window, gated MLPs.
 
-Outputs of each part are normed before they are added to the residual stream, and those of attention gated by head.
+The output of each part is normed before it is added to the residual stream. That of attention also has a gate for each
+head.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Lfm3(Decoder):
 
 @register("Lfm3VlForConditionalGeneration")
 class Lfm3Vl(Lfm3):
-    """Implements LFM3-VL: LFM3 with a tower, which is loaded at the first picture."""
+    """Implements LFM3-VL: LFM3 with a vision tower, which is loaded at the first picture."""
 
     def __init__(self, config: Lfm3VlConfig, checkpoint: Checkpoint) -> None:
         super().__init__(text_config_of(config), checkpoint, "model.language_model")

@@ -1,7 +1,7 @@
-"""Implements MiniMax (MiniMax 2025, "MiniMax-01"): layers of lightning attention, some of softmax attention, experts.
+"""Implements MiniMax (MiniMax 2025, "MiniMax-01"): lightning attention, some layers of softmax attention, experts.
 
-The residual stream is the normed one, unlike in other families: h = norm(x), x = a h + b mixer(h), with factors a and b
-of each kind of layer, and the same again with the experts.
+Unlike in other families, the residual is the normed input: h = norm(x), x = a h + b mixer(h), with factors a and b for
+each kind of layer. The experts follow in the same form.
 """
 
 from __future__ import annotations
@@ -142,16 +142,16 @@ class LightningAttention:
 
 
 def decay_rates(n_heads: int, layer: int, n_layers: int) -> Tensor:
-    """Return by how much the logarithm of a head's state falls with each token: (H,) float32.
+    """Return each head's decay rate, by which the logarithm of the state falls with each token: (H,) float32.
 
-    Rates fall from head to head, as slopes of ALiBi do, and from layer to layer.
+    Rates fall from head to head like the slopes of ALiBi, and from layer to layer.
     """
     heads = torch.arange(1, n_heads + 1, dtype=torch.float32)
     return (1 / 2 ** (8 / n_heads)) ** heads * (1 - layer / (n_layers - 1 + 1e-5) + 1e-5)
 
 
 def _check_stored_rates(checkpoint: Checkpoint, prefix: str, rates_H: Tensor) -> None:
-    """Raise UnsupportedModelError if a file holds other rates than the computed ones."""
+    """Raise UnsupportedModelError if the checkpoint holds rates that differ from the computed ones."""
     checkpoint.ignore(*(f"{prefix}.{name}_decay" for name in ("query", "key", "diagonal")))
     name = f"{prefix}.slope_rate"
     if name not in checkpoint:

@@ -1,6 +1,7 @@
-"""Implements OLMo Hybrid (Ai2 2026): delta mixers and every few layers attention, then gated MLPs.
+"""Implements OLMo Hybrid (Ai2 2026): each layer is a delta mixer, or in every few layers attention, and a gated MLP.
 
-Delta layers norm the input of each part, attention layers its output: x + norm(attention(x)), then x + norm(mlp(x)).
+Delta layers norm the input of mixer and MLP. Attention layers norm the outputs: x + norm(attention(x)), then x +
+norm(mlp(x)).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class _AttentionLayer:
 
 
 def _load_rotary(config: OlmoHybridConfig, checkpoint: Checkpoint) -> Rotary | None:
-    """Return what rotates queries and keys; None if the config names no base, as in the published models."""
+    """Return the rotation of queries and keys; None if the config names no base, as in the published models."""
     parameters = config.rope_parameters
     if parameters is None or parameters.get("rope_theta") is None:
         return None
@@ -107,7 +108,7 @@ def _load_delta(config: OlmoHybridConfig, checkpoint: Checkpoint, prefix: str, i
 def _load_attention(
     config: OlmoHybridConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary | None
 ) -> Attention:
-    """Load attention whose queries and keys are normed over all heads of a token."""
+    """Load attention that norms queries and keys over all heads of a token together."""
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
     has_bias = config.attention_bias
     qkv, out = load_projections(

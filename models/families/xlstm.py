@@ -1,4 +1,4 @@
-"""Implements xLSTM (Beck et al. 2024, 2025): layers whose memory is a matrix with exponential gates, no attention."""
+"""Implements xLSTM (Beck et al. 2024, 2025): layers with a matrix state and exponential gates, and no attention."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ if TYPE_CHECKING:
 class XLSTM(Decoder):
     """Implements xLSTM: each layer is an mLSTM mixer and a gated MLP.
 
-    Which kernels transformers uses, in chunks of which size, makes no difference to what is computed.
+    The config's fields for transformers' kernels and chunk sizes have no effect on results, so they are ignored.
     """
 
     def __init__(self, config: xLSTMConfig, checkpoint: Checkpoint) -> None:
         n_model = config.hidden_size
-        # A bfloat16 state between single tokens and none between chunks: its outputs would depend on how text is cut.
+        # Transformers would round states to bfloat16 between single tokens, but not between the chunks of a prompt.
+        # Then outputs would depend on how a text is split into steps.
         require(config, embedding_dim=n_model, inference_state_dtype="float32")
         check_numbers(config, "gate_soft_cap", "output_logit_soft_cap", above=0)
         check_numbers(config, "eps", "norm_eps")
-        # The class has a head of its own, whatever `tie_word_embeddings` says.
+        # The class has a separate output head, whatever `tie_word_embeddings` says.
         vocabulary = Vocabulary(
             checkpoint, config, "backbone.embeddings.weight", HEAD, logits_cap=config.output_logit_soft_cap
         )
@@ -69,11 +70,11 @@ class _BiasedNorm:
 def _take_products(
     config: xLSTMConfig, checkpoint: Checkpoint, prefix: str, parts: dict[str, int], fused: str, *, has_bias: bool
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Return weight and bias of products of the layer's input, which files hold each alone or as one.
+    """Return weights and biases of products of the layer's input. Files hold them one by one, or joined into one.
 
     Args:
-        parts: the name of each, and how many outputs it has.
-        fused: the name of the one that has all outputs.
+        parts: the name of each product, and its number of outputs.
+        fused: the name of the joined product, which has all outputs.
     """
     sizes, n_model = list(parts.values()), config.hidden_size
     if config.weight_mode == "single":

@@ -1,7 +1,7 @@
-"""Implements Zamba (Glorioso et al. 2024): Mamba layers, before some of which one shared transformer block runs.
+"""Implements Zamba (Glorioso et al. 2024): Mamba layers, and one shared transformer block before some of them.
 
-It is Zamba2 with one block, without adapters or positions, and with mixers of several heads. Each head is a Mamba-1
-recurrence over its own part of the channels.
+Unlike Zamba2, it has a single shared block, no adapters and no positions. A mixer has several heads, and each head is a
+Mamba-1 recurrence over its own part of the channels.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Zamba(Decoder):
                 blocks[owner] = _load_block(config, checkpoint, owner.removesuffix("."))
             block = blocks[owner]
             spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.attention_head_dim)
-            # The scale is that of half a head, as if the input were x alone, without the embeddings.
+            # The scale is computed from half the width of a head, as if the input were x without the embeddings beside
+            # it.
             attention = Attention(i, spec, block.qkv, block.out, scale=(spec.head_dim / 2) ** -0.5)
             layers.append(
                 Hybrid(
@@ -67,7 +68,7 @@ class Zamba(Decoder):
 
 @dataclass(frozen=True)
 class _SharedBlock:
-    """Holds the parts of the transformer block that are the same in all layers that have it."""
+    """Holds the parts of the transformer block that all layers with the block share."""
 
     norm: RMSNorm
     qkv: Linear
@@ -77,7 +78,7 @@ class _SharedBlock:
 
 
 def _block_prefix(config: ZambaConfig, checkpoint: Checkpoint, i: int) -> str:
-    """Return the name under which to take layer i's block, which checkpoints hold once, or for each layer."""
+    """Return the prefix of the tensors of layer i's block. Checkpoints hold the block once, or once for each layer."""
     prefix = "model.layers.{}.shared_transf."
     layers = [j for j, kind in enumerate(config.layers_block_type) if kind == "hybrid"]
     return checkpoint.tie_block(prefix.format(i), *map(prefix.format, layers), is_tied=config.tie_word_embeddings)
@@ -102,7 +103,7 @@ def _load_mamba(config: ZambaConfig, checkpoint: Checkpoint, prefix: str, i: int
 
 
 class HeadedMixer:
-    """Computes Mamba-1's mixer in heads, each with its own part of the channels, and its own dt, B and C."""
+    """Computes Mamba-1's mixer in heads. Each head has its own part of the channels, and its own dt, B and C."""
 
     def __init__(self, config: ZambaConfig, checkpoint: Checkpoint, prefix: str, layer: int) -> None:
         n_model, n_heads, n_states = config.hidden_size, config.n_mamba_heads, config.mamba_d_state

@@ -31,18 +31,19 @@ _HEAD = """# Clients of other projects
 This table says which features of these clients work with a server that was started as `hybrid-memory serve --model
 embedded`. Each client has its defaults. `pytest tests/clients` writes the page, and continuous integration runs it.
 
-No model that is small enough for that follows the prompts of agents. So programs such as Claude Code and libraries such
-as LangGraph ask a server whose replies the user's words prescribe, by `tests/clients/scripted.py`: the programs, their
-prompts and the calls of their tools are real.
+No model that is small enough for continuous integration follows the prompts of agents. So programs such as Claude Code
+and libraries such as LangGraph ask a server whose replies are prescribed by the user's words
+(`tests/clients/scripted.py`). The programs, their prompts and their tool calls are real.
 
 | client | version | tried on | what works |
 |---|---|---|---|
 """
 _TAIL = """
-What agents compute of their first prompt, in tokens, when the server has seen sessions of the same agent before. Each
-session has other words. The words of the user stand last in the prompt, so a session in the same folder computes little
-else. Claude Code, Codex, opencode and Qwen Code write the folder and what is in it further up. All tokens behind the
-first that differs are new to a model that reads from left to right, so no server computes fewer than those in brackets.
+The table says how many tokens of an agent's first prompt a server computes, when it has seen sessions of the same agent
+before. In each session, the user writes other words. They are at the end of the prompt, so a session in the same folder
+computes little else. Claude Code, Codex, opencode and Qwen Code write the folder's path and contents near the start of
+their prompts. All tokens after the first one that differs are new to a model that reads from left to right. So no
+server computes fewer tokens than the numbers in brackets.
 
 | agent | first prompt | again, in the same folder | in a second folder | in a third folder |
 |---|---|---|---|---|
@@ -52,15 +53,17 @@ first that differs are new to a model that reads from left to right, so no serve
 | pi | 3,629 | 20 (20), 0.6 % | 11 (11), 0.3 % | 15 (15), 0.4 % |
 | Qwen Code | 48,801 | 20 (20), 0.04 % | 8,339 (8,108), 17 % | 8,130 (8,130), 17 % |
 
-Where two prompts part for the first time, the second continues from the checkpoint before, which lies less than 512
-tokens away. It leaves one where the two have parted, so the third computes only what is new. opencode and Qwen Code
-also send a second, smaller prompt. Qwen Code's has 25,090 tokens, of which 1,071 stand behind the words of the user. A
-second session continues where the user's turn begins, and computes 1,073 of them.
+Where two prompts diverge for the first time, the second prompt continues from the last checkpoint before that position,
+which is less than 512 tokens away. It leaves a checkpoint where the two diverge, so a third prompt computes only new
+tokens. opencode and Qwen Code also send a second, smaller prompt. That of Qwen Code has 25,090 tokens, of which 1,071
+come after the words of the user. A second session continues from the beginning of the user's turn, and computes 1,073
+tokens.
 
 These features cannot work with the embedded model, which knows a small world and follows no instructions:
 
 - langchain-openai: `with_structured_output(method="json_mode")` for a class sends `{"type": "json_object"}`, so that
-  any object is a valid reply, and tells the fields in words alone. Its default, `json_schema`, fills the class.
+  any object is a valid reply, and describes the fields only in words. With its default, `json_schema`, the reply has
+  the fields of the class.
 - instructor: `PARALLEL_TOOLS` leaves it to the model whether it calls a tool (`tool_choice: "auto"`). `FUNCTIONS` sends
   `functions` and `function_call`, which OpenAI replaced by `tools`; the server refuses them by name.
 """
