@@ -115,9 +115,9 @@ def rollback(*, quick: bool) -> Report:
 def _going_back_us(
     memory: HybridMemory, base: Sequence, k: int, n_repeats: int, model: Callable[..., object] | None = None
 ) -> dict[str, float]:
-    """Return medians in microseconds.
+    """Return the median time of each operation in microseconds, by the operation's name.
 
-    Before each timing a fresh fork of `base` goes on by k tokens.
+    Before each measurement, a fresh fork of `base` is fed k tokens.
     """
     made: list[Sequence] = []
 

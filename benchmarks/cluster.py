@@ -28,10 +28,10 @@ _AT_ONCE = 12
 
 
 def cluster(*, quick: bool, parts: Collection[str] = PARTS, kept: Path | None = None) -> Report:
-    """Measure reuse and time to the first token by router, failures in mid-run, and a session's move.
+    """Measure three parts: replies with each router, a replica's failure during a run, and the move of a session.
 
     Args:
-        kept: a folder whose file has the tables of parts that were measured before.
+        kept: a folder with an earlier report. It gives the tables of the parts that are not measured now.
     """
     report = Report("cluster")
     n_users, n_turns = (12, 6) if quick else (60, 8)

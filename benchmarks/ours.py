@@ -51,7 +51,7 @@ class Ours:
             self.model(step)
 
     def rewind(self, n_tokens: int) -> None:
-        """Put all sequences behind a new prompt of so many tokens, as they were when they were new."""
+        """Give all sequences a new prompt of so many tokens, as if they were new."""
         for sequence in self.sequences:
             self.memory.rollback(sequence, to=0)
         self.fill(draw(len(self.sequences), n_tokens))

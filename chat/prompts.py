@@ -60,7 +60,7 @@ def find_stop_ids(tokenizer: Tokenizer, model: LanguageModel) -> tuple[int, ...]
     """Return the tokens that end a reply, the tokenizer's end token first; empty if nothing names one.
 
     They are named by the tokenizer, config.json, generation_config.json, the fields of a GGUF file, and by the chat
-    template, which writes one behind a reply.
+    template, which writes one after a reply.
 
     Raises FormatError: generation_config.json cannot be read.
     """
@@ -94,7 +94,7 @@ def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list
     """Return the token ids that a new user message adds to a chat that a memory already holds.
 
     The memory has seen everything up to the end token of the last reply, including that token. Whatever the template
-    puts behind it belongs to the new part. Special tokens in the message are plain text.
+    puts after it belongs to the new part. Special tokens in the message are plain text.
 
     Raises:
         FormatError: the template rewrites earlier turns, so the new text does not begin with the old one.

@@ -59,7 +59,7 @@ class Draws:
         """Draw a token with probabilities in proportion to `weights_V`, which are >= 0 and not all 0."""
         cumulative_V = weights_V.double().cumsum(-1)
         point = cumulative_V.new_tensor([self.random.random()]) * cumulative_V[-1]
-        # If rounding moved the point up to the total, it would lie behind the last possible token.
+        # If rounding moved the point up to the total, it would lie after the last possible token.
         return min(int(torch.searchsorted(cumulative_V, point, right=True)), int(weights_V.nonzero()[-1]))
 
 
@@ -125,7 +125,7 @@ def check_counts(**counts: int) -> None:
 
 @dataclass
 class _Index:
-    """Maps each n-gram of a text to the position behind its latest occurrence.
+    """Maps each n-gram of a text to the position after its latest occurrence.
 
     The n-gram at the very end is left out.
     """
@@ -196,7 +196,7 @@ class _Follower:
     """Holds a sequence in the draft model's memory that follows a text.
 
     Attributes:
-        n_settled: how many leading tokens were fed from the text. The tokens behind them were guesses.
+        n_settled: how many leading tokens were fed from the text. The tokens after them were guesses.
     """
 
     sequence: Sequence

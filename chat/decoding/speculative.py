@@ -56,7 +56,7 @@ class SpeculativeBatch:
     A step with a prompt in it has no drafts: it computes the logits of last tokens only.
 
     Args:
-        stop_ids: tokens that end a reply. The first is written behind a reply that is cut short.
+        stop_ids: tokens that end a reply. The first is written after a reply that is cut short.
         drafter: makes the drafts; see `chat.decoding.drafts`. No other batch may use it.
         adapts: shorten drafts where they fail. A draft gets twice the tokens that were accepted of the sequence's last
             one, plus one.
@@ -225,7 +225,7 @@ class SpeculativeBatch:
     def _verify(self, sequence: Sequence, draft: Draft, rows_KV: Tensor) -> list[int]:
         """Return the accepted part of the draft and one token of the model's own.
 
-        The list is cut behind a token that ends the reply.
+        The list is cut after a token that ends the reply.
 
         rows_KV: the logits after the last token and after each token of the draft, (1 + tokens of the draft, vocab).
         """

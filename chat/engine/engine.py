@@ -9,7 +9,7 @@ the same.
 
 A sequence that is kept (`keeps_sequence`) holds, when its generation has ended with
 - "stop" or "length": the prompt and every chosen token but the last, which did not have to be fed. With `remembers_end`
-it holds the last token too, and behind a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A
+it holds the last token too, and after a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A
 stop string is found only when its tokens have been chosen, so they stand in the sequence although the text ends before
 them. Roll back to continue from the text itself. - "cancelled", "deadline" or "error": the part of this that had been
 fed by then. It may be swapped out.
@@ -77,7 +77,7 @@ class Engine:
 
     Args:
         tokenizer: decodes replies. None: generations have token ids and no text.
-        stop_ids: tokens that end a reply. The first is written behind a reply that is cut short and to be remembered.
+        stop_ids: tokens that end a reply. The first is written after a reply that is cut short and to be remembered.
             The default are those that the tokenizer and the model's config name.
         prefixes: the prefix cache. The engine looks prompts up in it, and inserts prompts and replies.
         step_tokens: the tokens of prompts in one step. If many short prompts wait, a step has up to twice as many.

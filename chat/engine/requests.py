@@ -382,7 +382,7 @@ class Job:
         """Add the token that was chosen, and return the text that it makes visible.
 
         Args:
-            end_ids: the engine's end tokens. The first is written behind a reply that is cut and to be remembered.
+            end_ids: the engine's end tokens. The first is written after a reply that is cut and to be remembered.
         """
         generation, request, token_id = self.generation, self.request, choice.token_id
         assert self.sampler is not None, "a token was chosen by it"
@@ -417,9 +417,9 @@ class Job:
         return piece
 
     def take_back(self) -> None:
-        """Forget the tokens of a call that breaks its schema. The sampler draws a call in its place.
+        """Forget the tokens of a call that breaks its schema. The sampler then draws another call.
 
-        `n_fed` falls to how many of the tokens that are left are as they were, and to less than there are.
+        `n_fed` is lowered to the number of leading tokens that have not changed. At least one token stays to be fed.
         """
         grammar = self.request.output.calls
         assert self.calls is not None and grammar is not None, "they have found the call"

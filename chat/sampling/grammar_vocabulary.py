@@ -26,7 +26,7 @@ def with_hidden_names(tokenizer: Any) -> str:
         token |= {"content": names[token["content"]], "normalized": False, "single_word": False}
     model = described["model"]
     _rename(model, names)
-    # These add tokens around a text, by their names. They are never asked to.
+    # A post-processor names the special tokens that it adds around a text. This tokenizer never adds any.
     described["post_processor"] = None
     return json.dumps(described, ensure_ascii=False, separators=(",", ":"))
 

@@ -17,7 +17,7 @@ N_GRAM = 3
 
 @dataclass
 class NGrams:
-    """Maps each n-gram of a growing text to the position behind its latest occurrence.
+    """Maps each n-gram of a growing text to the position after its latest occurrence.
 
     Cost: one dictionary entry for each token of text, made once.
     """
@@ -27,7 +27,7 @@ class NGrams:
     n_indexed: int = 0
 
     def find(self, n_gram: tuple[int, ...]) -> int | None:
-        """Return the position behind the latest occurrence of an n-gram, except at the end of the text.
+        """Return the position after the latest occurrence of an n-gram, except at the end of the text.
 
         None: there is none.
         """

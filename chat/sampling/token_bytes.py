@@ -46,7 +46,7 @@ class TokenBytes:
     def _bytes(self) -> dict[str, bytes]:
         """Return the sign that byte-level tokenizers write for each byte.
 
-        It is the byte itself, or a sign behind the first 256.
+        It is the byte itself, or a sign after the first 256.
         """
         shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         hidden = [byte for byte in range(256) if byte not in shown]

@@ -31,7 +31,7 @@ class Mark:
         return first if isinstance(first, int) and not others else None
 
     def tokens(self, grammar: Grammar, behind: bytes) -> list[int]:
-        """Return the tokens of the mark and of the text behind it."""
+        """Return the tokens of the mark and of the text after it."""
         texts = [*self.pieces]
         if texts and isinstance(texts[-1], str):
             behind = texts.pop().encode() + behind  # type: ignore[union-attr]
@@ -39,7 +39,7 @@ class Mark:
         return ids + (grammar.tokenize(behind) if behind else [])
 
     def end_in(self, token_id: int, tail: bytes, n_new: int) -> int | None:
-        """Return how many bytes of the newest token stand behind the mark. None: the token does not complete it.
+        """Return how many bytes of the newest token stand after the mark. None: the token does not complete it.
 
         Args:
             tail: the bytes of the reply up to this token, at least as many as those of the mark and of the token.
@@ -62,7 +62,7 @@ class CallGrammar:
         thoughts: the marks around thoughts, in which no call begins. None: the model has no thoughts.
         thinks_anywhere: whether such text may begin anywhere, and not only where the reply does.
         is_thinking: whether the reply begins inside of thoughts.
-        is_single: whether the reply ends behind its first call.
+        is_single: whether the reply ends after its first call.
     """
 
     grammar: Grammar
@@ -102,7 +102,7 @@ class Trigger:
         return self._calls.is_single
 
     def add(self, token_id: int) -> Matcher | None:
-        """Advance by a token. Return a matcher that stands behind this token if it begins a call."""
+        """Advance by a token. Return a matcher that stands after this token if it begins a call."""
         mark = self._calls.begin
         if mark is None:
             return None
@@ -127,7 +127,7 @@ class Trigger:
         return self._calls.grammar.matcher()
 
     def _begin(self, mark: Mark, behind: bytes) -> Matcher | None:
-        """Return a matcher behind the mark and these bytes. None: the reply does not keep to the grammar there."""
+        """Return a matcher after the mark and these bytes. None: the reply does not keep to the grammar there."""
         grammar, matcher = self._calls.grammar, self.force()
         ids = mark.tokens(grammar, behind)
         if matcher.count_allowed(ids) < len(ids):

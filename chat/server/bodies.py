@@ -25,7 +25,7 @@ def has_more_values(body: bytes, most: int) -> bool:
 def count_longest_list(body: bytes, least: int) -> int:
     """Count the numbers at the beginning of the array with the most of them. Return 0 if they are fewer than `least`.
 
-    They are one more than the commas behind the array's bracket, up to the next string or bracket.
+    They are one more than the commas after the array's bracket, up to the next string or bracket.
     """
     if _count(np.frombuffer(body, np.uint8), b",") < least - 1:
         return 0

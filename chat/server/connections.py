@@ -227,7 +227,7 @@ class Connection(H11Protocol):
     # Methods for heads.
 
     def _receive_head(self, data: bytes) -> None:
-        if self._head_timer is None:  # These are the first bytes behind an earlier request.
+        if self._head_timer is None:  # These are the first bytes after an earlier request.
             self._unset_keepalive_if_required()
             self._start_head_timer()
         n_searched = len(self._head)

@@ -13,7 +13,7 @@ _LOT = 8
 class Courier(Generic[T]):
     """Puts things that another thread sends into queues of an event loop.
 
-    Waking the loop is a system call, which costs more than all else that a token takes on its way. The loop delivers
+    Waking the loop is a system call, which costs more than every other step of a token's way. The loop delivers
     what has come in batches, and serves its other connections in between.
     """
 

@@ -1,6 +1,6 @@
 """Answers POST /v1/rerank: in which order documents answer a query.
 
-A document is worth as much as the model expects the query behind it: the likelihood of the query as a question that the
+A document is worth as much as the model expects the query after it: the likelihood of the query as a question that the
 document answers (query likelihood; for language models, see Sachan et al. 2022, "Improving Passage Retrieval with
 Zero-Shot Question Generation"). The document comes first in the prompt, so that a second query computes only itself.
 """

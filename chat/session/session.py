@@ -197,7 +197,7 @@ class ChatSession:
         return undone
 
     def _give_back(self) -> None:
-        """Roll back the tokens behind the messages, if that computes nothing.
+        """Roll back the tokens after the messages, if that computes nothing.
 
         Otherwise the next call decides what to reuse.
         """

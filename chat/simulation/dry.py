@@ -100,7 +100,7 @@ class Words:
         return self._known[key]
 
     def first(self, arrival: Event, event: Event) -> list[int]:
-        """Return the tokens of a user's first message, behind the opening."""
+        """Return the tokens of a user's first message, after the opening."""
         if event.text is None:
             return self.opening(arrival) + self._made_up_of(event)
         return self._remembered(

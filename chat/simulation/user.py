@@ -110,7 +110,7 @@ class Room:
         return self._go_on(user, start, ids, event)
 
     def edit(self, user: SimulatedUser, event: Event, index: int) -> Generation:
-        """Take back a message and everything behind it, and say something else instead."""
+        """Take back a message and everything after it, and say something else instead."""
         assert event.turn is not None, "an edit says which message"
         start = user.said[event.turn].start
         n_messages = len(user.messages) - 2 * (len(user.said) - event.turn)

@@ -127,7 +127,7 @@ def _find_form(tokenizer: Any) -> Form:
     return _as_they_are
 
 
-# What templates write.
+# These functions read a template: its source, and the tokens that it writes.
 
 
 def template_text(tokenizer: Any) -> str:
@@ -137,7 +137,7 @@ def template_text(tokenizer: Any) -> str:
 
 
 def find_turn_end(tokenizer: Any) -> int | None:
-    """Return the token that the chat template writes right behind a reply; None if that is no added token.
+    """Return the token that the chat template writes right after a reply; None if that is no added token.
 
     A mark that also stands behind thoughts does not end a reply.
     """
@@ -178,7 +178,7 @@ def find_turn_begin(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _first_token(tokenizer: Any, text: str, behind: str) -> int:
-    """Return the token that stands behind a word. Raises IndexError if there is none."""
+    """Return the token that stands after a word. Raises IndexError if there is none."""
     return int(tokenizer.encode(text.partition(behind)[2].lstrip(), add_special_tokens=False)[0])
 
 

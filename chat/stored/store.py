@@ -244,7 +244,7 @@ class SessionStore:
     def replace_items(self, node_id: str, items: list[Item]) -> None:
         """Change a message in place.
 
-        The token ids of all replies behind it are forgotten, since they contain the old text.
+        The token ids of all replies after it are forgotten, since they contain the old text.
         """
         with self._changing() as database:
             change = (
@@ -261,7 +261,7 @@ class SessionStore:
     # Methods that delete.
 
     def delete_branch(self, node: Node) -> list[Node]:
-        """Delete a node and all nodes behind it, and return them.
+        """Delete a node and all nodes after it, and return them.
 
         A session that a response began ends with its last node.
         """

@@ -99,11 +99,11 @@ class Part:
 
 
 class Block(Protocol):
-    """Reads the text behind a mark that begins calls."""
+    """Reads the text after a mark that begins calls."""
 
     @property
     def rest(self) -> str | None:
-        """Return the text behind the end of the block. None: the block has not ended."""
+        """Return the text after the end of the block. None: the block has not ended."""
         ...
 
     @property
@@ -171,7 +171,7 @@ class CallFormat(Protocol):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return the texts that begin a block. The block gets the text behind the first, and from the others on."""
+        """Return the texts that begin a block. The block gets the text after the first, and from the others on."""
         ...
 
     @property

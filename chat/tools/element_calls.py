@@ -145,7 +145,7 @@ class ElementBlock:
         return []
 
     def close(self) -> list[CallPart] | None:
-        """Read a block that was cut behind its last call."""
+        """Read a block that was cut after its last call."""
         calls = self._read(self._text.rstrip())
         self.rest = "" if calls is not None else None
         return calls

@@ -1,4 +1,4 @@
-"""Describes the texts around calls: before the first of a block, around each, between two, and behind the last."""
+"""Describes the texts around calls: before the first of a block, around each, between two, and after the last."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Frame:
     Attributes:
         begin: stands before the first call of a block.
         opening: stands before each call.
-        closing: stands behind each call.
+        closing: stands after each call.
         join: stands between two calls.
-        end: stands behind the last call of a block.
+        end: stands after the last call of a block.
         is_single: whether a reply has one call only.
     """
 

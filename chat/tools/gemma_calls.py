@@ -128,7 +128,7 @@ class GemmaBlock:
         return [call]
 
     def close(self) -> list[CallPart] | None:
-        """Read a call that was cut behind its arguments."""
+        """Read a call that was cut after its arguments."""
         call = self._read(self._text.strip())
         self.rest = "" if call is not None else None
         return [call] if call is not None else None

@@ -182,7 +182,7 @@ class JsonBlock:
         elif not self._frame.stop:
             self._text = text
             self._end()
-        elif self._frame.stop in text:  # Something else stands behind the last object, or in it.
+        elif self._frame.stop in text:  # Something else stands after the last object, or in it.
             self._text = text.partition(self._frame.stop)[2]
             self._end()
 
@@ -211,7 +211,7 @@ class _Object:
 
     Attributes:
         has_begun: whether its name was returned.
-        is_closed: whether it has ended. `rest` is the text behind it then.
+        is_closed: whether it has ended. `rest` is the text after it then.
         is_broken: whether it is no call.
     """
 

@@ -46,7 +46,7 @@ class Probe:
 
     Attributes:
         header: what stands between a user's message and a reply to it that another message follows.
-        turn_end: what stands behind a reply at the end of a chat.
+        turn_end: what stands after a reply at the end of a chat.
     """
 
     def __init__(self, tokenizer: Any) -> None:

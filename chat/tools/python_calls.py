@@ -93,7 +93,7 @@ class PythonBlock:
         return calls
 
     def close(self) -> list[CallPart] | None:
-        """Read a list whose strings are not well-formed, or that was cut behind its last call."""
+        """Read a list whose strings are not well-formed, or that was cut after its last call."""
         if self.rest is not None:
             return []
         for body, _, rest in (

@@ -42,10 +42,10 @@ class Writer(Protocol):
 
 
 class ValueRules:
-    """Collects the rules for the arguments of one tool.
+    """Collects the grammar rules for the values of one tool's arguments.
 
     Args:
-        prefix: the names of the rules begin with it.
+        prefix: the beginning of the rules' names.
         root: the schema in which references are looked up.
     """
 

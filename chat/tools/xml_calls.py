@@ -61,7 +61,7 @@ class XmlCalls(FramedCalls):
         name_end: stands between the name and the first argument.
         key_begin: stands before the name of an argument.
         key_ends: stand between the name of an argument and its value: the first for texts, the others for other values.
-        value_end: stands behind a value.
+        value_end: stands after a value.
     """
 
     frame: Frame = QWEN_FRAME
@@ -157,7 +157,7 @@ class Patterns:
         frame = calls.frame
         mark, inner = re.escape(frame.mark), flexible(calls.inner_opening.strip())
         name = rf"([^\s<>\"'={{}}(),]+)\s*{flexible(calls.name_end.strip())}"
-        # A block was begun by its mark, which is not a part of its text. Or it begins behind it.
+        # A block was begun by its mark, which is not a part of its text. Or it begins after it.
         self.first = re.compile(rf"\s*(?:{mark})?\s*{inner}\s*{name}\s*")
         again = "" if frame.begin.strip() else f"{mark}\\s*" if not inner else f"(?:{mark}\\s*)?"
         self.next = re.compile(rf"\s*{again}{inner}\s*{name}\s*")
@@ -250,7 +250,7 @@ class _Reading:
         self._n_tries = 0
 
     def all_calls(self, at: int, *, is_first: bool) -> Iterator[tuple[list[_Call], str]]:
-        """Yield the calls from this place to the end of the reply, and the text behind them."""
+        """Yield the calls from this place to the end of the reply, and the text after them."""
         if (at, is_first) in self._failed:
             return
         begun = (self._patterns.first if is_first else self._patterns.next).match(self._text, at)
@@ -263,7 +263,7 @@ class _Reading:
         self._failed.add((at, is_first))
 
     def _behind(self, at: int) -> Iterator[tuple[list[_Call], str]]:
-        """Yield what may stand behind a call."""
+        """Yield what may stand after a call."""
         if self._patterns.end is None:
             yield from self.all_calls(at, is_first=False)
             return
@@ -278,7 +278,7 @@ class _Reading:
         if (at, name, seen) in self._failed:
             return
         closing = self._patterns.closing.match(self._text, at)
-        # A word behind a mark is a call only if it is a function's name, or if the call has more than the word.
+        # A word after a mark is a call only if it is a function's name, or if the call has more than the word.
         is_call = bool(seen) or name in self._tools or bool(closing and closing[0].strip())
         if closing is not None and is_call and (not self._is_whole or self._required(name) <= set(seen)):
             yield {}, closing.end()
@@ -309,12 +309,15 @@ class _Reading:
 
 
 def _without_line(text: str, patterns: Patterns) -> str:
-    """Return a value without the line break that belongs to the mark behind it."""
+    """Return a value without the line break that belongs to the mark after it."""
     return text.removesuffix("\n") if patterns.value_has_line else text
 
 
 def _read_leniently(text: str, patterns: Patterns) -> tuple[list[_Call], str]:
-    """Read a reply that is not well-formed, such as one that was cut. The first mark behind a value ends it."""
+    """Read a reply that is not well-formed, for example because it was cut.
+
+    A value ends at the first tag after it, whichever tag that is.
+    """
     calls, at = list[_Call](), 0
     begun = patterns.first.match(text)
     while begun is not None:

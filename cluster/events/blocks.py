@@ -1,7 +1,7 @@
 """Cuts resumable prefixes into blocks of equal length, because routers of other projects count prefixes in blocks.
 
-Such a router counts the blocks with which a prompt begins, and assumes that a replica can continue behind each of them.
-So a block is listed only if the memory can continue behind it and behind every block before it. That needs a checkpoint
+Such a router counts the blocks with which a prompt begins, and assumes that a replica can continue after each of them.
+So a block is listed only if the memory can continue after it and after every block before it. That needs a checkpoint
 there, or one that rolls back to there. If blocks have the length of the prefix cache's grid, these are the checkpoints
 of the grid.
 """

@@ -68,7 +68,7 @@ class Tiers:
         folder: the folder of files, a path or a URL. When host memory is full, what was used least recently is moved
             there. None: there are no files. In a local folder, files of killed processes are removed when the first
             file is written, unless a running process has files there.
-        journal: the memory's journal. What is held of each slot is a record. All else follows from it: see `rebuild`.
+        journal: the memory's journal. It keeps what each slot holds. Everything else is computed from that: see `rebuild`.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class Tiers:
         self._used_host_bytes = sum(parcel.n_bytes for parcel in own if parcel.blocks)
         self._file_bytes = sum(parcel.n_bytes for parcel in own if not parcel.blocks)
 
-    # What others have written
+    # Parcels for files that other processes have written
 
     def add_file(self, path: str, n_bytes: int, rename: Callable[[Blocks], Blocks]) -> int:
         """Return the number of a new parcel for a file with `n_bytes` of blocks.
@@ -349,7 +349,7 @@ class Tiers:
     def inside_keys(self, leaving: Leaving) -> dict[str, Int64s]:
         """Return a key for each block of a slot in the arena: the key of its twin outside, or else one of its own.
 
-        Blocks with the same bytes, zeros behind a slot's length included, have the same key.
+        Blocks with the same bytes, zeros after a slot's length included, have the same key.
         """
         keys, is_far = dict[str, Int64s](), any((ids < 0).any() for ids in leaving.ids.values())
         for pool, ids in leaving.ids.items():

@@ -30,7 +30,7 @@ _GAPS = (
 
 
 class LlamaServer:
-    """Answers in the form of llama.cpp's server. All else is the service's."""
+    """Answers in the form of llama.cpp's server. `Service` checks the requests and generates the replies."""
 
     def __init__(self, service: Service, embedding: Embedding) -> None:
         self._service = service

@@ -34,7 +34,7 @@ def read_system(value: object) -> str:
     """Read the system prompt, which is a text or a list of blocks of text. Raises ValueError.
 
     Claude Code's first block is a header for Anthropic's accounts, which differs between versions, hosts and sessions.
-    It is no text for a model. If it were told, no two sessions could share the prefix behind it.
+    It is no text for a model. If it were told, no two sessions could share the prefix after it.
     """
     texts = map(_read_text, _blocks_of(value))
     return "\n\n".join(text for text in texts if not text.startswith(_BILLING))
@@ -43,7 +43,7 @@ def read_system(value: object) -> str:
 def with_system_first(system: str, messages: list[ChatMessage]) -> list[ChatMessage]:
     """Return the messages with one system message first: the system prompt, and what systems say before any reply.
 
-    Claude Code says which agents and skills there are behind the user's first words. That is most of its prompt, and
+    Claude Code says which agents and skills there are after the user's first words. That is most of its prompt, and
     the same in every session. Before the user's words, all sessions share it. Later system messages stay in place.
     """
     n_opening = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))

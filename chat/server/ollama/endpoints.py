@@ -18,7 +18,7 @@ _LINES = "application/x-ndjson"
 
 
 class Ollama:
-    """Answers in Ollama's form. All else is the service's."""
+    """Answers Ollama's clients in Ollama's form. `Service` checks their requests and generates the replies."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -74,7 +74,8 @@ class Changes:
     async def fork(self, request: Request, session_id: str) -> Response:
         """Copy the path to a node into a new session.
 
-        With `token`, begin another reply with the first tokens of an existing one.
+        If `token` is given, the node must be a reply. The new session then begins another reply with the first tokens
+        of that one, as many as `token` says.
         """
         asked, owner = await self._repository.read(request, ForkRequest)
         session, node, above = await self._find(owner, session_id, asked.node)

@@ -68,7 +68,7 @@ class Conversations:
         return JSONResponse((await self._item(self._repository.owner_of(request), conversation_id, item_id))[2])
 
     async def delete_item(self, request: Request, conversation_id: str, item_id: str) -> Response:
-        """Remove an item from the history. The replies behind it continue from text without that item."""
+        """Remove an item from the history. The replies after it continue from text without that item."""
         session, node, item = await self._item(self._repository.owner_of(request), conversation_id, item_id)
         left = [other for other in node.items if other is not item]
         await self._repository.replace_items(session.owner, node, left)

@@ -75,7 +75,7 @@ def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cos
 
 
 def cost_of(engine: Engine, owner: bytes, tokens: Int64s) -> Cost:
-    """Return the cost of continuing behind these tokens. The caller holds the engine's lock."""
+    """Return the cost of continuing after these tokens. The caller holds the engine's lock."""
     prefixes = engine.prefixes
     if prefixes is None:
         return Cost("nothing", len(tokens))
