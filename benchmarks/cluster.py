@@ -18,7 +18,7 @@ import psutil
 from benchmarks.fleet_users import Outcome, play, write_scripts
 from benchmarks.harness import Report
 from benchmarks.moving import move
-from hybridmem.chat.commands.fleet import FLEET
+from hybridmem.chat.commands.fleet_options import FLEET
 from hybridmem.chat.commands.serve_options import SERVE
 from hybridmem.cluster.commands.serve import fleet
 from hybridmem.cluster.serving.fleet_options import FleetOptions

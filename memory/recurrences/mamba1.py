@@ -97,7 +97,7 @@ def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
         return least + (most - least) * torch.rand(*sizes, generator=generator)
 
     # Initial values are those of published models: A = -1, -2 ..., and a bias that alone gives a dt between 0.001 and
-    # 0.1. If dt came from random weights, states would grow to hundreds, and later operations would enlarge rounding errors.
+    # 0.1. If dt came from random weights, states would grow to hundreds, and so would the errors of rounding.
     dt_E = torch.exp(uniform(math.log(0.001), math.log(0.1), 6))
     x_proj, dt_proj = weights(2 + 2 * 3, 6), uniform(-1, 1, 6, 2) / 2**0.5
     conv = CausalConv(uniform(-1, 1, 4, 6), uniform(-1, 1, 6))

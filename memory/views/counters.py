@@ -33,7 +33,7 @@ class CountedLayers(Holders, Protocol):
 
 
 class CountedSwaps(Protocol):
-    """Declares what the counters read of swaps: a part of `memory.storage.swap.Tiers`."""
+    """Declares what the counters read of swaps: a part of `memory.storage.tiers.Tiers`."""
 
     n_to_host: int
     n_to_disk: int

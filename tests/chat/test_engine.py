@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridmem.chat.engine.engine import Engine, Generation, Sampling
-from hybridmem.chat.engine.room import Sizes
+from hybridmem.chat.engine.sizes import Sizes
 from hybridmem.chat.prompts import Tokenizer, encode_prompt, find_stop_ids
 from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
 from hybridmem.memory.prefix.cache import PrefixCache

@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from hybridmem.chat.cli import app as commands
-from hybridmem.chat.commands.fleet import FLEET
+from hybridmem.chat.commands.fleet_options import FLEET
 from hybridmem.chat.commands.option_table import Chosen, Option, command_of
 from hybridmem.chat.commands.serve_options import SERVE
 from hybridmem.chat.commands.serving import memory_options

@@ -13,7 +13,7 @@ from hybridmem.chat.cli import app
 def test_replicas_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        "hybridmem.chat.commands.fleet.find_spec", lambda name: None if name == "ray" else find_spec(name)
+        "hybridmem.chat.commands.fleet_options.find_spec", lambda name: None if name == "ray" else find_spec(name)
     )
     for command in (["serve", "--replicas", "2"], ["cluster", "deploy", "fleet.yaml"]):
         result = CliRunner().invoke(app, command)

@@ -68,7 +68,7 @@ class Tiers:
         folder: the folder of files, a path or a URL. When host memory is full, what was used least recently is moved
             there. None: there are no files. In a local folder, files of killed processes are removed when the first
             file is written, unless a running process has files there.
-        journal: the memory's journal. It keeps what each slot holds. Everything else is computed from that: see `rebuild`.
+        journal: the memory's journal. It keeps what each slot holds. `rebuild` computes all other tables from it.
     """
 
     def __init__(
