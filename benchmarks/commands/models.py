@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import agreement, architectures, bridge, large, sampling, speed
+from benchmarks import agreement, architectures, bridge, speed
 from benchmarks import dtypes as dtypes_
 from benchmarks import llamacpp as llamacpp_
 from benchmarks import sparse as sparse_attention
-from benchmarks import speculative as speculative_decoding
 from benchmarks.commands.options import MODEL_TESTS, Model, Out, Quick, Threads, app, known, run
 from benchmarks.llamacpp_peer import require_llamacpp
 from benchmarks.real import report as real_files
@@ -66,12 +65,6 @@ def llamacpp(
     run(llamacpp_.llamacpp, tests, quick, out, threads, models=models)
 
 
-@app.command(name="large")
-def large_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure a model of 3B parameters: loading, most resident memory, decode; needs 24 GB of memory and disk."""
-    run(large.large, MODEL_TESTS, quick, out, threads)
-
-
 @app.command(name="bridge")
 def bridge_(
     model: Annotated[
@@ -119,31 +112,10 @@ def sparse(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
     run(sparse_attention.sparse, tests, quick, out, threads, plot=None if out is None else out / "sparse.png")
 
 
-@app.command()
-def speculative(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure speculative decoding: prompt lookup on repetitive text, against plain decoding.
-
-    Also measures steps by length and quality of the drafts, and bytes.
-    """
-    run(speculative_decoding.speculative, ("tests/chat/test_speculative.py",), quick, out, threads)
-
-
-@app.command()
-def parity(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Compare the logits of every architecture with those of transformers."""
-    run(architectures.parity, (), quick, out, threads)
-
-
 @app.command(name="table")
 def table_() -> None:
     """Write the docs' table of architectures, from the registry and the parity that was measured last."""
     architectures.write_table()
-
-
-@app.command(name="sampling")
-def sampling_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure decode steps of 1, 8 and 32 requests by how tokens are chosen."""
-    run(sampling.sampling, ("tests/chat/test_sampling.py",), quick, out, threads)
 
 
 @app.command(name="real")

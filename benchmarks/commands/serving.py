@@ -9,7 +9,6 @@ import typer
 
 from benchmarks import agent_trace, schemas, serving
 from benchmarks import drafts as engine_drafts
-from benchmarks import fleet as fleets
 from benchmarks import page as page_
 from benchmarks.commands.options import Out, Quick, Threads, app, known, run
 
@@ -87,12 +86,6 @@ def cluster(
     parts = known(part, clusters.PARTS, n_quick=None)
     tests = ("tests/cluster/test_routing.py", "tests/cluster/test_leases.py")
     run(clusters.cluster, tests, quick, out, None, parts=parts, kept=out)
-
-
-@app.command()
-def fleet(quick: Quick = False, out: Out = None) -> None:
-    """Simulate 200 replicas under a million sessions, by each router: what is reused, moved, and how even load is."""
-    run(fleets.fleet, ("tests/cluster/test_routing.py", "tests/cluster/test_fleet.py"), quick, out, None)
 
 
 @app.command(name="schemas")
