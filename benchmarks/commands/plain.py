@@ -38,8 +38,8 @@ WITH_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "prefixes": (prefixes.prefixes, ("tests/memory/prefix/test_cache.py", "tests/memory/storage/test_files.py")),
     "restarts": (restarts.restarts, ("tests/memory/prefix/test_saved.py", "tests/memory/prefix/test_outside.py")),
     "rollback": (books.rollback, BOOK_TESTS),
-    "sampling": (sampling.sampling, ("tests/chat/test_sampling.py",)),
-    "speculative": (speculative.speculative, ("tests/chat/test_speculative.py",)),
+    "sampling": (sampling.sampling, ("tests/chat/sampling/test_sampling.py",)),
+    "speculative": (speculative.speculative, ("tests/chat/decoding/test_speculative.py",)),
     "states": (states.states, ("tests/benchmarks/test_deferred.py", *BOOK_TESTS)),
 }
 """Names of commands, with what they measure and the tests that must pass before."""

@@ -23,7 +23,7 @@ def agent_trace_(
     out: Out = None,
 ) -> None:
     """Measure how much of an agent's prompts a server computes again: stored responses, chats, a restart."""
-    tests = ("tests/chat/test_session_restarts.py", "tests/chat/test_responses.py")
+    tests = ("tests/chat/server/sessions/test_restarts.py", "tests/chat/server/sessions/test_responses.py")
     run(agent_trace.agent_trace, tests, quick, out, None, scale=scale)
 
 
@@ -42,14 +42,14 @@ def serving_(
     With --at-once, rows that the folder's file has of other loads are kept, if the machine is the same.
     """
     measure = partial(serving.serving, before=before, loads=at_once or serving.LOADS, rounds=rounds, out=out)
-    run(measure, ("tests/chat/test_generations.py",), quick, out, None)
+    run(measure, ("tests/chat/engine/test_generations.py",), quick, out, None)
 
 
 @app.command(name="page")
 def page_view(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure the server's page: weight, first paint, what watching the memory costs, and 10,000 sequences."""
     page_.require_browser()
-    run(page_.page, ("tests/chat/test_memory_view.py",), quick, out, threads)
+    run(page_.page, ("tests/chat/server/test_memory_view.py",), quick, out, threads)
 
 
 @app.command()
@@ -67,7 +67,7 @@ def drafts(
     With --text, rows that the folder's file has of other texts are kept, if the machine is the same.
     """
     texts = [engine_drafts.TEXTS[number] for number in text or ()]
-    tests = ("tests/chat/test_drafting.py",)
+    tests = ("tests/chat/engine/test_drafting.py",)
     measure = partial(engine_drafts.measure, texts=texts, rounds=rounds, out=out)
     run(measure, tests, quick, out, threads)
 

@@ -26,7 +26,7 @@ from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, Running, running, wait_until
 
-TLS = Path(__file__).parents[1] / "data" / "tls"
+TLS = Path(__file__).parents[2] / "data" / "tls"
 ADA, BOB = Key("ada", "ada's secret", max_requests=1), Key("bob", key_sha256=hash_key(b"bob's").hex())
 
 

@@ -24,7 +24,7 @@ from hybridmem.models import EMBEDDED, LanguageModel, load_model
 from hybridmem.models.loading.load import weight_bytes
 from tests.inside import forged_file
 
-CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

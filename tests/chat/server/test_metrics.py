@@ -16,7 +16,7 @@ from hybridmem.memory import HybridMemory
 from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, Running, running
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "how-to" / "grafana-dashboard.json"
+DASHBOARD = Path(__file__).parents[3] / "docs" / "how-to" / "grafana-dashboard.json"
 
 
 def samples(server: Running) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

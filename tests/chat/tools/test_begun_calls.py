@@ -17,8 +17,8 @@ from hybridmem.chat.tools.families import Habits
 from hybridmem.chat.tools.grammars import Required, make_calls_grammar
 from hybridmem.chat.tools.reading import make_reader
 from tests.chat.family_templates import ALL, model
-from tests.chat.test_families import FORMAT, NOW, fits
-from tests.chat.test_tools import read
+from tests.chat.tools.test_families import FORMAT, NOW, fits
+from tests.chat.tools.test_tools import read
 
 TOOLS = [FORMAT, NOW]
 

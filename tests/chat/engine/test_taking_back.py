@@ -25,7 +25,7 @@ from hybridmem.memory.prefix.cache import PrefixCache
 from tests.chat.engines import run_checked
 from tests.chat.family_templates import model as family_model
 from tests.chat.servers import running
-from tests.chat.test_tools import read
+from tests.chat.tools.test_tools import read
 
 CITY = {"type": "string", "pattern": "^[A-Z][a-z]*$"}
 TOOLS = [

@@ -24,7 +24,7 @@ from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.models import EMBEDDED
 from tests.chat.talking import TALKERS, Counted, assert_all_given_back, decode_fresh, load_talker, make_engine
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WINDOW = 8
 STRIPPING = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{% if message.role == 'assistant' %}{{ "

@@ -195,7 +195,7 @@ def test_shells_complete_the_options() -> None:
 
 
 def test_the_files_of_the_guide_are_read(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "server.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[3] / "docs" / "how-to" / "server.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```toml[^\n]*\n(.*?)```", guide, re.DOTALL)
     (tmp_path / "server.toml").write_text("".join(blocks))
     result, got = run(["--config", str(tmp_path / "server.toml")])

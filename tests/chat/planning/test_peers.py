@@ -26,7 +26,7 @@ from hybridmem.memory.specs import RecurrentSpec
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.load import dry_model
 
-CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 MIB, GIB = 1 << 20, 1 << 30
 
 

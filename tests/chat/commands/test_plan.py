@@ -18,7 +18,7 @@ from hybridmem.memory.quantization import Quantized
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.load import dry_model, weight_bytes
 
-CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 GIB = 1 << 30
 
 

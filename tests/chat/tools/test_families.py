@@ -20,7 +20,7 @@ from hybridmem.chat.tools.grammars import Required, Shape, make_grammar
 from hybridmem.chat.tools.reading import make_reader
 from tests.chat.byte_tokenizers import make_byte_tokenizer
 from tests.chat.family_templates import ALL, FAMILIES, OBJECT, model
-from tests.chat.test_tools import cut, draw_text, read
+from tests.chat.tools.test_tools import cut, draw_text, read
 
 SHORT = {"type": "string", "maxLength": 6}
 WEATHER = Tool("get_weather", {

@@ -10,7 +10,7 @@ import pytest
 from hybridmem.chat.tools.calls import Tool
 from hybridmem.chat.tools.families import HERMES, JAMBA, LFM, NEMOTRON, QWEN, Habits
 from hybridmem.chat.tools.reading import ReplyReader
-from tests.chat.test_tools import cut, read
+from tests.chat.tools.test_tools import cut, read
 
 WRITE = Tool(
     "write_file",
