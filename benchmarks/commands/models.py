@@ -60,7 +60,7 @@ def llamacpp(
 ) -> None:
     """Measure decode and prefill beside llama.cpp, on GGUF files of the same weights in 32, 16, 8 and 4 bits."""
     require_llamacpp()
-    tests = ("tests/benchmarks/test_llamacpp.py", *(() if quick else ("tests/models/test_gguf.py",)))
+    tests = ("tests/benchmarks/test_llamacpp.py", *(() if quick else ("tests/models/loading/test_gguf.py",)))
     models = known(model, llamacpp_.MODELS, n_quick=1 if quick else None)
     run(llamacpp_.llamacpp, tests, quick, out, threads, models=models)
 
@@ -136,7 +136,7 @@ def real_(
     Without --file, those that `python -m tests.real.download` fetches.
     """
     parts = known(part, real_files.PARTS, n_quick=None)
-    files, tests = file or list(real_files.FILES), ("tests/models/test_own_bits.py",)
+    files, tests = file or list(real_files.FILES), ("tests/models/weights/test_gguf_forms.py",)
     if missing := [path for path in (*files, book) if not path.exists()]:
         raise typer.BadParameter(f"{missing[0]} does not exist; python -m tests.real.download fetches it")
     run(

@@ -45,7 +45,7 @@ WITH_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {
 """Names of commands, with what they measure and the tests that must pass before."""
 WITHOUT_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "compile": (compiling.compiling, ()),
-    "fleet": (fleet.fleet, ("tests/cluster/test_routing.py", "tests/cluster/test_fleet.py")),
+    "fleet": (fleet.fleet, ("tests/cluster/routing/test_policy.py", "tests/cluster/simulation/test_fleet.py")),
     "locks": (locks.locks, ()),
 }
 

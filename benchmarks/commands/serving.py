@@ -84,7 +84,7 @@ def cluster(
     from benchmarks import cluster as clusters  # needs Ray
 
     parts = known(part, clusters.PARTS, n_quick=None)
-    tests = ("tests/cluster/test_routing.py", "tests/cluster/test_leases.py")
+    tests = ("tests/cluster/routing/test_policy.py", "tests/cluster/store/test_leases.py")
     run(clusters.cluster, tests, quick, out, None, parts=parts, kept=out)
 
 

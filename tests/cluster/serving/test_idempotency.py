@@ -15,7 +15,7 @@ from hybridmem.chat.server.errors import ApiError
 from hybridmem.cluster.serving.idempotency import Idempotency
 from hybridmem.cluster.serving.request import ForwardedRequest
 from tests.chat.servers import PATIENCE_SECONDS
-from tests.cluster.test_reading import request_of
+from tests.cluster.serving.test_reading import request_of
 
 REQUEST: ForwardedRequest = request_of("/v1/completions", {"prompt": "My dog"})
 of_request: ContextVar[str] = ContextVar("of_request", default="none")

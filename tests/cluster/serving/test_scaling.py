@@ -59,7 +59,7 @@ def test_a_file_has_the_options_of_serve_by_name(tmp_path: Path) -> None:
 
 
 def test_the_documented_file_is_one(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "cluster.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "cluster.md").read_text()
     file = tmp_path / "fleet.yaml"
     (text,) = re.findall(r'```yaml title="fleet.yaml"\n(.*?)```', page, re.DOTALL)
     file.write_text(text)

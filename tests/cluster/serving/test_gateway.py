@@ -26,7 +26,7 @@ from hybridmem.cluster.serving.request import CHARGE, ForwardedRequest
 from hybridmem.memory import HybridMemory
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import EMBEDDED, LanguageModel
-from tests.cluster.test_reading import request_of
+from tests.cluster.serving.test_reading import request_of
 
 CHAT = {"messages": [{"role": "user", "content": "My dog is called Rex. What is my dog called?"}], "max_tokens": 20}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {

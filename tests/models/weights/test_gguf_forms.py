@@ -43,7 +43,7 @@ from tests.models.families.qwen3_5 import qwen3_5_config, qwen3_5_moe_config
 from tests.models.families.qwen3_next import qwen3_next_config
 from tests.models.families.rwkv7 import rwkv7_config
 from tests.models.gguf_files import write_gguf
-from tests.models.test_gguf import logits
+from tests.models.loading.test_gguf import logits
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 
