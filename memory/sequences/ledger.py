@@ -279,10 +279,7 @@ class Ledger:
         self.backs[slot] = positions_back(self.tokens(slot)).sum()
 
     def drop(self, dropped: Dropped, changed_from: int) -> None:
-        """Remove tokens from the middle of a slot.
-
-        From position `changed_from` on, the slot's memory differs from what feeding only the remaining tokens gives.
-        """
+        """Remove tokens. From `changed_from` on, memory differs from what feeding only the remaining tokens gives."""
         slot, tokens = dropped.slot, self.tokens(dropped.slot)
         self._note(self.handles[slot])
         left = np.concatenate([tokens[: dropped.start], tokens[dropped.end :]])
