@@ -89,12 +89,7 @@ class Ledger:
         self._journal.before(self._put_back, sequence, sequence.lineage, sequence.closed, position, found)
 
     def _put_back(
-        self,
-        sequence: Sequence,
-        lineage: int,
-        closed: bool,
-        position: tuple[int, int, int],
-        found: tuple[Any, Any, Any],
+        self, sequence: Sequence, lineage: int, closed: bool, position: tuple[int, int, int], found: tuple[Any, ...]
     ) -> None:
         slot = sequence.slot
         sequence.lineage, sequence.closed = lineage, closed
