@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from benchmarks.commands import books, kernels, models, proof, serving  # noqa: F401 (each adds its commands)
+from benchmarks.commands import kernels, models, plain, proof, serving  # noqa: F401 (each adds its commands)
 from benchmarks.commands.options import Out, Quick, Threads, app
 
 
@@ -23,7 +23,7 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
         *(["--threads", str(threads)] if threads else []),
     ]
     commands = (
-        "parity", "bookkeeping", "rollback", "folds", "holes", "memory", "prefixes", "restarts", "agentic", "kernels",
+        "parity", "bookkeeping", "rollback", "memory", "prefixes", "restarts", "agentic", "kernels",
         "sampling", "schemas", "states", "sparse", "speculative", "drafts", "prefill", "decode", "dtypes",
         "without-bfloat16", "bridge",
     )  # fmt: skip

@@ -39,7 +39,7 @@ class Request:
 
 
 def agentic(*, quick: bool) -> Report:
-    """Measure the share of prompt tokens that is reused, for each budget."""
+    """Measure, in dry runs, how much of agents' prompts is reused with small budgets, beside LRU by blocks."""
     report = Report("agentic")
     habits = AgentHabits(n_agents=8, turns=10) if quick else AgentHabits(n_agents=40)
     config = CONFIGS["jamba"]()

@@ -63,7 +63,7 @@ _NEMOTRON.pop("num_hidden_layers")
 
 
 def _falcon_h1() -> PreTrainedConfig:
-    """Return a Falcon-H1 whose norm comes after the gate, the only order that llama.cpp supports."""
+    """Return a Falcon-H1 whose norm stands after the gate: llama.cpp knows no other."""
     return FalconH1Config(
         **_COMMON, **_ATTENTION, **{name: n for name, n in _SSD.items() if name != "mamba_expand"},
         mamba_d_ssm=128, mamba_rms_norm=True, mamba_norm_before_gate=False, head_dim=32, key_multiplier=0.7,

@@ -18,7 +18,7 @@ import psutil
 from benchmarks.fleet_users import Outcome, play, write_scripts
 from benchmarks.harness import Report
 from benchmarks.moving import move
-from hybridmem.chat.commands.fleet import FLEET
+from hybridmem.chat.commands.fleet_options import FLEET
 from hybridmem.chat.commands.serve_options import SERVE
 from hybridmem.cluster.commands.serve import fleet
 from hybridmem.cluster.serving.fleet_options import FleetOptions
@@ -28,10 +28,10 @@ _AT_ONCE = 12
 
 
 def cluster(*, quick: bool, parts: Collection[str] = PARTS, kept: Path | None = None) -> Report:
-    """Measure each router's reuse and time to the first token, what failures cost, and how long moving a session takes.
+    """Measure three parts: replies with each router, a replica's failure during a run, and the move of a session.
 
     Args:
-        kept: a folder with an earlier report; its tables are kept for the parts that are not measured now.
+        kept: a folder with an earlier report. It gives the tables of the parts that are not measured now.
     """
     report = Report("cluster")
     n_users, n_turns = (12, 6) if quick else (60, 8)

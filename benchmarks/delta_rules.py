@@ -18,7 +18,10 @@ _N_HEADS, _SIZE = 32, 128
 
 
 def delta_rules(*, quick: bool) -> Report:
-    """Measure one sequence and several: whole steps of a memory, with convolutions, norms and books."""
+    """Measure a decode step of delta rules: a decay for each key channel beside one for each head.
+
+    One sequence and several are measured: whole steps of a memory, with convolutions, norms and books.
+    """
     report = Report("delta_rules")
     for n_sequences in (1,) if quick else (1, 8):
         runs = {kind: _steps(n_sequences, decays_keys=kind == "kimi_delta") for kind in ("gated_delta", "kimi_delta")}

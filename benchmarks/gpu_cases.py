@@ -5,6 +5,8 @@ They are layers of Jamba, Granite 4 and Bamba, Qwen3.5 and DeepSeek, in bfloat16
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,17 +17,30 @@ from torch import Tensor
 from benchmarks.gpu_attention import CONTEXT, HEADS, N_BYTES, PAGE_TOKENS, Heads, make_layers
 from benchmarks.gpu_states import LAYERS, N_DRAFTS, Layer, Work
 from benchmarks.gpu_tails import make_mamba1, make_rwkv7
-from benchmarks.gpu_tune import Case, Run
 from hybridmem.memory.blocks.staging import place
 from hybridmem.memory.kernels import PageChoice, StateSlots, cuda
 from hybridmem.memory.quantization import Quantized
 
+Run = Callable[[], tuple[Tensor, ...]]
+"""Computes what is timed, and returns what is compared."""
 DENSE, WIDE, LATENT = HEADS
 """Attention of Jamba, Granite 4 and Bamba; of Qwen3.5; of DeepSeek."""
 SSD, DELTA = LAYERS
 PROMPT_TOKENS, PROMPT_BYTES = 2048, 64 << 20
 """Tokens of a prompt, and bytes of its keys and values: few layers do, as prompts compute more than they read."""
 _MOST_LAYERS = 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes a choice to make, for sizes that are the same in each of its runs.
+
+    A run is made when it is needed, because it fills gigabytes.
+    """
+
+    name: str
+    kernel: str
+    runs: tuple[Callable[[], Run], ...]
 
 
 def make_cases() -> list[Case]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import gpu_cases
+from benchmarks.gpu_cases import Case, Run
 from benchmarks.harness import Report
 
 SECONDS = 420.0
@@ -45,22 +46,8 @@ OPTIONS: dict[str, dict[str, tuple[int, ...]]] = {
 }
 """Values that are tried, by kernel and field."""
 
-Run = Callable[[], tuple[Tensor, ...]]
-"""Computes what is timed, and returns what is compared."""
 Timer = Callable[[Run, int], float]
 """Returns the median milliseconds of a number of rounds."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """Describes a choice that is to be made for layers of one size.
-
-    A run is made only when it is needed, because its tensors take gigabytes.
-    """
-
-    name: str
-    kernel: str
-    runs: tuple[Callable[[], Run], ...]
 
 
 def tune(*, quick: bool, ship: bool) -> Report:
@@ -70,11 +57,10 @@ def tune(*, quick: bool, ship: bool) -> Report:
     """
     import triton
 
-    from benchmarks.gpu_cases import make_cases
     from benchmarks.gpu_states import time_graph
     from hybridmem.memory.kernels.cuda import choices
 
-    device, cases = torch.device("cuda"), make_cases()
+    device, cases = torch.device("cuda"), gpu_cases.make_cases()
     capability = choices.capability_of(device)
     path = (choices.shipped_file if ship else choices.cache_file)(capability)
     before = choices.read(path, capability)

@@ -62,7 +62,10 @@ class _Layer:
 
 
 def indexed(*, quick: bool) -> Report:
-    """Measure one sequence in float32. The step of a layer is all that the memory does: books, writes and reads."""
+    """Measure a decode step of attention that reads the rows an index chooses, beside dense attention.
+
+    One sequence is measured in float32. The step of a layer is all that the memory does: books, writes and reads.
+    """
     report, lengths = Report("indexed"), (4_000, 20_000) if quick else (10_000, 30_000, 100_000)
     for name, (attention, index) in LAYERS.items():
         for n_tokens in lengths:

@@ -51,7 +51,7 @@ class Ours:
             self.model(step)
 
     def rewind(self, n_tokens: int) -> None:
-        """Roll all sequences back to 0, and feed each a new prompt of `n_tokens` tokens."""
+        """Give all sequences a new prompt of so many tokens, as if they were new."""
         for sequence in self.sequences:
             self.memory.rollback(sequence, to=0)
         self.fill(draw(len(self.sequences), n_tokens))

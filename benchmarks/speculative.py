@@ -157,6 +157,10 @@ class Decoding:
 
 
 def speculative(*, quick: bool) -> Report:
+    """Measure speculative decoding: prompt lookup on repetitive text, against plain decoding.
+
+    Also measures steps by length and quality of the drafts, and bytes.
+    """
     report = Report("speculative")
     report.notes.append(NOTE)
     prompt = list(range(10 * PERIOD, 11 * PERIOD)) * 6

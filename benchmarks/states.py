@@ -33,6 +33,7 @@ PEERS = (
 
 
 def states(*, quick: bool) -> Report:
+    """Measure recurrent states: bytes of a rollback window, drift of 16-bit states, and deferred writes."""
     report = Report("states")
     report.notes.append(PEERS)
     _windows(report)

@@ -95,7 +95,7 @@ def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list
     """Return the token ids that a new user message adds to a chat that a memory already holds.
 
     The memory has seen everything up to the end token of the last reply, including that token. Whatever the template
-    puts after that token belongs to the new part. Special tokens in the message are plain text.
+    puts after it belongs to the new part. Special tokens in the message are plain text.
 
     Raises:
         FormatError: the template rewrites earlier turns, so the new text does not begin with the old one.

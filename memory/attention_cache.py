@@ -6,7 +6,7 @@ read before the sequence's length moves past it. A page that several sequences r
 that appends to it takes a copy.
 
 A layer with a window needs the last `window` rows before every position that a rollback may reach; a page is released
-when all its rows are older. When tokens are dropped from the middle, the rows behind them are copied to their new
+when all its rows are older. When tokens are dropped from the middle, the rows after them are copied to their new
 positions, and their keys are rotated to match. Earlier pages stay.
 """
 
@@ -214,7 +214,7 @@ class AttentionCache:
     def read(
         self, batch: PagedBatch, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None
     ) -> Tensor:
-        """Attend to the rows that have folded, and to the pages behind them.
+        """Attend to the rows that have folded, and to the pages after them.
 
         Where values are a part of the keys, the kernel sums whole keys: D elements, though only value_dim are wanted.
         With DeepSeek's sizes, 576 and 512, that is an eighth more work on values.

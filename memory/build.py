@@ -37,7 +37,7 @@ from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, IndexSpec,
 from hybridmem.memory.state.readers import HeadReader, TailReader
 from hybridmem.memory.state.tail_blocks import TailBlocks, TailMember
 from hybridmem.memory.storage.files import check_url, read_path
-from hybridmem.memory.storage.swap import Tiers
+from hybridmem.memory.storage.tiers import Tiers
 
 
 @dataclass

@@ -71,11 +71,8 @@ class Coordinator(Lifetime):
         self.lock = MemoryLock()
         self.lock.journal = store.journal
         self.spec = self.checked_spec = spec
-        self.layers = layers
-        self.places = places
-        self.store = store
-        self.swapped = swapped
-        self.host_pages = host_pages
+        self.layers, self.places, self.store = layers, places, store
+        self.swapped, self.host_pages = swapped, host_pages
         self.ledger = Ledger(self, store.journal)
         self.open_steps: dict[OpenStep, None] = {}
         # These references are weak, because the coordinator refers to both objects.
@@ -480,10 +477,7 @@ class Coordinator(Lifetime):
 
 
 def _weakly(owner: Coordinator, method: Callable[..., _T]) -> Callable[..., _T]:
-    """Return a method as a function that does not keep the method's object alive.
-
-    Without the object it does nothing.
-    """
+    """Return a method as a function that does not keep its object alive. Without the object it does nothing."""
     found = ref(owner)
 
     def call(*arguments: Any) -> Any:

@@ -254,7 +254,7 @@ class HybridMemory:
         return self._coordinator.resume_point(sequence, to)
 
     def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool = False) -> None:
-        """Forget tokens [start, end) of a live sequence, and move those behind them to start (a context shift).
+        """Forget tokens [start, end) of a live sequence, and move those after them to start (a context shift).
 
         Attention keeps the rows of the other tokens; keys are rotated to their new positions. Keys and values of later
         tokens, in layers above the first, still carry a trace of the dropped ones, as in llama.cpp. A range at the end

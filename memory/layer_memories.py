@@ -89,7 +89,7 @@ class Held:
 
 
 class SwappedOut(Protocol):
-    """Declares what keeps swapped-out slots: `memory.storage.swap.Tiers`."""
+    """Declares what keeps swapped-out slots: `memory.storage.tiers.Tiers`."""
 
     reclaimers: list[Callable[[int], bool]]
 

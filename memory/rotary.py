@@ -49,7 +49,7 @@ class Rotation:
 
     @property
     def end(self) -> int:
-        """Return the index behind the last element of a head that is rotated."""
+        """Return the index after the last element of a head that is rotated."""
         return self.start + 2 * len(self.frequencies)
 
     def __repr__(self) -> str:

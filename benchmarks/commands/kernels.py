@@ -1,4 +1,4 @@
-"""Lists the commands that measure and tune kernels, on the processor and on a GPU."""
+"""Lists the commands that measure and tune kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -6,33 +6,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import compiling, delta_rules, gpu_tune, indexed, kernels
 from benchmarks import gpu as gpu_kernels
-from benchmarks.commands.options import Out, Quick, Threads, app, run
-
-
-@app.command(name="kernels")
-def kernels_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure how many bytes a second each decode kernel moves, beside torch's copy."""
-    run(kernels.kernels, ("tests/memory/kernels/test_kernels.py",), quick, out, threads)
-
-
-@app.command(name="indexed")
-def indexed_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure a decode step of attention that reads the rows an index chooses, beside dense attention."""
-    run(indexed.indexed, ("tests/memory/kernels/test_row_choice.py",), quick, out, threads)
-
-
-@app.command(name="delta-rules")
-def delta_rules_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure a decode step of delta rules: a decay for each key channel beside one for each head."""
-    run(delta_rules.delta_rules, ("tests/memory/kernels/test_states.py",), quick, out, threads)
-
-
-@app.command(name="compile")
-def compile_(quick: Quick = False, out: Out = None) -> None:
-    """Measure how long each CPU kernel takes to compile, and how long all kernels of a model take."""
-    run(compiling.compiling, (), quick, out, None)
+from benchmarks import gpu_tune
+from benchmarks.commands.options import Out, Quick, app, run
 
 
 @app.command()

@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import agreement, architectures, bridge, large, sampling, speed
+from benchmarks import agreement, architectures, bridge, speed
 from benchmarks import dtypes as dtypes_
 from benchmarks import llamacpp as llamacpp_
 from benchmarks import sparse as sparse_attention
-from benchmarks import speculative as speculative_decoding
 from benchmarks.commands.options import MODEL_TESTS, Model, Out, Quick, Threads, app, known, run
 from benchmarks.llamacpp_peer import require_llamacpp
 from benchmarks.real import report as real_files
@@ -61,18 +60,9 @@ def llamacpp(
 ) -> None:
     """Measure decode and prefill beside llama.cpp, on GGUF files of the same weights in 32, 16, 8 and 4 bits."""
     require_llamacpp()
-    tests = ("tests/benchmarks/test_llamacpp.py", *(() if quick else ("tests/models/test_gguf.py",)))
+    tests = ("tests/benchmarks/test_llamacpp.py", *(() if quick else ("tests/models/loading/test_gguf.py",)))
     models = known(model, llamacpp_.MODELS, n_quick=1 if quick else None)
     run(llamacpp_.llamacpp, tests, quick, out, threads, models=models)
-
-
-@app.command(name="large")
-def large_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure a model of 3B parameters: loading, peak resident memory and decoding.
-
-    It needs 24 GB of memory and of disk.
-    """
-    run(large.large, MODEL_TESTS, quick, out, threads)
 
 
 @app.command(name="bridge")
@@ -122,31 +112,10 @@ def sparse(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
     run(sparse_attention.sparse, tests, quick, out, threads, plot=None if out is None else out / "sparse.png")
 
 
-@app.command()
-def speculative(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure speculative decoding: prompt lookup on repetitive text, against plain decoding.
-
-    It also measures the time of steps for several lengths and qualities of drafts, and the bytes that drafts need.
-    """
-    run(speculative_decoding.speculative, ("tests/chat/test_speculative.py",), quick, out, threads)
-
-
-@app.command()
-def parity(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Compare the logits of every architecture with those of transformers."""
-    run(architectures.parity, (), quick, out, threads)
-
-
 @app.command(name="table")
 def table_() -> None:
     """Write the docs' table of architectures, from the registry and the parity that was measured last."""
     architectures.write_table()
-
-
-@app.command(name="sampling")
-def sampling_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Measure decode steps of 1, 8 and 32 requests, for each way of choosing tokens."""
-    run(sampling.sampling, ("tests/chat/test_sampling.py",), quick, out, threads)
 
 
 @app.command(name="real")
@@ -167,7 +136,7 @@ def real_(
     Without --file, the models that `python -m tests.real.download` fetches are measured.
     """
     parts = known(part, real_files.PARTS, n_quick=None)
-    files, tests = file or list(real_files.FILES), ("tests/models/test_own_bits.py",)
+    files, tests = file or list(real_files.FILES), ("tests/models/weights/test_gguf_forms.py",)
     if missing := [path for path in (*files, book) if not path.exists()]:
         raise typer.BadParameter(f"{missing[0]} does not exist; python -m tests.real.download fetches it")
     run(

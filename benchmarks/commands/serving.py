@@ -9,7 +9,6 @@ import typer
 
 from benchmarks import agent_trace, schemas, serving
 from benchmarks import drafts as engine_drafts
-from benchmarks import fleet as fleets
 from benchmarks import page as page_
 from benchmarks.commands.options import Out, Quick, Threads, app, known, run
 
@@ -23,8 +22,8 @@ def agent_trace_(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Measure how much of an agent's prompts a server computes again, with stored responses and with plain chats."""
-    tests = ("tests/chat/test_session_restarts.py", "tests/chat/test_responses.py")
+    """Measure how much of an agent's prompts a server computes again: stored responses, chats, a restart."""
+    tests = ("tests/chat/server/sessions/test_restarts.py", "tests/chat/server/sessions/test_responses.py")
     run(agent_trace.agent_trace, tests, quick, out, None, scale=scale)
 
 
@@ -43,14 +42,14 @@ def serving_(
     With --at-once, the rows of other loads stay in the folder's file, if they were measured on the same machine.
     """
     measure = partial(serving.serving, before=before, loads=at_once or serving.LOADS, rounds=rounds, out=out)
-    run(measure, ("tests/chat/test_generations.py",), quick, out, None)
+    run(measure, ("tests/chat/engine/test_generations.py",), quick, out, None)
 
 
 @app.command(name="page")
 def page_view(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure the web page: its bytes, its first paint, what watching the memory costs, and 10,000 sequences."""
     page_.require_browser()
-    run(page_.page, ("tests/chat/test_memory_view.py",), quick, out, threads)
+    run(page_.page, ("tests/chat/server/test_memory_view.py",), quick, out, threads)
 
 
 @app.command()
@@ -68,7 +67,7 @@ def drafts(
     With --text, the rows of other texts stay in the folder's file, if they were measured on the same machine.
     """
     texts = [engine_drafts.TEXTS[number] for number in text or ()]
-    tests = ("tests/chat/test_drafting.py",)
+    tests = ("tests/chat/engine/test_drafting.py",)
     measure = partial(engine_drafts.measure, texts=texts, rounds=rounds, out=out)
     run(measure, tests, quick, out, threads)
 
@@ -85,17 +84,8 @@ def cluster(
     from benchmarks import cluster as clusters  # This module needs Ray.
 
     parts = known(part, clusters.PARTS, n_quick=None)
-    tests = ("tests/cluster/test_routing.py", "tests/cluster/test_leases.py")
+    tests = ("tests/cluster/routing/test_policy.py", "tests/cluster/store/test_leases.py")
     run(clusters.cluster, tests, quick, out, None, parts=parts, kept=out)
-
-
-@app.command()
-def fleet(quick: Quick = False, out: Out = None) -> None:
-    """Simulate 200 replicas under a million sessions with each router.
-
-    It measures how many tokens are reused, how many sessions are moved, and how evenly load is spread.
-    """
-    run(fleets.fleet, ("tests/cluster/test_routing.py", "tests/cluster/test_fleet.py"), quick, out, None)
 
 
 @app.command(name="schemas")

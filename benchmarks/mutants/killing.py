@@ -40,7 +40,7 @@ _MEMORY = (
     "tests/memory/storage/test_files.py", "tests/memory/attention/test_host_pages.py",
     "tests/memory/attention/test_selection.py",
 )  # fmt: skip
-_PREFIX = ("tests/memory/prefix", "tests/chat/test_step_plan.py")
+_PREFIX = ("tests/memory/prefix", "tests/chat/engine/test_step_plan.py")
 FILES: dict[str, tuple[str, ...]] = {
     "memory/hybrid.py": _MEMORY,
     "memory/coordinator.py": _MEMORY,

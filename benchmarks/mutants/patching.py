@@ -31,7 +31,7 @@ def replace(mutant: Mutant) -> bool:
     changed = [key for key in old if key not in new or _own(old[key]) != _own(new[key])]
     if not changed or any(key not in new or not old[key].co_flags & CO_OPTIMIZED for key in changed):
         return False
-    # An outer function's code contains that of its inner functions, so both have changed.
+    # An outer function's code holds the code of its inner functions, so both have changed.
     whole = {key[:n] for key in changed for n in range(1, len(key) + 1)}
     names = [key[-1] for key in old if key]
     if any(names.count(key[-1]) > 1 for key in whole):
@@ -40,7 +40,7 @@ def replace(mutant: Mutant) -> bool:
     found = [
         (function, wanted[name])
         for function in gc.get_objects()
-        # isinstance would read `__class__`, which makes lazy modules import their contents.
+        # `isinstance` reads `__class__`, which makes lazy modules import what they stand for.
         if type(function) is FunctionType
         and function.__code__.co_filename == str(path)
         and (name := (function.__code__.co_name, function.__code__.co_firstlineno)) in wanted

@@ -73,7 +73,10 @@ def our_server(model: Path | str, *, n_threads: int = 1) -> Iterator[Server]:
 
 @contextmanager
 def quantised(programs: Path, model: Path, kind: str) -> Iterator[Path]:
-    """Convert a GGUF file to another type, such as "F32" or "Q4_0"; the new file is removed after the `with` block."""
+    """Convert a GGUF file to another type, such as "F32" or "Q4_0", by llama-quantize.
+
+    The new file is removed when the `with` block ends.
+    """
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / f"{model.stem}-{kind}.gguf"
         command = [str(programs / "llama-quantize"), "--allow-requantize", "--pure", str(model), str(target), kind, "1"]

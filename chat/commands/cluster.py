@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hybridmem.chat.commands.fleet import find_cluster
+from hybridmem.chat.commands.fleet_options import find_cluster
 from hybridmem.chat.commands.start import one_line_errors
 
 File = Annotated[

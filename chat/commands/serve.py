@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hybridmem.chat.commands.fleet import FLEET, is_fleet, run_fleet
+from hybridmem.chat.commands.fleet_options import FLEET, is_fleet, run_fleet
 from hybridmem.chat.commands.option_table import Chosen, command_of
 from hybridmem.chat.commands.serve_options import SERVE
 from hybridmem.chat.commands.start import choose_threads, find_extra, load, name_of, one_line_errors

@@ -43,7 +43,7 @@ class Acceptance:
 
 
 def accept_likeliest(draft: Draft, rows_KV: Tensor) -> list[int]:
-    """Return the leading tokens of a draft that the model finds likeliest, and its likeliest token after these."""
+    """Return the leading tokens of a draft that the model finds likeliest, and its likeliest token after them."""
     best: list[int] = rows_KV.max(-1).indices.tolist()  # This is several times as fast as argmax on a CPU.
     n_accepted = next(
         (i for i, (a, b) in enumerate(zip(draft.token_ids, best, strict=False)) if a != b), len(draft.token_ids)

@@ -200,7 +200,7 @@ class _Follower:
     """Holds a sequence in the draft model's memory that follows a text.
 
     Attributes:
-        n_settled: how many leading tokens were fed from the text. Its later tokens were guesses.
+        n_settled: how many leading tokens were fed from the text. The tokens after them were guesses.
     """
 
     sequence: Sequence

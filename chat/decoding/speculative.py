@@ -59,7 +59,7 @@ class SpeculativeBatch:
     A step with a prompt in it has no drafts: it computes the logits of last tokens only.
 
     Args:
-        stop_ids: tokens that end a reply. The first is appended to a reply that is cut short.
+        stop_ids: tokens that end a reply. The first is written after a reply that is cut short.
         drafter: makes the drafts; see `chat.decoding.drafts`. No other batch may use it.
         adapts: shorten drafts where they fail. A draft has at most 2 n + 1 tokens if n tokens of the sequence's last
             draft were accepted.

@@ -1,7 +1,7 @@
 """Decides which generations of a step get drafts, verifies them, and stops drafting where it does not pay.
 
 Drafts are a mode of the engine's one loop. A step feeds a draft after the last token. The model's choice after each
-token is compared with the draft, and `step.accept` keeps the tokens that agree.
+token is compared with the draft, and `step.accept` keeps what agrees.
 """
 
 from __future__ import annotations

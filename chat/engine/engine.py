@@ -1,20 +1,18 @@
 """The engine batches continuously: it makes one step of the model after the other for many generations over one memory.
 
-Each step decodes one token of every running reply, and prefills prompts beside them. Finished generations leave after a
-step and waiting ones join before it. Prompts of up to `step_tokens` are prefilled one after the other, the oldest
-first, and longer ones after them, of which the oldest advances at every step; see `plan_step`. With a prefix cache, a
-prompt that begins like a running one waits until their common part is computed, so that it is computed once. When the
-memory is full, the request that was admitted last is swapped out and comes back before new requests: its computed
-memory is kept, and its reply stays the same.
+Each step decodes one token of every running reply, and prefills prompts beside them. Finished generations leave after
+a step and waiting ones join before it. Prompts of up to `step_tokens` are prefilled one after the other, the oldest
+first, and longer ones after them, of which the oldest goes on at every step; see `plan_step`. A prompt that begins like
+another waits for it: with a prefix cache their common part is computed once. When the memory is full, the request that
+was admitted last is swapped out and comes back before new ones: what was computed for it is kept, and its reply stays
+the same.
 
-A sequence that is kept (`keeps_sequence`) holds the following tokens when its generation has ended:
-
-- With "stop" or "length", it holds the prompt and every chosen token except the last, which need not be fed. With
-  `remembers_end`, it holds the last token too, and after a reply that was cut (by max_tokens or a stop string) the
-  first of `stop_ids`. A stop string is found only when its tokens have been chosen, so these are in the sequence
-  although the text ends before them. Roll back to continue from the text itself.
-- With "cancelled", "deadline" or "error", it holds those of these tokens that had been fed by then. The sequence may be
-  swapped out.
+A sequence that is kept (`keeps_sequence`) holds, when its generation has ended with
+- "stop" or "length": the prompt and every chosen token but the last, which did not have to be fed. With `remembers_end`
+it holds the last token too, and after a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A
+stop string is found only when its tokens have been chosen, so they stand in the sequence although the text ends before
+them. Roll back to continue from the text itself. - "cancelled", "deadline" or "error": the part of this that had been
+fed by then. It may be swapped out.
 """
 
 from __future__ import annotations
@@ -79,8 +77,8 @@ class Engine:
 
     Args:
         tokenizer: decodes replies. None: generations have token ids and no text.
-        stop_ids: tokens that end a reply. The first is appended to a reply that is cut short and to be remembered. By
-            default they are those that the tokenizer and the model's config name.
+        stop_ids: tokens that end a reply. The first is written after a reply that is cut short and to be remembered.
+            The default are those that the tokenizer and the model's config name.
         prefixes: the prefix cache. The engine looks prompts up in it, and inserts prompts and replies.
         step_tokens: the tokens of prompts in one step. If many short prompts wait, a step has up to twice as many.
         max_running: the most requests in one step. This number is less than `step_tokens`, so that prompts always make

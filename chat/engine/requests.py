@@ -99,26 +99,36 @@ finish_reason is set. With `reports_prefill`, it is also called with "" after ea
 """
 
 
-@dataclass(frozen=True)
-class Request:
-    """Holds the arguments of `Engine.submit`. Raises BatchError; the message names the argument and its value."""
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """Holds the options of `Engine.submit` that all choices of a request share, whoever hears of their tokens."""
 
-    token_ids: list[int]
-    sequence: Sequence | None = None
     max_tokens: int = 256
-    sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
     output: Output = PLAIN
     deadline_s: float | None = None
     marks: tuple[int, ...] = ()
-    keeps_sequence: bool = False
-    remembers_end: bool = False
-    on_token: OnToken | None = None
     priority: int = 0
     owner: Hashable = None
     reports_prefill: bool = False
     prediction: tuple[int, ...] = ()
     passages: tuple[Passage, ...] = ()
+
+    def options(self) -> dict[str, Any]:
+        """Return these options by their names."""
+        return {each.name: getattr(self, each.name) for each in fields(RequestOptions)}
+
+
+@dataclass(frozen=True)
+class Request(RequestOptions):
+    """Holds the arguments of `Engine.submit`. Raises BatchError; the message names the argument and its value."""
+
+    token_ids: list[int]
+    sequence: Sequence | None = None
+    sampling: Sampling = GREEDY
+    keeps_sequence: bool = False
+    remembers_end: bool = False
+    on_token: OnToken | None = None
 
     @classmethod
     def read(
@@ -382,7 +392,7 @@ class Job:
         """Add the token that was chosen, and return the text that it makes visible.
 
         Args:
-            end_ids: the engine's end tokens. The first is appended to a reply that is cut and to be remembered.
+            end_ids: the engine's end tokens. The first is written after a reply that is cut and to be remembered.
         """
         generation, request, token_id = self.generation, self.request, choice.token_id
         assert self.sampler is not None, "a token was chosen by it"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from hybridmem.chat.engine.requests import LEAST_CHUNK_TOKENS, FinishReason, Generation, Job, Request
-from hybridmem.chat.engine.room import Sizes
+from hybridmem.chat.engine.sizes import Sizes
 from hybridmem.chat.engine.stats import EngineStats
 from hybridmem.chat.engine.streaming import TextStream
 from hybridmem.chat.engine.turns import apart, begun_turns

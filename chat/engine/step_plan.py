@@ -65,7 +65,7 @@ def open_step(
     The generation of that sequence has ended with an error then.
 
     Args:
-        drafts: the drafted tokens to feed after those of the plan; the step verifies them.
+        drafts: tokens to feed after those of the plan, which the step verifies.
         is_scored: whether the step computes the logits of all of its tokens, as it does to verify drafts.
     """
     requests = [(job.live_sequence, [*job.tokens[job.n_fed : job.n_fed + n], *drafts.get(job, ())]) for job, n in plan]

@@ -161,7 +161,7 @@ class Stepper:
                 self._apply(job, choice, now)
                 if job.calls is not None and job.calls.is_broken:
                     self._take_back(job)
-                    return  # The later tokens were drafted after the call, so they are dropped.
+                    return  # What follows was drafted after the call.
         except Exception as error:  # The tokenizer may raise anything. The other generations go on.
             self.scheduler.end(job, "error", error)
 

@@ -13,7 +13,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 CONTEXT_TOKENS = 8
-"""So many tokens before a reply are enough to decode its first characters as they stand behind these."""
+"""So many tokens before a reply are enough to decode its first characters as they stand after these."""
 
 
 class TextStream:

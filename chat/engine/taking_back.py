@@ -1,7 +1,7 @@
 """Takes back calls of tools that break their schemas, and lets them be drawn again, before a client sees any of them.
 
-Most calls keep to their grammar from their first token on. The others are read as text: calls of formats without an
-opening mark, calls within thoughts, and calls whose opening mark is spelled unusually. The text of such a call is held
+Most calls keep to their grammar from their first token on. The others are read as text: those of formats without a
+mark, those within thoughts, and those after a mark that is written in an unusual way. The text of such a call is held
 back. If the call keeps to its schema, the text is passed on. Otherwise the reply returns to before the call, and the
 call is drawn by its grammar.
 """

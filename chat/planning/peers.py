@@ -1,6 +1,6 @@
 """Computes how many bytes the same sessions take in other engines, by the formulas in the engines' documents.
 
-`tests/chat/test_peers.py` checks each formula against figures that the engines publish.
+`tests/chat/planning/test_peers.py` checks each formula against figures that the engines publish.
 
 As in this library, attention is kept in the model's dtype, and states are kept in the plan's dtype (for llama.cpp, in
 float32). Nothing is shared between sessions.

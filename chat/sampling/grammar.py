@@ -99,12 +99,7 @@ class Grammars:
                 return self._kept[source]
         _check_numbers(lark)
         if (trial := self._trial) is not None:
-            # The process for trials starts while this one reads the vocabulary.
-            reading = threading.Thread(target=lambda: self._vocabulary, daemon=True)
-            reading.start()
-            why = trial.why_not(source)
-            reading.join()
-            if why is not None:
+            if (why := self._try(trial, source)) is not None:
                 raise GrammarError(why)
         matcher = _library().LLMatcher(self._vocabulary, source, log_level=0)
         if not matcher.is_error():
@@ -117,6 +112,16 @@ class Grammars:
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return grammar
+
+    def _try(self, trial: Trial, source: str) -> str | None:
+        """Return why a grammar cannot be used. The first time, the vocabulary is read while the process starts."""
+        if "_vocabulary" in vars(self):
+            return trial.why_not(source)
+        reading = threading.Thread(target=lambda: self._vocabulary, daemon=True)
+        reading.start()
+        why = trial.why_not(source)
+        reading.join()
+        return why
 
     @cached_property
     def _vocabulary(self) -> Any:

@@ -27,8 +27,7 @@ def with_hidden_names(tokenizer: Any) -> str:
         token |= {"content": names[token["content"]], "normalized": False, "single_word": False}
     model = described["model"]
     _rename(model, names)
-    # A post-processor adds special tokens by their names, which have changed. It is never needed here: llguidance
-    # encodes without it.
+    # A post-processor names the special tokens that it adds around a text. This tokenizer never adds any.
     described["post_processor"] = None
     return json.dumps(described, ensure_ascii=False, separators=(",", ":"))
 

@@ -46,7 +46,7 @@ class TokenBytes:
     def _bytes(self) -> dict[str, bytes]:
         """Return the byte for which each character of byte-level tokenizers stands.
 
-        The character is the byte's own, or one of those after the first 256.
+        It is the byte itself, or a sign after the first 256.
         """
         shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         hidden = [byte for byte in range(256) if byte not in shown]

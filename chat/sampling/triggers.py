@@ -39,7 +39,7 @@ class Mark:
         return ids + (grammar.tokenize(behind) if behind else [])
 
     def end_in(self, token_id: int, tail: bytes, n_new: int) -> int | None:
-        """Return how many bytes of the newest token stand after the mark. None: the token does not complete the mark.
+        """Return how many bytes of the newest token stand after the mark. None: the token does not complete it.
 
         Args:
             tail: the bytes of the reply up to this token, at least as many as those of the mark and of the token.
@@ -102,7 +102,7 @@ class Trigger:
         return self._calls.is_single
 
     def add(self, token_id: int) -> Matcher | None:
-        """Advance by a token. If the token begins a call, return a matcher that has taken it."""
+        """Advance by a token. Return a matcher that stands after this token if it begins a call."""
         mark = self._calls.begin
         if mark is None:
             return None
@@ -127,10 +127,7 @@ class Trigger:
         return self._calls.grammar.matcher()
 
     def _begin(self, mark: Mark, behind: bytes) -> Matcher | None:
-        """Return a matcher that has taken the mark and the bytes after it.
-
-        None: the reply does not keep to the grammar there.
-        """
+        """Return a matcher after the mark and these bytes. None: the reply does not keep to the grammar there."""
         grammar, matcher = self._calls.grammar, self.force()
         ids = mark.tokens(grammar, behind)
         if matcher.count_allowed(ids) < len(ids):

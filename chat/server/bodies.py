@@ -25,9 +25,7 @@ def has_more_values(body: bytes, most: int) -> bool:
 def count_longest_list(body: bytes, least: int) -> int:
     """For each array, count the numbers with which it begins.
 
-    Return the largest count, or 0 if it is less than `least`.
-
-    The count is the number of commas after the array's bracket, up to the next string or bracket, plus one.
+    They are one more than the commas after the array's bracket, up to the next string or bracket.
     """
     if _count(np.frombuffer(body, np.uint8), b",") < least - 1:
         return 0

@@ -28,7 +28,7 @@ def encode_messages(
     """Return the token ids of a chat up to the beginning of the reply.
 
     Args:
-        continues: whether the last message is the beginning of the reply, which continues after its last character.
+        continues: whether the last message is the beginning of the reply, which goes on after its last character.
         thoughts: the texts around the model's thoughts.
     Raises:
         FormatError: as `encode_chat`, for the messages as they were given.

@@ -13,8 +13,8 @@ _LOT = 8
 class Courier(Generic[T]):
     """Puts things that another thread sends into queues of an event loop.
 
-    Waking the loop is a system call, which costs more than all other work to deliver a token. The loop delivers the
-    waiting things in batches, and serves its other connections in between.
+    Waking the loop is a system call, which costs more than every other step of a token's way. The loop delivers
+    what has come in batches, and serves its other connections in between.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

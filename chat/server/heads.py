@@ -23,9 +23,7 @@ _LENGTH = re.compile(rb"[0-9]{1,18}\Z")
 
 
 def find_head_end(received: bytearray, n_searched: int) -> int | None:
-    """Return the number of bytes in the head at the beginning of `received`.
-
-    None: the empty line that ends it is missing.
+    """Return the number of bytes in the head at the beginning of `received`. None: the empty line after it is missing.
 
     Args:
         n_searched: how many bytes were searched before without finding the end.

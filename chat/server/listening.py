@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from hybridmem.chat.server.access_log import start_log
 from hybridmem.chat.server.connections import Connection, Connections
 from hybridmem.chat.server.service import Service
-from hybridmem.models.loading.freed_memory import give_back_freed_memory
 from hybridmem.memory import SpecError
+from hybridmem.models.loading.freed_memory import give_back_freed_memory
 
 _EXTRA_GRACE_SECONDS = 5
 """When the grace period ends, responses in progress get this many further seconds. Then connections are cut."""

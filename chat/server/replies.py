@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from hybridmem.chat.engine.engine import Engine, Generation
-from hybridmem.chat.engine.output import PLAIN, Output
+from hybridmem.chat.engine.requests import GREEDY, RequestOptions
 from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.courier import Courier
@@ -23,27 +23,17 @@ WAITING_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class PromptRequest:
-    """Holds the engine's arguments for one prompt of a client's request, with the sampling of each choice.
+class PromptRequest(RequestOptions):
+    """Holds what a client's request wants of the engine for one of its prompts, with the sampling of each choice.
 
     Attributes:
-        output, priority, deadline_s, marks: the arguments of `Engine.submit`.
-        reports_prefill: whether pieces also come while the prompt is computed.
-        prediction: token ids that most of the reply is expected to repeat.
         count_thoughts: counts how many token ids of a reply are thoughts. None: the model has no thoughts.
     """
 
     token_ids: list[int]
-    max_tokens: int
-    stop: tuple[str, ...]
-    samplings: tuple[Sampling, ...]
+    samplings: tuple[Sampling, ...] = (GREEDY,)
+    _: KW_ONLY
     owner: bytes
-    output: Output = PLAIN
-    priority: int = 0
-    deadline_s: float | None = None
-    reports_prefill: bool = False
-    prediction: tuple[int, ...] = ()
-    marks: tuple[int, ...] = ()
     count_thoughts: Callable[[Sequence[int]], int] | None = None
 
 
@@ -136,18 +126,7 @@ class Replies:
             self._courier.send(self._pieces, piece)
 
         generations = self._engine.submit_choices(
-            prompt.token_ids,
-            prompt.samplings,
-            max_tokens=prompt.max_tokens,
-            stop=prompt.stop,
-            on_token=on_token,
-            owner=prompt.owner,
-            output=prompt.output,
-            priority=prompt.priority,
-            deadline_s=prompt.deadline_s,
-            reports_prefill=prompt.reports_prefill,
-            prediction=prompt.prediction,
-            marks=prompt.marks,
+            prompt.token_ids, prompt.samplings, on_token=on_token, **prompt.options()
         )
         self.generations |= {first + generation.choice: generation for generation in generations}
 

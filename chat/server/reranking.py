@@ -1,8 +1,8 @@
 """Answers POST /v1/rerank, which ranks documents by how well they answer a query.
 
-A document's score is the likelihood of the query, as a question that the document answers, after the document (query
-likelihood; for language models, see Sachan et al. 2022, "Improving Passage Retrieval with Zero-Shot Question
-Generation"). The document comes first in the prompt, so that for a second query only the query's tokens are computed.
+A document is worth as much as the model expects the query after it: the likelihood of the query as a question that the
+document answers (query likelihood; for language models, see Sachan et al. 2022, "Improving Passage Retrieval with
+Zero-Shot Question Generation"). The document comes first in the prompt, so that a second query computes only itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from starlette.responses import JSONResponse, Response
 
 from hybridmem.chat.engine.output import Output
 from hybridmem.chat.prompts import Tokenizer
-from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.chat_prompts import encode_messages
 from hybridmem.chat.server.checked import Checked, Neutral, read_request
 from hybridmem.chat.server.errors import ApiError
@@ -72,7 +71,8 @@ class Reranking:
             check_length(len(prompt) + len(query), 0, None, service.context_tokens, param="documents")
         requests = [
             PromptRequest(
-                [*prompt, *query], 0, (), (Sampling(),), owner, Output(prompt_logprobs=0, scored_from=len(prompt)),
+                [*prompt, *query], max_tokens=0, owner=owner,
+                output=Output(prompt_logprobs=0, scored_from=len(prompt)),
                 marks=(len(prompt) - 1,) if len(prompt) > 1 else (),
             )
             for prompt in prompts

@@ -16,7 +16,6 @@ from hybridmem.chat.engine.engine import Generation
 from hybridmem.chat.engine.output import Output
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.logprobs import Chosen
-from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.chat_prompts import encode_messages
 from hybridmem.chat.server.checked import Neutral, read_request
 from hybridmem.chat.server.errors import ApiError
@@ -84,7 +83,8 @@ class Scores:
         # The last token of the prompt is fed for each choice, since its output scores the choice's first token.
         marks = (len(prompt) - 1,) if len(prompt) > 1 else ()
         prompts = [
-            PromptRequest([*prompt, *choice], 0, (), (Sampling(),), owner, output, marks=marks) for choice in choices
+            PromptRequest([*prompt, *choice], max_tokens=0, owner=owner, output=output, marks=marks)
+            for choice in choices
         ]
         replies = await service.run(exchange, prompts)
         generations = [generation for _, generation in sorted(replies.generations.items())]

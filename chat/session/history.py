@@ -112,7 +112,7 @@ class Rendering:
     segments: tuple[_Segment, ...]
 
     def position(self, character: int) -> int:
-        """Count the tokens before this character that do not depend on the text from there on."""
+        """Count the tokens before this character that do not depend on the text after it."""
         for segment in self.segments:
             n = character - segment.start
             if n == len(segment.text):

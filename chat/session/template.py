@@ -44,7 +44,8 @@ class Filled:
         values: hole -> its words, including given ones.
         reasons: hole -> "given", "choice", or the engine's reason for its end: "stop" or "length".
         scores: hole with choices -> choice -> log probability.
-        token_ids: the tokens that the model read, up to the last hole that was not given. Later text is not tokenised.
+        token_ids: the tokens that the model read, up to the last hole that was not given. The text after it is not
+            tokenised.
         n_generated: how many tokens were chosen one by one. Choices are compared, not generated.
     """
 

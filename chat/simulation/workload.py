@@ -23,7 +23,7 @@ ACTIONS: tuple[Action, ...] = ("arrive", "say", "edit", "regenerate", "branch", 
 
 _TOPICS = sorted(TOPICS)
 _CARDS = 4
-"""A user takes this many values from each deck, and the next user's values come behind them. So the names of users who
+"""A user takes this many values from each deck, and the next user's values come after them. So the names of users who
 arrive together differ.
 """
 _SPREAD = 0.6
@@ -43,8 +43,8 @@ class Event:
         reply: the right reply, if it is known.
         asks: whether the reply shows what the model remembers, and is therefore judged.
         value: the value that the message tells, or that the right answer names.
-        turn: with "edit", the number of the user's message, from 0. The message and everything after it are taken back.
-        into: with "branch", the name of the new user that continues from here, while this one continues as well.
+        turn: with "edit", the number of the user's message, from 0. The message and all after it are taken back.
+        into: with "branch", the name of the user that continues from here beside this one.
         opening: with "arrive", the (role, content) of messages before the user's first one.
     """
 

@@ -129,7 +129,7 @@ def _find_form(tokenizer: Any) -> Form:
     return _as_they_are
 
 
-# These functions find out what templates write around messages.
+# These functions read a template: its source, and the tokens that it writes.
 
 
 def template_text(tokenizer: Any) -> str:

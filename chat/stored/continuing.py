@@ -1,9 +1,9 @@
-"""Makes the prompt that continues a stored reply from the reply's token ids, so that nothing before it changes.
+"""Makes the prompt after a stored reply from the reply's token ids, so that nothing before it changes.
 
 A template renders a whole history. The result may differ from what the model has seen: for example, it may lack
 thoughts. And if the model's own text is encoded again, it may become other tokens. So the history is not encoded again.
-The prompt consists of the stored tokens, and of the text that the template writes after the last reply. To find that
-text, the template renders placeholders instead of the replies whose token ids are known.
+The prompt consists of the stored tokens, and of what the template writes after the last reply. To find that text, the
+template renders placeholders instead of the replies whose token ids are known.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def rest_behind(render: Render, before: Messages, after: Messages) -> tuple[Rend
 
 
 def behind_reply(stored: Int64s, new: list[int], stop_ids: tuple[int, ...]) -> tuple[list[int], int]:
-    """Join the token ids of a reply and those after it, so that the token that ends the reply occurs once.
-
-    Also return how many ids of the reply are kept.
+    """Join the token ids of a reply and those after it, so that its end is there once. Also return how many are kept.
 
     A reply ends with one of `stop_ids`, unless it was cut. The template writes an end as well, perhaps another one. The
     template's end stays.

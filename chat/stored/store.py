@@ -246,7 +246,7 @@ class SessionStore:
     def replace_items(self, node_id: str, items: list[Item]) -> None:
         """Change a message in place.
 
-        The token ids of all replies after it are deleted, since they contain the old text.
+        The token ids of all replies after it are forgotten, since they contain the old text.
         """
         with self._changing() as database:
             change = (

@@ -177,10 +177,7 @@ class CallFormat(Protocol):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return the texts that begin a block.
-
-        The block is fed the text after the first mark; if another mark begins it, that mark is fed too.
-        """
+        """Return the texts that begin a block. The block gets the text after the first, and from the others on."""
         ...
 
     @property

@@ -42,7 +42,7 @@ class Example:
         closing = common_start(between, behind)
         behind = behind.removeprefix(closing)
         join = between.removeprefix(closing)
-        if not begin.strip():  # Without a text before the first call, the text after the last call belongs to the turn.
+        if not begin.strip():  # What stands after the last call then belongs to the turn.
             return Frame(begin, opening, closing, join)
         return Frame(self._from_last_mark(begin), opening, closing, join, self._to_first_mark(behind))
 

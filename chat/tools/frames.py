@@ -18,11 +18,11 @@ class Frame:
     """Holds the texts around calls as a chat template writes them.
 
     Attributes:
-        begin: the text before the first call of a block.
-        opening: the text before each call.
-        closing: the text after each call.
-        join: the text between two calls.
-        end: the text after the last call of a block.
+        begin: stands before the first call of a block.
+        opening: stands before each call.
+        closing: stands after each call.
+        join: stands between two calls.
+        end: stands after the last call of a block.
         is_single: whether a reply has one call only.
     """
 

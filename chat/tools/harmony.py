@@ -61,7 +61,7 @@ class HarmonyCalls:
 
     def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
         """Return the rules of one call. The token that ends it ends the reply, so it is no part of the grammar."""
-        # The channel may come before or after the function, and a word about the arguments' form after it.
+        # The channel may stand before or after the function, and a word about the arguments' form after it.
         channel, form = f"{literals(CHANNEL)} /[a-z]+/", f"{literals('<|constrain|>')} /[ a-z]+/"
         name_end = f"/( [ a-z]*)?/ ({channel} /( [ a-z]*)?/)? ({form})? {literals(MESSAGE)}"
         opening, usual_end = literals(self.named.frame.opening), literals(self.named.name_end)

@@ -182,7 +182,7 @@ class JsonBlock:
         elif not self._frame.stop:
             self._text = text
             self._end()
-        elif self._frame.stop in text:  # There is other text after the last object, or the object is not valid.
+        elif self._frame.stop in text:  # Something else stands after the last object, or in it.
             self._text = text.partition(self._frame.stop)[2]
             self._end()
 
@@ -210,9 +210,9 @@ class _Object:
     """Reads one call. Its fields may come in any order, and there may be other fields.
 
     Attributes:
-        has_begun: whether the call's name was returned.
-        is_closed: whether the object has ended. If so, `rest` is the text after it.
-        is_broken: whether the object is no call.
+        has_begun: whether its name was returned.
+        is_closed: whether it has ended. `rest` is the text after it then.
+        is_broken: whether it is no call.
     """
 
     def __init__(self, index: int, tools: frozenset[str], *, is_known: bool) -> None:

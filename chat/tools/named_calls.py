@@ -89,7 +89,7 @@ class NamedBlock:
         self._text = ""  # This text has not been read yet.
         self._index = 0
         self._nesting: Nesting | None = None  # This finds the end of the arguments that are being read.
-        self._is_behind = False  # The text comes after the arguments of a call.
+        self._is_behind = False  # The text stands after the arguments of a call.
         self.rest: str | None = None
         self.is_text = False
 
@@ -140,7 +140,7 @@ class NamedBlock:
         return [CallPart(self._index - 1, arguments=written)] if written else []
 
     def _pass_end(self) -> None:
-        """Read the text after the arguments."""
+        """Read what stands after the arguments."""
         text, closing = self._text.lstrip(), self._frame.closing.strip()
         if closing and text.startswith(closing):
             self._text = text = text[len(closing) :]

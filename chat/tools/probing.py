@@ -45,8 +45,8 @@ class Probe:
     """Renders chats by one tokenizer's template. A template is a program of the checkpoint, and may refuse any of them.
 
     Attributes:
-        header: the text between a user's message and a reply to it, if another message follows the reply.
-        turn_end: the text after a reply at the end of a chat.
+        header: what stands between a user's message and a reply to it that another message follows.
+        turn_end: what stands after a reply at the end of a chat.
     """
 
     def __init__(self, tokenizer: Any) -> None:

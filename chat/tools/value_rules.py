@@ -48,7 +48,7 @@ class ValueRules:
     """Collects the grammar rules for the values of one tool's arguments.
 
     Args:
-        prefix: the text with which the rules' names begin.
+        prefix: the beginning of the rules' names.
         root: the schema in which references are looked up.
     """
 

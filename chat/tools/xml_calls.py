@@ -56,12 +56,11 @@ class XmlCalls(FramedCalls):
     """Defines the texts around the parts of a call.
 
     Attributes:
-        frame: the texts around the call, up to the function's name.
-        name_end: the text between the name and the first argument.
-        key_begin: the text before the name of an argument.
-        key_ends: the texts between the name of an argument and its value: the first is for texts, the second for other
-            values.
-        value_end: the text after a value.
+        frame: what stands around the call, up to the function's name.
+        name_end: stands between the name and the first argument.
+        key_begin: stands before the name of an argument.
+        key_ends: stand between the name of an argument and its value: the first for texts, the others for other values.
+        value_end: stands after a value.
     """
 
     frame: Frame = QWEN_FRAME
@@ -157,7 +156,7 @@ class Patterns:
         frame = calls.frame
         mark, inner = re.escape(frame.mark), flexible(calls.inner_opening.strip())
         name = rf"([^\s<>\"'={{}}(),]+)\s*{flexible(calls.name_end.strip())}"
-        # The block's text does not contain the mark that began it, unless the block begins at the text after the mark.
+        # A block was begun by its mark, which is not a part of its text. Or it begins after it.
         self.first = re.compile(rf"\s*(?:{mark})?\s*{inner}\s*{name}\s*")
         again = "" if frame.begin.strip() else f"{mark}\\s*" if not inner else f"(?:{mark}\\s*)?"
         self.next = re.compile(rf"\s*{again}{inner}\s*{name}\s*")
@@ -263,7 +262,7 @@ class _Reading:
         self._failed.add((at, is_first))
 
     def _behind(self, at: int) -> Iterator[tuple[list[_Call], str]]:
-        """Yield the possible readings of the text after a call."""
+        """Yield what may stand after a call."""
         if self._patterns.end is None:
             yield from self.all_calls(at, is_first=False)
             return
@@ -314,7 +313,10 @@ def _without_line(text: str, patterns: Patterns) -> str:
 
 
 def _read_leniently(text: str, patterns: Patterns) -> tuple[list[_Call], str]:
-    """Read a reply that is not well-formed, for example because it was cut. A value ends at the first mark after it."""
+    """Read a reply that is not well-formed, for example because it was cut.
+
+    A value ends at the first tag after it, whichever tag that is.
+    """
     calls, at = list[_Call](), 0
     begun = patterns.first.match(text)
     while begun is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from hybridmem.chat.commands.fleet import FLEET, is_fleet
+from hybridmem.chat.commands.fleet_options import FLEET, is_fleet
 from hybridmem.chat.commands.option_table import Chosen
 from hybridmem.chat.commands.serve_options import SERVE
 from hybridmem.chat.commands.start import name_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hybridmem.chat.commands.fleet import ROUTERS
+from hybridmem.chat.commands.fleet_options import ROUTERS
 from hybridmem.chat.console import make_console
 from hybridmem.cluster.simulation.fleet import FleetSetup, simulate_fleet
 from hybridmem.cluster.simulation.replicas import Sizes

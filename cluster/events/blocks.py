@@ -2,8 +2,8 @@
 
 Such a router counts the blocks with which a prompt begins, and assumes that a replica can continue after each of them.
 So a block is listed only if the memory can continue after it and after every block before it. That needs a checkpoint
-at the block's end, or one that can be rolled back to it. If blocks have the length of the prefix cache's grid, the
-listed blocks end at the checkpoints of the grid.
+there, or one that rolls back to there. If blocks have the length of the prefix cache's grid, these are the checkpoints
+of the grid.
 """
 
 from __future__ import annotations

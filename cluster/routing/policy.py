@@ -1,7 +1,7 @@
 """Chooses a replica by session, resumable prefix and load.
 
 The first choice is the replica that holds the session, then the one that can resume most of the prompt, then the less
-loaded of two random replicas.
+loaded of two drawn at random.
 
 A router for plain attention counts cached pages. With a hybrid model, a page is useless if no state was kept at its
 end. So only prefixes count that a replica can resume, from a checkpoint or by a rollback from one. If loads are uneven,

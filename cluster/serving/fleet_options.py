@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from hybridmem.chat.commands.fleet import FLEET
+from hybridmem.chat.commands.fleet_options import FLEET
 from hybridmem.chat.commands.option_table import Chosen, read_bytes
 from hybridmem.chat.commands.serve_options import SERVE
 from hybridmem.chat.server import ServerOptions

@@ -288,7 +288,7 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
         self, copied: Copied, index: int, q_THD: Tensor, body: list[Tensor], body_at: int, rows_RXD: Tensor,
         scoring: Scoring,
     ) -> Tensor:  # fmt: skip
-        """Attend to the rows of a body as they were seen at `copied.fold_point`, and to `rows_RXD` behind them."""
+        """Attend to the rows of a body as they were seen at `copied.fold_point`, and to `rows_RXD` after them."""
         spec, kept_rows, kernels = self._specs[index], self._kept_rows, self._kernels
         if copied.fold_point == body_at:
             seen = kept_rows.kept_of(body, body_at)

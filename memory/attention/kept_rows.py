@@ -1,4 +1,4 @@
-"""Holds the body of attention under an eviction policy: rows that are kept, and behind them rows evicted lately.
+"""Holds the body of attention under an eviction policy: rows that are kept, and after them rows evicted lately.
 
 A fold evicts rows for all lengths at which it has happened: from its fold point plus the rollback window on. A sequence
 that was rolled back to a shorter length must see these rows, as if it had never gone further. So a body holds them for

@@ -69,7 +69,7 @@ class Selection:
     def groups_read(
         self, packed: Packed, batch: PagedBatch, pages: Int64s, place: Place, body: Body, itemsize: int
     ) -> tuple[Read, ...]:
-        """Return what the queries of a step read of quantised groups, and of the exact pages behind them."""
+        """Return what the queries of a step read of quantised groups, and of the exact pages after them."""
         n_groups = np.diff(body.cu_blocks)
         chosen, others, tokens = self._divide(packed, n_groups)
         if not len(tokens):

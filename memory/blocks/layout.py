@@ -45,7 +45,7 @@ class Field:
 
     @property
     def end_bytes(self) -> int:
-        """Return the offset of the first byte behind the field."""
+        """Return the offset of the first byte after the field."""
         return self.offset_bytes + self.n_elements * self.dtype.itemsize
 
 
@@ -54,8 +54,8 @@ class BlockLayout:
     """Says how a block is divided into fields. `padding_bytes` is what alignment adds to their sizes.
 
     Attributes:
-        shares: how many bytes of a block belong to each member of the layer memory, in the order of the members. Their
-            sum is the whole block.
+        shares: how many bytes of a block belong to each of the model's layers that share this layer memory, in their
+            order. Their sum is the whole block.
     """
 
     fields: tuple[Field, ...]
@@ -75,7 +75,7 @@ class BlockLayout:
         return BlockLayout(tuple(fields), offset)
 
     def shared_by(self, n_fields: Seq[int]) -> BlockLayout:
-        """Return the same layout, divided: the first member has n_fields[0] fields, the next n_fields[1], and so on."""
+        """Return the same layout, divided: the first layer has n_fields[0] fields, the next n_fields[1], and so on."""
         bounds = [*(f.offset_bytes for f in self.fields), self.block_bytes]
         shares = [
             bounds[end] - bounds[end - n] for n, end in zip(n_fields, itertools.accumulate(n_fields), strict=True)

@@ -274,7 +274,7 @@ def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
     """
     if (stage := _stage_for(device)) is not None:
         size = array.size
-        if room:  # Kernels of the CPU do not read behind the array, so the room may be large.
+        if room:  # Kernels of the CPU do not read beyond the array, so the room may be large.
             size = room_for(size) if is_apart(device) else max(_LEAST_ROOM, 1 << (size - 1).bit_length())
         return stage.add(array, size)
     object_to_replays("a step that is recorded wants to upload what its plan does not hold")

@@ -36,7 +36,7 @@ class _Buffer:
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """Says where the ids of a slot are: `buffer.ids[start:end]` and, unless it is -1, `last` behind them.
+    """Says where the ids of a slot are: `buffer.ids[start:end]` and, unless it is -1, `last` after them.
 
     It never changes. It is not a frozen dataclass, because making one would take three times as long.
 
@@ -149,7 +149,7 @@ class BlockTable:
             self._rows[slot] = row
 
     def _note(self, slot: int) -> None:
-        """Note what a slot refers to, and its numbers, because both are about to change."""
+        """Let the journal keep which blocks a slot refers to, and its `numbers`, so that a change can be undone."""
         self.pool.journal.before(self._put_back, slot, self._rows.get(slot), self._numbers_of(slot))
 
     def _put_back(self, slot: int, row: _Row | None, numbers: dict[str, int]) -> None:
@@ -167,7 +167,7 @@ class BlockTable:
                 self.numbers[name].pop(slot, None)
 
     def append(self, slot: int, ids: Int64s) -> None:
-        """Make a slot refer to these blocks as well, behind its others. The cost is mostly O(their number)."""
+        """Make a slot refer to these blocks as well, after its others. The cost is mostly O(their number)."""
         row = self._rows.get(slot)
         self.replace(slot, 0 if row is None else len(row), ids)
 
@@ -203,13 +203,14 @@ class BlockTable:
 
     def leave_behind(self, slot: int, n: int) -> Int64s:
         """Take the first `n` blocks from a slot, and return them. The caller takes over the references to them."""
-        self._note(slot)  # The caller counts the blocks that a slot has left behind, in one of its numbers.
+        # The caller will change the slot's number of blocks left behind, so the journal must keep that as well.
+        self._note(slot)
         row, ids = self._rows[slot], self[slot][:n]
         self._rows[slot] = row.cut(n, len(row))
         return ids
 
     def truncate(self, slot: int, n_kept: int) -> None:
-        """Release a slot's blocks behind the first `n_kept`."""
+        """Release a slot's blocks after the first `n_kept`."""
         row = self._rows.get(slot)
         if row is not None and n_kept < len(row):
             self._note_row(slot)

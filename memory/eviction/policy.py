@@ -39,7 +39,7 @@ class Candidates:
 
     @property
     def end(self) -> Tensor:
-        """Return the position behind the last row, as a tensor (), so that the host does not wait for the device."""
+        """Return the position after the last row, as a tensor (), so that the host does not wait for the device."""
         return self.positions[0, -1] + 1
 
     @cached_property

@@ -40,7 +40,7 @@ class PagedBatch:
     """Holds lengths and pages of the requests of a step, for attention; the same for all layers.
 
     A page holds `page_tokens` rows head by head, (G, page_tokens, D): row r of head g begins (g page_tokens + r) D
-    elements behind the beginning of the page.
+    elements after the beginning of the page.
 
     Attributes:
         cu_seqlens: (S + 1,) request i owns queries [cu_seqlens[i], cu_seqlens[i + 1]); host. Short requests come first.

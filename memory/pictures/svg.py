@@ -91,7 +91,7 @@ def _branch(memory: HybridMemory, node: Node, row: int, scale: float) -> Iterato
 
 
 def _boxes(arena: dict[str, Any], row_bytes: int) -> Iterator[Box]:
-    """Yield the ranges cut into rows, regions one behind the other."""
+    """Yield the ranges cut into rows, regions one after the other."""
     before, scale = 0, WIDTH / row_bytes
     for first, last in arena["regions"]:
         for i, (start, end) in enumerate(zip(arena["starts"], arena["ends"], strict=True)):

@@ -203,7 +203,7 @@ class PrefixCache:
         for node in path:
             if node.mark is not None and node.depth <= limit and node not in passed_over:
                 best, reused = node, node.depth
-        # A checkpoint a little behind the last common token may be rolled back to it.
+        # A checkpoint a little after the last common token may be rolled back to it.
         for node in (*(node for node in path if node.depth > limit), *first_marked(beyond)) if limit > reused else ():
             if node.mark is not None and limit > reused and node.mark.horizon <= limit and node not in passed_over:
                 best, reused = node, limit

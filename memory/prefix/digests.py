@@ -24,9 +24,9 @@ class Resumable:
     Attributes:
         n_tokens: the length of the prefix.
         digest: the digest of its owner and tokens, as `digests_at` computes it.
-        checkpoint, owner: the checkpoint whose prefix it is, and the owner of that.
+        checkpoint, owner: the checkpoint at the end of the prefix, and the checkpoint's owner.
         tier: where the checkpoint is.
-        is_shared: True if several prompts part behind it.
+        is_shared: True if several prompts have this prefix in common and differ after it.
     """
 
     n_tokens: int

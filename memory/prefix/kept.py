@@ -315,7 +315,7 @@ class Kept:
         self.outside.reset()
         for checkpoint, record in [*self.records.items()]:
             node = self.tree.node_at(checkpoint.tokens, record.owner)
-            # The same tokens were computed again, and the older checkpoint was about to be closed.
+            # An interrupt came when two checkpoints of the same tokens were noted, before the older one was closed.
             if (other := node.mark) is not None:
                 self.memory.close(other)
                 del self.records[other]

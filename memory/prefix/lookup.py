@@ -22,7 +22,7 @@ class Lookup:
     Attributes:
         n_tokens: the length of the prompt.
         by_attention: how many leading tokens were seen before. A model with attention only could reuse them all.
-        by_recurrent: how many leading tokens have a state behind them: that of a checkpoint, or of one that is rolled
+        by_recurrent: how many leading tokens have a state after them: that of a checkpoint, or of one that is rolled
             back.
         reused: the lesser of the two. It is less than `n_tokens`, because the last token must be fed for its output.
         why: the reason in words.

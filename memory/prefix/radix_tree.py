@@ -166,7 +166,7 @@ class RadixTree:
 
 
 def marks_below(tree: RadixTree, tokens: Int64s, owner: Hashable) -> list[Sequence]:
-    """Return the checkpoints behind these tokens, those made last at the end. Cost: a look at all of them."""
+    """Return the checkpoints after these tokens, those made last at the end. Cost: a look at all of them."""
     n_matched, path, beyond = tree.walk(tokens, owner)
     if n_matched < len(tokens):
         return []
@@ -182,7 +182,7 @@ def marks_below(tree: RadixTree, tokens: Int64s, owner: Hashable) -> list[Sequen
 
 
 def is_shared(node: Node) -> bool:
-    """True if prompts part behind a node before the next checkpoint, so that several continue from the node's own."""
+    """True if several prompts continue from a node's own checkpoint: they differ before the next one."""
     waiting = [node]
     while waiting:
         at = waiting.pop()

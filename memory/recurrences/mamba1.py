@@ -96,8 +96,8 @@ def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
     def uniform(least: float, most: float, *sizes: int) -> Tensor:
         return least + (most - least) * torch.rand(*sizes, generator=generator)
 
-    # The initial values of the published models: A = -1, -2 ..., and dt between 0.001 and 0.1 before it depends on x.
-    # With a dt of ordinary random weights states grow to hundreds, and what follows them enlarges each rounding.
+    # Initial values are those of published models: A = -1, -2 ..., and a bias that alone gives a dt between 0.001 and
+    # 0.1. If dt came from random weights, states would grow to hundreds, and so would the errors of rounding.
     dt_E = torch.exp(uniform(math.log(0.001), math.log(0.1), 6))
     x_proj, dt_proj = weights(2 + 2 * 3, 6), uniform(-1, 1, 6, 2) / 2**0.5
     conv = CausalConv(uniform(-1, 1, 4, 6), uniform(-1, 1, 6))

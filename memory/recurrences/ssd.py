@@ -6,7 +6,7 @@ and A, and its group's B and C (keys and queries):
     x, B, C = silu(conv(row))     dt = clamp(softplus(dt + b_dt))
     h = exp(dt A) h + dt x B^T    y = h C + D x
 
-The gate and the norm behind it hold no state, so they stay with the model. A replay holds no matrix product.
+The gate and the norm after it hold no state, so they stay with the model. A replay holds no matrix product.
 """
 
 from __future__ import annotations

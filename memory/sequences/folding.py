@@ -143,7 +143,7 @@ class TailRules:
         return self.points.last(peaks)
 
     def next_fold(self, body_at: NumberT) -> NumberT:
-        """Return the first fold point behind a body, or behind each of an array of bodies."""
+        """Return the first fold point after a body, or after each of an array of bodies."""
         return (body_at // self.fold_tokens + 1) * self.fold_tokens
 
     def tail_at(self, body_at: NumberT) -> NumberT:

@@ -274,7 +274,7 @@ class Ledger:
         self.backs[slot] = positions_back(self.tokens(slot)).sum()
 
     def drop(self, dropped: Dropped, changed_from: int) -> None:
-        """Remove tokens from the middle. From `changed_from` on, memory differs from one that was fed only the rest."""
+        """Remove tokens. From `changed_from` on, memory differs from what feeding only the remaining tokens gives."""
         slot, tokens = dropped.slot, self.tokens(dropped.slot)
         self._note(self.handles[slot])
         left = np.concatenate([tokens[: dropped.start], tokens[dropped.end :]])
@@ -294,11 +294,11 @@ class Ledger:
         return self._seams.get(slot, ())
 
     def record(self, slot: int) -> dict[str, Any]:
-        """Return what files say of a slot: its tokens (length,), and the rest as values for JSON."""
+        """Return what a saved file holds of a slot: its tokens (length,), its peak, and the positions of its seams."""
         return {"tokens": self.tokens(slot), "peak": int(self.peaks[slot]), "seams": [at for at, _ in self.drops(slot)]}
 
     def restore(self, slot: int, ids: Int64s, peak: int) -> None:
-        """Fill an empty slot from what a file says of it: its tokens (n,), which are checked, and its peak."""
+        """Fill an empty slot from what a saved file holds of it: its tokens (n,), which are checked, and its peak."""
         self._note(self.handles[slot])
         self._place(slot, ids.copy())
         self.restore_position(slot, len(ids), peak, ())

@@ -197,7 +197,7 @@ class BlockAccess:
         return {size: self.place(block + slot * size) for size in self._row_sizes}
 
     def plan_writes(self, step: TailStep) -> RowWrites:
-        """Find the places in tails for the new rows behind each new body."""
+        """Find the places in tails for the new rows after each new body."""
         packed, after = step.packed, step.after
         if not self.blocks.rules.tail_rows or not self._row_sizes:
             return RowWrites(self._store.upload(EMPTY), {})

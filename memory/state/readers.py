@@ -149,7 +149,7 @@ class HeadReader:
 
 @dataclass(frozen=True)
 class TailReads:
-    """Holds what a step reads and writes where each request's new rows are one segment, behind its tail.
+    """Holds what a step reads and writes where each request's new rows are one segment, after its tail.
 
     Attributes:
         sources, targets: element size in bytes -> (S,) element offsets of the tail blocks to read and to write.

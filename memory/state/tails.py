@@ -326,7 +326,7 @@ class TailTable(Generic[TailPlanT]):
         horizons: Int64s = np.maximum(self.rules.body_at(packed.peaks + offsets) - offsets, floors)
         return horizons
 
-    # What slots refer to
+    # The blocks that slots refer to
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         """Return pool name -> ids of the blocks that the slot refers to."""

@@ -229,7 +229,7 @@ def _header(tensors: Mapping[str, Seq[Tensor]], metadata: dict[str, str]) -> byt
 
 
 def _contents(tensors: Mapping[str, Seq[Tensor]]) -> Iterator[memoryview]:
-    """Generate the bytes behind the header."""
+    """Generate the bytes after the header."""
     return (bytes_of(piece) for name in _in_order(tensors) for piece in tensors[name])
 
 

@@ -1,4 +1,8 @@
-"""Moves sequences out of the budget and back: into host memory or files, and their pages to host memory."""
+"""Moves sequences out of the budget and back: into host memory or files, and their pages to host memory.
+
+It never chooses a sequence. `chat.engine.scheduling` chooses which running sequence is swapped out (preempted) when
+room is short, and `memory.prefix.eviction_rank` which checkpoint of a prefix cache.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ class Fed:
 
     Attributes:
         tokens: the tokens that count.
-        taken_back: the tokens behind them that the step fed as well, but that were taken back later.
+        taken_back: the tokens after them that the step fed as well, but that were taken back later.
     """
 
     tokens: tuple[int, ...]

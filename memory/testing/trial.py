@@ -96,7 +96,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Mark:
-    """Holds a checkpoint, the sequence that it was taken of, and what that sequence was then."""
+    """Holds a checkpoint, the name of its sequence, and that sequence's tokens and furthest position at that moment."""
 
     handle: Handle
     source: str

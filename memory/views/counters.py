@@ -33,7 +33,7 @@ class CountedLayers(Holders, Protocol):
 
 
 class CountedSwaps(Protocol):
-    """Declares what the counters read of swaps: a part of `memory.storage.swap.Tiers`."""
+    """Declares what the counters read of swaps: a part of `memory.storage.tiers.Tiers`."""
 
     n_to_host: int
     n_to_disk: int
@@ -128,7 +128,7 @@ class Counters:
         """Return the bytes of sequences that are swapped out: in host memory, and in files."""
         return self.swaps.used_bytes
 
-    # Of sequences
+    # These methods count the bytes of single sequences.
 
     def held_bytes(self, sequence: Sequence) -> int:
         """Return the bytes of blocks to which a sequence or checkpoint refers, shared or not. Raises SequenceError."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import OlmoHybridConfig
 
 _DELTA_NORM_EPS = 1e-5
-"""Epsilon of the norms behind the delta rule, whatever the config's."""
+"""Epsilon of the norms after the delta rule, whatever the config's."""
 _NAMES = {
     "input_layernorm": "attention_layer_norm",
     "post_attention_layernorm": "feedforward_layer_norm",

@@ -51,7 +51,7 @@ class HybridCache(Cache):  # type: ignore[misc]
         """Return the sequence of each row."""
         return tuple(self._sequences)
 
-    # What transformers reads
+    # Transformers reads these members.
 
     @property
     def batch_size(self) -> int:

@@ -145,7 +145,7 @@ def on_step(forward: ForwardT) -> ForwardT:
 
 
 HIDDEN_STATES = "hidden states"
-"""A step with this among its notes gives the rows behind the last norm instead of logits, for embeddings."""
+"""A step with this among its notes gives the rows after the last norm instead of logits, for embeddings."""
 
 
 class Decoder:

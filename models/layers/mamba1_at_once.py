@@ -40,7 +40,10 @@ PASSES_ADDRESSES = True
 
 
 class Mamba1AtOnce:
-    """Runs a layer's recurrence over few rows, always the same one, to the bits of its separate functions."""
+    """Runs the recurrence of one layer over few rows. Each object serves one layer only.
+
+    The results have the same bits as those of the separate functions.
+    """
 
     def __init__(self, x_proj: CompiledProduct, dt_proj: CompiledProduct) -> None:
         self._x_proj, self._dt_proj = x_proj, dt_proj

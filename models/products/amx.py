@@ -95,12 +95,12 @@ def load(builder: ir.IRBuilder, tile: int, at: ir.Value, stride_bytes: ir.Value)
 
 
 def store(builder: ir.IRBuilder, tile: int, at: ir.Value) -> None:
-    """Write a tile of sums, its rows one behind the other."""
+    """Write a tile of sums, its rows one after the other."""
     _call(builder, "tilestored64", _I8(tile), at, I64(_LINE_BYTES))
 
 
 def load_weights(builder: ir.IRBuilder, tile: int, at: ir.Value) -> None:
-    """Read 16 pairs of inputs of 16 outputs, which lie one behind the other."""
+    """Read 16 pairs of inputs of 16 outputs, which lie one after the other."""
     load(builder, tile, at, I64(_LINE_BYTES))
 
 

@@ -46,7 +46,7 @@ def _tile(n_rows: int) -> Any:
         """Set sums[block, row] (16 each, flat) to the sums of rows and four blocks; not checked.
 
         A block has `block_codes` codes, uint32 for pairs or float32. x has n codes for each row, of the same type, one
-        row behind the other from `first` on, or a panel of six, which also asks for the block at `ahead`.
+        row after the other from `first` on, or a panel of six, which also asks for the block at `ahead`.
         """
         is_paired = codes.dtype == types.uint32
 

@@ -68,7 +68,7 @@ class _Call:
         norm: Norm | None, weight: np.ndarray | None, sizes: list[int], eps: float,
         own: CompiledProduct, *others: CompiledProduct,
     ) -> _Call:  # fmt: skip
-        """Make it for a norm with these weights, and sizes that the kernel reads behind their address."""
+        """Make it for a norm with these weights, and sizes that the kernel reads after their address."""
         address, products = 0 if weight is None else weight.ctypes.data, (own, *others)
         fields = [address, *sizes, *(number for product in products for number in product.fields())]
         n_multiplications = sum(product.n_padded * product.n_out for product in products)
@@ -85,7 +85,7 @@ class CompiledProduct:
         bias: (n_out,) float32, or empty.
         activation: its number in `epilogue.ACTIVATIONS`.
         n_multiple, n_per_code: inputs are padded to a multiple, and one code holds so many.
-        pieces: products whose outputs stand one behind the other, if the weight is several.
+        pieces: products whose outputs stand one after the other, if the weight is several.
     """
 
     weight: tuple[np.ndarray, ...]

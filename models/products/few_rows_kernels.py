@@ -167,7 +167,7 @@ def _blocks_of_floats(fields, first, codes_like, x_at, n_rows, shape, n_parts, o
 
 @njit(error_model="numpy")
 def _normed(x_at, n_rows, n_inputs, x_like, norm_at, eps, n_padded, like):
-    """Return norms of rows, which are rounded to the type of `like` first, with zeros behind them."""
+    """Return norms of rows, which are rounded to the type of `like` first, with zeros after them."""
     x, weight = array_at(x_at, n_rows * n_inputs, x_like), array_at(norm_at, n_inputs, like)
     rows, normed = np.empty(n_inputs, like.dtype), np.zeros(n_rows * n_padded, like.dtype)
     scratch = np.empty(n_inputs, np.float32)
@@ -181,7 +181,7 @@ def _normed(x_at, n_rows, n_inputs, x_like, norm_at, eps, n_padded, like):
 
 @njit(error_model="numpy")
 def _gated(y, gate, n_rows, n_inputs, norm_weight, eps, n_part, n_padded, like):
-    """Return y * gate, or norm(y * gate) where there is a norm's weight, with zeros behind each row."""
+    """Return y * gate, or norm(y * gate) where there is a norm's weight, with zeros after each row."""
     gated, scratch = np.zeros(n_rows * n_padded, like.dtype), np.empty(n_inputs, np.float32)
     n_gates = n_inputs if len(gate) > 0 else 0
     for t in range(n_rows):

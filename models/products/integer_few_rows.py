@@ -36,7 +36,7 @@ from hybridmem.models.products.row_ranges import multiply_back
 from hybridmem.models.products.tile_kernels import add_while
 from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS
 
-binding.initialize_native_asmparser()  # it reads `_add_pairs`
+binding.initialize_native_asmparser()  # LLVM needs this parser for the assembly text in `_add_pairs`.
 
 MOST_ROWS = 4
 """The most rows of a product for which vectors were measured to be faster than tiles."""

@@ -48,7 +48,7 @@ def _sizes(typing_context, stored):
 def _read_block(typing_context, stored, at, group, row):
     """Set group[32 i : 32 (i + 1)] of a row, for each 32 inputs i of a block at `at`, to their codes; not checked.
 
-    The 16 rows of 32 inputs lie one behind the other.
+    The 16 rows of 32 inputs lie one after the other.
     """
     form = _FORMS[next(iter(stored.dtype.fields))]
 

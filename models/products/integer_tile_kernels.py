@@ -105,7 +105,7 @@ class _Groups:
         scales: where those of the block begin.
         first_group: the number, in the block, of the panel's first group.
         row_sums, row_stride: sums of the first row's inputs from the panel's first group on; the next row's are so far
-            behind them.
+            after them.
     """
 
     emitter: Emitter

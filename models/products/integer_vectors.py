@@ -262,7 +262,8 @@ class Emitter:
         halves = [_as_short(int(number.view(np.uint32) >> 16)) for number in smallest]
         is_small = b.icmp_unsigned("<", sizes, _words(1 << n_mantissa))
         moved = b.select(is_small, self._looked_up(halves, sizes), moved)
-        largest = 0x7F if is_e4m3 else 0x7C  # from here on they are NaN, or first infinite
+        # Larger codes are NaN. This one is NaN in E4M3, and infinity in E5M2.
+        largest = 0x7F if is_e4m3 else 0x7C
         ends = b.shl(b.sub(sizes, _words(largest - (1 if is_e4m3 else 0))), _words(5))
         moved = b.select(b.icmp_unsigned(">=", sizes, _words(largest)), b.or_(ends, _words(0x7F80)), moved)
         signed = b.or_(moved, b.shl(b.and_(words, _words(0x80)), _words(8)))

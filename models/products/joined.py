@@ -1,4 +1,4 @@
-"""Joins weights that share their rows but not their layout: their outputs stand one behind the other.
+"""Joins weights that share their rows but not their layout: their outputs stand one after the other.
 
 A layer's values may be stored in more bits than its queries and keys, for instance.
 """

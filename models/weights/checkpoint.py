@@ -283,7 +283,7 @@ class Checkpoint:
         return next((name for name in names if name in self), names[0])
 
     def take_joined(self, names: Sequence[str], *shape: int) -> Tensor:
-        """Return what is stored as several tensors, one behind the other in the first dimension, as `take` does.
+        """Return what is stored as several tensors, one after the other in the first dimension, as `take` does.
 
         They may be cut anywhere: published files hold what belongs together, and transformers cuts into equal parts.
 

@@ -21,7 +21,7 @@ def with_one_more(weight: Tensor) -> Tensor:
 
 
 def joined(*weights: Tensor, dim: int = 0) -> Tensor:
-    """Return weights one behind the other in one dimension: (n_i, ...) become (sum of n_i, ...)."""
+    """Return weights one after the other in one dimension: (n_i, ...) become (sum of n_i, ...)."""
     if len(weights) == 1:
         return weights[0]
     # A tensor of a class with rules of its own knows how to join its parts.

@@ -44,7 +44,7 @@ def _k4_factors() -> Factors:
 
 
 def _k3_factors() -> Factors:
-    """Say where 16 scales of 6 bits each are in 12 bytes: their lower four bits, and behind them the upper two."""
+    """Say where 16 scales of 6 bits each are in 12 bytes: their lower four bits, and after them the upper two."""
     return tuple(((Term(96 + i % 8, 4 * (i // 8), 15), Term(104 + i % 4, 2 * (i // 4), 3, 4)),) for i in range(16))
 
 

@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from benchmarks import gpu_tune
 from benchmarks.__main__ import app
-from benchmarks.gpu_cases import make_cases
-from benchmarks.gpu_tune import OPTIONS, Case, Run, Trial, agree, climb, neighbours, tune_all
+from benchmarks.gpu_cases import Case, Run, make_cases
+from benchmarks.gpu_tune import OPTIONS, Trial, agree, climb, neighbours, tune_all
 from benchmarks.harness import Report
 from hybridmem.memory.kernels.cuda.choices import TUNABLES, powers_of_2, tunable
 from tests.kernels_cuda.on_device import MadeOn

@@ -14,7 +14,7 @@ from hybridmem.chat.prompts import find_stop_ids, load_tokenizer
 from hybridmem.chat.special_tokens import find_turn_end
 from hybridmem.memory import FormatError
 from hybridmem.models import EMBEDDED
-from tests.chat.test_special_tokens import make_tokenizer
+from tests.chat.special_tokens.test_special_tokens import make_tokenizer
 
 
 def model_of(eos_token_id: Any = None) -> Any:

@@ -27,7 +27,7 @@ from tests.chat.servers import running
 from tests.docs.pages import NOT_RUN, OUTPUT, PAGES, ROOT, Block, name_of, read_blocks, read_prose
 
 LANGUAGES = {"python", "bash", "console", "json", "jsonl", "text", "toml", "yaml", "ini", "dockerfile"}
-"""TOML is read by tests/chat/test_serve_options.py, units and files of containers by test_services.py."""
+"""TOML is read by tests/chat/commands/test_serve_options.py, units and files of containers by test_services.py."""
 MOST_NOT_RUN = 3
 SERVER = "http://127.0.0.1:8000"
 APPS: dict[str, Any] = {

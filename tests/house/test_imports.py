@@ -16,7 +16,7 @@ import hybridmem
 from hybridmem import memory, models
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
-from tests.models.test_own_bits import WIDE
+from tests.models.weights.test_gguf_forms import WIDE
 
 ROOT = Path(__file__).parent.parent.parent
 FRAMEWORKS = {"fastapi", "matplotlib", "numba", "openai", "pandas", "transformers", "uvicorn"}

@@ -13,8 +13,9 @@ import torch
 
 from benchmarks import gpu_attention, gpu_cases, gpu_prompts, gpu_states, gpu_tails
 from benchmarks.gpu_attention import Heads
+from benchmarks.gpu_cases import Case, Run
 from benchmarks.gpu_states import Layer
-from benchmarks.gpu_tune import OPTIONS, Case, Run, Trial, neighbours
+from benchmarks.gpu_tune import OPTIONS, Trial, neighbours
 from benchmarks.harness import Samples
 from hybridmem.memory import RecurrentSpec
 from hybridmem.memory.kernels import Erase, reference

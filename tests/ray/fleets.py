@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 from openai import OpenAI
 
-from hybridmem.chat.commands.fleet import FLEET
+from hybridmem.chat.commands.fleet_options import FLEET
 from hybridmem.chat.commands.serve_options import SERVE
 from hybridmem.cluster.serving.fleet_options import FleetOptions
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridmem.chat.commands.fleet import FLEET
+from hybridmem.chat.commands.fleet_options import FLEET
 from hybridmem.chat.commands.option_table import Chosen
 from hybridmem.chat.commands.serve_options import SERVE
 from hybridmem.cluster.commands.serve import shared_sessions

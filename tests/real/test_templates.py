@@ -15,8 +15,8 @@ from hybridmem.chat.tools.grammars import Required, make_grammar
 from hybridmem.chat.tools.probing import Probe
 from hybridmem.chat.tools.reading import make_reader
 from tests.chat.byte_tokenizers import make_byte_tokenizer
-from tests.chat.test_families import FORMAT, NOW, WEATHER, fits
-from tests.chat.test_tools import cut, draw_text, read
+from tests.chat.tools.test_families import FORMAT, NOW, WEATHER, fits
+from tests.chat.tools.test_tools import cut, draw_text, read
 
 KINDS = {
     "JsonCalls": [

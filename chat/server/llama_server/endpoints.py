@@ -30,7 +30,7 @@ _GAPS = (
 
 
 class LlamaServer:
-    """Answers requests of llama.cpp's clients, in the form of its server. `Service` generates the replies."""
+    """Answers in the form of llama.cpp's server. `Service` checks the requests and generates the replies."""
 
     def __init__(self, service: Service, embedding: Embedding) -> None:
         self._service = service

@@ -75,7 +75,7 @@ class LlamaCompletion(SamplingFields):
 
 
 class Infill(LlamaCompletion):
-    """Holds a request to POST /infill: the texts before and after a gap."""
+    """Holds a request to POST /infill: the text before and after a gap."""
 
     neutral: ClassVar[Neutral] = {"input_extra": ([],)}
     prompt: str = ""  # type: ignore[assignment]

@@ -34,7 +34,7 @@ def read_system(value: object) -> str:
     """Read the system prompt, which is a text or a list of blocks of text. Raises ValueError.
 
     Claude Code's first block is a header for Anthropic's accounts, which differs between versions, hosts and sessions.
-    The header is not meant for a model. If the model got it, no two sessions could share the prefix after it.
+    It is no text for a model. If it were told, no two sessions could share the prefix after it.
     """
     texts = map(_read_text, _blocks_of(value))
     return "\n\n".join(text for text in texts if not text.startswith(_BILLING))
@@ -43,9 +43,8 @@ def read_system(value: object) -> str:
 def with_system_first(system: str, messages: list[ChatMessage]) -> list[ChatMessage]:
     """Return the messages with one system message first: the system prompt, and all system messages before a reply.
 
-    Claude Code lists its agents and skills in system messages after the user's first words. These lists are most of its
-    prompt, and the same in every session. When they come before the user's words, all sessions share them. Later system
-    messages stay in place.
+    Claude Code says which agents and skills there are after the user's first words. That is most of its prompt, and
+    the same in every session. Before the user's words, all sessions share it. Later system messages stay in place.
     """
     n_opening = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     opening = messages[:n_opening]

@@ -18,10 +18,7 @@ _LINES = "application/x-ndjson"
 
 
 class Ollama:
-    """Answers requests of Ollama's clients, in Ollama's form.
-
-    `Service` checks the requests and generates the replies.
-    """
+    """Answers Ollama's clients in Ollama's form. `Service` checks their requests and generates the replies."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

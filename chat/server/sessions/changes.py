@@ -74,8 +74,8 @@ class Changes:
     async def fork(self, request: Request, session_id: str) -> Response:
         """Copy the path to a node into a new session.
 
-        If `token` is given, the node is a reply, and the new session generates another reply that begins with its first
-        `token` tokens.
+        If `token` is given, the node must be a reply. The new session then begins another reply with the first tokens
+        of that one, as many as `token` says.
         """
         asked, owner = await self._repository.read(request, ForkRequest)
         session, node, above = await self._find(owner, session_id, asked.node)

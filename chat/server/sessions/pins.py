@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.errors import ApiError, as_api_error, too_many
 from hybridmem.chat.server.guard import exchange_of
 from hybridmem.chat.server.replies import PromptRequest
@@ -78,7 +77,7 @@ class Pins:
             raise ApiError(400, message, code="unsupported_value")
         if await asyncio.to_thread(missing_tokens, engine, pin.owner, pin.tokens) <= 1:
             return
-        prompt = PromptRequest(pin.tokens.tolist(), max_tokens=0, stop=(), samplings=(Sampling(),), owner=pin.owner)
+        prompt = PromptRequest(pin.tokens.tolist(), max_tokens=0, owner=pin.owner)
         replies = self._repository.service.begin(exchange_of(request.scope), [prompt])
         try:
             while await replies.next() is not None:

@@ -65,7 +65,7 @@ def find_base(
 
 
 def make_prompt(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, parse_special: bool) -> Prompt:
-    """Return the prompt of the reply that follows a history.
+    """Return the prompt after a history.
 
     Raises ApiError 400 if the chat template refuses the messages.
     """
@@ -80,7 +80,7 @@ def make_prompt(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *
 def count_nodes(texts: Tokenizer, n_prompt: int, n_before: int, nodes: list[Node]) -> list[Node]:
     """Return new nodes with the number of token ids that each adds.
 
-    Each node counts its own text; the last one counts all other tokens.
+    Each node counts the tokens of its own text; the last one counts all that are left.
 
     Args:
         n_prompt: the number of token ids of the prompt that ends with these nodes.

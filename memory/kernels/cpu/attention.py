@@ -101,7 +101,7 @@ def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scorin
         found_GSTD, log_sum_GST = torch.empty(0), torch.empty(0)
         for begin, end in rows:
             k_GSRD, v_GSRD = (x.transpose(0, 1)[:, None].expand(-1, q_GSTD.shape[1], -1, -1) for x in read(begin, end))
-            # Its `is_causal` aligns at the top left, which is right if the rows are the queries' own.
+            # Torch's `is_causal` aligns the mask at the top left. That is right only for the queries' own rows.
             mask, is_causal = None, begin == first and (scoring.window is None or n_queries <= scoring.window)
             if not is_causal and not sees_all(n_queries, end - begin, scoring.window, first - begin):
                 mask = causal_mask(n_queries, end - begin, scoring.window, q_THD.device, first - begin)
@@ -109,7 +109,7 @@ def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scorin
                 q_GSTD, k_GSRD, v_GSRD, is_causal=is_causal, attn_mask=mask, scale=scoring.scale
             )
             if len(rows) > 1 and (log_more_GST == 0.0).any() and k_GSRD[:, 0].isinf().any():
-                # If all scores are -inf it returns 0, the log of one. Only infinite keys score so; no model has them.
+                # If all scores are -inf, torch returns 0, the log of one. Only infinite keys do that.
                 out_THD[:] = attend(q_THD, n_rows, n_kv_heads, read, scoring)
                 return
             if begin == rows[0][0]:

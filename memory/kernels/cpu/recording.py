@@ -40,7 +40,7 @@ _HOST_READS = {
 """These functions of tensors give numbers, or an address, to the host. Older versions of torch lack some of them."""
 
 _READ_ARGUMENTS = {"as_tensor", "asarray", "new_tensor", "tensor", "tensor_split"}
-"""These functions may read, without an operation, tensors that are given within or behind their first argument."""
+"""These functions may read, without an operation, tensors that are given within or after their first argument."""
 
 _OWN = "hybridmem.memory.kernels.cpu."
 _PASSES_ADDRESSES = "PASSES_ADDRESSES"

@@ -180,7 +180,7 @@ def scan_at(
         i, first = task // n_chunks, (task % n_chunks) * at_once
         last = min(first + at_once, n_channels)
         source, target, width = sources[i] + first, targets[i] + first, last - first
-        # The state is advanced in place, in its target.
+        # The state is copied into its target, and advanced there.
         for n in range(n_states):
             h = flat[target + n * n_channels : target + n * n_channels + width]
             if source < first:

@@ -47,7 +47,7 @@ def convolve(
         last = min(first + AT_ONCE, n_channels)
         start, count, fold, width = cu_rows[i], counts[i], folds[i], last - first
         n_seen = n_taps - 1 + count + cu_rows[i + 1] - start
-        # What was seen, oldest first: the window, the tail and the new rows.
+        # The inputs seen so far, oldest first, are the window, the tail and the new rows.
         seen = np.empty((n_seen, width), np.float32)
         for j in range(n_taps - 1):
             if sources[i] < 0:

@@ -141,7 +141,7 @@ def _selective_scan(
             p = (t - start).to(tl.int32) + count
             is_body = is_channel[None, :] & (states < tl.where(p == fold, limit, 0))[:, None]
             tl.store(flat + target + at, h.to(flat.dtype.element_ty), mask=is_body)
-            # What is added is what rings hold, rounded. Tokens that the new body contains may have no slot in them.
+            # Add the rounded values that rings hold. Tokens that the new body contains may have no slot in the rings.
             slot, is_kept = (first + p) % ring_rows, p >= fold
             new = keep_row(inputs, input_targets, run, slot, new, channels, n_channels, is_kept)
             time = keep_row(times, time_targets, run, slot, time, channels, n_channels, is_kept)
@@ -161,7 +161,7 @@ def _chunk_ends(
     x, x_stride, dt, dt_stride, b, b_stride, dt_bias, a, cu_rows, ends, times, n_runs, n_channels, n_states,
     CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state behind each chunk from a state of zeros, and the sum of its time steps."""
+    """Compute the state after each chunk from a state of zeros, and the sum of its time steps."""
     piece = tl.program_id(0)
     run = run_of(piece, cu_rows, n_runs, CHUNK, 1)
     channels, states = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, STATES)

@@ -101,7 +101,7 @@ def _places(choice: PageChoice, device: torch.device) -> _Places:
 
 
 def _scores(q_QHD: Tensor, least: Tensor, greatest: Tensor, pages: Tensor, places: _Places, n_kv_heads: int) -> Tensor:
-    """Compute the scores (Q, G, N) float32 of pages; behind a query's last scored page they are -inf."""
+    """Compute the scores (Q, G, N) float32 of pages; after a query's last scored page they are -inf."""
     n_queries, n_heads, head_dim = q_QHD.shape
     q_QHD = q_QHD if q_QHD.stride(-1) == 1 else q_QHD.contiguous()
     n_shared, itemsize = n_heads // n_kv_heads, q_QHD.element_size()

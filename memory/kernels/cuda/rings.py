@@ -13,7 +13,7 @@ from hybridmem.memory.kernels.signature import Tail
 
 def rings_of(tail: Tail, *, n_absent: int = 0) -> tuple[Any, ...]:
     """Return a tail's arguments: each ring with the blocks to read and to write, then what all rings share.
-    There are `n_absent` more rings, which are never read, behind the last one.
+    There are `n_absent` more rings, which are never read, after the last one.
     """
     rings = [x for ring in zip(tail.flats, tail.sources, tail.targets, strict=True) for x in ring]
     return (*rings, *rings[:3] * n_absent, tail.ring_rows, tail.firsts, tail.counts, tail.folds)

@@ -109,7 +109,7 @@ class GgufCheckpoint(Checkpoint):
         return "_shexp" if f"blk.{layer_of(name)}.ffn_down_exps.weight" in self._file else ""
 
     def _fused(self, name: str) -> str:
-        """Return the tensor with the gates and, behind them, the first products of all experts, if the file has it."""
+        """Return the tensor with the gates and, after them, the first products of all experts, if the file has it."""
         fused = f"blk.{layer_of(name)}.ffn_gate_up_exps.weight"
         return fused if fused in self._file and not name.endswith(("down_proj.weight", "w2.weight")) else ""
 

@@ -194,7 +194,7 @@ class Header:
         return self._value(kind, at)[0]
 
     def _value(self, kind: int, at: int) -> tuple[Any, int]:
-        """Return a value, and the byte behind it."""
+        """Return a value, and the byte after it."""
         data = self._data
         if kind in _FORMATS:
             format = "<" + _FORMATS[kind]

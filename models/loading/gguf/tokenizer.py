@@ -152,7 +152,7 @@ def _added_tokens(file: GgufFile, tokens: list[str]) -> list[AddedToken]:
     found = []
     for token, kind in zip(tokens, kinds, strict=False):
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or token in ends:
-            # Phi-3 was trained without the white space that its template writes behind these.
+            # Phi-3 was trained without the white space that its template writes after these.
             strips = is_phi_3 and token not in ("<unk>", "<s>", "<|endoftext|>")
             is_special = kind != _USER_DEFINED or token in ends
             found.append(AddedToken(token, special=is_special, normalized=False, rstrip=strips))

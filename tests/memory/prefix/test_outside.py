@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridmem.memory.prefix import PrefixCache
-from hybridmem.memory.storage import swap
+from hybridmem.memory.storage import tiers
 from tests.subjects import Subject, make_subject
 from tests.tolerances import assert_kernel_close
 
@@ -138,15 +138,15 @@ def test_files_are_read_while_others_run(tmp_path: Path, monkeypatch: pytest.Mon
         (expected,) = run(toy, cache, [tokens])
         while cache.reclaim(memory.budget):
             pass
-        read = swap.read_blocks
-        monkeypatch.setattr(swap, "read_blocks", lambda path: may_read.wait(600) and read(path))
+        read = tiers.read_blocks
+        monkeypatch.setattr(tiers, "read_blocks", lambda path: may_read.wait(600) and read(path))
         (checkpoint,) = cache.fetch(tokens)
         assert not cache.has_arrived(checkpoint) and cache.find(tokens).tier == "disk"
         memory.run(toy.model, {memory.open(): [1, 2, 3]})
         may_read.set()
         while not cache.has_arrived(checkpoint):
             time.sleep(0.001)
-        monkeypatch.setattr(swap, "read_blocks", None)  # whatever is read from now on fails
+        monkeypatch.setattr(tiers, "read_blocks", None)  # whatever is read from now on fails
         sequence, lookup = cache.open(tokens)
         assert lookup.reused == 39
         assert_kernel_close(memory.run(toy.model, {sequence: tokens[39:]})[0], expected, torch.float32)

@@ -1,0 +1,213 @@
+"""`hybrid-memory plan`: what it reads, what it prints, and that its JSON is what memories hold that are fed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hybridmem.chat.cli import app
+from hybridmem.chat.planning.quantities import read_share, read_tokens
+from hybridmem.memory import HybridMemory, MemorySpec, SpecError
+from hybridmem.memory.eviction import H2O
+from hybridmem.memory.quantization import Quantized
+from hybridmem.models.loading.folders import read_config
+from hybridmem.models.loading.load import dry_model, weight_bytes
+
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
+GIB = 1 << 30
+
+
+def plan(name: str, *options: str) -> dict[str, Any]:
+    """Return the plan of a published config, by default of a budget for memories alone, on a GPU."""
+    usual = ["--model", str(CONFIGS / f"{name}.json"), "--json", "--weights", "none", "--device", "cuda"]
+    result = CliRunner().invoke(app, ["plan", *usual, *options])
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def spec_of(name: str, device: str) -> MemorySpec:
+    from dataclasses import replace
+
+    config, _ = read_config(CONFIGS / f"{name}.json")
+    return replace(dry_model(config, config.architectures[0]).memory_spec, device=torch.device(device))
+
+
+def held_bytes(spec: MemorySpec, n_tokens: int, window: int, **options: Any) -> dict[str, int]:
+    memory = HybridMemory(spec, 1 << 50, device="meta", rollback_window=window, **options)
+    memory.run(None, {memory.open(): [1] * n_tokens})
+    return memory.usage().by_kind
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "n_tokens", "window", "device"),
+    [
+        ("jamba-1.5-mini", "3k", 3072, 64, "cuda"), ("jamba-1.5-large", "2000", 2000, 16, "cuda"),
+        ("granite-4.0-h-tiny", "2k", 2048, 64, "cpu"),
+        ("nemotron-h-8b", "1500", 1500, 32, "cuda"), ("falcon-h1-7b", "1k", 1024, 0, "cuda"),
+        ("mamba-2.8b", "1k", 1024, 64, "cpu"), ("mamba2-2.7b", "1k", 1024, 64, "cuda"),
+    ],
+)  # fmt: skip
+def test_figures_are_those_of_a_memory_that_is_fed(
+    name: str, context: str, n_tokens: int, window: int, device: str
+) -> None:
+    found = plan(name, "--budget", "80GiB", "--context", context, "--window", str(window), "--device", device)
+    session = found["session"]
+    assert session["by_kind"] == held_bytes(spec_of(name, device), session["most_at"], window)
+    assert (found["context_tokens"], session["n_tokens"]) == (n_tokens, n_tokens) and session["most_at"] <= n_tokens
+    assert found["n_sessions"] == 80 * GIB // sum(session["by_kind"].values())
+
+
+def test_where_attention_overtakes_states() -> None:
+    found, spec = plan("jamba-1.5-mini", "--budget", "80GiB", "--context", "8k"), spec_of("jamba-1.5-mini", "cuda")
+    at = found["attention_overtakes_states_at"]
+    assert found["attention_token_bytes"] == 16 * 1024
+    for n_tokens, is_more in ((at, True), (at - 1, False)):
+        held = held_bytes(spec, n_tokens, 64)
+        assert (held["pages"] > held["states"] + held["tails"]) is is_more
+    alone = plan("mamba-2.8b", "--context", "1k")
+    assert (
+        alone["attention_overtakes_states_at"] is None
+        and alone["attention_token_bytes"] is None
+        and alone["policies"] == []
+    )
+
+
+def test_what_policies_and_few_bits_buy() -> None:
+    found, spec = (
+        plan("granite-4.0-h-tiny", "--budget", "8GiB", "--context", "2000", "--keep", "0.1"),
+        spec_of("granite-4.0-h-tiny", "cuda"),
+    )
+    policies = {name: choice for choice in found["policies"] for name in choice["names"]}
+    storages = {name: choice for choice in found["storages"] for name in choice["names"]}
+    assert policies.keys() == {
+        "Recent",
+        "KNorm",
+        "H2O",
+        "Scissorhands",
+        "TOVA",
+        "SnapKV",
+        "PyramidKV",
+        "ExpectedAttention",
+        "Quest",
+    }
+    assert storages.keys() == {"8 bits", "4 bits", "2 bits", "float8"}
+    h2o = sum(held_bytes(spec.with_policy(H2O(200)), 2000, 64).values())
+    assert (policies["H2O"]["session_bytes"], policies["H2O"]["n_sessions"]) == (h2o, 8 * GIB // h2o)
+    four_bits = max(sum(held_bytes(spec.with_storage(Quantized(4)), n, 64).values()) for n in range(1936, 2001))
+    assert (storages["4 bits"]["session_bytes"], storages["4 bits"]["n_sessions"]) == (four_bits, 8 * GIB // four_bits)
+
+
+def test_what_does_not_suit_says_why() -> None:
+    quest = next(c for c in plan("granite-4.0-h-tiny", "--context", "40")["policies"] if "Quest" in c["names"])
+    assert "always reads" in quest["why_not"] and quest["n_sessions"] == 0
+
+
+def test_states_in_16_bits_and_weights() -> None:
+    full, half = (plan("nemotron-h-8b", "--context", "1k", "--state-dtype", dtype) for dtype in ("auto", "bfloat16"))
+    assert full["session"]["by_kind"]["states"] > 1.9 * half["session"]["by_kind"]["states"]
+    config, _ = read_config(CONFIGS / "nemotron-h-8b.json")
+    n_bytes = weight_bytes(dry_model(config, "NemotronHForCausalLM", dtype="bfloat16"))
+    found = plan("nemotron-h-8b", "--context", "1k", "--budget", "80GiB", "--weights", "auto")
+    assert (found["weight_bytes"], found["budget_bytes"]) == (n_bytes, 80 * GIB - n_bytes)
+    assert (
+        found["n_sessions"] == (80 * GIB - n_bytes) // sum(found["session"]["by_kind"].values()) and full["model_fits"]
+    )
+    assert full["weight_bytes"] == n_bytes and full["budget_bytes"] == GIB
+
+
+def test_no_session_fits_beside_weights_that_do_not() -> None:
+    """Unless the budget is for memories alone; the weights are told in either case."""
+    options = ["plan", "--model", str(CONFIGS / "jamba-1.5-mini.json"), "--budget", "80GiB", "--context", "2k"]
+    printed, alone = (CliRunner().invoke(app, [*options, *more]).stdout for more in ([], ["--weights", "none"]))
+    assert "The model does not fit into 80 GiB: its weights take 96.1 GiB." in printed and "sessions fit" not in printed
+    assert "sessions fit into 80 GiB; the weights take 96.1 GiB beside." in alone
+    found = plan("jamba-1.5-mini", "--budget", "80GiB", "--context", "2k", "--weights", "auto")
+    assert (found["model_fits"], found["budget_bytes"], found["n_sessions"]) == (False, 0, 0)
+    assert all(choice["n_sessions"] == 0 for name in ("policies", "storages", "peers") for choice in found[name])
+
+
+def test_a_terminal_gets_tables(tmp_path: Path) -> None:
+    hostile = tmp_path / "[bold]\x1b[31mred.json"
+    hostile.write_text((CONFIGS / "jamba-1.5-mini.json").read_text())
+    result = CliRunner().invoke(app, ["plan", "--model", str(hostile), "--budget", "100GiB", "--device", "cuda"])
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout and "[bold]\\x1b[31mred.json" in result.stdout.replace("\n", "")
+    for word in (
+        "states (body, head)",
+        "sessions fit into 100 GiB, of which the weights take 96.1 GiB.",
+        "H2O",
+        "4 bits",
+        "llama.cpp",
+        "vLLM",
+        "SGLang",
+        "not possible",
+    ):
+        assert word in result.stdout
+    assert "on cuda: 262,144 tokens a session" in " ".join(result.stdout.split()), "the config's own context"
+    encoder = CliRunner().invoke(app, ["plan", "--context", "1k", "--encoder", "10"])
+    assert encoder.exit_code == 1 and "no encoder" in encoder.stderr
+
+
+def test_it_plans_for_what_is_there() -> None:
+    """By default for this machine's device and the model's own context, or 32k tokens where a config names none."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, n_tokens in {"mamba2-2.7b": 32_768, "jamba-1.5-mini": 262_144}.items():
+        options = ["--model", str(CONFIGS / f"{name}.json"), "--json", "--weights", "none"]
+        found = json.loads(CliRunner().invoke(app, ["plan", *options]).stdout)
+        assert (found["device"], found["context_tokens"]) == (device, n_tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_tokens"),
+    [("1", 1), ("32768", 32768), ("32k", 32768), (" 128K ", 131072), ("1M", 1 << 20), ("1.5k", 1536), ("16m", 1 << 24)],
+)
+def test_numbers_as_people_write_them(text: str, n_tokens: int) -> None:
+    assert read_tokens("--context", text) == n_tokens
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "k", "1e6", "1.0001k", "17M", "32 000", "32kB", "NaN", "٣", "9" * 50])
+def test_numbers_that_are_none(text: str) -> None:
+    with pytest.raises(SpecError, match="--context"):
+        read_tokens("--context", text)
+
+
+def test_shares() -> None:
+    assert [read_share("--keep", text) for text in ("20%", "0.2", ".5", "100%", "1")] == [0.2, 0.2, 0.5, 1.0, 1.0]
+    for text in ("0", "0%", "2", "101%", "-1", "a fifth", ""):
+        with pytest.raises(SpecError, match="--keep"):
+            read_share("--keep", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--budget", "many"], "budget"), (["--context", "long"], "--context"), (["--keep", "all"], "--keep"),
+        (["--device", "moon"], "--device"),
+        (["--dtype", "int3"], "int3"), (["--state-dtype", "int3"], "--state-dtype"),
+        (["--model", "nowhere"], "nowhere"),
+        (["--model", "."], "config.json"), (["--weights", "int3"], "int3"),
+        (["--encoder", "9"], "no encoder"),
+    ],
+)  # fmt: skip
+def test_nonsense_is_one_line(options: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["plan", *options])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert len(result.stderr.splitlines()) == 1 and word in result.stderr
+
+
+def test_configs_that_are_none_are_one_line(tmp_path: Path) -> None:
+    for name, content in (
+        ("a.json", "{"),
+        ("b.json", "[1]"),
+        ("c.json", '{"architectures": ["Nothing"]}'),
+        ("d.json", '{"architectures": 5}'),
+    ):
+        (tmp_path / name).write_text(content)
+        result = CliRunner().invoke(app, ["plan", "--model", str(tmp_path / name)])
+        assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (1, "", 1), (name, result.output)
