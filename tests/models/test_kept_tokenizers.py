@@ -54,9 +54,7 @@ def test_a_damaged_file_is_written_anew(built: list[str], damage: bytes, tmp_pat
     assert len(built) == 2 and kept.read_bytes() == whole and kept_files(tmp_path) == [kept]
 
 
-def test_those_that_were_used_last_stay(
-    built: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_those_that_were_used_last_stay(built: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kept_tokenizers, "_MOST_KEPT", 2)
     paths = [write(tmp_path / f"{i}.gguf", of_bytes(**{f"word{i}": NORMAL})) for i in range(3)]
     for path in (paths[0], paths[1], paths[0], paths[2], paths[0]):
