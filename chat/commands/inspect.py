@@ -49,6 +49,8 @@ def _show(console: Console, finding: Finding) -> None:
     from hybridmem.memory.views import format_bytes
 
     def text(value: object) -> Text:
+        if isinstance(value, dict) and all(isinstance(each, int) for each in value.values()):
+            return Text("\n".join(harmless(f"{name}: {each:,}") for name, each in value.items()))
         return Text(harmless(value if isinstance(value, str) else json.dumps(value)))
 
     checked = {True: "its checksum is right", False: "a part of it is damaged", None: "it has no checksum"}

@@ -28,7 +28,7 @@ def begun_turns(token_ids: Sequence[int] | Int64s, begin: Sequence[int], n_befor
         n_behind: how many tokens must at least follow a position. Positions nearer to the end need no checkpoint,
             because the memory can roll back to them.
     """
-    if not begin:
+    if not begin or len(token_ids) < n_before + n_behind + _LEAST_TOKENS:
         return []
     tokens = np.asarray(token_ids, np.int64)
     ends = max(0, len(tokens) - max(n_behind, len(begin)) + 1)

@@ -300,7 +300,9 @@ class Service:
         output, new_reader = await self.shaping.shape(
             asked.shape, asked, is_thinking=is_thinking, logprobs=asked.n_logprobs
         )
-        return replace(output, continues_text=asked.continue_final_message), new_reader
+        if asked.continue_final_message:
+            output = replace(output, continues_text=True)
+        return output, new_reader
 
     def _read_completion(
         self, texts: Tokenizer, body: bytes, read: Callable[[bytes], CompletionRequest]
@@ -341,9 +343,10 @@ class Service:
         output: Output, *, param: str
     ) -> PromptRequest:  # fmt: skip
         n_reply = self._reply_tokens(len(token_ids), wanted, param=param)
+        if asked.n_prompt_logprobs is not None:
+            output = replace(output, prompt_logprobs=asked.n_prompt_logprobs)
         return self.asking.prompt_request(
-            asked, token_ids, n_reply, owner, n=asked.n,
-            output=replace(output, prompt_logprobs=asked.n_prompt_logprobs),
+            asked, token_ids, n_reply, owner, n=asked.n, output=output,
             reports_prefill=asked.stream and asked.return_progress,
         )  # fmt: skip
 

@@ -118,6 +118,9 @@ def test_a_saved_chat(chat: Path) -> None:
 
 def test_a_model() -> None:
     found = inspect(EMBEDDED)
+    loaded = found["facts"]["bytes of weights when loaded"]
+    shown = CliRunner().invoke(app, ["inspect", str(EMBEDDED)]).stdout
+    assert all(f"{name}: {n:,}" in shown for name, n in loaded.items()) and "{" not in shown
     facts = found["facts"]
     assert (found["kind"], facts["architecture"], facts["loads"], facts["layers"]) == (
         "model",
