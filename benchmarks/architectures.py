@@ -121,10 +121,11 @@ def table() -> str:
         spec = plan_memory(published_config(architecture), architecture, dtype="bfloat16")
         kinds = Counter(_kind(memory) for layer in spec.layers for memory in layer)
         bytes_of = HybridMemory(spec, "1TiB", rollback_window=WINDOW, page_tokens=16, fold="replay").usage().block_bytes
+        row_bytes = sum(bytes_of.get(pool, 0) for pool in _ALL_ROWS)
         worst = max(max(r["one shot"], r["16 single steps"]) for r in measured if r["architecture"] == architecture)
         name = _short(architecture)
         cells = [
-            name, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), _size(sum(bytes_of.get(pool, 0) for pool in _ALL_ROWS) // 16),
+            name, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), _size(row_bytes // 16),
             _size(bytes_of.get("states", 0)), _size(bytes_of.get("tails", 0)), f"{worst:.0e}",
             "yes" if architecture in ATTACHABLE else "–", "yes" if architecture in in_files else "–",
         ]  # fmt: skip
