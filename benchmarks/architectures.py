@@ -121,10 +121,11 @@ def table() -> str:
         spec = plan_memory(published_config(architecture), architecture, dtype="bfloat16")
         kinds = Counter(_kind(memory) for layer in spec.layers for memory in layer)
         bytes_of = HybridMemory(spec, "1TiB", rollback_window=WINDOW, page_tokens=16, fold="replay").usage().block_bytes
+        row_bytes = sum(bytes_of.get(pool, 0) for pool in _ALL_ROWS)
         worst = max(max(r["one shot"], r["16 single steps"]) for r in measured if r["architecture"] == architecture)
         name = _short(architecture)
         cells = [
-            name, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), _size(bytes_of.get("pages", 0) // 16),
+            name, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), _size(row_bytes // 16),
             _size(bytes_of.get("states", 0)), _size(bytes_of.get("tails", 0)), f"{worst:.0e}",
             "yes" if architecture in ATTACHABLE else "–", "yes" if architecture in in_files else "–",
         ]  # fmt: skip
@@ -136,6 +137,8 @@ def table() -> str:
     return "\n".join(lines)
 
 
+_ALL_ROWS = ("pages", "pages of indexed attention", "pages of index")
+"""Pools of rows that a sequence keeps for each of its tokens."""
 MINOR = ".".join(transformers.__version__.split(".")[:2])
 _STATES = re.compile(r"update_(recurrent|conv)_state|set_linear_cache|rnn_state|recurrent_states|state: list\[")
 """What modules of transformers say that hold states."""
@@ -179,6 +182,7 @@ def write_table() -> None:
 def _kind(memory: object) -> str:
     if isinstance(memory, AttentionSpec):
         kind = "attention" if memory.value_dim is None else "latent attention"
+        kind = kind if memory.n_chosen is None else f"indexed {kind}"
         return kind if memory.window is None else f"{kind} over {memory.window}"
     if isinstance(memory, IndexSpec):
         return f"index of {memory.n_chosen} rows"

@@ -105,7 +105,13 @@ def values_for(path: Path, value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        return [n for n in (0, 1, 2, value - 1, value + 1, 2 * value, 3 * value, value // 2, -1) if n != value] + [None]
+        # With few heads of an index many rows have the score 0; of these, transformers chooses any.
+        least = 3 if name == "index_n_heads" else -1
+        return [
+            n
+            for n in (0, 1, 2, value - 1, value + 1, 2 * value, 3 * value, value // 2, -1)
+            if n != value and n >= least
+        ] + [None]
     if isinstance(value, float):
         return [x for x in (0.0, 0.1, 0.5 * value, 1.0, 2.0 * value, -value, 3) if x != value] + [None]
     if isinstance(value, str):
