@@ -255,15 +255,14 @@ def has_soft(token_ids: Int64s) -> bool:
     return bool(len(token_ids)) and int(token_ids.max()) >= FIRST_SOFT_ID
 
 
-def refuse_to_drop(token_ids: Int64s, dropped: Dropped) -> Dropped:
-    """Return `dropped`. Raises DropError if it would drop rows of a picture from the middle of these tokens."""
+def refuse_to_drop(token_ids: Int64s, dropped: Dropped) -> None:
+    """Raise DropError if tokens that are to be dropped from the middle of these stand for rows of a picture."""
     start, end = dropped.start, dropped.end
     if has_soft(token_ids[start:end]):
         raise DropError(
             f"tokens [{start}, {end}) hold a picture, and the positions of text behind it count from the picture's; "
             f"roll back to {start} and feed the rest again", start=start, end=end,
         )  # fmt: skip
-    return dropped
 
 
 def is_soft(token_id: int) -> bool:
