@@ -12,7 +12,7 @@ from hybridmem.memory.blocks.arrays import EMPTY, Int64s
 from hybridmem.memory.blocks.journal import Journal
 from hybridmem.memory.errors import IntegrityError, SequenceError
 from hybridmem.memory.interface import Dropped, Packed, Sequence, SequenceOwner
-from hybridmem.memory.sequences.soft_tokens import has_soft, kept_back, positions_back
+from hybridmem.memory.sequences.soft_tokens import kept_back, positions_back
 from hybridmem.memory.sequences.token_buffer import Checkpoint, TokenBuffer, common_prefix, is_roomy, write_tokens
 
 _COLUMNS = ("lengths", "peaks", "backs", "_writable", "is_busy", "is_away", "_is_checkpoint")
@@ -233,8 +233,7 @@ class Ledger:
         self._journal.before(self._take_back, slots, starts, self.peaks[slots], self.backs[slots])
         self.lengths[slots] = starts + n_tokens
         self.peaks[slots] = packed.peaks[moved]
-        if has_soft(packed.token_ids):
-            self.backs[slots] += kept_back(packed, kept)[moved]
+        self.backs[slots] += kept_back(packed, kept)[moved]
         for slot in self._reserved.keys() & slots.tolist() if self._reserved else ():
             self._note(self.handles[slot])
             self._place(slot, self._reserved.pop(slot))
@@ -257,8 +256,7 @@ class Ledger:
     def truncate(self, slot: int, to: int) -> None:
         self._note(self.handles[slot])
         self.lengths[slot] = to
-        if self.backs[slot]:
-            self._count_back(slot)
+        self.backs[slot] = self.backs[slot] and positions_back(self.tokens(slot)).sum()
         self._go_back_to(slot, to)
         if slot in self._seams:
             self._seams[slot] = tuple(seam for seam in self._seams[slot] if seam[0] <= to)
@@ -269,9 +267,6 @@ class Ledger:
         self._leave_buffer(self.handles[slot])
         self.lengths[slot] = self.peaks[slot] = self.backs[slot] = 0
         self._seams.pop(slot, None)
-
-    def _count_back(self, slot: int) -> None:
-        self.backs[slot] = positions_back(self.tokens(slot)).sum()
 
     def drop(self, dropped: Dropped, changed_from: int) -> None:
         """Remove tokens. From `changed_from` on, memory differs from what feeding only the remaining tokens gives."""
@@ -307,7 +302,7 @@ class Ledger:
         """Set how many of its tokens a slot holds, its peak and its drops."""
         self._note(self.handles[slot])
         self.lengths[slot], self.peaks[slot] = length, peak
-        self._count_back(slot)
+        self.backs[slot] = positions_back(self.tokens(slot)).sum()
         self._seams.pop(slot, None)
         if drops:
             self._seams[slot], self.n_drops = drops, max(self.n_drops, drops[-1][1])

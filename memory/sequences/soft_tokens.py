@@ -242,6 +242,8 @@ def rotary_positions(packed: Packed, backs: Int64s, runs: list[Run], n_axes: int
 
 def kept_back(packed: Packed, kept: Int64s) -> Int64s:
     """Return (S,) by how many positions the first kept[i] tokens of each request move text behind them back."""
+    if not has_soft(packed.token_ids):
+        return packed.nothing
     before = starts_of(positions_back(packed.token_ids))
     begins = packed.cu_seqlens[:-1]
     back: Int64s = before[begins + kept] - before[begins]

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -27,7 +28,7 @@ from hybridmem.models.vision.pictures import Picture, Pictures
 from tests.models.checkpoints import randomise_
 from tests.models.families.lfm2 import lfm2_config
 from tests.models.families.lfm3 import lfm3_config
-from tests.models.families.qwen3_5 import SHARES, qwen3_5_config
+from tests.models.families.qwen3_5 import SHARES, qwen3_5_config, qwen3_5_moe_config
 
 EYES = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24,
@@ -42,10 +43,20 @@ def write_seeing(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -
     Args:
         placeholder: the token that stands for a row; those behind it stand for videos, and around pictures.
     """
-    inner = qwen3_5_config(rope_parameters=SHARES, **text).to_dict()
     config = Qwen3_5Config(
-        text_config=inner, vision_config=EYES, image_token_id=placeholder, video_token_id=placeholder + 1,
+        text_config=qwen3_5_config(rope_parameters=SHARES, **text).to_dict(), vision_config=EYES,
+        image_token_id=placeholder, video_token_id=placeholder + 1,
         vision_start_token_id=placeholder + 2, vision_end_token_id=placeholder + 3,
+    )  # fmt: skip
+    model = _write(folder, config)
+    _write_processor(folder)
+    return model
+
+
+def write_moe(folder: Path) -> PreTrainedModel:
+    config = Qwen3_5MoeConfig(
+        text_config=qwen3_5_moe_config(rope_parameters=SHARES).to_dict(), vision_config=EYES,
+        image_token_id=PLACEHOLDER, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6,
     )  # fmt: skip
     model = _write(folder, config)
     _write_processor(folder)
@@ -78,7 +89,7 @@ def write_lfm3_vl(folder: Path) -> PreTrainedModel:
 
 
 WRITERS: dict[str, Callable[[Path], PreTrainedModel]] = {
-    "qwen3.5": write_seeing, "lfm2-vl": write_lfm2_vl, "lfm3-vl": write_lfm3_vl
+    "qwen3.5": write_seeing, "qwen3.5-moe": write_moe, "lfm2-vl": write_lfm2_vl, "lfm3-vl": write_lfm3_vl
 }  # fmt: skip
 SPECIAL = {"<|image_start|>": 5, "<|image_end|>": 6, "<|img_thumbnail|>": 9, "<|img_row_1_col_1|>": 10}
 SPECIAL |= {"<|img_row_1_col_2|>": 11}
@@ -156,7 +167,7 @@ def logits_of_peer(
         each["pixel_values"] = pad(each["pixel_values"], (0, 0, 0, n))
         each["pixel_attention_mask"] = pad(each["pixel_attention_mask"], (0, n))
     seen = {name: torch.cat([each[name] for each in inputs]) for name in tensors}
-    if peer.config.model_type == "qwen3_5":
+    if peer.config.model_type in ("qwen3_5", "qwen3_5_moe"):
         seen["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
     logits: Tensor = peer(input_ids=ids, **seen).logits[0]
     return logits

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.architectures import SEES
 from hybridmem.memory import BatchError, DropError, HybridMemory, Sequence
 from hybridmem.models import from_transformers, load_model, plan_memory, weight_bytes
 from hybridmem.models.layers.decoder import Decoder
@@ -70,6 +71,11 @@ def test_logits_are_those_of_transformers(seeing: Seeing) -> None:
     for chunk in (512, 7):
         logits = seeing.fed(memory, memory.open(), *parts, chunk=chunk)
         assert expected.std() > 1 and (logits - expected).abs().max() < PARITY
+
+
+def test_the_table_of_architectures_names_what_sees(seeing: Seeing) -> None:
+    (name,) = seeing.peer.config.architectures
+    assert name.removesuffix("ForConditionalGeneration") in SEES.values() and len(SEES) == len(WRITERS)
 
 
 def test_a_step_mixes_pictures_text_and_single_tokens_of_several_sequences(seeing: Seeing) -> None:
