@@ -9,7 +9,7 @@ import pytest
 
 from hybridmem.models.loading.gguf import kept_tokenizers, load_gguf_tokenizer
 from hybridmem.models.loading.gguf import tokenizer as building
-from tests.models.test_gguf_tokenizers import NORMAL, of_bytes, write
+from tests.models.loading.test_gguf_tokenizers import NORMAL, of_bytes, write
 
 TEXT = " ab  c<|im_end|> é"
 
