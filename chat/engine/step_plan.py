@@ -10,7 +10,7 @@ from hybridmem.chat.engine.scheduling import Scheduler
 from hybridmem.memory import BatchError, HybridMemory, SequenceError, Step
 
 _OF_WAITING = 2
-"""A step takes one part in so many of all waiting tokens of short prompts, so that their queue shrinks."""
+"""A step takes 1 / this of all waiting tokens of short prompts, so that their queue shrinks."""
 _MOST_STEPS = 2
 """A step has at most this many times `step_tokens` tokens of prompts, because replies wait for it."""
 _LEAST_PART = 4

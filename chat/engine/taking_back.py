@@ -18,7 +18,7 @@ from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.sampler import Sampler
 
 _MOST_TAKEN_BACK = 8
-"""At most so many calls of a reply are drawn again. Others stay as they are, so that every reply ends."""
+"""At most this many calls of a reply are drawn again. Further calls stay as they are, so that every reply ends."""
 
 
 class Reply(Protocol):

@@ -25,7 +25,7 @@ _MOST_SHARE = 0.01
 large memory is shown less often, and steps are slowed by 2 % at most.
 """
 _QUIET_SECONDS = 10.0
-"""If nothing has changed for this many seconds, a stream sends a sign that it lives."""
+"""If nothing has changed for this many seconds, a stream sends a sign of life."""
 _MOST_LISTENERS = 64
 
 

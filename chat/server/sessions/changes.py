@@ -33,7 +33,7 @@ from hybridmem.chat.stored.nodes import Item, Node, StoredSession, new_id
 
 AskedT = TypeVar("AskedT", bound=SampledRequest)
 _KEPT = ("instructions", "max_output_tokens", "temperature", "top_p")
-"""A new reply takes these fields over from the reply beside it, unless the request says otherwise."""
+"""A new reply copies these fields from the reply to which it is an alternative, unless the request sets them."""
 
 
 class Changes:
