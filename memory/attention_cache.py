@@ -71,7 +71,7 @@ class AttentionCache:
         self._first_page, self._oldest = self._table.numbers.values()
 
     def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
-        """Return the shapes of one layer's fields in a page: keys, then values if they are stored, then bounds."""
+        """Return the shapes of one layer's fields in a page: keys, values if they are stored, then bounds of keys."""
         bounds = [] if self._selection is None else self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)
         return [(spec.n_kv_heads, self.page_tokens, spec.head_dim)] * spec.n_parts + bounds
 

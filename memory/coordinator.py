@@ -104,7 +104,7 @@ class Coordinator(Lifetime):
 
     @locked
     def begin(self, step: EnteredStep) -> None:
-        """Allocate a step's blocks and give it these. Raises CapacityError or SequenceError with nothing changed."""
+        """Allocate blocks, and pass them to the step. Raises CapacityError or SequenceError with nothing changed."""
         ledger = self.ledger
         slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
