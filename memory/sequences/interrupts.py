@@ -199,7 +199,7 @@ class uninterrupted_call:
             waiting.deliver()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # Remove the variable, because the traceback would keep it alive.
+        # The wait must end here, because the traceback keeps the variable alive.
         if kind is not None and (waiting := self._waiting) is not None:
             waiting.give_up()
             waiting.deliver()

@@ -45,8 +45,7 @@ class Ledger:
         self.handles: dict[int, Sequence] = {}
         self._owner = weakref.ref(owner)
         self._buffers: dict[int, TokenBuffer] = {}  # Maps a slot to the buffer of its tokens, once it has any.
-        # Slots may write into their buffers up to these positions. 0 means not known.
-        self._writable = np.zeros(16, np.int64)
+        self._writable = np.zeros(16, np.int64)  # Slots may write into buffers up to here; 0: not known.
         self._reserved: dict[int, Int64s] = {}  # Maps a slot to a larger array, for the tokens of an open step.
         self._is_checkpoint = np.zeros(16, np.bool_)
         self._free_slots = list(range(15, -1, -1))
@@ -359,8 +358,7 @@ class Ledger:
                 self._families.setdefault(lineage, {})[buffer] = None
             elif buffer is not None and buffer is not own:
                 buffer.live.add(slot)
-        # Old buffers are released after all targets have new ones, because a target's old buffer may be another's
-        # source.
+        # Old buffers come last, because the old buffer of one target may hold the tokens of another's source.
         for (target, own), source in zip(before, sources, strict=True):
             if target is not source and own is self._buffers.get(target.slot):
                 self._go_back_to(target.slot, int(self.lengths[target.slot]))
@@ -377,7 +375,7 @@ class Ledger:
         ]  # fmt: skip
 
     def nearest_checkpoint(self, sequence: Sequence, to: int) -> tuple[int, Sequence | None]:
-        """Return the furthest position <= `to` that a checkpoint of the family reaches, and the checkpoint or None.
+        """Return the furthest position <= `to` that a checkpoint of the family reaches, and the checkpoint; or 0, None.
 
         Up to that position the checkpoint must have the sequence's tokens, and remember them as the sequence does or as
         if they were fed anew. Cost: O(log checkpoints) for each buffer of the family's checkpoints, and O(to) for a
@@ -392,8 +390,7 @@ class Ledger:
                 continue  # In most buffers, this one token is already different.
             if buffer is not own:
                 limit = common_prefix(tokens, buffer.ids[:limit])
-            # Tokens that were dropped from the longest checkpoint were dropped from all other checkpoints that are long
-            # enough.
+            # Tokens dropped from the longest checkpoint were dropped from all others that are long enough, too.
             foreign = {*self._seams.get(buffer.checkpoints[-1].handle.slot, ())} - {*self._seams.get(sequence.slot, ())}
             found = buffer.nearest(min([limit, *(position - 1 for position, _ in foreign)]), self.is_away)
             best = found if found[0] > best[0] else best
