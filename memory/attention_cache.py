@@ -143,7 +143,7 @@ class AttentionCache:
     def _rows_at(self, packed: Packed, pages: Int64s, n_pages: Int64s, positions: Int64s) -> tuple[Prepared, ...]:
         """Compute for each layer the element offsets of the new tokens' rows.
 
-        Positions count from the first page held.
+        Positions count from the first page that is read.
         """
         page_T, slot_T = np.divmod(positions, self.page_tokens)
         begins = n_pages.cumsum() - n_pages

@@ -217,9 +217,8 @@ class Columns:
 
     Attributes:
         table: (9, n): body_at, head_at, kept_at, offset, floor, then the ids of body, head, kept and tail. The floor is
-            the earliest position of the sequence that has a state, or 0 if all positions have one. Below the floor,
-            position + offset is that of a dropped token, or the sequence is slimmed. A floor above 0 does not hinder a
-            rollback to position 0, which needs no state.
+            the earliest position of the sequence that has a state. Before it, position + offset is that of a dropped
+            token, or the sequence is slimmed. It is then at least 1, because a rollback to position 0 needs no state.
     """
 
     table: Int64s
