@@ -81,7 +81,7 @@ class GgufCheckpoint(Checkpoint):
         n_layers = self._config.num_hidden_layers
         equal = {stored for name in self._tied.equal for stored in self._sources(name)}
         left = set(self._file) - self._used - equal - {"rope_freqs.weight"}
-        # The first layer of RWKV-7 has values to mix with its own, which are never read.
+        # Files have tensors for mixing values in RWKV-7's first layer as well, which nobody reads.
         if self._file.architecture == "rwkv7":
             left -= {f"blk.0.time_mix_v{i}.weight" for i in range(3)}
         return sorted(name for name in left if not (name.startswith("blk.") and int(layer_of(name)) >= n_layers))
