@@ -89,7 +89,7 @@ class Linear:
 
     @property
     def rows(self) -> Tensor | QuantisedWeight | None:
-        """Return what single rows of the weight can be read from; None if it is packed so that they cannot."""
+        """Return an object from which single rows can be read, or None if the packed form does not allow that."""
         return rows_of(self._weight)
 
     @staticmethod

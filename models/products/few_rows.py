@@ -193,7 +193,7 @@ class CompiledProduct:
         return out
 
     def _call_behind(self, norm: Norm, *others: CompiledProduct) -> _Call | None:
-        """Return what calls of a norm and products of its rows have in common; None if kernels are not for them."""
+        """Return constant arguments for calls of a norm and products of its rows; None if kernels cannot do them."""
         call = self._behind_norm
         if call is None or call.norm is not norm or call.others != others:
             if not all(other.kind.is_called_like(self.kind) for other in others):
@@ -218,13 +218,13 @@ class CompiledProduct:
         return call
 
     def _prepared(self, weights: Weights) -> np.ndarray | None:
-        """Return a norm's weights as an array; None unless there is one for each input, in their dtype."""
+        """Return a norm's weights as an array; None unless there is one for each input, in the same dtype."""
         weight: np.ndarray = as_array(weights.prepared(cpu)[0])
         is_own = weight.dtype == LIKE[self.dtype].dtype and weight.shape == (self.n_in,)
         return np.ascontiguousarray(weight) if is_own else None
 
     def takes(self, x: Tensor) -> bool:
-        """True if these kernels may read x: few whole rows of floats, and HYBRID_MEMORY_KERNELS names no others."""
+        """True if these kernels may read x: few whole rows of floats, unless HYBRID_MEMORY_KERNELS names others."""
         if x.dim() != 2:
             return False
         n_rows, n_inputs = x.shape

@@ -160,7 +160,7 @@ def _search_scale(typing_context, group, largest, scale):
 def _writer(n_bits: int) -> Any:
     @untyped_intrinsic
     def write(typing_context, group, factor, codes, first):
-        """Write the integers nearest to x * factor as codes, from `first` on, as `integer_vectors` reads them."""
+        """Write the integers nearest to x * factor as codes, from `first` on, in the layout of `integer_vectors`."""
 
         def codegen(context, builder, signature, arguments):
             b = builder
