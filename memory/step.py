@@ -461,10 +461,7 @@ class Step:
         return self._opened
 
     def _claim(self, layer: int, name: str | None, kind: str) -> tuple[Place, Any]:
-        """Return the place of the layer memory that a call names, and the plan of that layer memory.
-
-        Raises StepError if it was already used in this step.
-        """
+        """Return place and plan of the layer memory that a call names. Raises StepError if it was used already."""
         opened, owner, spec = self._entered(), self.owner, self.owner.spec
         if spec.device.type == "meta":
             raise StepError("a dry run has no tensors; leave the model out of the step")
