@@ -1,4 +1,4 @@
-"""Remembers the past of attention and recurrent layers alike: slots, rollback, forks and reordering, in step."""
+"""Keeps what attention and recurrent layers remember, behind one interface with rollback, forks and reordering."""
 
 if not __name__.startswith("hybridmem."):
     raise ImportError("this folder is a package of hybridmem: import hybridmem.memory")

@@ -32,7 +32,7 @@ from hybridmem.memory.sequences.reads import AttentionPlan, Read, Selects, atten
 from hybridmem.memory.specs import AttentionSpec
 
 _ROWS_AT_ONCE = 4096
-"""Rows of a layer that `drop` copies at once: it bounds the temporary memory that long sequences need."""
+"""The number of rows of a layer that `drop` copies at once. It bounds the temporary memory that long sequences need."""
 
 
 class AttentionCache:
@@ -63,15 +63,15 @@ class AttentionCache:
         remaining, self._flats = iter(self.layout.fields), list[list[Prepared]]()
         if not store.is_dry:
             self._flats = [[self.kernels.prepare(store.flat(next(remaining))) for _ in own] for own in fields]
-        # Where values are a part of the keys, both are read from the same flat.
+        # Where values are a part of the keys, keys and values are read from the same flat tensor.
         self._keys_values = [(own[0], own[s.n_parts - 1]) for s, own in zip(specs, self._flats, strict=False)]
-        # A slot that has released pages has a `first_page`. `oldest` is its oldest row, which may lie inside the first
-        # page.
+        # A slot that has released pages has a `first_page`. `oldest` is the oldest row that the slot still needs. It
+        # may lie inside the first page.
         self._table = BlockTable(self.pool, "pages", "first_page", "oldest")
         self._first_page, self._oldest = self._table.numbers.values()
 
     def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
-        """Return the shapes of one layer's fields in a page: keys, then values if they are stored, then bounds."""
+        """Return the shapes of one layer's fields in a page: keys, values if they are stored, then bounds of keys."""
         bounds = [] if self._selection is None else self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)
         return [(spec.n_kv_heads, self.page_tokens, spec.head_dim)] * spec.n_parts + bounds
 
@@ -91,7 +91,7 @@ class AttentionCache:
         tables = self._table.of_all(slots := packed.slots.tolist())
         held, wanted = self.grid.pages(packed.starts), self.grid.pages(packed.ends)
         lengths, positions, n_new = packed.ends, packed.positions, wanted - held
-        # From here on, everything counts from the first page that is read.
+        # From here on, positions and pages count from the first page that is read.
         if self._first_page or first_read is not None:
             first = self.first_pages(packed.slots) if first_read is None else first_read
             held, wanted, lengths = held - first, wanted - first, lengths - first * self.page_tokens
@@ -113,7 +113,7 @@ class AttentionCache:
             tables[i][-1 - n_new[i]] = new
         try:
             copied = {i for i, _, _ in copies}
-            for i, table in changed.items():  # All room is made here, so that `commit` cannot fail.
+            for i, table in changed.items():  # All blocks are allocated here, so that `commit` cannot fail.
                 self._table.reserve(slots[i], len(table) - int(n_new[i]) - (i in copied), len(table))
             if first_read is not None:
                 held_from = [self._first_page.get(slot, 0) for slot in slots]
@@ -131,7 +131,7 @@ class AttentionCache:
     def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
         """Return what a step reads, and the addresses of the pages that it fills.
 
-        The step then writes these pages' bounds.
+        The step then writes the bounds of the keys of these full pages.
         """
         if self._selection is None:
             return (Read(batch),), None
@@ -141,7 +141,10 @@ class AttentionCache:
         return reads, self.place(pages[full])
 
     def _rows_at(self, packed: Packed, pages: Int64s, n_pages: Int64s, positions: Int64s) -> tuple[Prepared, ...]:
-        """Compute for each layer the element offsets of the new tokens' rows. Positions count from the first page."""
+        """Compute for each layer the element offsets of the new tokens' rows.
+
+        Positions count from the first page that is read.
+        """
         page_T, slot_T = np.divmod(positions, self.page_tokens)
         begins = n_pages.cumsum() - n_pages
         page_T += begins if packed.is_decode else np.repeat(begins, packed.counts)
@@ -158,7 +161,7 @@ class AttentionCache:
     def place(self, array: Int64s, *, room: bool = False) -> Prepared:
         """Upload an array for the kernels.
 
-        `room` rounds its capacity up, so that later plans keep the same addresses.
+        With `room`, the upload gets a rounded-up capacity, so that the arrays of later plans keep the same address.
         """
         return self.kernels.prepare(self._store.upload(array, room=room))
 
@@ -168,7 +171,7 @@ class AttentionCache:
             self.plan_read(read)
 
     def copy_shared(self, plan: AttentionPlan) -> None:
-        """Copy each last page that the step appends to and that other sequences refer to as well."""
+        """Copy each request's last page if the step appends to it and other sequences refer to it as well."""
         for _, old, new in plan.copies:
             self._store.copy(int(self.pool.addresses[old]), int(self.pool.addresses[new]), self.pool.block_bytes)
 
@@ -182,7 +185,10 @@ class AttentionCache:
     def attend(
         self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
     ) -> Tensor:
-        """Write the step's keys and values. Return what each token attends to up to itself: (T, H, D or value_dim)."""
+        """Write the step's keys and values.
+
+        Return each token's attention over all tokens up to itself: (T, H, D or value_dim).
+        """
         self.write(plan, index, q_THD, k_TGD, v_TGD)
         if self._selection is None:
             return self.read(plan.batch, index, q_THD, scoring)
@@ -200,7 +206,7 @@ class AttentionCache:
         return self.read(batch, index, q_QHD, scoring)
 
     def choose(self, choice: PageChoice, index: int, q_QHD: Tensor, bounds: Sequence[Prepared]) -> Tensor:
-        """Return the pages that queries choose by these bounds, (G, C): C pages for each head of keys."""
+        """Return the pages that queries choose by these bounds of keys, (G, C): C pages for each key/value head."""
         least, greatest = bounds
         return self.kernels.choose_pages(q_QHD, least, greatest, choice, self._specs[index].n_kv_heads)
 
@@ -216,8 +222,8 @@ class AttentionCache:
     ) -> Tensor:
         """Attend to the rows that have folded, and to the pages after them.
 
-        Where values are a part of the keys, the kernel sums whole keys: D elements, though only value_dim are wanted.
-        With DeepSeek's sizes, 576 and 512, that is an eighth more work on values.
+        Where values are a part of the keys, the kernel sums all D elements of the keys, though only the first value_dim
+        are wanted. With DeepSeek's sizes, D = 576 and value_dim = 512, that is an eighth more work on values.
         """
         spec, (keys, values) = self._specs[index], self._keys_values[index]
         scoring = scoring._replace(window=spec.window)
@@ -256,7 +262,7 @@ class AttentionCache:
             self.pool.release(np.concatenate(dropped))
 
     def _leave_behind(self, slots: Int64s, peaks: Int64s) -> list[Int64s]:
-        """Take the pages that have left the window out of these slots' page tables, and return them."""
+        """Remove the pages that have left the window from these slots' page tables, and return the removed pages."""
         left = []
         for slot, first in zip(slots.tolist(), self.grid.first_page(peaks).tolist(), strict=True):
             n_old = first - self._first_page.get(slot, 0)
@@ -298,7 +304,7 @@ class AttentionCache:
     def _copy_moved(self, dropped: Dropped, oldest: int, origin: int, new_R: Int64s, fresh: Int64s) -> None:
         """Write the rows of positions `new_R` into pages `fresh`, which begin at position `origin`.
 
-        Rows older than `oldest` are no longer held, and nobody will read them. They become zeros.
+        Rows older than `oldest` are no longer held, and nobody will read them. Zeros are written in their place.
         """
         old_R = new_R + (new_R >= dropped.start) * dropped.n_tokens
         is_held, table = old_R >= oldest, self._table[dropped.slot]
@@ -321,7 +327,7 @@ class AttentionCache:
                 self.kernels.write_rows_(flat, target, rows_RGD.flatten(0, 1))
 
     def _bound(self, index: int, full: Prepared) -> None:
-        """Write the bounds of full pages, which are given by their element offsets (F,)."""
+        """Write the bounds of the keys of full pages (F,), which are given by their element offsets."""
         if self._selection is None or not len(full):
             return
         spec, flats = self._specs[index], self._flats[index]

@@ -98,7 +98,7 @@ def _is_hashable(x: object) -> bool:
 
 
 def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store) -> Kinds:
-    """Make an attention cache for each window, policy and storage, and one layer memory for each other kind."""
+    """Make an attention cache for each window, policy and storage, and a layer memory for each other kind."""
     kinds, flat = Kinds(), [memory for specs in spec.layers for memory in specs]
     groups: dict[_Group, list[AttentionSpec]] = {}
     places: list[tuple[_Group, int]] = []
@@ -210,14 +210,15 @@ def with_host_pages(
 def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fold:
     """Choose the fold mode for a device: "keep" on the CPU; on CUDA "defer" if it moves fewer bytes, else "replay".
 
-    With "defer" a step does not write states, but reads tails. On average a tail is half a fold longer than the window.
+    With "defer" a step writes no states, but reads tails, whose mean length is the window and half a fold.
     """
     if device_type == "cpu":
         return "keep"
     recurrent = [m for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec)]
     if device_type != "cuda" or not recurrent or not all(m.can_defer for m in recurrent):
         return "replay"
-    # Windows of convolutions, whose ring is empty, do not count: every mode reads them from rows that it holds anyway.
+    # States with an empty ring (windows of convolutions) do not count: every fold mode reads them from the rows of the
+    # tail.
     states = [state for m in recurrent for state in m.states if state.ring]
     state_bytes = sum(_bytes([(state.shape, state.dtype)], spec.dtype) for state in states)
     token_bytes = sum(_bytes(state.ring or (), spec.dtype) for state in states)
@@ -226,7 +227,7 @@ def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fo
 
 
 def _bytes(parts: Iterable[tuple[tuple[int, ...], torch.dtype | None]], dtype: torch.dtype) -> int:
-    """Return the bytes of tensors of these shapes and dtypes. A tensor that names no dtype has `dtype`."""
+    """Return the bytes of tensors of these shapes and dtypes. A tensor whose dtype is None has `dtype`."""
     return sum(math.prod(shape) * (own or dtype).itemsize for shape, own in parts)
 
 
@@ -248,7 +249,7 @@ def resolved_spec(
 
 
 def check_choices(fold: object, host_attention: object, host_pages: object) -> None:
-    """Raise SpecError unless these options are known and fit each other."""
+    """Raise SpecError unless these options of `HybridMemory` have known values and fit each other."""
     if fold not in (None, *get_args(Fold)):
         raise SpecError(f"fold={fold!r}; choose 'keep', 'replay', 'defer', or None for what suits the device")
     if host_attention not in get_args(HostAttention) or (host_attention == "compute" and host_pages is None):
@@ -258,7 +259,7 @@ def check_choices(fold: object, host_attention: object, host_pages: object) -> N
 
 
 def kernels_of(spec: MemorySpec, fold: Fold, rollback_window: int) -> dict[str, str]:
-    """See `HybridMemory.kernels`."""
+    """Return what `HybridMemory.kernels` returns."""
     recurrent = [memory for _, memory in spec.of_kind("recurrence") if isinstance(memory, RecurrentSpec)]
     states = (state.dtype or spec.dtype for memory in recurrent for state in memory.states)
     of_states = chosen_kernels(spec.device, spec.dtype, *states, behind_tails=fold == "defer" and rollback_window > 0)
@@ -267,7 +268,7 @@ def kernels_of(spec: MemorySpec, fold: Fold, rollback_window: int) -> dict[str, 
 
 
 def _in_torch(spec: MemorySpec) -> dict[str, str]:
-    """Return what no kernel computes: recurrences of families that the library does not have, and ranks of policies."""
+    """Return what runs in plain torch: recurrences of unknown families, and the ranks of eviction policies."""
     found = dict[str, str]()
     for memory in (memory for layer in spec.layers for memory in layer):
         if isinstance(memory, RecurrentSpec) and memory.family not in _WITH_KERNELS:
@@ -284,16 +285,16 @@ _WITH_KERNELS = frozenset(
         *("short_conv", "token_shift"),
     }
 )
-"""Families whose recurrences in `memory.recurrences` call kernels."""
+"""Families whose recurrences in `memory.recurrences` call kernels of `memory.kernels`."""
 
 _OF_FAMILY = {"mamba1": "selective_scan", "mlstm": "stabilise", "rg_lru": "linear_scan", "rwkv4": "wkv4", "ssd": "ssd"}
 """Kernels that recurrences of a family have for themselves."""
 
 
 def compiled_ahead(spec: MemorySpec) -> set[str]:
-    """Return the kernels that steps of this spec call, by `memory.kernels.cpu.warm_up.NAMES`.
+    """Return the names of the kernels that steps of this spec call, as in `memory.kernels.cpu.warm_up.NAMES`.
 
-    Only a user's own recurrence may call other kernels. They are compiled at the first call.
+    Only a user's own recurrence may call other kernels. Those are compiled at their first call.
     """
     names = {"rows", "rms_norm"}
     for memory in (memory for layer in spec.layers for memory in layer):
@@ -352,7 +353,7 @@ def build(
 
 
 def _places(spec: MemorySpec, kinds: Kinds) -> Places:
-    """Return the layer memory that serves each layer, kind and name."""
+    """Map each layer, kind and name to the layer memory that serves it."""
     places: Places = {}
     for kind in _KINDS:
         for i, (layer, memory) in enumerate(spec.of_kind(kind)):

@@ -19,20 +19,20 @@ from hybridmem.memory.interface import Encoded
 from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec
 
 _ROOM_BYTES = 1 << 61
-"""The budget of the dry run. It is more than any sequence takes."""
+"""The budget of the dry run, which no sequence exceeds."""
 
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Says how many bytes a sequence takes that grows to `n_tokens`. It is called a capacity plan.
+    """Says how many bytes a sequence takes while it grows to `n_tokens`: a capacity plan.
 
     Attributes:
         most_bytes: the most bytes that the sequence holds between two steps, at any length up to `n_tokens`.
         most_at: a length at which the sequence holds `most_bytes`.
         by_kind, block_bytes: the fields of `Usage` at that length. The values of `by_kind` sum to `most_bytes`.
-        step_bytes: how many bytes the steps of a prompt of `n_tokens` need on top of `most_bytes`, until the blocks
-            that they replace are free.
-        least_bytes: the smallest budget with which such a memory can be made.
+        step_bytes: how many bytes the steps of a prompt of `n_tokens` need on top of `most_bytes`, because a step's new
+            blocks and the blocks that they replace exist together until the step ends.
+        least_bytes: the smallest budget with which a memory of this spec can be made.
     """
 
     n_tokens: int
@@ -64,19 +64,19 @@ def plan_sequence(
 ) -> SequencePlan:
     """Compute exactly how many bytes a sequence of up to `n_tokens` takes in a memory of `spec`, without tensors.
 
-    What a sequence holds follows from its length, not from the steps that led there, so all but its last tokens are fed
-    at once. A sequence may hold more a little before its end than at its end, because old rows fold in groups, and
-    because a state at the next fold point is both the head and the next body.
+    What a sequence holds follows from its length, not from the steps that led there. So all tokens but the last ones
+    are fed at once. The maximum may come a little before the end, because old rows fold in groups, and because one
+    state may serve both as the head and as the next body when the head is at a fold point.
 
     Args:
-        step_tokens: how many tokens a prompt's step takes: `max_tokens` of `HybridMemory.run`. With policies or
-            storages it is the distance of the grid.
+        step_tokens: how many tokens of a prompt each step takes, like `max_tokens` of `HybridMemory.run`. With policies
+            or storages it is at least 512, the distance of the grid.
         encoder_tokens: rows that the encoder of an encoder-decoder model returns for each sequence's input.
         options: arguments of `HybridMemory`: rollback_window, fold, dtype, state_dtype. Bytes are counted for the
             spec's device.
     Raises:
         SpecError: an option cannot work, as in `HybridMemory`.
-    Cost: O(n_tokens); for a million, in pages of 16, 0.7 s.
+    Cost: O(n_tokens). A million tokens in pages of 16 take 0.7 s.
     """
     if not isinstance(spec, MemorySpec):
         raise SpecError(f"{spec!r} is no MemorySpec; pass model.memory_spec")
@@ -84,9 +84,9 @@ def plan_sequence(
     encoder_tokens = read_count("encoder_tokens", encoder_tokens, 0)
 
     def feed(ends: Iterable[int]) -> Iterator[tuple[HybridMemory, int, int]]:
-        """Feed a sequence in its own memory up to each of `ends`.
+        """Feed a sequence in a memory of its own, up to each position in `ends`.
 
-        Yield the memory, the length and the bytes used in the step.
+        Yield the memory, the sequence's length, and the bytes in use during the step.
         """
         memory = HybridMemory(spec, _ROOM_BYTES, device="meta", page_tokens=page_tokens, **options)
         sequence = memory.open(encoder=_encoded(spec, encoder_tokens))
@@ -114,7 +114,7 @@ def plan_sequence(
 def checkpoint_bytes(
     spec: MemorySpec, *, holds_tail: bool = False, page_tokens: int = 16, encoder_tokens: int = 0, **options: Any
 ) -> int:
-    """Compute the bytes that a checkpoint adds once its sequence has gone on by more than a rollback window.
+    """Compute the bytes that a checkpoint adds once its sequence is more than a rollback window ahead of it.
 
     Args:
         holds_tail: the argument of `HybridMemory.checkpoint`.
@@ -123,7 +123,7 @@ def checkpoint_bytes(
     """
     memory = HybridMemory(spec, _ROOM_BYTES, device="meta", page_tokens=page_tokens, **options)
     sequence = memory.open(encoder=_encoded(spec, encoder_tokens))
-    # The distance is larger than any fold of a policy or a storage.
+    # The distance is larger than the longest fold of any policy or storage.
     n_apart = 512 * ceil_div(2 * memory.rollback_window + page_tokens, 512)
     memory.run(None, {sequence: np.zeros(n_apart + memory.rollback_window // 2 + 1, np.int64)})
     checkpoint = memory.checkpoint(sequence, holds_tail=holds_tail)
@@ -132,7 +132,10 @@ def checkpoint_bytes(
 
 
 def _lengths_that_differ(spec: MemorySpec, page_tokens: int) -> int:
-    """Return how many of the last lengths to search for the largest, as rows fold in groups and states change roles."""
+    """Return how many of the last lengths must be searched for the largest, because bytes do not grow evenly.
+
+    Rows fold in groups, and states change roles.
+    """
     attention = [m for layer in spec.layers for m in layer if isinstance(m, AttentionSpec)]
     groups = [m.storage.group for m in attention if m.storage is not None]
     every = [m.policy.every for m in attention if isinstance(m.policy, EvictionPolicy)]
@@ -140,7 +143,7 @@ def _lengths_that_differ(spec: MemorySpec, page_tokens: int) -> int:
 
 
 def _encoded(spec: MemorySpec, n_rows: int) -> Encoded | None:
-    """Return an encoder's output without data, or None for a model without an encoder. Raises SpecError."""
+    """Return an encoder's output as tensors without data, or None for a model without an encoder. Raises SpecError."""
     cross = [m for _, m in spec.of_kind("cross-attention") if isinstance(m, CrossAttentionSpec)]
     if bool(cross) != bool(n_rows):
         why = (

@@ -31,7 +31,7 @@ Chunk = list[tuple[int, int, int]]
 
 
 class Steppable(Protocol):
-    """Declares what chunked prefill calls of a memory: a part of `memory.HybridMemory`."""
+    """Declares what chunked prefill calls of a memory. `memory.HybridMemory` has more."""
 
     spec: MemorySpec
     counters: Counters
@@ -40,12 +40,13 @@ class Steppable(Protocol):
 
 
 class Run:
-    """Is the block of several steps that count together. If an exception ends it, every sequence is as before.
+    """Is a context manager for several steps that succeed or fail together.
 
-    Meanwhile it holds a checkpoint of each sequence. After a failure the sequence returns to it.
+    It makes a checkpoint of each sequence. If an exception ends the `with` block, each sequence returns to its
+    checkpoint.
 
     Args:
-        step: a step over all these sequences. It need not be entered.
+        step: a step over all these sequences. It need not have been entered.
     """
 
     def __init__(self, step: Step) -> None:
@@ -79,15 +80,17 @@ def run_in_chunks(
     memory: Steppable, model: Model | None, requests: Requests, *, max_tokens: int, outputs: Outputs,
     held: uninterrupted_call,
 ) -> Tensor | None:  # fmt: skip
-    """Feed requests in steps of at most `max_tokens`, or in steps of the grid. See `HybridMemory.run`.
+    """Feed requests in steps of at most `max_tokens` tokens, or cut on the grid of 512 positions.
+
+    See `HybridMemory.run`.
 
     Args:
-        held: this function enters it before the last commit. From then on a Ctrl-C waits as long as the caller keeps
-            it.
+        held: a context manager that is entered before the last commit. From then on a Ctrl-C waits until the caller
+            lets it go.
     """
     _check(memory, model, max_tokens)
     sequences, values = read_pairs(requests)
-    # Refuse requests by their number of tokens, before the tokens are read: to read a million takes long.
+    # Refuse too many tokens before they are read, because reading a million takes long.
     memory.counters.require_room(sequences, count_tokens(values), max_tokens)
     tokens = read_tokens(sequences, values, memory.spec.vocab_size, memory.spec.soft_tokens)
     tokens.arrive(sequences, memory.spec.vocab_size)
@@ -111,7 +114,7 @@ def run_in_chunks(
                 rows[sequences[i]].append(part)
 
     try:
-        # One step is all or nothing by itself.
+        # A single step is all or nothing without a `Run`.
         with ExitStack() as stack, Run(probe) if later else nullcontext():
             for chunk in (first, *later):
                 feed(chunk, stack)
@@ -128,7 +131,7 @@ def run_in_chunks(
 
 
 def split_requests(sequences: list[Sequence], counts: Int64s, max_tokens: int, *, on_grid: bool) -> list[Chunk]:
-    """Cut requests of counts (S,) tokens for these sequences into steps, short requests first."""
+    """Cut requests of counts (S,) tokens for these sequences into steps. Short requests come first."""
     order = counts.argsort(kind="stable")
     if on_grid:
         lengths = np.array([sequence.length for sequence in sequences])

@@ -1,4 +1,4 @@
-"""The coordinator keeps all layer memories of a model, the ledger and the store in step, as one memory."""
+"""The coordinator keeps the layer memories of a model, the ledger and the store consistent, so that they act as one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 
 class EnteredStep(Protocol):
-    """Declares what the coordinator reads and calls of a step that is entered: a part of `memory.step.Step`."""
+    """Declares what the coordinator reads and calls of an entered step. `memory.step.Step` has more."""
 
     sequences: list[Sequence]
     tokens: TokenLists
@@ -45,14 +45,14 @@ class EnteredStep(Protocol):
 class Coordinator(Lifetime):
     """Keeps all layer memories of one model in step, for `HybridMemory`, its steps and its sequences.
 
-    A step is plan -> begin -> commit or abort, in all layer memories or in none. Each sequence has one length, in the
-    ledger. Books change only in a change of the journal. So an exception, wherever it comes, leaves all of a change or
-    nothing.
+    A step is plan -> begin -> commit or abort, in all layer memories or in none. Each sequence has one length, which is
+    in the ledger. Books change only inside a change of the journal: an exception at any moment leaves all of the change
+    or nothing.
 
     Args:
         places: (layer, kind, name) -> the layer memory that serves it, and the number of that layer there.
-        swapped: holds the sequences that are swapped out.
-        host_pages: holds the keys and values that are offloaded to host memory. None: there is no such place.
+        swapped: holds the swapped-out sequences.
+        host_pages: holds the offloaded keys and values in host memory. None: nothing can be offloaded.
     """
 
     parts = ("layers", "places", "store", "ledger", "swapped", "host_pages", "room", "open_steps", "journal")
@@ -92,7 +92,7 @@ class Coordinator(Lifetime):
                 self.journal.mend()
 
     def _rebuild(self) -> None:
-        """Compute what follows from the records of sequences and from the open steps."""
+        """Compute all other books from the records of the sequences and from the open steps."""
         references = self.layers.references(opened.plans for opened in self.open_steps)
         self.store.rebuild(references)
         if self.host_pages is not None:
@@ -104,7 +104,7 @@ class Coordinator(Lifetime):
 
     @locked
     def begin(self, step: EnteredStep) -> None:
-        """Allocate a step's blocks and hand them to it. Raises CapacityError or SequenceError with nothing changed."""
+        """Allocate blocks, and pass them to the step. Raises CapacityError or SequenceError with nothing changed."""
         ledger = self.ledger
         slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
@@ -113,7 +113,7 @@ class Coordinator(Lifetime):
             try:
                 self._begin(step, packed)
             except CapacityError as error:
-                # It counts the layer memories that had planned; report what all of them need.
+                # The error counts only the layer memories that had planned. Report what all of them need.
                 raise self.room.lack(packed.slots, packed.counts, None, error) from None
 
         self.room.make(attempt)
@@ -125,17 +125,17 @@ class Coordinator(Lifetime):
             self.open_steps[opened] = None
             self.ledger.occupy(packed.slots)
             step.hold(opened, self.store.upload)
-            # This comes last, so that a step that is refused leaves no larger buffers behind.
+            # This comes last, so that a refused step does not enlarge buffers.
             self.ledger.reserve(packed)
 
     def _forget(self, opened: OpenStep) -> None:
-        """Undo that a step was opened."""
+        """Remove a step that was just opened."""
         self.open_steps.pop(opened, None)
         opened.is_settled = True
 
     @locked
     def commit(self, opened: OpenStep, kept: Int64s) -> None:
-        """Move the sequences of a step on by the first kept[i] (S,) of their new tokens."""
+        """Advance the sequences of a step by the first kept[i] of each request's new tokens; `kept` is (S,)."""
         with self.journal.change():
             self.layers.commit(opened.plans, kept)
             self.ledger.append(opened.packed, kept)
@@ -143,7 +143,7 @@ class Coordinator(Lifetime):
 
     @locked
     def abort(self, opened: OpenStep) -> None:
-        """Leave the sequences of a step as they were."""
+        """End a step, and leave its sequences as they were before it."""
         self._abort(opened)
 
     def _abort(self, opened: OpenStep) -> None:
@@ -154,11 +154,11 @@ class Coordinator(Lifetime):
             self._settle(opened)
 
     def want_stages(self) -> None:
-        """From now on, copy the plans of steps to addresses that stay, so that steps can be recorded."""
+        """From now on, copy the plans of steps to fixed addresses, so that steps can be recorded."""
         self.store.stages.are_wanted = True
 
     def _settle(self, opened: OpenStep) -> None:
-        """Forget an open step whose blocks are committed or given back."""
+        """Forget an open step whose blocks have been committed or freed."""
         self.journal.before(self._reopen, opened)
         del self.open_steps[opened]
         opened.is_settled = True
@@ -172,7 +172,7 @@ class Coordinator(Lifetime):
 
     @locked
     def abort_abandoned(self) -> bool:
-        """Abort steps whose `with` block was left by an exception before their `__exit__`. True if there was any."""
+        """Abort steps that an exception left open before `__exit__` ran. Return True if there was any."""
         return self._abort_abandoned()
 
     def _abort_abandoned(self) -> bool:
@@ -187,7 +187,7 @@ class Coordinator(Lifetime):
     def begin_run(self, sequences: list[Sequence], block: ReferenceType[Any] | None) -> OpenRun:
         """Make a checkpoint of each sequence.
 
-        The sequence returns to it unless the run is completed. Raises SequenceError.
+        A sequence returns to its checkpoint unless the run is completed. Raises SequenceError.
         """
         self.ledger.check_all_usable(sequences)
         with self.journal.change():
@@ -253,7 +253,7 @@ class Coordinator(Lifetime):
     # Opening, copying and closing
 
     def end(self, why: str, *, keeps: bool = False) -> None:
-        """See `Lifetime.end`. In a forked child, the thread that held the lock is not there to release it."""
+        """See `Lifetime.end`. In a forked child, the thread that held the lock does not exist and cannot release it."""
         super().end(why, keeps=keeps)
         self.lock = MemoryLock()
         self.lock.journal = Journal()
@@ -270,7 +270,7 @@ class Coordinator(Lifetime):
         for handle in handles:
             handle.closed = True
         self.store.give_back()
-        # This comes last. Until then, a second call of `close` repeats everything.
+        # This comes last: if an exception stops `close` earlier, a second call repeats all of it.
         self.end("this memory is closed; make another one")
 
     @locked
@@ -327,11 +327,11 @@ class Coordinator(Lifetime):
     def handed_over(self, make: Callable[..., _T], *arguments: Any) -> _T:
         """Return what `make(*arguments, made)` returns.
 
-        An exception may come when the new sequences count already, but `make` has not returned. Then they are closed,
+        An exception may come when the new sequences are open, but `make` has not returned. Then they are closed,
         because nobody has their handles.
 
         Args:
-            make: the function. It adds each sequence to the list `made` before the sequence counts.
+            make: a function that adds each new sequence to the list `made` before it opens it.
         """
         made = list[Sequence]()
         try:
@@ -349,7 +349,7 @@ class Coordinator(Lifetime):
                     self._close(sequence)
 
     def _share(self, sources: list[Sequence], targets: list[Sequence], *, hold_tails: bool = True) -> None:
-        """Make each target what its source was, all at once. The caller has begun the change."""
+        """Make each target a copy of its source, all at once. The caller has begun the change of the journal."""
         self.layers.share(np.array([s.slot for s in sources]), np.array([s.slot for s in targets]))
         if not hold_tails:
             for source, target in zip(sources, targets, strict=True):
@@ -415,7 +415,7 @@ class Coordinator(Lifetime):
         return self.nearest(sequence, to)[0]
 
     def nearest(self, sequence: Sequence, to: object) -> tuple[int, Sequence | None]:
-        """Find the nearest reachable position <= `to`, and the handle whose blocks hold it (None at position 0)."""
+        """Find the nearest reachable position <= `to`, and the sequence that holds its blocks (None at position 0)."""
         return nearest_position(self.ledger, sequence, to, self.horizon_of(sequence))
 
     @locked

@@ -9,9 +9,9 @@
     ├── StepError        a model and its step disagree
     ├── SpecError        a spec or a budget that cannot work (also a ValueError)
     ├── FormatError      a bad file; nothing was loaded     (also a ValueError)
-    └── IntegrityError   the books do not balance: a bug of this library
+    └── IntegrityError   the bookkeeping contradicts itself: a bug of this library
 
-A refused call has changed nothing.
+If a call raises one of these errors, it has changed nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ _REMEDIES = {
 
 
 _MOST_CHARACTERS = 2000
-"""The longest message. There must be a limit, because a message may name a value of any size that a caller gave."""
+"""The longest message, in characters.
+
+Messages need a limit, because they may name a value of any size from a caller.
+"""
 
 
 class HybridMemoryError(Exception):
-    """Base of all errors of this library. A message that shows a large value leaves out its middle."""
+    """Is the base class of all errors of this library. A message that shows a large value leaves out its middle."""
 
     def __init__(self, message: str = "") -> None:
         half = _MOST_CHARACTERS // 2
@@ -45,7 +48,7 @@ class CapacityError(HybridMemoryError):
     """The budget cannot hold what was asked for.
 
     Attributes:
-        capacity: bytes of the budget, or of what `unit` names.
+        capacity: the size of the budget in bytes, or of the memory that `unit` names.
     """
 
     def __init__(self, message: str, *, needed: int, free: int, unit: str = "bytes", capacity: int = 0) -> None:
@@ -57,10 +60,10 @@ class CapacityError(HybridMemoryError):
 
     @staticmethod
     def of(what: str, needed: int, free: int, capacity: int, unit: str = BUDGET_UNIT) -> CapacityError:
-        """Make the error for `what` ("3 x pages need") that does not fit into `free` bytes, or fits only in pieces.
+        """Make the error for `what` ("3 x pages need"), which needs more than is free, or more than any free piece.
 
         Args:
-            capacity: the bytes of the budget, or of `host_pages`. The message names a number that is enough.
+            capacity: the size in bytes of the budget or of `host_pages`. The message names a size that is enough.
         """
         why = CapacityError.why_apart(needed, free)
         enough = capacity + needed - (0 if why else free)
@@ -71,14 +74,17 @@ class CapacityError(HybridMemoryError):
 
     @staticmethod
     def why_apart(needed: int, free: int) -> str:
-        """Return why free bytes do not help although there are enough, or "" if there are not enough."""
+        """Return why `free` bytes do not help although they are enough: they lie apart.
+
+        Return "" if they are not enough.
+        """
         return "" if needed > free else ", but not in pieces large enough while steps are open"
 
     @staticmethod
     def remedy(unit: str, enough: int, others: str = "") -> str:
-        """Return what the user can do, such as to give a capacity of `enough` bytes.
+        """Return advice to the user, such as to give a capacity of `enough` bytes.
 
-        `others` replaces the usual advice.
+        If `others` is given, it replaces the usual advice.
         """
         return f"{others or _REMEDIES[unit]}, or {_LARGER[unit]} {enough:,} bytes"
 
@@ -87,7 +93,7 @@ class RollbackError(HybridMemoryError):
     """A sequence cannot return to that position.
 
     Attributes:
-        to: the position asked for, in tokens. If the argument was no position, it is that argument.
+        to: the position asked for, in tokens. If the argument was no position, `to` is the argument itself.
         horizon: the earliest position that the sequence's own tail still reaches.
         resume_at: the nearest reachable position <= `to`, or the sequence's length if `to` lies beyond it.
     """
@@ -100,7 +106,7 @@ class RollbackError(HybridMemoryError):
 
 
 class DropError(HybridMemoryError, ValueError):
-    """A sequence cannot drop these tokens: there is no such range, or a layer would be wrong without them.
+    """A sequence cannot drop these tokens: the range does not exist, or a layer's memory would be wrong without them.
 
     Attributes:
         start, end: the range asked for, exactly as the caller gave it.
@@ -117,7 +123,7 @@ class SequenceError(HybridMemoryError):
 
 
 class BatchError(HybridMemoryError, ValueError):
-    """Requests make no batch: a sequence twice, or tokens that are missing, no integers or not in the vocabulary."""
+    """Requests make no batch: a sequence occurs twice, or tokens are missing, no integers or out of vocabulary."""
 
 
 class StepError(HybridMemoryError):
@@ -137,4 +143,4 @@ class MismatchError(FormatError):
 
 
 class IntegrityError(HybridMemoryError):
-    """The memory's books do not balance. This is a bug of this library: please report it."""
+    """The memory's bookkeeping contradicts itself. This is a bug of this library: please report it."""

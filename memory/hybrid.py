@@ -1,4 +1,4 @@
-"""`HybridMemory` puts attention caches and recurrent states behind one interface, always in step."""
+"""Defines `HybridMemory`: one interface to attention caches and recurrent states, which always have the same length."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HybridMemory:
 
     Args:
         spec: what the model's layers remember: `model.memory_spec`.
-        budget: bytes for everything: 10**9, "1GiB" (2**30) or "1GB" (10**9). On the CPU, unused ones cost nothing.
+        budget: bytes for everything: 10**9, "1GiB" (2**30) or "1GB" (10**9). On the CPU, unused bytes take no RAM.
         rollback_window: tokens that every sequence can take back, counted from its peak, the furthest position that it
             reached. 0 keeps no tail: then a rollback reaches only position 0, the present and checkpoints.
         page_tokens: how many tokens a page of keys and values holds.
@@ -47,28 +47,28 @@ class HybridMemory:
             Nothing is computed twice, but a sequence holds a third state and a tail of two windows. "replay" runs old
             rows again. A tail has 1.2 windows, and decoding on a CPU takes a tenth to a fifth longer. "defer" writes a
             state only when rows fold. Each step reads the body and a tail of 1.5 windows, and computes the newest state
-            again. RWKV-4 and RG-LRU cannot defer. By default it is "keep" on the CPU. On CUDA it is "defer" if all
-            recurrences can defer and it moves fewer bytes (SSD, gated delta rules and linear attention; others with
-            small windows), else "replay".
-        device, dtype: replace those of the spec. device="meta" is a dry run: all bookkeeping, but no tensors and no
-            model.
+            again. RWKV-4 and RG-LRU cannot defer. The default on the CPU is "keep". The default on CUDA is "defer" if
+            all recurrences can defer and it moves fewer bytes than "replay" (so for SSD, gated delta rules and linear
+            attention, and for others with small windows), else "replay".
+        device, dtype: replace the device and dtype of the spec. device="meta" is a dry run: all bookkeeping, but no
+            tensors and no model.
         state_dtype: the dtype of recurrent states, which models have in float32. "bfloat16" halves their bytes. But
             each step then rounds its end state, so outputs drift (`python -m benchmarks states` measures how far).
         host_pages: bytes of host memory, beside the budget, for the keys and values that `to_host` moves. For a CUDA
             device all of them are pinned at once. None: `to_host` cannot be used.
         host_attention: what attends to these keys and values on CUDA. "stream": the device reads them over the bus, and
-            the host never waits. "compute": the host's processor attends to them. In each attention layer it waits for
-            queries, keys and values, and the device waits for its results. They differ from the device's by rounding.
-            On the CPU both are the same.
+            the host never waits. "compute": the host's processor attends to them. In each attention layer the processor
+            waits for queries, keys and values, and the device waits for the results, which differ from the device's own
+            by rounding. On the CPU both options are the same.
         host_budget, swap_dir, disk_budget: where `swap_out` moves sequences. `host_budget` is the most bytes of host
-            memory. `swap_dir` is a folder, or fsspec's URL of one, for what does not fit there; None means that there
-            is none. `disk_budget` is the most bytes of its files. Without a number there is no limit. In a local
+            memory. `swap_dir` is a folder, or its URL for fsspec, for sequences that do not fit into host memory; None
+            means no files. `disk_budget` is the most bytes of the files. Without a number there is no limit. In a local
             folder, files of killed processes are removed.
         poison: fills fresh and freed memory with NaN, for tests.
     Attributes:
-        spec, rollback_window, page_tokens, fold: the options, with defaults filled in. Memories with equal options are
-            alike.
-        budget_bytes: the most bytes that it may use; see `budget`.
+        spec, rollback_window, page_tokens, fold: the options, with defaults filled in. Memories with equal options can
+            load each other's files.
+        budget_bytes: the most bytes that the memory may use; see `budget`.
         counters: counts bytes, for planners, schedulers and pictures.
         folders: writes checkpoints to folders, for prefix caches.
         archive: writes sequences to files in two parts, for servers.
@@ -100,7 +100,7 @@ class HybridMemory:
         self.page_tokens = read_count("page_tokens", page_tokens, 1, "tokens")
         check_choices(fold, host_attention, host_pages)
         self.spec = resolved_spec(spec, device, dtype, state_dtype)
-        # The spec's device decides, not device=, because a dry run counts what the real device would hold.
+        # The device of the given spec decides, not `device`: a dry run counts the bytes of the real device.
         self.fold: Fold = fold or default_fold(self.spec, spec.device.type, self.rollback_window)
         rules = TailRules.of(self.fold, self.rollback_window)
         self._coordinator = build(
@@ -155,19 +155,19 @@ class HybridMemory:
     def close(self, sequence: Sequence = _NOT_GIVEN, *excess: Never) -> None:
         """Forget a sequence or a checkpoint, and free the bytes that no other refers to.
 
-        Raises SequenceError if the handle is bad or in an open step. Then nothing has changed.
+        Raises SequenceError, and changes nothing, if the handle is bad or its sequence is in an open step.
         """
         if excess or sequence is _NOT_GIVEN:
             refuse_arguments("memory.close", excess, {})
         self._coordinator.close_one(sequence)
 
     def close_all(self) -> None:
-        """Close the whole memory, as the end of `with HybridMemory(...) as memory:` does.
+        """Close the whole memory. `with HybridMemory(...) as memory:` does so at its end.
 
-        It frees all bytes and removes the files of what was swapped out. Every later use of the memory or of its
+        It frees all bytes and removes the files of swapped-out sequences. Every later use of the memory or of its
         handles raises SequenceError; only closing it again is allowed.
 
-        Raises SequenceError if a sequence is in an open step. Then nothing has changed.
+        Raises SequenceError, and changes nothing, if a sequence is in an open step.
         """
         self._coordinator.close()
 
@@ -188,9 +188,9 @@ class HybridMemory:
         """Make a checkpoint: a fork that is never advanced, to which `rollback` returns from any distance.
 
         Until it is closed, it holds one state of each recurrent layer, and the pages that its sequence no longer shares
-        with it: at first only the last page. A sequence that has returned to it cannot go back further. Where there is
-        no state at its position (with fold="defer", and after a rollback within the tail), one is computed: the
-        recurrences of the last step run over the tail.
+        with it: at first only the last page. A sequence that has returned to it cannot go back further. If there is no
+        state at its position (with fold="defer", and after a rollback within the tail), one is computed: the
+        recurrences that ran in the last step run over the tail.
 
         Args:
             holds_tail: if True, it also holds the tail and up to two more states. A sequence that has returned to it
@@ -198,7 +198,7 @@ class HybridMemory:
                 its position, and no model has run on this memory since it was made.
         Raises:
             SequenceError: a bad handle. SpecError: `holds_tail` is neither True nor False. CapacityError: there is no
-            room for a state that must be computed; with `holds_tail=True` none is.
+                room for a state that must be computed. With `holds_tail=True` no state is computed.
         """
         if excess or unknown:
             refuse_arguments("memory.checkpoint", excess, unknown)
@@ -210,7 +210,7 @@ class HybridMemory:
             return self._coordinator.handed_over(self._coordinator.copy, sequence, True, True)
 
     def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
-        """Permute memories: each key continues as its value was, all at once.
+        """Permute memories, all at once: each key continues from the memory of its value.
 
         A beam search calls `reorder({a: b, b: b, c: a})`.
         Copies no tensor. Raises SequenceError or BatchError with nothing changed.
@@ -225,16 +225,16 @@ class HybridMemory:
     ) -> None:  # fmt: skip
         """Return to an earlier position.
 
-        Later outputs are those of a sequence that never saw the tokens that were taken back. Copies no tensor and runs
-        no layer. It reaches position 0, any position from `sequence.horizon` on, and the position of any checkpoint of
-        the family.
+        Later outputs are those of a sequence that never saw the tokens that were taken back. No tensor is copied and
+        no layer runs. Reachable are position 0, any position from `sequence.horizon` on, and the position of any
+        checkpoint of the family.
 
         Args:
             to: how many tokens to keep, 0 <= to <= length; or a checkpoint of this sequence, of one that it was forked
                 from, or of a fork. The sequence then continues as the checkpoint was, whatever it has seen since.
-            n_tokens: how many of the newest tokens to take back. It is given instead of `to`.
+            n_tokens: how many of the newest tokens to take back. Give either `to` or `n_tokens`.
         Raises:
-            RollbackError: `to` is out of reach, or no position. `.resume_at` is the nearest reachable position below
+            RollbackError: `to` is out of reach, or is no position. `.resume_at` is the nearest reachable position below
                 `.to`.
             SequenceError: a bad handle.
         """
@@ -256,10 +256,9 @@ class HybridMemory:
     def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool = False) -> None:
         """Forget tokens [start, end) of a live sequence, and move those after them to start (a context shift).
 
-        Attention keeps the rows of the other tokens; keys are rotated to their new positions. Keys and values of later
-        tokens, in layers above the first, still carry a trace of the dropped ones, as in llama.cpp. A range at the end
-        of the sequence leaves no trace: where a rollback reaches its start, it is a rollback. Other sequences do not
-        change.
+        Attention keeps the rows of the other tokens; keys are rotated to their new positions. In layers above the
+        first, keys and values of later tokens still depend on the dropped ones, as in llama.cpp. Dropping the end of a
+        sequence leaves no trace: if a rollback reaches `start`, it is a rollback. Other sequences do not change.
 
         Args:
             approximate: recurrent layers cannot forget tokens in the middle, because one state holds all tokens. If
@@ -268,11 +267,11 @@ class HybridMemory:
                 `start`.
         Raises:
             DropError: there is no such range; the model has recurrent layers and `approximate` is False; attention has
-                a policy, or its spec does not say how keys carry positions; or a window would reach back to rows that
-                have left it.
-            CapacityError: there is no room to copy the rows behind `end` before the old ones are freed.
+                a policy, or its spec does not say how keys carry positions; or tokens after the range would see rows
+                that have left a window.
+            CapacityError: there is no room to copy the rows after `end` before the old ones are freed.
             SequenceError: a bad handle.
-        Cost: the rows behind `end` are read, rotated and written in every attention layer. No layer of the model runs.
+        Cost: the rows after `end` are read, rotated and written in every attention layer. No layer of the model runs.
         """
         self._coordinator.drop(sequence, start, end, approximate=approximate)
 
@@ -281,15 +280,15 @@ class HybridMemory:
     def to_host(self, sequence: Sequence) -> None:
         """Offload keys and values of a sequence or a checkpoint to host memory, where attention goes on reading them.
 
-        The sequence can be used as before, also in steps with others. Recurrent states and an encoder's output stay.
-        Its later forks and checkpoints are in host memory too, and share its pages. Pages that it shares now are
-        copied, and the other sequences keep theirs. An empty sequence will keep its first pages there. `rollback` to a
-        checkpoint moves it to where the checkpoint is, and `reorder` to where the source is. After `swap_in` and `load`
-        it is on the device.
+        The sequence can be used as before, also in steps with others. Recurrent states and an encoder's output stay on
+        the device. Later forks and checkpoints of the sequence are in host memory too, and share its pages. Pages that
+        it shares now are copied, and the other sequences keep theirs. An empty sequence will keep its first pages in
+        host memory. `rollback` to a checkpoint moves it to where the checkpoint is, and `reorder` to where the source
+        is. After `swap_in` and `load` it is on the device.
 
         Raises:
-            CapacityError: there is no room there (see its `.unit`). SpecError: the memory has no `host_pages`.
-                SequenceError: the handle is bad.
+            CapacityError: there is no room in host memory, or in the budget (`.unit` says which). SpecError: the memory
+                has no `host_pages`. SequenceError: the handle is bad.
         Cost: the bytes of its keys and values, copied once.
         """
         self._swapping.move(sequence, to_host=True)
@@ -299,20 +298,21 @@ class HybridMemory:
         self._swapping.move(sequence, to_host=False)
 
     def swap_out(self, sequence: Sequence, *, relatives: Iterable[Sequence] = ()) -> None:
-        """Move a sequence or a checkpoint out of the budget: into host memory, or into files if that is full.
+        """Move a sequence or a checkpoint out of the budget: into host memory, or into files if host memory is full.
 
         Until `swap_in`, its handle gives only its length and tokens, and can be passed only to `save`, `swap_in` and
-        `close`. Blocks that it shares are copied. `relatives` are checkpoints in the budget: what it shares with them
-        is copied only once, and shared again after `swap_in`.
+        `close`. Blocks that it shares are copied. `relatives` are checkpoints that stay in the budget: blocks shared
+        with them are copied only once, and shared again after `swap_in`.
 
-        Raises CapacityError if there is no room, and SequenceError if the handle is bad. Cost: its bytes, copied once.
+        Raises CapacityError if there is no room, and SequenceError if the handle is bad. Cost: its bytes are copied
+        once.
         """
         self._swapping.swap_out(sequence, relatives)
 
     def swap_in(self, sequence: Sequence) -> None:
         """Move a sequence back into the budget, bit for bit as it was.
 
-        Raises CapacityError, or FormatError if its file is damaged. It then stays swapped out.
+        Raises CapacityError, or FormatError if its file is damaged. The sequence then stays swapped out.
         """
         self._swapping.swap_in(sequence)
 
@@ -337,14 +337,14 @@ class HybridMemory:
     @overload
     def load(self, path: str | Path, *, family: Literal[True]) -> Family: ...
     def load(self, path: str | Path, *, family: bool = False) -> Sequence | Family:
-        """Open a new sequence from a file; it continues, bit for bit, where the saved one was.
+        """Open a new sequence from a file. It continues, bit for bit, where the saved sequence was.
 
         Both memories must have the same model, policies, storages, dtypes, rollback_window, fold and page_tokens. With
-        `family`, the checkpoints and forks saved with it are opened too, and share blocks as they did. One whose part
-        of the file is damaged is left out, with a warning.
+        `family`, the checkpoints and forks in the file are opened too, and share blocks as they did. A checkpoint or
+        fork whose part of the file is damaged is left out, with a warning.
 
-        Raises FormatError if there is no such file, or if it is damaged, foreign or unsuitable; or CapacityError. Then
-        nothing has changed.
+        Raises FormatError if there is no such file, or if it is damaged, foreign or unsuitable, or else CapacityError.
+        In each case nothing has changed.
         """
         with uninterrupted_call() as _until_return:
             loaded = self.archive.load(path, only_first=not family)
@@ -359,12 +359,12 @@ class HybridMemory:
             requests: the tokens of each sequence: one id, or a list, array or tensor of ids. Lengths may differ. If all
                 are tensors on a CUDA device, such as `zip(sequences, logits.argmax(-1))`, the host waits for them only
                 when it leaves the step: so it plans a step while the device computes the step before.
-            outputs: "last" gives one row of logits for each request, "all" one for each token. They are in the order of
-                `requests`.
+            outputs: "last" gives one row of logits for each request, "all" gives one for each token. Rows are in the
+                order of `requests`.
         Raises:
-            BatchError, SequenceError: raised here, or when the step is left if tokens were on the device.
-                CapacityError: raised when the step is entered, or here if the budget could never hold these thousands
-                of tokens. Nothing has changed then.
+            BatchError, SequenceError: raised here, or when the step is left if the tokens were on the device.
+            CapacityError: raised when the step is entered, or here if requests of thousands of tokens could never fit
+                into the budget. Nothing has changed then.
         """
         if excess or unknown:
             refuse_arguments("memory.step", excess, unknown)
@@ -383,15 +383,15 @@ class HybridMemory:
 
         Args:
             model: step -> logits; None in a dry run.
-            max_tokens: the most tokens of a step. With policies or storages it counts as at least 512: there, requests
-                are cut only at multiples of 512 positions. So the same text sees the same rows, whatever `max_tokens`
-                is and whoever shares the steps.
+            max_tokens: the most tokens of a step. With policies or storages it counts as at least 512, because requests
+                are then cut only at multiples of 512 positions. So the same text sees the same rows, whatever
+                `max_tokens` is and whichever requests share the steps.
         Returns:
             What one step would have returned: (n_requests, vocab) or (n_tokens, vocab), in the order of `requests`.
         Raises:
             The errors of `step`. CapacityError is raised before anything is computed, and names the bytes that the
-                whole run needs. What the model raises, and a Ctrl-C, pass through; a Ctrl-C during the last commit is
-                raised after this call has returned. After any other error every sequence is as it was before.
+            whole run needs. Exceptions of the model, and a Ctrl-C, pass through. A Ctrl-C during the last commit is
+            raised after this call has returned. After any other error every sequence is as it was before.
         """
         if excess or unknown:
             refuse_arguments("memory.run", excess, unknown)
@@ -402,7 +402,7 @@ class HybridMemory:
 
     @property
     def budget(self) -> int:
-        """Return the most bytes that the memory may use: what it was made with, rounded down to a multiple of 64."""
+        """Return the most bytes that the memory may use: the budget it was given, rounded down to a multiple of 64."""
         return self.counters.budget_bytes
 
     @property
@@ -426,7 +426,7 @@ class HybridMemory:
     def needed_bytes(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> int:
         """Return the bytes that one sequence needs while `run` feeds it `n_tokens` tokens in steps of `max_tokens`.
 
-        It includes the bytes of the `n_held` tokens that the sequence already has. The number is exact: the run fits
+        The result includes the bytes of the `n_held` tokens that the sequence already has. It is exact: the run fits
         into a memory of so many bytes, but not of fewer. Raises SpecError. Cost: milliseconds for a million tokens.
         """
         return self.counters.needed_bytes(n_tokens, n_held=n_held, max_tokens=max_tokens)
@@ -438,7 +438,7 @@ class HybridMemory:
     # Looking inside
 
     def usage(self) -> Usage:
-        """Count the arena's bytes by kind, layers, part and sequence.
+        """Count the bytes in use by kind, by layers, by part and by sequence.
 
         The result can be printed. Cost: O(blocks in use).
         """
@@ -446,14 +446,14 @@ class HybridMemory:
         return self.counters.usage()
 
     def kernels(self) -> dict[str, str]:
-        """Return, for each function, the set of kernels that computes it here, or "plain torch".
+        """Return, for each function that layers need here, the set of kernels that computes it, or "plain torch".
 
         See `chosen_kernels`.
         """
         return kernels_of(self.spec, self.fold, self.rollback_window)
 
     def check(self) -> None:
-        """Check that slots, positions, references and bytes fit together. Raises IntegrityError."""
+        """Check that slots, positions, reference counts and bytes are consistent. Raises IntegrityError."""
         self._coordinator.check()
 
     if not TYPE_CHECKING:  # Otherwise a type checker would accept any name.
@@ -474,7 +474,7 @@ class HybridMemory:
 
 
 def require_memory(memory: object, call: str) -> None:
-    """Raise SpecError unless `memory` is a HybridMemory. The message says to call `call`."""
+    """Raise SpecError unless `memory` is a HybridMemory. The message names `call` as the right call."""
     if not isinstance(memory, HybridMemory):
         raise SpecError(f"{memory!r:.80} is no HybridMemory; call {call}, with HybridMemory(model.memory_spec, budget)")
 

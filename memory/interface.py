@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Names the tokens [start, end) that a slot will forget. `length` and `peak` are the slot's before that."""
+    """Names the tokens [start, end) that a slot will forget.
+
+    `length` and `peak` are the slot's values before the drop.
+    """
 
     slot: int
     start: int
@@ -65,10 +68,13 @@ class Dropped:
 
 
 class DropsTokens(Protocol):
-    """Declares what a layer memory does when tokens are dropped from the middle: a part of `LayerMemory`."""
+    """Declares how a layer memory drops tokens from the middle of a slot. It is a part of `LayerMemory`."""
 
     def plan_drop(self, dropped: Dropped) -> Any:
-        """Copy rows to their new places in fresh blocks. Raises DropError or CapacityError with nothing changed."""
+        """Copy the rows after the dropped tokens into new blocks.
+
+        Raises DropError or CapacityError with nothing changed.
+        """
         ...
 
     def bytes_to_drop(self, dropped: Dropped) -> int:
@@ -76,11 +82,11 @@ class DropsTokens(Protocol):
         ...
 
     def drop(self, plan: Any) -> None:
-        """Forget the tokens: the copies of `plan_drop` replace the blocks that they were made from."""
+        """Forget the tokens: the copies of `plan_drop` replace the blocks from which they were made."""
         ...
 
     def abandon_drop(self, plan: Any) -> None:
-        """Release the copies of a plan that is not carried out. Nothing else has changed."""
+        """Free the copies of a plan that is not carried out. Nothing else has changed."""
         ...
 
 
@@ -112,11 +118,11 @@ class SequenceOwner(Protocol):
         ...
 
     def html_of(self, sequence: Sequence) -> str:
-        """Return what a notebook shows of an open sequence."""
+        """Return the HTML that a notebook shows for an open sequence."""
         ...
 
     def abort_abandoned(self) -> bool:
-        """Abort steps whose `with` block was left by an interrupt before `__exit__`; True if there was any."""
+        """Abort steps that an interrupt left open before `__exit__` ran. Return True if there was any."""
         ...
 
 
@@ -161,13 +167,13 @@ class Sequence:
     def horizon(self) -> int:
         """Return the earliest position that `rollback` reaches without a checkpoint.
 
-        Apart from it, position 0 is always reached.
+        Position 0 can always be reached as well.
         """
         return self._open_owner().horizon_of(self)
 
     @property
     def is_whole(self) -> bool:
-        """True if it remembers exactly what feeding its tokens would give: no tokens were dropped from its middle."""
+        """True if it remembers exactly what feeding its tokens would give. That is false after tokens were dropped."""
         return self._open_owner().is_whole(self)
 
     @property
@@ -217,18 +223,23 @@ class Sequence:
 
 _ZERO = np.zeros((), np.int64)
 Encoded = Seq[tuple[Tensor, Tensor]]
-"""Keys and values of all encoder rows, (R, n_kv_heads, head_dim) each, for each cross-attention in layer order."""
+"""Keys and values of all rows of an encoder's output, for each cross-attention in layer order.
+
+Each has the shape (R, n_kv_heads, head_dim).
+"""
 Tokens = int | Seq[int] | Int64s | Tensor
 Requests = Mapping[Sequence, Tokens] | Iterable[tuple[Sequence, Tokens]]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Holds the tokens of a step, packed: request after request, in the step's own order. All is int64 on the host.
+    """Holds the tokens of a step, packed: request after request, in the step's own order.
+
+    All arrays are int64 on the host.
 
     Attributes:
         slots: (S,) slot of each request, in the step's order.
-        starts: (S,) how many tokens each sequence held before.
+        starts: (S,) how many tokens each sequence held before the step.
         cu_seqlens: (S + 1,) request i has tokens [cu_seqlens[i], cu_seqlens[i + 1]).
         peaks: (S,) the furthest position that each sequence will have reached if all tokens are kept.
         token_ids, positions: (T,) the id and the position of each token.
@@ -256,7 +267,10 @@ class Packed:
 
     @property
     def nothing(self) -> Int64s:
-        """(S,) zeros: what `LayerMemory.commit` keeps of an aborted step. It is a view, so it needs no memory."""
+        """Return (S,) zeros, the number of tokens that an aborted step keeps.
+
+        The array is a view, so it needs no memory.
+        """
         nothing: Int64s = np.broadcast_to(_ZERO, self.slots.shape)
         return nothing
 
@@ -269,16 +283,16 @@ class Packed:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Says how far N sequences will be fed, each in one step, so that the bytes can be computed.
+    """Says from where to where N sequences will be fed, each in one step, so that the bytes can be computed.
 
     All arrays are int64 (N,) on the host.
 
     Attributes:
         slots: the slot of each sequence; -1 if it is not open yet.
         starts, ends: the new tokens [start, end) of each sequence.
-        peaks: the furthest position that each sequence has reached before; it is at least the start.
-        at_most: for sequences that were rolled back, count all states that their step may write. If False, count none
-            of these.
+        peaks: the furthest position that each sequence has reached before. It is at least the sequence's start.
+        at_most: True to count, for sequences that were rolled back, all states that their step may write. If False,
+            none of these states is counted.
     """
 
     slots: Int64s
@@ -288,7 +302,7 @@ class Stretch:
     at_most: bool = False
 
     def moved(self, offsets: Int64s) -> Stretch:
-        """Return the same stretch with all positions moved ahead by offsets (N,)."""
+        """Return the same stretch with the positions of sequence i moved ahead by offsets[i]; offsets are (N,)."""
         starts, ends, peaks = (at + offsets for at in (self.starts, self.ends, self.peaks))
         return replace(self, starts=starts, ends=ends, peaks=peaks)
 
@@ -315,8 +329,8 @@ class OpenStep:
     """Holds what was allocated for a step, until the step is committed or aborted.
 
     Attributes:
-        scope: refers to an object that lives until the step is left: one on the stack of the `with` statement, else the
-            `Step`.
+        scope: a weak reference to an object that lives until the step is left: an object on the stack of the `with`
+            statement, or the `Step` itself.
     """
 
     packed: Packed
@@ -327,11 +341,11 @@ class OpenStep:
 
 
 class StepPlan(Protocol):
-    """Declares what every plan of a layer memory says. Only that layer memory knows the rest."""
+    """Declares what all plans of layer memories have in common. Only its own layer memory reads more of a plan."""
 
     @property
     def can_capture(self) -> bool:
-        """True if all steps whose uploads have the same shapes launch the same kernels: one CUDA graph serves all."""
+        """True if one CUDA graph serves all steps whose uploads have the same shapes: they launch the same kernels."""
         ...
 
 
@@ -343,10 +357,13 @@ References = dict["BlockPool", list[Int64s]]
 
 
 class SlotTable(Protocol):
-    """Says which blocks each slot refers to, and owns the references: `BlockTable` for pages, else `TailTable`."""
+    """Says which blocks each slot refers to, and owns these references.
+
+    `BlockTable` is for pages, `TailTable` for tails.
+    """
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        """Make slot targets[i] refer to what slot sources[i] refers to, all at once. Copies no tensor."""
+        """Make each slot targets[i] refer to the blocks of slot sources[i], all at once. Copies no tensor."""
         ...
 
     def release(self, slot: int) -> None:
@@ -355,14 +372,14 @@ class SlotTable(Protocol):
 
 
 class LayerMemory(DropsTokens, Protocol[PlanT]):
-    """Keeps one kind of state for all layers that use it. Callers pass positions to it; it holds no length.
+    """Keeps one kind of state for all layers that use it. Callers pass positions to it; it stores no lengths.
 
-    A step is plan -> begin -> (the model runs) -> commit. To abort is to commit nothing. Only `plan` may refuse.
+    A step is plan -> begin -> (the model runs) -> commit. To abort is to commit 0 tokens. Only `plan` may refuse.
     """
 
     @property
     def tables(self) -> Seq[SlotTable]:
-        """Return its tables. To fork or to close a sequence is to call each of them."""
+        """Return the tables of its slots. Callers fork or close a sequence by calling each of them."""
         ...
 
     @property
@@ -376,10 +393,10 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         ...
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Return (4, N) bytes that each sequence holds before, in and after the step, and bytes that forks share.
+        """Return (4, N) bytes: what each sequence holds before, in and after the step, and what its forks share.
 
-        The first three are exact if the sequence shares nothing and was never rolled back; else they are lower bounds.
-        The fourth counts those bytes of the first that forks share however far they go on. Cost: O(N).
+        The first three rows are exact if the sequence shares nothing and was never rolled back; else they are lower
+        bounds. The fourth row counts those bytes of the first row that forks share however far they go on. Cost: O(N).
         """
         ...
 
@@ -412,26 +429,27 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         ...
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        """Return which rows in the blocks of `blocks_of`, in that order, belong to the slot's `length` tokens.
+        """Return which rows of the blocks of `blocks_of`, in the same order, belong to the slot's `length` tokens.
 
-        The other bytes of these blocks come from earlier uses or from tokens that were taken back. They are never
-        saved.
+        Other bytes of these blocks come from earlier uses or from tokens that were taken back. They are never saved.
         """
         ...
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        """Return the blocks of `blocks_of` for many slots (S,), and which part each block is: body, tail or head."""
+        """Return the blocks of `blocks_of` for many slots (S,), and for each block its part: body, tail or head."""
         ...
 
     def record(self, slot: int) -> Record:
-        """Return what `adopt` needs beside the blocks of `blocks_of`."""
+        """Return the values that `adopt` needs in addition to the blocks of `blocks_of`."""
         ...
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
-        """Make an empty slot what the slot was that `record` describes. `blocks` hold the same bytes as its blocks did.
+        """Make an empty slot equal to the slot that `record` describes.
 
-        The slot takes over the references to the blocks. A record that makes no sense may raise anything, but before
-        the slot takes over a reference.
+        `blocks` hold the same bytes as that slot's blocks.
+
+        The slot takes over the references to `blocks`. A record that makes no sense may raise any error, but only
+        before the slot has taken over a reference.
         """
         ...
 

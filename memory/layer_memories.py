@@ -1,4 +1,4 @@
-"""`LayerMemories` calls all layer memories of one model as one: an operation succeeds in all of them, or in none."""
+"""`LayerMemories` calls all layer memories of a model together: an operation succeeds in all of them, or in none."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Place:
 
     Attributes:
         group: the name of the layer memory. A step finds its plan by this name.
-        number: the number of the place among those that this layer memory serves.
-        position: the number of the place among those of its kind in the model.
+        number: the index of the place among those that this layer memory serves.
+        position: the index of the place among all places of its kind in the model.
     """
 
     group: str
@@ -38,17 +38,17 @@ class Place:
 
 
 PlaceKey = tuple[int, str, str | None]
-"""Names a place by layer, kind and name. The name may be None where a layer has only one of a kind."""
+"""Identifies a place by layer, kind and name. The name may be None if the layer has only one place of this kind."""
 
 Places = dict[PlaceKey, Place]
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Holds a copy of all that a slot holds, outside of the arena.
+    """Holds a copy of everything in a slot, outside of the arena.
 
     Attributes:
-        records: name of a layer memory -> its record of the slot, which goes with the bytes.
+        records: name of a layer memory -> its record of the slot, which `adopt` needs together with the bytes.
         blocks: pool -> (n, block_bytes) uint8 on the host, in the order of `LayerMemory.blocks_of`. In a dry run they
             are on "meta".
     """
@@ -63,11 +63,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Describes a slot that is about to leave the arena, or one that shares blocks with it.
+    """Describes the blocks of a slot that is about to leave the arena, or of one that shares blocks with it.
 
     Attributes:
-        ids: pool -> (n,) the slot's blocks.
-        live: pool -> (n, rows) which rows of these blocks belong to the slot's tokens.
+        ids: pool -> (n,) ids of the slot's blocks.
+        live: pool -> (n, rows) booleans: which rows of these blocks belong to the slot's tokens.
     """
 
     slot: int
@@ -77,11 +77,11 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Held:
-    """Says what one slot holds of blocks that several slots share.
+    """Describes one of several slots that share blocks: which of the blocks it holds.
 
     Attributes:
         records: the records of a `Snapshot`.
-        numbers: pool -> (n,) which of the shared blocks the slot refers to, in the order of `LayerMemory.blocks_of`.
+        numbers: pool -> (n,) indices of the blocks to which the slot refers, in the order of `LayerMemory.blocks_of`.
     """
 
     records: dict[str, Record]
@@ -118,7 +118,7 @@ class SwappedOut(Protocol):
 
 
 class PagesOnHost(Protocol):
-    """Declares what keeps pages of chosen sequences in host memory: `memory.attention.host_pages.HostPages`."""
+    """Declares what keeps the pages of offloaded sequences in host memory: `memory.attention.host_pages.HostPages`."""
 
     @property
     def place(self) -> tuple[LayerMemories, Store]: ...
@@ -135,7 +135,7 @@ class PagesOnHost(Protocol):
 
 
 class LayerMemories(dict[str, LayerMemory[Any]]):
-    """Maps the name of each layer memory to it, in the order in which they plan. They share a store.
+    """Maps the name of each layer memory to it, in the order in which they plan. All of them use the same store.
 
     Attributes:
         members: name -> (layer, spec) of each place that the layer memory serves, in the order of their numbers.
@@ -180,7 +180,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         return plans
 
     def can_capture(self, plans: Plans) -> bool:
-        """True if all steps whose uploads have the same shapes launch the same kernels: one CUDA graph serves all."""
+        """True if one CUDA graph serves all steps whose uploads have the same shapes: they launch the same kernels."""
         return all(plan.can_capture for plan in plans.values())
 
     def commit(self, plans: Plans, kept: Int64s) -> None:
@@ -218,14 +218,14 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
 
     def drop(self, dropped: Dropped) -> None:
         """Drop tokens from the middle of a slot, in all layer memories or none. Raises DropError or CapacityError."""
-        # The order is reversed, because recurrences come last. They refuse at once, before attention copies its rows.
+        # The order is reversed, so that recurrences come first. They refuse before attention copies any rows.
         drop_from_all(list(reversed(self.values())), dropped)
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {name: ids for memory in self.values() for name, ids in memory.blocks_of(slot).items()}
 
     def private_bytes(self, slots: Int64s) -> Int64s:
-        """Return (S,) the bytes that releasing each of the slots alone would free."""
+        """Return (S,) the bytes that each slot would free if it alone were released."""
         n_bytes = np.zeros_like(slots)
         for memory in self.values():
             for holding in memory.holdings(slots):
@@ -266,7 +266,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         return {name: rows for memory in self.values() for name, rows in memory.live_rows(slot, length).items()}
 
     def snapshot(self, slot: int, length: int, store: Store, wanted: Mapping[str, Bools] | None = None) -> Snapshot:
-        """Copy all that a slot holds, shared blocks included. Bytes that do not belong to its tokens become zeros.
+        """Copy everything in a slot, shared blocks included. Bytes that do not belong to its tokens become zeros.
 
         Args:
             wanted: pool -> (n,) which of the slot's blocks to copy. By default all are copied.
@@ -285,11 +285,13 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         return Snapshot({name: memory.record(slot) for name, memory in self.items()}, blocks)
 
     def restore(self, slot: int, snapshot: Snapshot, store: Store, shared: Mapping[str, Int64s] | None = None) -> None:
-        """Fill an empty slot with a snapshot. Raises CapacityError with nothing changed. Cost: its bytes, once.
+        """Fill an empty slot from a snapshot. Raises CapacityError with nothing changed.
+
+        Cost: its bytes are copied once.
 
         Args:
             shared: pool -> (n,) for each block of the slot, the id of a block in use that has the same bytes, or -1.
-                The slot then refers to that block. Where it is -1, the snapshot has the bytes.
+                The slot refers to the block in use. Where `shared` is -1, a new block is filled from the snapshot.
         """
         numbers = {name: np.arange(len(blocks)) for name, blocks in snapshot.blocks.items()}
         for name, ids in (shared or {}).items():
@@ -297,11 +299,11 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         self.restore_all({slot: Held(snapshot.records, numbers)}, snapshot.blocks, store)
 
     def restore_all(self, slots: Mapping[int, Held], blocks: dict[str, Tensor], store: Store) -> None:
-        """Fill empty slots with these blocks, of which `slots` says what each holds.
+        """Fill several empty slots at once. `slots` says which of the blocks each slot holds.
 
-        `blocks` are like `Snapshot.blocks`.
-        A block that several slots hold is written once, and they share it. A negative number -1 - id stands for a block
-        of the arena that is in use. Raises CapacityError with nothing changed. Cost: the blocks' bytes, once.
+        `blocks` have the form of `Snapshot.blocks`. A block that several slots hold is written once, and they share it.
+        In `Held.numbers`, a negative number -1 - id stands for a block of the arena that is in use. Raises
+        CapacityError with nothing changed. Cost: the bytes of the blocks are copied once.
         """
         for name, own in blocks.items():
             if own.shape[1:] != (self._pools_by_name[name].block_bytes,):
@@ -315,12 +317,13 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         self._fill(slots, {name: len(own) for name, own in blocks.items()}, store, write)
 
     def take_over(self, slot: int, store: Store, others: LayerMemories, others_store: Store) -> None:
-        """Move what a slot holds in another store into this one. Raises CapacityError with nothing changed.
+        """Move the blocks of a slot from another store into this one. Raises CapacityError with nothing changed.
 
-        Blocks that it shares there stay with the other slots. Here it shares none. Cost: its bytes, once.
+        Blocks that the slot shares in the other store stay with the other slots, so here it shares none. Cost: its
+        bytes are copied once.
 
         Args:
-            others: the same layer memories in the other store.
+            others: the layer memories of the same layers in the other store.
         """
         held = others.blocks_of(slot)
 
@@ -340,7 +343,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         store: Store,
         write: Callable[[BlockPool, Int64s], None],
     ) -> None:
-        """Give empty slots fresh blocks, `n_blocks` of each pool, which `write` fills. Raises CapacityError."""
+        """Give empty slots new blocks, `n_blocks` of each pool. `write` fills them. Raises CapacityError."""
         pools, fresh, free_bytes = self._pools_by_name, dict[str, Int64s](), store.arena.free_bytes
         try:
             for name, n in n_blocks.items():
@@ -364,7 +367,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
                 pools[name].release(ids)
 
     def _adopt(self, slot: int, records: dict[str, Record], ids: dict[str, Int64s]) -> None:
-        """Pass blocks, given by pool, to an empty slot.
+        """Give an empty slot the blocks `ids`, which are listed by pool.
 
         After an error, blocks that no layer memory has taken are released.
         """
@@ -385,7 +388,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
             memory.check({slot: length}, {slot: peak}, is_all=False)
 
     def references(self, plans: Iterable[Plans]) -> References:
-        """Return all references to blocks: of slots, and of these plans of all open steps."""
+        """Return all references to blocks: those of slots, and those of `plans`, the plans of all open steps."""
         open_plans, found = list(plans), References()
         for name, memory in self.items():
             found |= memory.references([own[name] for own in open_plans])
@@ -394,7 +397,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     def check(
         self, lengths: dict[int, int], peaks: dict[int, int], store: Store, plans: Iterable[Plans] = ()
     ) -> None:  # fmt: skip
-        """Raise IntegrityError unless exactly the given slots hold blocks, and theirs fit their lengths and peaks.
+        """Raise IntegrityError unless only the given slots hold blocks, which fit the slots' lengths and peaks.
 
         Args:
             plans: the plans of all open steps.
@@ -407,7 +410,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
 
 
 def _ids_of(numbers: Int64s, fresh: Int64s) -> Int64s:
-    """Return the block ids for `Held.numbers`: fresh[number], or -1 - number where a number is negative."""
+    """Return the block ids for `Held.numbers`: fresh[number] for number >= 0, and -1 - number for a negative number."""
     is_fresh = numbers >= 0
     ids: Int64s = -1 - numbers
     ids[is_fresh] = fresh[numbers[is_fresh]]

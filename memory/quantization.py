@@ -1,8 +1,8 @@
-"""Stores keys and values of bodies in few bits per number. These rows are older than the rollback window.
+"""Stores keys and values of bodies, which are older than the rollback window, in few bits per number.
 
-A storage encodes rows as parts, which are tensors of small dtypes, and decodes them. Parts are made once, from the
-exact rows of a fixed group, and never written again. So the same rows give the same bytes, whatever else was in the
-batch, and whether tokens came one by one or at once.
+A storage encodes rows into parts (tensors of small dtypes), and decodes these parts. Parts are made once, from the
+exact rows of a fixed group of tokens, and never written again. So the same rows give the same bytes, whichever requests
+were in the batch, and whether tokens came one by one or at once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from hybridmem.memory.errors import SpecError
 
 Shaped = tuple[tuple[int, ...], torch.dtype]
 Parts = tuple[Tensor, ...]
-"""Rows (..., G, R, D) of G heads in stored form: codes, and perhaps scales and lows. Each is (..., G, R or 1, some)."""
+"""Rows (..., G, R, D) of G heads in stored form: a tensor of codes, and perhaps tensors of scales and lows.
+
+Each has the shape (..., G, R or 1, some).
+"""
 
 _MOST = 60_000.0
-"""The largest scale or low. They are float16, and larger numbers are clipped."""
+"""The largest scale or low. Both are stored in float16, and larger numbers are clipped."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Storage(ABC):
     """Encodes keys and values for a body, and decodes them.
 
     Attributes:
-        group: how many tokens fold together. It is also how many tokens of a key channel share a scale, and how many
-            channels of a value do.
+        group: how many tokens fold together. For keys, so many tokens of a channel share a scale; for values, so many
+            channels of a token do.
     """
 
     _: KW_ONLY
@@ -61,7 +64,7 @@ class Storage(ABC):
     def encode(self, x_GRD: Tensor, *, by_channel: bool) -> Parts:
         """Encode rows (..., G, R, D).
 
-        With `by_channel` all rows of a channel share a scale, else some channels of a row do.
+        With `by_channel`, all rows of a channel share a scale. Otherwise groups of channels of a row do.
         """
 
     @abstractmethod
@@ -73,13 +76,13 @@ class Storage(ABC):
 class Quantized(Storage):
     """Stores integer codes, x = code * scale + low, with a float16 scale and low for each quantization group.
 
-    This is Liu et al. 2024, "KIVI". Keys share a scale along a channel, for `group` tokens, because a few channels of
-    keys are much larger than the rest. Values share it along a token, for `group` channels, or for the whole head where
-    that is narrower. Under an eviction policy, which evicts single rows, keys are grouped as values are: rows move from
-    fold to fold without being quantised again.
+    This is Liu et al. 2024, "KIVI". Keys of `group` tokens share a scale for each channel, because a few channels of
+    keys are much larger than the others. Values share a scale within each token, for `group` channels, or for the whole
+    head if it is narrower. An eviction policy evicts single rows. Under one, keys are grouped as values are, so that
+    rows move from fold to fold without being quantized again.
 
-    4 bits in groups of 64 take 4.5 bits a number. The error is at most half a scale:
-    (greatest - least) / (2**bits - 1) / 2.
+    4 bits in groups of 64 take 4.5 bits a number. The error is at most half a scale, (greatest - least) / (2**bits - 1)
+    / 2.
 
     Attributes:
         bits: 8, 4 or 2.
@@ -167,15 +170,15 @@ class Float8(Storage):
 
 
 def _half_above(x: Tensor) -> Tensor:
-    """Return the least float16 that is not below x, so that codes reach both ends of a group."""
+    """Return the smallest float16 that is not below x. With such a scale, codes reach both ends of a group."""
     half = x.half()
-    # The bits of a float are sign and magnitude: the next number up has one more, or one less if negative.
+    # A float is stored as sign and magnitude: as integers, the next greater float is one more, or one less if negative.
     next_up = half.view(torch.int16) + torch.where(half.view(torch.int16) < 0, -1, 1).to(torch.int16)
     return torch.where(half.float() < x, next_up.view(torch.float16), half)
 
 
 def _spread(x: Tensor, head_dim: int) -> Tensor:
-    """Repeat a number of each group for each of its channels."""
+    """Repeat the number of each group for all channels of the group."""
     return x.repeat_interleave(head_dim // x.shape[-1], dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""Keeps the states of recurrent layers: a body, a tail of the newest rows, and a head, which only saves time.
+"""Keeps the states of recurrent layers: a body, a tail of the newest rows, and a head, which can be computed again.
 
 `memory.state.tails` holds the blocks, and `memory.state.readers` runs a recurrence over them.
 `memory.sequences.folding` decides when rows fold.
@@ -22,7 +22,7 @@ from hybridmem.memory.state.tails import TailStep, TailTable
 
 @dataclass(frozen=True)
 class RecurrentPlan(Generic[ReadsT]):
-    """Holds the blocks that are allocated for a step, what its recurrences read, and where its rows are written."""
+    """Holds the blocks allocated for a step, what recurrences read, and where the step's rows are written."""
 
     step: TailStep
     reads: ReadsT
@@ -30,7 +30,7 @@ class RecurrentPlan(Generic[ReadsT]):
 
     @property
     def can_capture(self) -> bool:
-        # If all segments have one length, kernels and row counts follow from shapes alone.
+        # If all segments have the same length, kernels and row counts follow from shapes alone.
         return all(segments.is_even for segments in self.reads.segments)
 
 
@@ -38,7 +38,7 @@ class RecurrentState(TailTable[RecurrentPlan[ReadsT]], Generic[ReadsT]):
     """Keeps body, tail and head of the recurrences of all layers: a `memory.interface.LayerMemory`.
 
     Args:
-        blocks: its members are the recurrences, in the order in which `recur` numbers them.
+        blocks: its layout. The members of a block are the recurrences, in the order in which `recur` numbers them.
         reader: runs recurrences over these blocks.
     """
 
@@ -65,14 +65,14 @@ class RecurrentState(TailTable[RecurrentPlan[ReadsT]], Generic[ReadsT]):
         return outputs
 
     def remember(self, index: int, recurrence: Recurrence) -> None:
-        """Remember what runs recurrence `index`, for `slim`, which comes between steps."""
+        """Remember the function that runs recurrence `index`, because `slim` may call it between steps."""
         self._recurrences[index] = recurrence
 
     def slim(self, slot: int, length: int) -> None:
-        """Let a slot of this length hold only the state at its position, which is computed if there is none.
+        """Reduce a slot of this length to the state at its position. If there is no such state, it is computed.
 
-        The slot stays as it is where there is none, and no model has run on this memory that could compute it. Raises
-        CapacityError. Cost: nothing if there is a state; else each recurrence runs over the tail.
+        If no model has run on this memory yet, so that no recurrence can compute the state, the slot stays as it is.
+        Raises CapacityError. Cost: nothing if the state exists; else each recurrence runs over the tail.
         """
         specs, is_dry = self.reader.specs, self.store.is_dry
         can_run = is_dry or len(self._recurrences) == len(specs)
@@ -97,7 +97,7 @@ class RecurrentState(TailTable[RecurrentPlan[ReadsT]], Generic[ReadsT]):
         if (dtype := self.blocks.dtype) != rows.dtype or rows.device.type != device.type:
             raise StepError(f"rows are {rows.dtype} on {rows.device}; this memory holds {dtype} on {device}")
 
-    # Dropping tokens: states still contain them, so a position offset says how far states are ahead
+    # Dropping tokens: states still contain dropped tokens, so a position offset says how far states are ahead
 
     def plan_drop(self, dropped: Dropped) -> Dropped:
         if not dropped.approximate:

@@ -14,20 +14,21 @@ from torch import Tensor
 from hybridmem.memory.errors import SpecError
 
 Angles = tuple[Tensor, Tensor]
-"""Cosines and sines, (R, 1, pairs) float32 each, of the angles by which each row's pairs of elements are rotated."""
+"""Cosines and sines, (R, 1, pairs) float32 each, of the angles by which a row's pairs of elements are rotated."""
 
 
 @dataclass(frozen=True)
 class Rotation:
     """Says how rotary keys carry positions (Su et al. 2021, "RoFormer").
 
-    At position p each pair of elements is rotated by p times the pair's frequency.
+    At position p, each pair of elements is rotated by p times the frequency of the pair.
 
     Attributes:
         frequencies: the radians per token of each pair of elements.
-        layout: "half" pairs element i with element i + len(frequencies), as in Llama; "interleaved" 2i with 2i + 1, as
-            in GPT-J.
-        start: the first of the 2 * len(frequencies) elements of a head that are rotated. i counts from there.
+        layout: "half" pairs element i with element i + len(frequencies), as in Llama; "interleaved" pairs element 2i
+            with element 2i + 1, as in GPT-J.
+        start: the index in a head of the first of the 2 * len(frequencies) rotated elements. i above counts from
+            `start`.
     """
 
     frequencies: tuple[float, ...]
@@ -59,7 +60,7 @@ class Rotation:
         """Compute the angles that rotate keys from positions old_R to new_R.
 
         A model rounds position times frequency to float32, which at position 10,000 is off by up to 5e-4. The
-        difference of such angles leads to the very key that the model would have computed at the new position.
+        difference of two such rounded angles gives the very key that the model would have computed at the new position.
         """
         frequencies = np.array(self.frequencies, np.float32)
         old, new = (
@@ -87,4 +88,7 @@ class Rotation:
 
 
 UNROTATED = Rotation(())
-"""The rotation of keys that carry no position, as in Jamba, or in T5, which adds a bias by distance to the scores."""
+"""The rotation of keys that carry no position, as in Jamba.
+
+T5's do not either: T5 adds a bias by distance to the scores.
+"""

@@ -34,9 +34,9 @@ class AttentionSpec:
     Grouped-query attention: query head h reads key/value head h // (n_query_heads / n_kv_heads).
 
     Attributes:
-        window: a token sees only the last `window` tokens, itself included. Older ones are kept only as far as a
-            rollback may need them. None: it sees all.
-        policy: chooses which old rows are kept, or read. None: all of them. See `MemorySpec.with_policy`.
+        window: a token sees only the last `window` tokens, itself included. Older rows are kept only as long as a
+            rollback may need them. None: a token sees all earlier ones.
+        policy: chooses which old rows are kept, or are read. None: all of them. See `MemorySpec.with_policy`.
         storage: how old rows are stored. None: in the memory's dtype. See `MemorySpec.with_storage`.
         value_dim: None if values are rows of their own. Otherwise only keys are stored, and a value is the first
             `value_dim` elements of its key. Multi-head latent attention does so (DeepSeek-AI 2024, "DeepSeek-V2"): all
@@ -112,7 +112,7 @@ class AttentionSpec:
 
     @property
     def n_parts(self) -> int:
-        """Return how many rows of `n_kv_heads` heads are stored for a token: keys and values (2), or keys alone (1)."""
+        """Return how many rows of `n_kv_heads` heads a token has: 2 for keys and values, or 1 for keys alone."""
         return 2 if self.value_dim is None else 1
 
     @property
@@ -159,11 +159,11 @@ class StateTensor:
     Attributes:
         dtype: None means the memory's own.
         initial: the value of all elements at position 0.
-        keeps_dtype: True if `HybridMemory(state_dtype=...)` must not change the dtype, as for numbers used as
-            exponents.
-        ring: what the tail holds of each token in fold mode "defer", which reads this state only at the body
-            (`memory.kernels.Tail`). It has (shape, dtype) of each part, where dtype None means the memory's own. It is
-            () if the rows are enough, and None if "defer" does not work for this state.
+        keeps_dtype: True if `HybridMemory(state_dtype=...)` must not change the dtype, for example because the numbers
+            are exponents.
+        ring: what the tail holds of each token in fold mode "defer", which stores this state only at the body
+            (`memory.kernels.Tail`). It lists (shape, dtype) of each part, where dtype None means the memory's own. It
+            is () if the rows of the tail are enough, and None if "defer" does not work for this state.
     """
 
     name: str
@@ -186,8 +186,9 @@ def matrix_tensor(
 ) -> StateTensor:
     """Make the spec of a matrix state (H, V, N), as `Kernels.matrix_scan` takes it.
 
-    Its ring holds what each token adds to the state: a key, what is written to it, and a decay of each head or of each
-    key channel. Where `Erase` has b, it also holds b and the value that was found, S a.
+    Its ring holds what each token adds to the state: a key, a value that is written to it, and a decay for each head or
+    each key channel. For a recurrence with `Erase`, the ring also holds `Erase.b` if there is one, and the value found,
+    S a.
     """
     decays = (n_heads, key_dim) if decays_keys else (n_heads,)
     ring = [((n_key_heads, key_dim), None), ((n_heads, value_dim), None), (decays, torch.float32)]
@@ -206,15 +207,15 @@ class RecurrentSpec:
 
     @property
     def can_defer(self) -> bool:
-        """True if fold mode "defer" works for it: no state is needed at the newest token."""
+        """True if fold mode "defer" works for this recurrence: no step needs its state at the newest token."""
         return all(state.ring is not None for state in self.states)
 
     def has_rows(self, *, deferred: bool) -> bool:
-        """True if a tail holds the raw rows. With `deferred`, only states with an empty ring need them."""
+        """True if a tail holds the raw rows. With `deferred`, only states with an empty ring need raw rows."""
         return not deferred or any(state.ring == () for state in self.states)
 
     def tail_parts(self, *, deferred: bool) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
-        """Return (shape, dtype) of what a tail holds of each token: its row, if needed, then the rings of its states.
+        """Return (shape, dtype) of what a tail holds of a token: its raw row, if needed, and the rings of all states.
 
         A dtype of None means the memory's own.
         """
@@ -249,7 +250,7 @@ class CrossAttentionSpec:
     name: str = "cross_attention"
 
     def __post_init__(self) -> None:
-        # Heads follow the same rules, which this checks.
+        # Heads follow the same rules as in AttentionSpec, whose constructor checks them.
         AttentionSpec(self.n_query_heads, self.n_kv_heads, self.head_dim)
 
 
@@ -308,8 +309,8 @@ class MemorySpec:
     Attributes:
         layers: entry i holds the specs of layer i; names are unique within a layer. Lists become tuples.
         vocab_size: token ids are 0 <= id < vocab_size.
-        dtype: the dtype of keys and values, of rows of recurrences, and of states that name none. It is float32,
-            bfloat16 or float16, or the name of one.
+        dtype: the dtype of keys and values, of rows of recurrences, and of states whose own dtype is None. It is
+            float32, bfloat16 or float16, or the name of one.
         device: the device of the memory's tensors, or its name.
         model: a label for messages.
         weights: a text such as "float32:DIGEST" that tells the model's weights from others of the same shapes. None:
@@ -360,7 +361,10 @@ class MemorySpec:
         return [(layer, m) for layer, specs in enumerate(self.layers) for m in specs if self.kind_of(m) == kind]
 
     def with_state_dtype(self, dtype: str | torch.dtype | None) -> MemorySpec:
-        """Return the same spec, with this dtype in all state tensors that name one. None changes nothing."""
+        """Return the same spec, with this dtype in all state tensors that have a dtype of their own.
+
+        None changes nothing.
+        """
         if dtype is None:
             return self
         wanted = read_dtype("state_dtype", dtype, "None for the model's own, ")
@@ -376,7 +380,7 @@ class MemorySpec:
 
     @property
     def is_cut_on_grid(self) -> bool:
-        """True if `HybridMemory.run` cuts requests on a fixed grid, because where they are cut decides what tokens see.
+        """True if `HybridMemory.run` cuts requests on a fixed grid, because the cuts decide which rows tokens see.
 
         That is so with any policy or storage, as a step reads what was folded before it.
         """
@@ -384,20 +388,22 @@ class MemorySpec:
         return any(m.policy is not None or m.storage is not None for m in attention)
 
     def with_policy(self, policy: Budget | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
-        """Return the same spec with this eviction policy in attention layers. With None they keep all rows again.
+        """Return the same spec with this eviction policy in attention layers.
 
-        An example is `spec.with_policy(H2O(1024), layers=range(4, 32))`. Several calls give different layers different
+        With None, these layers keep all rows again.
+
+        An example is `spec.with_policy(H2O(1024), layers=range(4, 32))`. Call it several times to give layers different
         policies. See `memory.eviction`.
 
         Args:
-            layers: the indices of the layers. By default they are all whose attention has no window.
+            layers: the indices of the layers. The default is all layers whose attention has no window.
         Raises:
             SpecError: a layer does not exist, has no attention, or has a window.
         """
         return self._with_attention(layers, policy=policy)
 
     def with_storage(self, storage: Storage | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
-        """Return the same spec with old rows stored in few bits (`memory.quantization`), or with None in its own dtype.
+        """Return the same spec with old rows stored in few bits (`memory.quantization`). With None they keep the dtype.
 
         `spec.with_policy(H2O(1024)).with_storage(Quantized(4))` keeps 1,024 old rows in 4 bits per number. `layers` and
         errors are those of `with_policy`.
@@ -433,7 +439,7 @@ class MemorySpec:
         return next(plain).layers == next(plain).layers
 
     def check_model(self, other: MemorySpec) -> None:
-        """Raise StepError unless a model of another spec can run on a memory of this one."""
+        """Raise StepError unless a model of the spec `other` can run on a memory of this spec."""
         if not self.same_memories(other):
             raise StepError(
                 f"this memory was made for {self.model}, not for {other.model}; make one from model.memory_spec"

@@ -34,7 +34,7 @@ Outputs = Literal["last", "all"]
 _FEW_TOKENS = 16
 """A step is captured in a CUDA graph if its requests have at most this many tokens.
 
-To launch a prompt's kernels costs little in comparison.
+The kernels of longer steps take so long that launching them costs little in comparison.
 """
 
 
@@ -46,10 +46,10 @@ class PositionsBack(Protocol):
 
 
 class StepOwner(Protocol):
-    """Declares what a step reads and calls of its memory: a part of `memory.coordinator.Coordinator`.
+    """Declares what a step reads and calls of its memory. `memory.coordinator.Coordinator` has more.
 
     Attributes:
-        checked_spec: the spec of the model that ran last. It fits, so it is not compared again at each step.
+        checked_spec: the spec of the model that ran last. It fits, so later steps need not compare it again.
     """
 
     spec: MemorySpec
@@ -73,7 +73,7 @@ class Step:
 
     Entering allocates blocks and may refuse (CapacityError, BatchError, SequenceError). Leaving it normally commits:
     all sequences move on at once. Leaving it by an exception aborts: every sequence is as it was. A Ctrl-C that comes
-    while the step commits waits until it has.
+    during the commit waits until the commit is done.
 
     Attributes, once entered:
         token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order. Copy what is needed
@@ -82,8 +82,9 @@ class Step:
         rotary_positions: (T,) what to rotate by; or (axes, T) if pictures have several axes and are in this step.
         cu_seqlens: (S + 1,) int64 on the host. The step's request i has tokens [cu_seqlens[i], cu_seqlens[i + 1]).
         sequences: the sequences, in the caller's order.
-        notes: a dict in which layers pass values to later layers of this step, such as rotary angles. Each uses keys of
-            its own. Anywhere else, the steps of two threads would mix up these values. It is empty when the step ends.
+        notes: a dict in which layers pass values to later layers of this step, such as rotary angles. Each layer uses
+            keys of its own. Stored elsewhere, the values of steps in two threads would be mixed up. The dict is emptied
+            at the step's end.
     """
 
     def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Outputs) -> None:
@@ -91,13 +92,13 @@ class Step:
             raise BatchError(f"outputs={outputs!r}; choose 'last' (one row a request) or 'all' (one row a token)")
         self.sequences, self.tokens, self.outputs = sequences, tokens, outputs
         self.notes: dict[Hashable, Any] = {}
-        # The reference is weak: a step that is over, but still in some variable, must not keep the memory alive.
+        # The reference is weak: a finished step in some variable must not keep the memory alive.
         self._owner_or_none = ref(owner)
         self._accepted: dict[Sequence, int] = {}
         self._opened: OpenStep | None = None
         self._block: ref[Any] | None = None
         self._served: set[Place] = set()
-        self._begun: set[Place] = set()  # These recurrences have run, and may have overwritten their start states.
+        self._begun: set[Place] = set()  # The recurrences that have run, and may have overwritten their start states.
         self._is_spent = False
         self._soft_runs: list[Run] = []
 
@@ -152,7 +153,7 @@ class Step:
         return ref(self) if self._block is None or self._block() is None else self._block
 
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None:
-        """Take what the memory has allocated. From now on this step must commit or abort."""
+        """Take over the blocks that the memory has allocated. From now on this step must commit or abort."""
         self._opened, packed = opened, opened.packed
         # These are copies, because a model may write to them.
         token_ids = packed.token_ids.copy()
@@ -171,7 +172,7 @@ class Step:
             self._late_rows = upload(output_rows(packed, "all"))
 
     def _abort(self) -> None:
-        """Leave every sequence as it was, unless the step is committed or aborted already."""
+        """Leave every sequence as it was, unless the step is already committed or aborted."""
         self.notes.clear()
         self._served.clear()
         self._begun.clear()
@@ -193,7 +194,7 @@ class Step:
         softcap: float | None = None, sinks: Tensor | None = None, bias: Tensor | None = None, name: str | None = None,
         chosen: ChosenRows | None = None,
     ) -> Tensor:  # fmt: skip
-        """Remember keys and values, and attend to all of each request's tokens up to each query.
+        """Store keys and values, and let each query attend to all tokens of its request up to its own.
 
         Args:
             layer: the index in `MemorySpec.layers`.
@@ -202,8 +203,8 @@ class Step:
                 elements of the keys.
             scale: the factor on the scores, above 0. By default it is 1 / sqrt(head_dim).
             softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
-            sinks: (n_query_heads,) float32, as in gpt-oss: a score of each head that takes part in the softmax but has
-                no value.
+            sinks: (n_query_heads,) float32, as in gpt-oss: for each head, a score that takes part in the softmax but
+                has no value.
             bias: (n_query_heads, L) float32, as in T5. Column min(d, L - 1) is added to the score of the row d tokens
                 before a query.
             name: which of the layer's attentions, if it has several.
@@ -285,16 +286,16 @@ class Step:
         return y
 
     def recur(self, layer: int, rows: Tensor, recurrence: Recurrence, *, name: str | None = None) -> Tensor:
-        """Run a recurrence over the step's rows and remember them. It starts from each sequence's newest state.
+        """Run a recurrence over the step's rows, and remember the rows. It starts from each sequence's newest state.
 
         Args:
             layer: index in `MemorySpec.layers`.
-            rows: (T, *row_shape), the raw input. It must be enough to compute the state again.
+            rows: (T, *row_shape), the recurrence's raw input. It must be enough to compute the state again.
             recurrence: (states, rows) -> (outputs, states). It owns the layer's weights, and may be called several
-                times. The memory keeps the last one, which checkpoints may call between steps.
-            name: which of the layer's recurrences, if it has several.
-        Returns the outputs, (T, ...). Raises StepError as `attend` does, or if the recurrence did not write its end
-        states, or has raised in this step.
+                times. The memory keeps the last recurrence, because making a checkpoint may call it between steps.
+            name: which of the layer's recurrences is meant, if it has several.
+        Returns the outputs, (T, ...). Raises StepError as `attend` does, and if the recurrence did not write its end
+        states, or has raised an exception in this step.
         """
         place, plan = self._claim(layer, name, "recurrence")
         check_tensors(rows=rows)
@@ -337,7 +338,7 @@ class Step:
 
     @property
     def layout(self) -> Hashable | None:
-        """Return a key.
+        """Return a key for recordings of this step.
 
         Steps with the same key launch the same kernels at the same addresses. None: this step cannot be replayed.
         """
@@ -349,9 +350,9 @@ class Step:
         return place, int(counts[0]), self.outputs
 
     def recordings_of(self, model: object, make: Callable[[], Any]) -> Any:
-        """Return the memory's recordings of a model's steps. None if plans are at no fixed addresses.
+        """Return the memory's recordings of a model's steps. None if plans are not at fixed addresses.
 
-        `make` makes them at the first call.
+        `make` creates the recordings at the first call.
         """
         if self._entered().stage is None:
             self.owner.want_stages()
@@ -369,14 +370,14 @@ class Step:
         return frozenset(key for key, place in self.owner.places.items() if place in self._served)
 
     def serve(self, served: frozenset[PlaceKey]) -> None:
-        """Note that layer memories were used: the recording that was replayed is of a step that had used them."""
+        """Mark layer memories as used in this step, because a replayed recording has used them."""
         self._entered()
         self._served = {self.owner.places[key] for key in served}
 
     def watched(self) -> Step:
-        """Return this step for a model that is recorded.
+        """Return this step in a form for a model that is recorded.
 
-        It objects when the model reads what differs in other steps.
+        It raises an error when the model reads values that differ between steps.
         """
         self._entered()
         twin = object.__new__(_WatchedStep)
@@ -385,14 +386,17 @@ class Step:
 
     @contextmanager
     def while_captured(self) -> Iterator[Step]:
-        """Yield a twin of this step for a capture. A capture computes nothing, so this step must not count as used."""
+        """Yield a twin of this step for a capture.
+
+        A capture computes nothing, so this step does not count as used by it.
+        """
         self._entered()
         twin = object.__new__(type(self))
         vars(twin).update(vars(self), _served=set(), _begun=set(), notes={})
         try:
             yield twin
         finally:
-            twin._opened = None  # Only the step itself commits or aborts.
+            twin._opened = None  # Only the step itself may commit or abort.
             twin.notes.clear()
 
     # For callers
@@ -412,11 +416,11 @@ class Step:
     def accept(self, accepted: Mapping[Sequence, int]) -> None:
         """Keep only the first n tokens fed to each of these sequences.
 
-        With 0, a sequence is as if it had not taken part.
+        With n = 0, a sequence is as if it had not taken part.
 
         Raises:
             SequenceError: a sequence is not in this step. BatchError: n is no integer from 0 to the number of tokens
-                fed.
+                that the sequence was fed.
             RollbackError: more tokens would be taken back than the rollback window holds.
         """
         packed = self._entered().packed
@@ -457,10 +461,7 @@ class Step:
         return self._opened
 
     def _claim(self, layer: int, name: str | None, kind: str) -> tuple[Place, Any]:
-        """Return the place of the layer memory that a call names, and its plan.
-
-        Raises StepError if it was used already.
-        """
+        """Return place and plan of the layer memory that a call names. Raises StepError if it was used already."""
         opened, owner, spec = self._entered(), self.owner, self.owner.spec
         if spec.device.type == "meta":
             raise StepError("a dry run has no tensors; leave the model out of the step")
@@ -478,7 +479,7 @@ class Step:
         return place, opened.plans[place.group]
 
     def _check_served(self) -> None:
-        """Raise StepError if a layer memory was not used, because it would lack these tokens for ever."""
+        """Raise StepError if a layer memory was not used in this step, for it would lack these tokens for ever."""
         if self.owner.spec.device.type == "meta":
             return
         for (layer, kind, name), place in self.owner.places.items():
@@ -490,7 +491,7 @@ class Step:
 
 
 class _WatchedStep(Step):
-    """Shares its attributes with a step that is recorded, and objects to reads of what a recording does not hold."""
+    """Shares the attributes of a step that is recorded, and refuses to give those that recordings lack."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("sequences", "tokens"):

@@ -1,6 +1,7 @@
 """Contains the models that run on a `HybridMemory`, one short file for each family, and functions that load them.
 
-The models, and what works on models of transformers, are imported when they are first used: transformers takes seconds.
+Models, and the code that works on models of transformers, are imported when they are first used, because importing
+transformers takes seconds.
 """
 
 if not __name__.startswith("hybridmem."):

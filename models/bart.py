@@ -1,4 +1,4 @@
-"""Implements BART (Lewis et al. 2020): an encoder of whole inputs, and a decoder that attends to its output.
+"""Implements BART (Lewis et al. 2020): an encoder of whole inputs, and a decoder that attends to the encoder's output.
 
 The decoder runs on a memory like any other model; `encode` returns what `memory.open(encoder=...)` takes.
 """
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from transformers import BartConfig
 
 _OFFSET = 2
-"""Number of rows of the position embeddings before position 0."""
+"""The number of rows of the position embeddings before position 0."""
 _EPS = 1e-5
-"""Epsilon of every norm, whatever the config says."""
+"""The epsilon of every norm, whatever the config says."""
 
 
 @register("BartForConditionalGeneration")
@@ -66,7 +66,7 @@ class Bart:
             device=checkpoint.device, model=f"Bart {checkpoint.folder.name}",
         )  # fmt: skip
 
-    if not TYPE_CHECKING:  # a type checker would otherwise accept any name
+    if not TYPE_CHECKING:  # Without this condition, a type checker would accept any name.
 
         def __getattr__(self, name: str) -> object:
             refuse_attribute(self, "Decoder", name)
@@ -77,7 +77,7 @@ class Bart:
         Raises:
             BatchError: an input has no tokens, numbers that are no token ids, or too many tokens for the model's
                 positions.
-        Cost: one pass for each input.
+        Cost: one pass of the encoder for each input.
         """
         with without_gradients():
             return [self._encode(token_ids) for token_ids in inputs]
@@ -125,7 +125,7 @@ class _Input:
 
 
 class _EncoderLayer:
-    """Computes norm(x + attention(x)), then norm(x + mlp(x)); every token attends to every other."""
+    """Computes norm(x + attention(x)), then norm(x + mlp(x)). Every token attends to every other token."""
 
     def __init__(self, config: BartConfig, checkpoint: Checkpoint, prefix: str) -> None:
         n_heads, n_model = config.encoder_attention_heads, config.d_model
@@ -146,7 +146,7 @@ class _EncoderLayer:
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """Computes cross-attention: queries are the decoder's, keys and values the encoder's."""
+    """Computes cross-attention. Queries come from the decoder, keys and values from the encoder."""
 
     layer: int
     spec: CrossAttentionSpec

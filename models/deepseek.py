@@ -1,6 +1,7 @@
 """Implements DeepSeek-V2 and V3 (DeepSeek-AI 2024): latent attention, then a gated MLP or a mixture of experts.
 
-Beside the experts that are chosen for a token, each mixture has shared ones, which every token passes through.
+In addition to the experts that are chosen for a token, each mixture has shared experts, which every token passes
+through.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _DeepSeek(Decoder, ABC):
-    """Implements what V2 and V3 have in common; subclasses choose the experts."""
+    """Implements what V2 and V3 have in common. Subclasses choose the experts."""
 
     has_mlp_bias = False
     is_interleaved = True
@@ -94,7 +95,8 @@ class _DeepSeek(Decoder, ABC):
         n_model, n_experts, n_inner = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
         if config.n_shared_experts < 1:
             raise UnsupportedModelError(f"n_shared_experts={config.n_shared_experts}; implemented is at least one")
-        # In float32 whatever the model's dtype: the scores decide which experts run, and close scores are common.
+        # The router is float32 whatever the model's dtype, because scores decide which experts run, and close scores
+        # are common.
         router = checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model, dtype=torch.float32)
         experts = load_experts(checkpoint, f"{prefix}.experts", n_experts, n_model, n_inner, config.hidden_act)
         shared = self._mlp(config, checkpoint, f"{prefix}.shared_experts", n_inner * config.n_shared_experts)
@@ -104,7 +106,7 @@ class _DeepSeek(Decoder, ABC):
 
     @abstractmethod
     def _route(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str) -> Callable[[int], Route]:
-        """Return the rule by which the experts below `prefix` are chosen."""
+        """Return the rule by which the mixture below `prefix` chooses experts."""
 
 
 @register("DeepseekV2ForCausalLM")
@@ -130,7 +132,7 @@ class DeepseekV2(_DeepSeek):
 
 @register("DeepseekV3ForCausalLM")
 class DeepseekV3(_DeepSeek):
-    """Implements DeepSeek-V3, which chooses experts by their sigmoids, plus biases that balance their loads.
+    """Implements DeepSeek-V3, which chooses experts by their sigmoids plus biases that balance the experts' loads.
 
     Its layers for multi-token prediction are not loaded.
     """
@@ -150,8 +152,8 @@ class DeepseekV3(_DeepSeek):
 
 
 def _require_if_named(config: PreTrainedConfig, **wanted: object) -> None:
-    """Call `require` for those options that the config has.
+    """Call `require` for those of these options that the config has.
 
-    DeepSeek's own configs have all of them, transformers' configs need not.
+    DeepSeek's own configs have all of them, but transformers' configs need not have them.
     """
     require(config, **{name: value for name, value in wanted.items() if hasattr(config, name)})

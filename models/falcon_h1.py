@@ -1,7 +1,7 @@
 """Implements Falcon-H1 (TII 2025): attention and Mamba-2 in parallel in every layer, then a gated MLP.
 
-Its parts are scaled by muP's multipliers. All of these but those of embeddings and logits scale a projection's input or
-output, so they are multiplied into its weights when these are loaded.
+Its parts are scaled by muP's multipliers. All multipliers except those of embeddings and logits scale the input or
+output of a projection, so they are multiplied into the projection's weights when these are loaded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _mamba2_options(config: FalconH1Config) -> Mamba2Options:
 
 
 def _scale_weights(config: FalconH1Config, checkpoint: Checkpoint, prefix: str, shape: SSDShape) -> None:
-    """Set the multipliers of a layer's projections, by which the checkpoint scales their weights."""
+    """Set the multipliers of a layer's projections. The checkpoint then scales the projections' weights by them."""
 
     def scale(name: str, of_input: float = 1.0, of_output: float | Tensor = 1.0) -> None:
         checkpoint.scale(f"{prefix}.{name}.weight", of_input * of_output)

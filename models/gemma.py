@@ -1,6 +1,6 @@
 """Implements the language models of Gemma 2 and 3 (Gemma Team 2024, 2025).
 
-Some layers attend to a window and some to all tokens, and each part of a layer is normed before and behind.
+Some layers attend to a window and some to all tokens. Each part of a layer has a norm before and a norm after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Gemma(Decoder, ABC):
-    """Implements what Gemma 2 and 3 have in common; subclasses choose rotary embeddings, caps and norms."""
+    """Implements what Gemma 2 and 3 have in common. Subclasses choose rotary embeddings, caps and norms."""
 
     def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
         if config.use_bidirectional_attention:
@@ -88,7 +88,7 @@ class _Gemma(Decoder, ABC):
         )
 
     def _softcap(self, config: PreTrainedConfig) -> float | None:
-        """Return the cap of attention scores; None for no cap."""
+        """Return the cap of attention scores, or None for no cap."""
         return None
 
     def _head_norms(
@@ -113,9 +113,9 @@ class Gemma2(_Gemma):
 
 @register("Gemma3ForCausalLM")
 class Gemma3(_Gemma):
-    """Implements Gemma 3, which norms queries and keys and has a rotary embedding for each type of layer.
+    """Implements Gemma 3, which normalizes queries and keys and has a rotary embedding for each type of layer.
 
-    Configs may have `attn_logit_softcapping`; like transformers, this class does not cap scores.
+    Configs may have `attn_logit_softcapping`. Like transformers, this class ignores it and does not cap scores.
     """
 
     def _rotaries(self, config: Gemma3TextConfig, device: torch.device) -> dict[str, Rotary]:

@@ -1,4 +1,4 @@
-"""Implements Granite 4 (IBM 2025): attention or Mamba-2, then a shared MLP beside experts.
+"""Implements Granite 4 (IBM 2025): each layer is attention or Mamba-2, then a shared MLP together with experts.
 
 Every part is scaled by a multiplier of the config, and rotary positions are optional.
 """
@@ -26,7 +26,7 @@ class GraniteMoeHybrid(Decoder):
     """Implements Granite 4: each layer is a mixer and a feed-forward part, and both outputs are scaled."""
 
     def __init__(self, config: GraniteMoeHybridConfig, checkpoint: Checkpoint) -> None:
-        # For no positions, Granite 4.0-H's own configs say "nope" and transformers says None.
+        # For models without positions, Granite 4.0-H's own configs say "nope" and transformers says None.
         if config.position_embedding_type not in (None, "nope", "rope"):
             raise UnsupportedModelError(
                 f"position_embedding_type={config.position_embedding_type!r}; implemented are None, 'nope' and 'rope'"

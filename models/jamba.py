@@ -1,4 +1,4 @@
-"""Implements Jamba (Lieber et al. 2024): Mamba layers, some layers of attention, and experts in some.
+"""Implements Jamba (Lieber et al. 2024): Mamba layers, some layers of attention, and experts in some layers.
 
 Every `attn_layer_period`-th layer is attention, every `expert_layer_period`-th has experts.
 """

@@ -1,4 +1,4 @@
-"""Implements LFM2 (Liquid AI 2025): gated short convolutions, some rotary attention, gated MLPs or experts."""
+"""Implements LFM2 (Liquid AI 2025): gated short convolutions, some rotary attention layers, gated MLPs or experts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Lfm2Vl(Lfm2):
 
 @register("Lfm2MoeForCausalLM")
 class Lfm2Moe(Lfm2):
-    """Implements LFM2 with experts in all layers but the first `num_dense_layers`."""
+    """Implements LFM2 with experts in all layers except the first `num_dense_layers`."""
 
     def _feed_forward(
         self, config: Lfm2MoeConfig, checkpoint: Checkpoint, prefix: str, i: int
@@ -116,7 +116,7 @@ def _load_mlp(checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int) -
 def _mlp_size(config: Lfm2Config) -> int:
     """Return the inner size of an MLP: two thirds of the config's size, times a factor, rounded up to a multiple.
 
-    If the config says not to adjust it, it is the config's size.
+    If the config says not to adjust the size, it is the config's size.
     """
     size = config.intermediate_size
     if not config.block_auto_adjust_ff_dim:

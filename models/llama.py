@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Transformer(Decoder):
-    """Implements what the three families have in common; subclasses set biases, norms and windows."""
+    """Implements what the three families have in common. Subclasses set biases, norms and windows."""
 
     has_mlp_bias = False
     has_attention_bias = False
@@ -68,7 +68,7 @@ class _Transformer(Decoder):
         return Attention(i, spec, *projections, rotary=rotary, norms=norms)
 
     def _window(self, config: PreTrainedConfig, i: int) -> int | None:
-        """Return how many tokens layer i attends to; None for all."""
+        """Return how many tokens layer i attends to, or None for all tokens."""
         return None
 
 
@@ -91,7 +91,7 @@ class Mistral(_Transformer):
 
 @register("Qwen3ForCausalLM")
 class Qwen3(_Transformer):
-    """Implements Qwen3, which norms queries and keys; some layers may attend to a window only."""
+    """Implements Qwen3, which normalizes queries and keys. Some layers may attend to a window only."""
 
     has_head_norms = True
 

@@ -1,4 +1,4 @@
-"""Implements Mamba (Gu & Dao 2023) and Mamba-2 (Dao & Gu 2024): a stack of mixers, no attention."""
+"""Implements Mamba (Gu & Dao 2023) and Mamba-2 (Dao & Gu 2024): a stack of mixers, without attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _MixerStack(Decoder, ABC):
-    """Implements what both generations have in common; subclasses load the mixers."""
+    """Implements what both generations have in common. Subclasses load the mixers."""
 
     def __init__(self, config: MambaConfig | Mamba2Config, checkpoint: Checkpoint) -> None:
         n_model = config.hidden_size
@@ -33,7 +33,7 @@ class _MixerStack(Decoder, ABC):
             Block((norm(f"layers.{i}.norm"), self._mixer(config, checkpoint, f"backbone.layers.{i}.mixer", i)))
             for i in range(config.num_hidden_layers)
         ]
-        # The residual stream is kept in float32 even where the weights are not.
+        # The residual stream may be kept in float32 even if the weights are not.
         residual_dtype = torch.float32 if config.residual_in_fp32 else checkpoint.dtype
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm_f"), residual_dtype=residual_dtype)
 
@@ -61,7 +61,7 @@ class Mamba(_MixerStack):
         return MambaMixer(checkpoint, prefix, i, shape)
 
     def _norms(self, config: MambaConfig) -> dict[str, Any]:
-        """Return what `MambaShape` says of norms of dt, B and C, which this generation has not."""
+        """Return the fields of `MambaShape` for norms of dt, B and C, which this generation does not have."""
         return {}
 
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @register("NemotronHForCausalLM")
 class NemotronH(Decoder):
-    """Implements Nemotron-H; the config's pattern of layers says what each layer is."""
+    """Implements Nemotron-H. The config's pattern of layers says what each layer is."""
 
     def __init__(self, config: NemotronHConfig, checkpoint: Checkpoint) -> None:
-        # Options that the config has, and that implementations ignore or interpret differently.
+        # The config has these options, but implementations ignore them or interpret them differently.
         require(config, tie_word_embeddings=False, attention_bias=False, sliding_window=None)
         if config.mamba_proj_bias != config.use_bias:
             raise UnsupportedModelError(
@@ -79,7 +79,8 @@ def _load_experts(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str) 
     n_inner = config.moe_intermediate_size
     n_latent = config.moe_latent_size
     check_groups(config, least=2)
-    # In float32 whatever the model's dtype: the scores decide which experts run, and close scores are common.
+    # The router is float32 whatever the model's dtype, because scores decide which experts run, and close scores are
+    # common.
     router = checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model, dtype=torch.float32)
     bias = checkpoint.take(f"{prefix}.gate.e_score_correction_bias", n_experts, dtype=torch.float32)
     activation = config.mlp_hidden_act

@@ -39,7 +39,7 @@ class Qwen35(Qwen3Next):
         text.tie_word_embeddings = config.tie_word_embeddings  # the outer config decides
         text.rope_parameters = {"mrope_section": _SECTIONS, **text.rope_parameters}
         root = "model.language_model"
-        # A checkpoint that ties them may hold the head only, not the embedding.
+        # A checkpoint that ties embedding and head may hold only the head.
         super().__init__(text, checkpoint, root if f"{root}.norm.weight" in checkpoint else "model")
         if text is not config and hasattr(config, "vision_config"):
             self.see(pictures_below(GridSight(config), config, checkpoint))

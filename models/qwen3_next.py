@@ -1,4 +1,4 @@
-"""Implements Qwen3-Next (Qwen Team 2025): delta mixers, gated attention every few layers, experts and a shared one."""
+"""Implements Qwen3-Next (Qwen Team 2025): delta mixers, gated attention every few layers, and experts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @register("Qwen3NextForCausalLM")
 class Qwen3Next(Decoder):
-    """Implements Qwen3-Next. The names of all tensors but the head begin with `root`."""
+    """Implements Qwen3-Next. The names of all tensors except the head's begin with `root`."""
 
     def __init__(self, config: Qwen3NextConfig, checkpoint: Checkpoint, root: str = "model") -> None:
         n_model = config.hidden_size
@@ -83,7 +83,7 @@ class Qwen3Next(Decoder):
 def load_gated_attention(
     config: Qwen3NextConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary
 ) -> Attention:
-    """Load attention with an output gate: `q_proj` holds, head by head, the rows of query and gate."""
+    """Load attention with an output gate. `q_proj` holds, head by head, the rows of the query and of the gate."""
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
     n_model, n_q, n_kv = config.hidden_size, spec.n_query_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
 
@@ -115,7 +115,7 @@ def load_gated_attention(
 
 
 def load_mixture(config: Qwen3NextConfig, checkpoint: Checkpoint, prefix: str, *, renormalise: bool) -> SharedExpert:
-    """Load the experts below `prefix` and the shared expert beside them."""
+    """Load the experts below `prefix`, and their shared expert."""
     n_model, act = config.hidden_size, config.hidden_act
     experts = load_experts(
         checkpoint, f"{prefix}.experts", config.num_experts, n_model, config.moe_intermediate_size, act

@@ -1,4 +1,4 @@
-"""Implements RWKV-4 (Peng et al. 2023): averages of values that decay with age, no attention."""
+"""Implements RWKV-4 (Peng et al. 2023): averages of values that decay with age, without attention."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from transformers import RwkvConfig
 
 _LAST_NORM_EPS = 1e-5
-"""Epsilon of the norm before the head; the config's epsilon is that of all other norms."""
+"""The epsilon of the norm before the head. The config's epsilon is that of all other norms."""
 
 
 @register("RwkvForCausalLM")
 class Rwkv(Decoder):
     """Implements RWKV-4: each layer is a time mix and a channel mix.
 
-    Every `rescale_every` layers the residual stream, and what later layers add to it, is halved, so that it stays in
-    the range of float16.
+    Every `rescale_every` layers the residual stream is halved, and so is everything that later layers add to it. So the
+    stream stays in the range of float16.
     """
 
     def __init__(self, config: RwkvConfig, checkpoint: Checkpoint) -> None:
@@ -72,7 +72,7 @@ class TimeMix:
     """Computes y = W_out(sigmoid(r) wkv(k, v)) (Peng et al. 2023, eq. 11-18).
 
     Args:
-        scale: factor of the output.
+        scale: the factor on the output.
     """
 
     def __init__(self, config: RwkvConfig, checkpoint: Checkpoint, layer: int, scale: float) -> None:

@@ -24,19 +24,20 @@ from hybridmem.models.loading.architectures import register
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 _LOG_DECAY = -math.exp(-0.5)
-"""Logarithm of the fastest decay."""
+"""The logarithm of the fastest decay."""
 
 _MIXTURES = "rwkvag"
-"""Names of the mixtures of a token with the one before it, in the order of old checkpoints' single tensor."""
+"""Names of the mixtures of a token with the token before it, in the order of the single tensor of old checkpoints."""
 
 
 class RWKV7Config(PreTrainedConfig):  # type: ignore[misc]
     """Reads config.json of flash-linear-attention's checkpoints, for which transformers has no class.
 
     Attributes:
-        attn: hybrid layers, or None.
-        value_dim: size of the values of all heads, one number or one for each layer; None for `hidden_size`.
-        decay_low_rank_dim, gate_low_rank_dim, a_low_rank_dim, v_low_rank_dim: None for that library's choice.
+        attn: a description of attention layers in hybrid models, or None.
+        value_dim: the size of the values of all heads, as one number or one for each layer; None for `hidden_size`.
+        decay_low_rank_dim, gate_low_rank_dim, a_low_rank_dim, v_low_rank_dim: the sizes of low-rank projections; None
+            for flash-linear-attention's choice.
     """
 
     model_type = "rwkv7"
@@ -120,7 +121,7 @@ def _check(config: RWKV7Config) -> None:
 
 
 _FIRST_VALUES = "values of RWKV-7's first layer"
-"""Key of these values, (T, M), in a step's notes: later layers mix them into their own."""
+"""The key in a step's notes of the first layer's values, (T, M). Later layers mix these into their own values."""
 
 
 class Rwkv7TimeMix:
@@ -149,7 +150,8 @@ class Rwkv7TimeMix:
             take(f"{prefix}.g_norm.{part}", n_model) for part in ("weight", "bias")
         )
         self._norm_eps = config.head_dim * config.norm_eps
-        # Added below the root: with `fuse_norm` as much as the fused kernel adds, else only against a division by 0.
+        # This is added below the root: with `fuse_norm` as much as the fused kernel adds, else only enough to avoid 0 /
+        # 0.
         self._unit_eps = 1e-6 if config.fuse_norm else 1e-24
         self._n_heads, self._layer = config.num_heads, layer
         self.specs = (self._mix.spec, rwkv7_spec(config.num_heads, config.head_dim, "wkv"))
@@ -186,7 +188,7 @@ _FOLD = RWKV7()
 
 
 class LowRank:
-    """Computes outer(W_2 inner(W_1 x) + b), a low-rank projection; without `outer` there is no bias."""
+    """Computes outer(W_2 inner(W_1 x) + b), a low-rank projection. Without `outer` there is no bias."""
 
     def __init__(
         self, checkpoint: Checkpoint, prefix: str, n_model: int, rank: int, inner: str | None, outer: str | None

@@ -1,4 +1,4 @@
-"""Implements T5 (Raffel et al. 2020): an encoder and a decoder whose only positions are a bias of scores by distance.
+"""Implements T5 (Raffel et al. 2020): an encoder and a decoder, whose only positions are a bias of scores by distance.
 
 The decoder runs on a memory like any other model; `encode` returns what `memory.open(encoder=...)` takes.
 """
@@ -41,8 +41,8 @@ class T5:
         check_numbers(config, "relative_attention_max_distance", above=config.relative_attention_num_buckets // 2)
         self.config = config
         n_model, n_distances = config.d_model, config.relative_attention_max_distance
-        # Checkpoints of the first version tie the head to the embeddings; later ones have a head of their own, which
-        # transformers' config says by this option only.
+        # Checkpoints of the first version tie the head to the embeddings. Later ones have a separate head, which only
+        # this option of transformers' config shows.
         encoder, decoder, head = checkpoint.tie(
             "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD,
             own=() if config.scale_decoder_outputs else (HEAD,),
@@ -73,7 +73,7 @@ class T5:
             device=checkpoint.device, model=f"T5 {checkpoint.folder.name}",
         )  # fmt: skip
 
-    if not TYPE_CHECKING:  # a type checker would otherwise accept any name
+    if not TYPE_CHECKING:  # Without this condition, a type checker would accept any name.
 
         def __getattr__(self, name: str) -> object:
             refuse_attribute(self, "Decoder", name)
@@ -83,7 +83,7 @@ class T5:
 
         Raises:
             BatchError: an input has no tokens, or numbers that are no token ids.
-        Cost: one pass for each input.
+        Cost: one pass of the encoder for each input.
         """
         with without_gradients():
             return [self._encode(token_ids) for token_ids in inputs]
@@ -113,8 +113,8 @@ class T5:
 def _bucket(distances: Tensor, n_buckets: int, max_distance: int) -> Tensor:
     """Return the bucket of each distance.
 
-    Half of the buckets hold one distance each; the others hold ranges that grow up to `max_distance`, the last one all
-    that are longer.
+    Half of the buckets hold one distance each. The others hold ranges that grow up to `max_distance`. The last bucket
+    also holds all longer distances.
     """
     n_exact = n_buckets // 2
     far = torch.log(distances.clamp(min=1) / n_exact) / math.log(max_distance / n_exact) * (n_buckets - n_exact)
@@ -122,7 +122,7 @@ def _bucket(distances: Tensor, n_buckets: int, max_distance: int) -> Tensor:
 
 
 class _EncoderLayer:
-    """Computes x + attention(norm(x)), then x + mlp(norm(x)); every token attends to every other."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)). Every token attends to every other token."""
 
     def __init__(self, config: T5Config, checkpoint: Checkpoint, i: int) -> None:
         prefix = f"encoder.block.{i}.layer"
@@ -169,7 +169,7 @@ def _load_norm(config: T5Config, checkpoint: Checkpoint, name: str) -> RMSNorm:
 
 
 def _load_attention(config: T5Config, checkpoint: Checkpoint, prefix: str, names: str) -> tuple[Linear, Linear]:
-    """Load one product for the `names` among q, k and v, and the product of the output."""
+    """Load one product for those of q, k and v that are in `names`, and the product of the output."""
     n_inner = config.num_heads * config.d_kv
     weights = [checkpoint.take(f"{prefix}.{name}.weight", n_inner, config.d_model) for name in names]
     return Linear(*weights), Linear.load(checkpoint, f"{prefix}.o", config.d_model, n_inner)

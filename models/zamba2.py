@@ -1,12 +1,12 @@
-"""Implements Zamba2 (Glorioso et al. 2024): Mamba-2 layers, before some of which a shared transformer block runs.
+"""Implements Zamba2 (Glorioso et al. 2024): Mamba-2 layers; before some of them, a shared transformer block runs.
 
-There are a few such blocks for all layers. A block reads x and the tokens' embeddings e, and its output is an input of
-the mixer only, not added to the residual stream:
+A few such blocks serve all layers. A block reads x and the tokens' embeddings e. Its output is only added to the
+mixer's input, not to the residual stream:
 
     u = W mlp(norm(attention(norm([x, e]))))     x = x + mamba(norm(x + u))
 
-Layers that share a block differ by low-rank adapters (Hu et al. 2021). These are added at run time, so the block's
-weights are held once.
+Layers that share a block differ by low-rank adapters (Hu et al. 2021). The adapters are added at run time, so each
+block's weights are held once.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from transformers import Zamba2Config, ZambaConfig
 
 _MIXER_NORM_EPS = 1e-5
-"""Epsilon of the gated norms; the config's epsilon is that of all other norms."""
+"""The epsilon of the gated norms. The config's epsilon is that of all other norms."""
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """Computes W x + B A x: a product W that layers share, and the low-rank adapter of one layer.
+    """Computes W x + B A x. Layers share the product W; the low-rank adapter B A belongs to one layer.
 
     Attributes:
-        down: A, for all `ups` at once.
-        ups: B in parts; each reads its own part of A x, and their outputs are concatenated.
+        down: A, for all parts in `ups` at once.
+        ups: the parts of B. Each part reads its own part of A x, and the outputs of all parts are concatenated.
     """
 
     shared: Linear
@@ -57,7 +57,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class _MLP:
-    """Computes W_down(act(gate) * up) with gate and up from one adapted product."""
+    """Computes W_down(act(gate) * up), where gate and up come from one adapted product."""
 
     gate_up: Adapted
     down: Linear
@@ -70,7 +70,7 @@ class _MLP:
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Computes a layer with a transformer block; its attributes stand in the order in which they run."""
+    """Computes a layer with a transformer block. The attributes are in the order in which they run."""
 
     vocabulary: Vocabulary
     attention: tuple[RMSNorm, Attention]
@@ -84,7 +84,8 @@ class Hybrid:
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         (norm, attention), (mlp_norm, mlp), (mamba_norm, mamba) = self.attention, self.mlp, self.mamba
-        # Looked up again, not handed through all layers: that costs only the copy of one row for each token.
+        # Embeddings are looked up again, which costs a copy of one row for each token, instead of being passed through
+        # all layers.
         embeddings_TM = self.vocabulary.embed(step.token_ids)
         y_TM = attention(norm(torch.cat([x_TM, embeddings_TM], -1)), step)
         return x_TM + mamba(mamba_norm(x_TM + self.out(mlp(mlp_norm(y_TM)))), step)
@@ -92,7 +93,7 @@ class Hybrid:
 
 @dataclass(frozen=True)
 class _SharedBlock:
-    """Holds a transformer block without its adapters; these are in the checkpoint beside it, below `prefix`."""
+    """Holds a transformer block without its adapters, which the checkpoint has next to the block, below `prefix`."""
 
     prefix: str
     norm: RMSNorm
@@ -142,9 +143,9 @@ def is_hybrid(config: ZambaConfig | Zamba2Config, i: int) -> bool:
 
 
 def _block_prefix(config: Zamba2Config, checkpoint: Checkpoint, i: int, n_before: int) -> str:
-    """Return the name under which to take layer i's block.
+    """Return the name under which to take the block of layer i.
 
-    The layers use the blocks in turn. Checkpoints hold a block once, or under the names of all its layers.
+    The layers use the blocks in turn. Checkpoints hold each block once, or under the names of all layers that use it.
     """
     prefix, turn = "model.layers.{}.shared_transformer.", n_before % config.num_mem_blocks
     layers = config.hybrid_layer_ids[turn :: config.num_mem_blocks]
@@ -197,7 +198,7 @@ def _adapt_attention(
             for name, size in (("q", n_q), ("k", n_kv), ("v", n_kv))
         }
         qkv = _adapt(config, checkpoint, block, block.qkv, 2 * config.hidden_size, adapters)
-    # The scale is that of half a head, as if the input were x alone, without the embeddings.
+    # The scale is that of half a head, as if the input were only x, without the embeddings.
     return Attention(layer, spec, qkv, block.out, rotary=rotary, scale=(spec.head_dim / 2) ** -0.5)
 
 
@@ -215,7 +216,7 @@ def _adapt(
     n_in: int,
     adapters: dict[str, int],
 ) -> Adapted:
-    """Return `shared` with the adapters of these names and numbers of outputs."""
+    """Return `shared` with the adapters of these names, which have these numbers of outputs."""
     rank = config.adapter_rank
     downs = [checkpoint.take(f"{block.prefix}.{name}.0.weight", rank, n_in) for name in adapters]
     ups = [Linear(checkpoint.take(f"{block.prefix}.{name}.1.weight", n_out, rank)) for name, n_out in adapters.items()]

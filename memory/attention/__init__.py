@@ -1,1 +1,1 @@
-"""Attention layer memories beside the dense one: quantized, evicting, selecting, cross-attention, offloaded."""
+"""Defines the layer memories of attention that is not dense: quantized, evicting, selecting, crossing or offloaded."""

@@ -1,8 +1,8 @@
 """Keeps keys and values of an encoder's output. They are written when a sequence is opened, and never change.
 
 Every step reads them. They belong to the sequence, not to its tokens. So forks share them, a rollback does not change
-them, and closing the sequence frees them. Pages are like those of `attention_cache`, as many as the encoder's rows
-need.
+them, and closing the sequence frees them. Pages have the same form as those of `attention_cache`. There are as many as
+the encoder's rows need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridmem.memory.specs import CrossAttentionSpec
 
 @dataclass(frozen=True)
 class CrossPlan:
-    """Holds what the kernels read in a step. Every query counts as a request of its own, because it sees all rows."""
+    """Holds what the kernels read in a step. Every query counts as a request of its own, because each sees all rows."""
 
     n_tokens: int
     batch: PagedBatch
@@ -66,11 +66,11 @@ class CrossAttentionCache:
         return self.pool.block_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Return (4, N) bytes of the encoder's pages, which are allocated already."""
+        """Return (4, N) bytes of the encoder's pages, which are allocated when a sequence is opened."""
         return np.stack([self._table.counts(stretch.slots) * self.pool.block_bytes] * 4)
 
     def write(self, slot: int, encoded: Encoded) -> None:
-        """Remember an encoder's output for a new sequence. Raises BatchError or CapacityError with nothing changed."""
+        """Store an encoder's output for a new sequence. Raises BatchError or CapacityError with nothing changed."""
         n_rows = self._check(encoded)
         pages = self.pool.allocate(ceil_div(n_rows, self.page_tokens))
         self._table.set(slot, pages, n_rows=n_rows)
@@ -91,7 +91,7 @@ class CrossAttentionCache:
                 self._kernels.write_rows_(flat, offsets, rows_RGD.detach().flatten(0, 1))
 
     def _check(self, encoded: Encoded) -> int:
-        """Return the number of rows, which is the same in every layer. Raises BatchError."""
+        """Return the number of an encoder output's rows, which is the same in every layer. Raises BatchError."""
         if not isinstance(encoded, tuple | list):
             raise BatchError(
                 f"encoder={type(encoded).__name__}; give what model.encode returned for one input: "
@@ -145,7 +145,7 @@ class CrossAttentionCache:
         return CrossPlan(len(tables), PagedBatch(np.arange(len(tables) + 1), n_rows, pages, cu_pages, self.page_tokens))
 
     def cross_attend(self, plan: CrossPlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
-        """Attend to every encoder row of each token's sequence: (T, H, D)."""
+        """Attend to all encoder rows of each token's sequence: (T, H, D)."""
         spec = self._specs[index]
         expected = (plan.n_tokens, spec.n_query_heads, spec.head_dim)
         if q_THD.shape != expected or q_THD.dtype != self._dtype or q_THD.device.type != self._store.device.type:
@@ -161,29 +161,29 @@ class CrossAttentionCache:
             self._kernels.plan_attention(plan.batch, heads, self._dtype, self._store.device, None)
 
     def commit(self, plan: CrossPlan, kept: Int64s) -> None:
-        """Do nothing: a step changes no encoder row."""
+        """Do nothing, because a step changes no encoder rows."""
 
     # Sequences
 
     def plan_drop(self, dropped: Dropped) -> None:
-        """Do nothing: encoder rows stay, whatever tokens are dropped."""
+        """Do nothing, because encoder rows stay when tokens are dropped."""
 
     def bytes_to_drop(self, dropped: Dropped) -> int:
-        """Return 0: encoder rows stay."""
+        """Return 0, because encoder rows stay where they are."""
         return 0
 
     def drop(self, plan: None) -> None:
-        """Do nothing, as `plan_drop`."""
+        """Do nothing, like `plan_drop`."""
 
     def abandon_drop(self, plan: None) -> None:
-        """Do nothing, as `plan_drop`."""
+        """Do nothing, like `plan_drop`."""
 
     @property
     def tables(self) -> list[SlotTable]:
         return [self._table]
 
     def truncate(self, slot: int, to: int) -> None:
-        """Do nothing: encoder rows stay, whatever tokens are taken back."""
+        """Do nothing, because encoder rows stay when tokens are taken back."""
 
     def horizon(self, slot: int) -> int:
         return 0
@@ -220,5 +220,5 @@ class CrossAttentionCache:
             self._table.check(lengths)
 
     def references(self, plans: list[CrossPlan]) -> References:
-        """Return what slots refer to. Plans add nothing, because a step allocates nothing."""
+        """Return the references of slots. Plans add none, because a step allocates nothing."""
         return {self.pool: self._table.references}

@@ -1,16 +1,16 @@
-"""Keeps keys and values under an eviction policy: the body holds the kept rows, the tail the newest rows verbatim.
+"""Keeps keys and values under an eviction policy: the body holds the kept rows, the tail the newest rows unchanged.
 
 Blocks, fold points, forks and rollback are those of a `TailTable`. There is no head, because attention reads body and
-tail as they are. A step reads the body as it was before the step, the rows of the tail, and its own rows. Then rows
-that have become older than the rollback window fold into a new body.
+tail as they are. A step reads the body as it was before the step, the rows of the tail, and the step's own rows. Then
+rows that have become older than the rollback window fold into a new body.
 
     position 0 .......................... body_at ............... start ......... end
              kept rows, at most the budget |  tail rows, verbatim  |  rows of the step
 
-A sequence that was rolled back may begin a step at a length below body_at + rollback_window, at which its body's rows
-would not have folded yet. Then it must see what a sequence sees that never went further: the body of the last fold
-point that it has passed at this length, and exact rows from there on. `KeptRows` gathers them from the body. The body's
-decisions stay valid, and take effect again when the sequence is long enough.
+A sequence that was rolled back may begin a step at a length below body_at + rollback_window. At this length, its body's
+newest rows would not have folded yet. The step must then see what a sequence sees that never went further: the body of
+the last fold point that such a sequence has passed, and exact rows after that. `KeptRows` gathers both from the present
+body. The present body's choice of rows stays valid, and is used again when the sequence is long enough.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ from hybridmem.memory.state.tails import TailStep, TailTable
 
 @dataclass(frozen=True)
 class Copied:
-    """Says how to read a request whose rows must be copied together, because not all are in the arena, or not in order.
+    """Says how to read a request whose rows must be copied, because some are not in the arena or not in order.
 
     Attributes:
-        fold_point: the last fold point that the request has passed. The body is at a later one if the sequence was
-            rolled back.
-        batch: a batch of only this request, in which a page is one row. With `is_paged`, rows that a storage holds are
-            not in pages.
-        is_paged: True if the kernel that reads rows in place reads these, too, so that both give the same bits.
-        cu_bodies, n_kept: the fields of `FoldedRows`, if a storage holds rows.
+        fold_point: the last fold point that the request has passed at its present length. After a rollback, the body is
+            at a later one.
+        batch: a batch of only this request, in which a page is one row. With `is_paged`, the rows that a storage holds
+            are not in these pages.
+        is_paged: True if the kernel that reads rows in place reads these rows too, so that both ways give the same
+            bits.
+        cu_bodies, n_kept: the fields of `FoldedRows`, if a storage holds some of the rows.
     """
 
     fold_point: int
@@ -66,16 +67,17 @@ class Reads:
     """Says where the rows are that a step reads.
 
     Attributes:
-        in_place: the requests whose rows are all in the arena while the step runs, because new ones fit into the tail.
-            A page is one row; its address differs from attention to attention.
-        tokens: (t,) the packed indices of their tokens. None: all tokens of the step.
-        rows: elements per row in a tail and in a body -> the element offset of each row that they see. It does not
-            contain the offset of an attention's field in its block.
+        in_place: the requests whose rows are all in the arena while the step runs, because the new ones fit into the
+            tail. A page is one row. Its address differs between attentions.
+        tokens: (t,) the packed indices of the tokens of these requests. None: all tokens of the step.
+        rows: elements per row in a tail and in a body -> the element offset of each row that these tokens see. The
+            offset does not include that of an attention's field in its block.
         is_tail: for each of these rows, 1 if it is in a tail and 0 if it is in a body.
-        bodies, cu_bodies, n_kept: the fields of `FoldedRows` for the bodies that hold their kept rows, with a storage.
-        copied: all other requests.
-        tails: for each request that is copied or folds, the position of the first row of its tail that is read, and, by
-            elements per row, the element offset of each old row from there on.
+        bodies, cu_bodies, n_kept: with a storage, the fields of `FoldedRows` for the bodies that hold these requests'
+            kept rows.
+        copied: all requests that are not read in place.
+        tails: for each request that is copied or folds, two things: the position of the first row of its tail that is
+            read, and, by elements per row, the element offset of each old row from there on.
     """
 
     in_place: PagedBatch
@@ -91,7 +93,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class EvictingPlan:
-    """Holds the blocks that are allocated for a step, what it reads (None in a dry run), and where its rows go."""
+    """Holds the blocks allocated for a step, what it reads (None in a dry run), and where its rows are written."""
 
     step: TailStep
     reads: Reads | None
@@ -99,14 +101,14 @@ class EvictingPlan:
 
     @property
     def can_capture(self) -> bool:
-        return False  # The host decides what to evict, so a CUDA graph cannot replay it.
+        return False  # The host decides what to evict, so a CUDA graph cannot replay the step.
 
 
 class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
     """Keeps body and tail of all attention layers of one eviction policy: a `memory.interface.LayerMemory`.
 
     Args:
-        specs: the attention specs, in the order in which `attend` numbers them; `policy` is that of all of them.
+        specs: the attention specs, in the order in which `attend` numbers them. All have the same `policy`.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
         self._kept_rows = kept_rows = KeptRows(policy, storage, rollback_window)
         members = [_member(spec, kept_rows) for spec in specs]
         row_axes = [kept_rows.row_axis_of(state) for member in members for state in member.states]
-        # With a storage, rows that have folded lately are in the tail as well, exact.
+        # With a storage, rows that have folded lately stay in the tail as well, in exact form.
         overlap_tokens = 0 if storage is None else kept_rows.ring_rows
         rules = TailRules.of_attention(rollback_window, policy.every, overlap_tokens)
         super().__init__(TailBlocks(members, dtype, rules, store, label=f" of {name}", row_axes=row_axes))
@@ -129,8 +131,9 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
         self._access = access = BlockAccess(self.blocks, self._kernels)
         self._sizes = [(n_row, _kept_elements(s)) for n_row, s in zip(access.row_elements, specs, strict=True)]
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
-        # A row holds its keys and then its values. One offset finds both, in two flat tensors. The first is the whole
-        # arena. The second begins later, by as many elements as keys take: none if values are a part of the keys.
+        # A row holds its keys and then its values. One offset finds both, in two flat tensors. The first tensor is the
+        # whole arena. The second begins later by as many elements as keys take, or by none if values are a part of the
+        # keys.
         self._all: dict[int, Prepared] = {}
         if not store.is_dry:
             for first in {0, *(_values_at(s) for s in specs)}:
@@ -148,13 +151,14 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
     def _plan_reads(self, step: TailStep) -> Reads:
         packed, before, after, states, tails = step.packed, step.before, step.after, self.states, self.tails
         rules, upload, tokens = self.rules, self._store.upload, None
-        # A sequence has gone beyond its start if the last fold point that it has passed there is before its body.
+        # A sequence has gone beyond its present start if the last fold point that it has passed at the start is before
+        # its body.
         has_gone_beyond = (packed.starts < before.body_at + rules.rollback_window) & (before.body_at > 0)
         is_copied = (packed.starts < after.body_at) | has_gone_beyond
         in_place = (~is_copied).nonzero()[0]
         chosen = before.take(in_place)
         starts, counts = packed.starts[in_place], packed.counts[in_place]
-        # Each request reads three stretches of rows: the kept rows, the old rows of the tail, and the new rows.
+        # Each request reads three ranges of rows: the kept rows, the old rows of the tail, and the new rows.
         n_kept = np.minimum(chosen.body_at, self.policy.budget_tokens)
         bodies = states.addresses[chosen.body[n_kept > 0]]
         n_in_place = np.zeros_like(n_kept) if self.storage else n_kept
@@ -185,7 +189,7 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
     def _copied(self, packed: Packed, i: int) -> Copied:
         start, end = packed.starts[i : i + 1], packed.ends[i : i + 1]
         fold_point, next_fold_point = int(self.rules.body_at(start)[0]), int(self.rules.body_at(end)[0])
-        # The same kernel reads all requests of the same positions, whatever a sequence has seen before.
+        # Requests at the same positions are read by the same kernel, whatever their sequences have seen before.
         is_paged = next_fold_point <= start[0]
         n_kept, n_new = self._kept_rows.n_kept(fold_point), packed.counts[i : i + 1]
         is_stored = bool(is_paged and self.storage is not None and n_kept > 0)
@@ -207,7 +211,7 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
     def attend(
         self, plan: EvictingPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
     ) -> Tensor:
-        """Attend to what each sequence has kept, its tail and the step's rows up to each token. Then fold.
+        """Attend to each sequence's kept rows, its tail, and the step's rows up to each token. Then fold.
 
         Returns (T, H, D or value_dim).
         """
@@ -246,7 +250,7 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
     def live_rows(self, slot: int, length: int) -> LiveRows:
         """Mark the rows of a body that are in use.
 
-        A body has room for the policy's budget and for rows that were evicted.
+        A body has room for the policy's budget and for rows that were evicted lately.
         """
         live = super().live_rows(slot, length)
         own, name = self._kept_rows.are_live(int(self.slots.body_at[slot])), self.states.name
@@ -255,7 +259,7 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
     def kept_positions(self, slot: int, index: int) -> Tensor:
         """Return the positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending.
 
-        Positions of the tail are not among them.
+        The tail's positions are not included.
         """
         slots = self.slots
         return self._kept_rows.kept_of(self._body(index, int(slots.body[slot])), int(slots.body_at[slot])).positions.T
@@ -309,7 +313,7 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
     def _folded_copy(self, copied: Copied, index: int, parts: Parts) -> FoldedRows | None:
         """Return one request's stored rows, which are not in a body, as if they were the only block.
 
-        Plans pass no parts.
+        While a step is planned, there are no parts yet.
         """
         if self.storage is None or not copied.n_kept.any():
             return None
@@ -322,7 +326,7 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
         )  # fmt: skip
 
     def _body(self, index: int, block: int) -> list[Tensor]:
-        """Return views of the state tensors of attention `index` in a block; without a block, zeros of their shapes."""
+        """Return views of attention `index`'s state tensors in a block. Without a block, return zeros."""
         states = self.blocks.members[index].states
         if block < 0:
             return [torch.zeros(s.shape, dtype=s.dtype or self._dtype, device=self._store.device) for s in states]
@@ -334,7 +338,7 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
 
 
 def _member(spec: AttentionSpec, kept_rows: KeptRows) -> TailMember:
-    """Return what the blocks hold for an attention.
+    """Describe what the blocks hold for an attention.
 
     A row of a tail holds keys, then values unless they are part of the keys, then queries if the policy observes them.
     """

@@ -1,7 +1,7 @@
-"""Keeps keys and values of chosen sequences in host memory, in a budget of their own, and moves them there and back.
+"""Keeps keys and values of chosen sequences in host memory, in a separate budget, and moves them there and back.
 
 Pages grow with a sequence, and attention reads each of them once per step. States stay on the device. A sequence whose
-pages are in host memory can be used as usual, unlike one that is swapped out.
+pages are in host memory can be used as usual, unlike a swapped-out one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hybridmem.memory.views.usage import Inventory
 
 
 class HostPages:
-    """Moves pages of sequences between the device and host memory, and counts those in host memory.
+    """Moves pages of sequences between the device and host memory, and counts the pages in host memory.
 
     Args:
         store, host_store: the memory's store, and the store of its pages in host memory.
-        device, host: the attention caches in each of the two, by the same names.
+        device, host: the attention caches on the device and in host memory, under the same names.
         hosted: name -> the layer memory that joins the two caches of this name.
     """
 
@@ -64,7 +64,7 @@ class HostPages:
         return self._host.pools
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Return (4, N) bytes in host memory, as `LayerMemory.bytes_for`. Sequences on the device take none."""
+        """Return (4, N) bytes in host memory, as `LayerMemory.bytes_for` does. Sequences on the device take none."""
         are_there = np.fromiter(map(self.has, stretch.slots.tolist()), np.bool_, len(stretch.slots))
         return self._host.bytes_for(stretch) * are_there
 
@@ -73,20 +73,20 @@ class HostPages:
         return self._host.held_bytes(*slots)
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
-        """Return the blocks of the slot in host memory, by pool."""
+        """Return the slot's blocks in host memory, by pool."""
         return self._host.blocks_of(slot)
 
     def snapshot(self, slot: int, length: int) -> Snapshot:
-        """Copy what the slot has in host memory."""
+        """Copy everything that the slot has in host memory."""
         return self._host.snapshot(slot, length, self._host_store)
 
     def inventory(self, sequences: list[Sequence], lengths: Int64s, slots: Int64s) -> Inventory:
         return Inventory.of(self._host_store.arena, sequences, lengths, slots * 0, self._host, slots)
 
     def check(self, slots: list[int]) -> None:
-        """Raise IntegrityError unless all caches have a slot in the same place, and no byte of host memory is lost.
+        """Raise IntegrityError unless a slot is in the same place for all caches, and no byte of host memory is lost.
 
-        The pages themselves are checked with the layer memories.
+        The pages themselves are checked together with the layer memories.
         """
         for slot in slots:
             if len({cache.is_far(slot) for cache in self._hosted}) > 1:

@@ -1,13 +1,13 @@
 """Holds the body of attention under an eviction policy: rows that are kept, and after them rows evicted lately.
 
-A fold evicts rows for all lengths at which it has happened: from its fold point plus the rollback window on. A sequence
-that was rolled back to a shorter length must see these rows, as if it had never gone further. So a body holds them for
-one more window, in a ring:
+A fold at a fold point evicts rows as seen from all lengths of at least the fold point plus the rollback window. A
+sequence that was rolled back to a shorter length must see these rows, as if it had never gone further. So a body holds
+them for one more window, in a ring:
 
     rows of a body   0 ................ budget ................. budget + ring_rows
                       kept, by position  | evicted by the last folds
 
-Every head loses the same number of rows in a fold, so their places in the ring follow from fold points alone.
+Every head loses the same number of rows in a fold, so the rows' places in the ring follow from fold points alone.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from hybridmem.memory.quantization import Parts, Storage
 from hybridmem.memory.specs import AttentionSpec, StateTensor
 
 _BESIDE = ("positions", "scores")
-"""The state tensors whose first axis counts rows, whatever the storage."""
+"""Names of the state tensors whose first axis counts rows, with any storage."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Holds rows of one attention of a sequence; heads may hold rows of different positions.
+    """Holds rows of one attention of a sequence. Rows of different heads may have different positions.
 
     Attributes:
-        parts: (G, R, D) each: keys, and values unless they are part of the keys; or what a storage encodes them as.
+        parts: (G, R, D) each: keys, and values unless they are part of the keys; or the parts as which a storage
+            encodes them.
         positions: (G, R) int64.
         scores: (G, R) float32, the scores that the policy has given.
     """
@@ -57,7 +58,7 @@ class Rows:
         return Rows(parts, self.positions[:, start:end], self.scores[:, start:end])
 
     def fill_(self, rows: Rows) -> None:
-        """Write other rows, as many as these, over these rows."""
+        """Overwrite these rows with as many other rows."""
         for own, other in zip(self.parts, rows.parts, strict=True):
             own.copy_(other)
         self.positions.copy_(rows.positions)
@@ -65,7 +66,7 @@ class Rows:
 
     @staticmethod
     def join(several: Sequence[Rows]) -> Rows:
-        """Return all rows, one after the other."""
+        """Return all rows of several objects, joined in order."""
         if len(several) == 1:
             return several[0]
         parts = tuple(torch.cat(pieces, 1) for pieces in zip(*(rows.parts for rows in several), strict=True))
@@ -73,7 +74,7 @@ class Rows:
 
 
 class KeptRows:
-    """Says how bodies of one policy and storage are laid out, reads and writes them, and lets the policy choose.
+    """Defines the layout of bodies for a policy and storage, reads and writes bodies, and lets the policy choose.
 
     Attributes:
         ring_rows: how many evicted rows a body still holds: a rollback window of them, rounded up to whole folds.
@@ -85,16 +86,16 @@ class KeptRows:
         self.ring_rows = ceil_div(rollback_window, policy.every) * policy.every
         self.body_rows = policy.budget_tokens + self.ring_rows
 
-    # Which rows are where, by fold points alone
+    # Which rows are where: computed from fold points alone
 
     def n_kept(self, fold_point: int) -> int:
         """Return how many of the rows before a fold point each head keeps."""
         return min(fold_point, self.policy.budget_tokens)
 
     def evicted(self, since: int, until: int) -> list[slice]:
-        """Return the places in a body of rows that folds evicted, from fold point `since` on and up to `until`.
+        """Return the places in a body of rows that folds evicted, after fold point `since` and up to `until`.
 
-        The fold at `since` itself does not count. The oldest come first.
+        The fold at `since` itself does not count. The rows that were evicted first come first.
         """
         budget, ring_rows = self.policy.budget_tokens, max(1, self.ring_rows)
         first, last = (at - self.n_kept(at) for at in (since, until))
@@ -104,7 +105,7 @@ class KeptRows:
         return [slice(start, self.body_rows), slice(budget, end - ring_rows)]
 
     def remembered_since(self, body_at: int) -> int:
-        """Return the fold point from which on a body at this position holds what folds have evicted."""
+        """Return the first fold point after which a body at this position still holds the rows that folds evicted."""
         return max(0, body_at - self.ring_rows)
 
     def are_live(self, body_at: int) -> Bools:
@@ -128,11 +129,11 @@ class KeptRows:
         return (*stored, *(StateTensor(name, (n_rows, n_heads)) for name in _BESIDE))
 
     def row_axis_of(self, state: StateTensor) -> int:
-        """Return the axis of one of these tensors that counts rows. A storage's parts are laid out head by head."""
+        """Return the axis of one of these tensors that counts rows. A storage lays its parts out head by head."""
         return 0 if self.storage is None or state.name in _BESIDE else 1
 
     def all_of(self, body: list[Tensor]) -> Rows:
-        """Return all rows of a body, whose tensors are given, as views of them."""
+        """Return all rows of a body, given by its tensors, as views."""
         *stored, positions_RG, scores_RG = body
         parts = tuple(stored[0].permute(1, 2, 0, 3)) if self.storage is None else tuple(stored)
         return Rows(parts, positions_RG.T, scores_RG.T)
@@ -142,14 +143,14 @@ class KeptRows:
         return _exact(self.all_of(body).between(0, self.n_kept(body_at)))
 
     def evicted_of(self, body: list[Tensor], since: int, until: int) -> Rows:
-        """Return the rows of a body that folds have evicted, as `evicted`."""
+        """Return the rows of a body that folds have evicted, with the arguments of `evicted`."""
         rows = self.all_of(body)
         return _exact(Rows.join([rows.between(own.start, own.stop) for own in self.evicted(since, until)]))
 
     def seen_at(self, body: list[Tensor], body_at: int, fold_point: int) -> Rows:
-        """Return what a body held when it was at an earlier fold point, by position, and the rows folded since then.
+        """Return the rows that a body held at an earlier fold point, by position, and the rows folded since then.
 
-        With a storage, rows that have folded since are left out, because until they fold they are read from the tail.
+        With a storage, rows that have folded since then are left out, because queries read them from the tail.
         """
         rows = Rows.join([self.kept_of(body, body_at), self.evicted_of(body, fold_point, body_at)])
         order_GR = rows.positions.argsort(1)
@@ -157,7 +158,7 @@ class KeptRows:
         return rows.take(order_GR[:, :n_seen])
 
     def write(self, body: list[Tensor], body_at: int, kept: Rows, evicted: Rows | None) -> None:
-        """Write a body at this position: the rows that it keeps, and those evicted since `remembered_since`."""
+        """Write a body at this position: the rows that it keeps, and the rows evicted since `remembered_since`."""
         rows = self.all_of(body)
         rows.between(0, kept.positions.shape[1]).fill_(kept)
         if evicted is None:
@@ -171,13 +172,13 @@ class KeptRows:
     # Folding
 
     def encoded(self, rows_GRD: Sequence[Tensor]) -> Parts:
-        """Return keys, and values if there are any, (G, R, D) each, as a body holds them."""
+        """Return keys, and values if there are any, (G, R, D) each, in the form in which a body holds them."""
         if self.storage is None:
             return tuple(rows_GRD)
         return tuple(part for x_GRD in rows_GRD for part in self.storage.encode(x_GRD, by_channel=False))
 
     def decoded(self, parts: Parts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys and values, (G, R, D) each; the same tensor where values are a part of the keys."""
+        """Return keys and values, (G, R, D) each. They are the same tensor if values are a part of the keys."""
         if self.storage is None:
             return parts[0], parts[-1]
         n = len(parts) // 2
@@ -186,9 +187,9 @@ class KeptRows:
     def fold(
         self, body: list[Tensor], first: int, last: int, rows_NXD: Tensor, spec: AttentionSpec, scoring: Scoring
     ) -> tuple[Rows, Rows | None]:
-        """Let the policy choose among the rows of a body at `first` and rows (N, X, D) of tokens [first, last).
+        """Let the policy choose among the rows of a body at `first` and rows (N, X, D) of the tokens [first, last).
 
-        They fold `every` at a time. Returns the rows that are kept, and those evicted since `remembered_since(last)`.
+        Rows fold `every` at a time. Returns the rows that are kept, and those evicted since `remembered_since(last)`.
         """
         policy, n_heads = self.policy, spec.n_kv_heads
         since = self.remembered_since(last)
@@ -221,7 +222,7 @@ class KeptRows:
 
 
 def _exact(rows: Rows) -> Rows:
-    """Return rows with positions as integers. A body holds positions as float32, which are exact up to 16 million."""
+    """Return rows with integer positions. A body holds positions as float32, which are exact up to 16 million."""
     return Rows(rows.parts, rows.positions.long(), rows.scores)
 
 
@@ -236,7 +237,7 @@ def _others(chosen_GB: Tensor, n_rows: int) -> Tensor:
 
 
 def _kept_by(policy: EvictionPolicy, rows: Candidates) -> tuple[Tensor, Tensor]:
-    """Call `EvictionPolicy.keep`, of any policy. Raises SpecError unless what it returns fits a body."""
+    """Call a policy's `EvictionPolicy.keep`. Raises SpecError unless the results fit a body."""
     chosen_GB, scores_GR = policy.keep(rows)
     n_heads, n_rows = rows.positions.shape
     n_kept = min(n_rows, policy.budget_tokens)

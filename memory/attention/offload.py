@@ -1,8 +1,8 @@
 """Keeps keys and values of chosen sequences in host memory, and those of all others on the device.
 
 This follows He & Zhai 2024, "FastDecode". The same layers have two attention caches, of any class, one in each place. A
-sequence is wholly in one of them, so each works as if it were alone. A step with sequences of both becomes a step of
-each. A fork is where its source is, because the two never share pages.
+sequence is wholly in one of them, so each cache works as if it were alone. A step with sequences of both becomes one
+step of each cache. A fork is where its source is, because the two caches never share pages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Attention(LayerMemory[Any], Protocol):
     def attend(
         self, plan: Any, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
     ) -> Tensor:
-        """Remember the step's keys and values for attention `index`, and attend: (T, H, D or value_dim)."""
+        """Store the step's keys and values for attention `index`, and attend: (T, H, D or value_dim)."""
         ...
 
 
@@ -42,8 +42,8 @@ class PartPlan:
     """Holds one cache's part of a step.
 
     Attributes:
-        requests: (s,) its requests.
-        tokens: (t,) packed index of their tokens; None if they are all of the step.
+        requests: (s,) the indices of the requests in this cache.
+        tokens: (t,) the packed indices of their tokens. None if they are all tokens of the step.
     """
 
     memory: Attention
@@ -63,9 +63,9 @@ class HostedPlan:
 
 
 class HostedAttention:
-    """Joins a cache on the device and one in host memory to one `memory.interface.LayerMemory`.
+    """Joins a cache on the device and a cache in host memory to one `memory.interface.LayerMemory`.
 
-    Only the blocks on the device count, because those in host memory are not in the budget.
+    Byte counts include only the blocks on the device, because those in host memory are not in the budget.
 
     Args:
         near, far: the cache on the device, and the cache in host memory. `store` and `host_store` hold their bytes.
@@ -96,7 +96,7 @@ class HostedAttention:
         return self.near.least_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Return (4, N) bytes of the budget; pages in host memory take none of it."""
+        """Return (4, N) bytes of the budget. Pages in host memory take none of it."""
         return np.where(self._are_far(stretch.slots), 0, self.near.bytes_for(stretch))
 
     # Where sequences are
@@ -106,7 +106,7 @@ class HostedAttention:
         return slot in self._far_slots
 
     def moved(self, slot: int, *, is_far: bool) -> None:
-        """Note that a slot's pages are in host memory from now on, or on the device."""
+        """Set whether a slot's pages are in host memory from now on, or on the device."""
         self._stores[0].journal.before(self._put_back, slot, slot in self._far_slots)
         self._put_back(slot, is_far)
 
@@ -120,7 +120,7 @@ class HostedAttention:
         return np.fromiter(map(self._far_slots.__contains__, slots.tolist()), np.bool_, len(slots))
 
     def _divided(self, slots: Int64s) -> Iterator[tuple[Attention, Store, Int64s]]:
-        """Yield each cache that has any of these slots, with its store and the indices of its slots."""
+        """Yield each cache that holds any of these slots, with its store and the indices of its slots."""
         are_far = self._are_far(slots)
         for memory, store, own in zip((self.near, self.far), self._stores, (~are_far, are_far), strict=True):
             if own.any():
@@ -144,10 +144,10 @@ class HostedAttention:
         return HostedPlan(packed, parts, self._can_capture(parts))
 
     def _can_capture(self, parts: list[PartPlan]) -> bool:
-        """True if a CUDA graph can replay the step: the device attends to all, and some sequence is on the device.
+        """True if a CUDA graph can replay the step: the device attends to all sequences, and some are on the device.
 
-        If all were in host memory, their uploads would have the same shapes as uploads of as many sequences on the
-        device, though the kernels differ.
+        If all sequences were in host memory, their uploads would have the same shapes as those of as many sequences on
+        the device, although the kernels differ.
         """
         is_distinct = len(parts) == 2 or parts[0].memory is self.near
         device_attends = all(part.store.device.type == self._stores[0].device.type for part in parts)
@@ -160,13 +160,13 @@ class HostedAttention:
     def attend(
         self, plan: HostedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
     ) -> Tensor:
-        """Remember keys and values, and attend, in each cache that takes part: (T, H, D or value_dim).
+        """Store keys and values, and attend, in each cache that takes part in the step: (T, H, D or value_dim).
 
-        Where the host attends, it waits for its rows. Meanwhile the device attends for the other sequences.
+        If the host attends, it waits for its rows. Meanwhile the device attends for the other sequences.
         """
         device, spec = self._stores[0].device, self._specs[index]
         spec.check_rows(len(plan.packed.token_ids), self._dtype, device, q_THD, k_TGD, v_TGD)
-        # All rows are moved to the host first, before the device gets more work.
+        # All rows for the host are moved first, before the device gets more work.
         given = [_given(part, (q_THD, k_TGD, v_TGD), scoring) for part in plan.parts]
         found = [
             part.memory.attend(part.plan, index, *own).to(q_THD.device)
@@ -202,14 +202,15 @@ class HostedAttention:
 
     @property
     def tables(self) -> list[SlotTable]:
-        return [self]  # It says in which cache a slot is before a table of that cache is called.
+        # This object acts as the table: it finds the cache of a slot, and calls the tables of that cache.
+        return [self]
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
         are_far = self._are_far(sources)
         for memory, _, own in self._divided(sources):
             for table in memory.tables:
                 table.share(sources[own], targets[own])
-        # Release only after all have shared, because a target may be the source of another one.
+        # Slots are released only after all have shared, because a target may be the source of another target.
         for slot, is_far in zip(targets.tolist(), are_far.tolist(), strict=True):
             _release(self.near if is_far else self.far, slot)
             self.moved(slot, is_far=is_far)
@@ -267,7 +268,7 @@ def _release(memory: Attention, slot: int) -> None:
 
 
 def _given(part: PartPlan, rows: tuple[Tensor, Tensor, Tensor | None], scoring: Scoring) -> tuple[Any, ...]:
-    """Return queries, keys and values of a part's tokens, and their scoring, on the device of its kernels."""
+    """Return queries, keys and values of a part's tokens, and their scoring, on the device of the part's kernels."""
     own = rows if part.tokens is None else tuple(None if x is None else x[part.tokens] for x in rows)
     device = part.store.device
     if device.type == rows[0].device.type:
@@ -276,5 +277,5 @@ def _given(part: PartPlan, rows: tuple[Tensor, Tensor, Tensor | None], scoring: 
 
 
 def _moved(values: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    """Move those of the values that are tensors to a device."""
+    """Move those values that are tensors to a device."""
     return tuple(value.to(device) if isinstance(value, Tensor) else value for value in values)

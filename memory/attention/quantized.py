@@ -1,15 +1,16 @@
-"""Keeps old keys and values in few bits: the body consists of quantised pages, the tail of exact ones.
+"""Keeps old keys and values in few bits: the body consists of quantized pages, the tail of exact pages.
 
-The tail is an `AttentionCache` that releases old pages, as one with a window does. When `group` rows have become older
-than the rollback window they fold: a quantised page replaces them. Groups are at fixed positions, so forks, reruns and
-prefixes agree on them, and each is quantised once, from exact rows. A step reads the body as it was before the step.
+The tail is an `AttentionCache` that releases old pages, like one with a window. When `group` rows have become older
+than the rollback window, they fold: a quantized page replaces them. Groups are at fixed positions, so forks, prefixes
+and repeated runs have the same groups. Each group is quantized once, from exact rows. A step reads the body as it was
+before the step.
 
     position 0 ............................. body_at ............... start ......... end
              quantised pages of `group` rows  |  exact pages, verbatim | rows of the step
 
 The exact pages of a group stay for one more rollback window. So a sequence may be rolled back to a length at which the
-group would not have folded yet. Then it reads the group's exact rows, like a sequence that never went further, and the
-quantised page later.
+group would not have folded yet. It then reads the group's exact rows, like a sequence that never went further. When it
+is long enough again, it reads the quantized page.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class FoldGrid(PageGrid):
         return True
 
     def n_groups(self, peaks: Int64s) -> Int64s:
-        """Return the number of groups that have folded of sequences with these peaks."""
+        """Return the number of folded groups of sequences with these peaks."""
         return FoldPoints(self.rollback_window, self.group).count(peaks)
 
     @property
@@ -61,11 +62,11 @@ class FoldGrid(PageGrid):
         return self.n_groups(peaks - self.rollback_window) * self.group_pages
 
     def last_first_page(self, peaks: Int64s) -> Int64s:
-        # A file of format 3 or before holds no more exact pages than these.
+        # A file of format 3 or an earlier one holds no more exact pages than these.
         return self.n_groups(peaks) * self.group_pages
 
     def horizon_of(self, n_groups: Int64s, first_page: Int64s) -> Int64s:
-        """Return the earliest position at which neither quantised nor exact rows are missing."""
+        """Return the earliest position whose past is complete, in quantized or exact rows."""
         exact_from = first_page * self.page_tokens
         return np.maximum(n_groups * self.group, (exact_from > 0) * (exact_from + self.rollback_window))
 
@@ -76,11 +77,11 @@ class QuantizedPlan:
 
     Attributes:
         exact: the plan of the pages that are exact while the step runs.
-        folding: (S,) the number of the first page that has not folded, among the exact pages that each request reads.
+        folding: (S,) for each request, the index of the first unfolded page among the exact pages that it reads.
         n_new: (S,) how many groups fold at the end of the step.
         fresh: the blocks of these groups, request after request.
         targets: element size in bytes -> element offset of each fresh block.
-        reads: what the queries read, of the body before the step and of exact pages.
+        reads: what the queries read of the body before the step, and of exact pages.
     """
 
     packed: Packed
@@ -99,10 +100,10 @@ class QuantizedPlan:
 
 
 class QuantizedAttention(CannotDrop):
-    """Keeps quantised pages and exact tails of attention layers of one storage: a `memory.interface.LayerMemory`.
+    """Keeps quantized pages and exact tails of attention layers with one storage: a `memory.interface.LayerMemory`.
 
     Args:
-        specs: the attention specs, in the order in which `attend` numbers them; `storage` is that of all of them.
+        specs: the attention specs, in the order in which `attend` numbers them. All have the same `storage`.
         page_tokens: how many tokens an exact page has. It must divide `storage.group`.
         selection: chooses the groups that are read. None: all are read.
     Raises SpecError if pages do not divide groups, or if groups or bits do not suit the heads.
@@ -140,7 +141,7 @@ class QuantizedAttention(CannotDrop):
         self._table = BlockTable(self.bodies, "quantised pages")
 
     def _bound_fields(self, spec: AttentionSpec) -> list[Shaped]:
-        """Return the fields of a block for bounds, if a selection reads them."""
+        """Return the fields of a block for the bounds of its keys. There are none if no selection reads them."""
         if self._selection is None:
             return []
         return [(shape, self._dtype) for shape in self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)]
@@ -164,7 +165,7 @@ class QuantizedAttention(CannotDrop):
         tables, group_pages = [self._table[slot] for slot in packed.slots.tolist()], self.grid.group_pages
         n_blocks = np.array([len(table) for table in tables], np.int64)
         n_new = self.grid.n_groups(packed.peaks) - n_blocks
-        n_read = self.grid.n_groups(packed.starts)  # After a rollback, these may be fewer groups than have folded.
+        n_read = self.grid.n_groups(packed.starts)  # After a rollback, a step may read fewer groups than have folded.
         if (n_read != n_blocks).any():
             tables = [table[:n] for table, n in zip(tables, n_read.tolist(), strict=True)]
         exact, fresh = self.exact.plan(packed, n_read * group_pages), EMPTY
@@ -172,7 +173,7 @@ class QuantizedAttention(CannotDrop):
             placed = self._store.place(self.bodies.addresses[np.concatenate(tables)])
             body = Body(placed, starts_of(n_read), n_read * self.storage.group)
             fresh = self.bodies.allocate(int(n_new.sum()))
-            for i in n_new.nonzero()[0].tolist():  # All room is made here, so that `commit` cannot fail.
+            for i in n_new.nonzero()[0].tolist():  # All blocks are allocated here, so that `commit` cannot fail.
                 self._table.reserve(int(packed.slots[i]), int(n_blocks[i]), int(n_blocks[i] + n_new[i]))
             folding, reads = (n_blocks - n_read) * group_pages, self._reads(packed, exact, body)
             return QuantizedPlan(packed, exact, folding, n_new, fresh, self._targets(fresh), reads)
@@ -201,7 +202,7 @@ class QuantizedAttention(CannotDrop):
     def attend(
         self, plan: QuantizedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
     ) -> Tensor:
-        """Write the step's keys and values, and attend to everything up to each token: (T, H, D). Then fold."""
+        """Write the step's keys and values, and attend to all tokens up to each token: (T, H, D). Then fold."""
         self.exact.write(plan.exact, index, q_THD, k_TGD, v_TGD)
         out_THD = attend_each(plan.reads, q_THD, lambda read, q_QHD: self._read(read, index, q_QHD, scoring))
         taken = 0
@@ -229,7 +230,7 @@ class QuantizedAttention(CannotDrop):
         )
 
     def _fold(self, plan: QuantizedPlan, index: int, request: int, targets: dict[int, Tensor], n_new: int) -> None:
-        """Quantise the oldest exact rows of a request, a group into each block."""
+        """Quantize the oldest exact rows of a request, one group into each block."""
         first, n_pages = int(plan.folding[request]), n_new * self.grid.group_pages
         parts, bounds = list[Tensor](), list[Tensor]()
         keys_values = self.exact.rows_of(plan.exact, index, request, slice(first, first + n_pages))
@@ -279,7 +280,7 @@ class QuantizedAttention(CannotDrop):
         return self.exact.blocks_of(slot) | {self.bodies.name: self._table[slot]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        """Mark all rows of folded groups: groups fold as a whole, and a rollback takes back nothing that has folded."""
+        """Mark all rows of folded groups as live: groups fold as a whole, and rollbacks take no folded rows back."""
         return self.exact.live_rows(slot, length) | {self.bodies.name: np.ones((len(self._table[slot]), 1), np.bool_)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:

@@ -1,12 +1,12 @@
-"""Selects blocks for queries to read, while every row is kept (Tang et al. 2024, "Quest").
+"""Selects the blocks that queries read, while every row is kept (Tang et al. 2024, "Quest").
 
-A block is a page, or a group of rows that were quantised together. Beside its rows it holds the least and the greatest
-of its keys, element by element. These bounds are computed from exact keys when the block becomes full, and read only
-while it is full. So they depend on nothing but its rows. A rollback has nothing to undo: a page that is no longer full
-is read whole until it is full again, and then gets new bounds. A fork shares bounds as it shares rows.
+A block is a page, or a group of rows that were quantized together. In addition to its rows it holds the least and the
+greatest of its keys, element by element. These bounds are computed from exact keys when the block becomes full, and
+read only while it is full. So they depend only on the block's rows, and a rollback has nothing to undo: a page that is
+no longer full is read whole until it is full again, and then gets new bounds. A fork shares bounds as it shares rows.
 
-Which blocks a query reads depends on its position and on the rows up to it. Where groups are quantised, every query
-also reads all exact rows, on top of the policy's budget, as with policies that evict.
+Which blocks a query reads depends on its position and on the rows up to it. If groups are quantized, every query also
+reads all exact rows, in addition to the policy's budget, as with policies that evict.
 
     position 0 ............................................................ query
      blocks of sinks | old blocks, the best for each head of keys | recent blocks
@@ -27,7 +27,7 @@ from hybridmem.memory.kernels import PageChoice, PagedBatch, Prepared
 from hybridmem.memory.sequences.reads import Body, Read
 
 Place = Callable[[Int64s], Prepared]
-"""Uploads an array of a step's plan for the kernels."""
+"""A function that uploads an array of a step's plan for the kernels."""
 
 
 class Selection:
@@ -36,8 +36,8 @@ class Selection:
     Args:
         policy: the policy of all layers of the cache.
         block_tokens: how many rows a block has.
-        remedy: what else the user may change if the policy's budget is too small, for the error message.
-    Raises SpecError if the policy's budget is less than the blocks that it always reads.
+        remedy: for the error message, what the user may also change if the policy's budget is too small.
+    Raises SpecError if the policy's budget is smaller than the blocks that are always read.
     """
 
     def __init__(self, policy: Quest, block_tokens: int, store: Store, *remedy: str) -> None:
@@ -78,7 +78,7 @@ class Selection:
         begins, n = body.cu_blocks[:-1][request], n_groups[request]
         blocks = body.blocks.host[ranges(begins, begins + n)] // itemsize
         choice = self._choice(self._store.upload(blocks), n, packed.positions[tokens] + 1)
-        # The kernel chooses the blocks when it runs. Planning needs only their number.
+        # The kernel chooses the blocks when it runs. The plan needs only their number.
         best = Body(body.blocks, choice.cu_chosen, np.full(len(tokens), self._n_read * self._block_tokens))
         exact = self._exact_up_to(batch, pages, request, tokens, place)
         reads = [Read(exact, self._store.upload(tokens), choice, best)]
@@ -89,7 +89,7 @@ class Selection:
         return tuple(reads)
 
     def _divide(self, packed: Packed, n_blocks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the requests whose queries choose among `n_blocks`, the others, and the packed tokens of the first."""
+        """Return requests whose queries choose among `n_blocks`, the others, and the packed tokens of the former."""
         selects = (packed.counts <= self.policy.select_up_to) & (n_blocks > self._n_read)
         chosen = selects.nonzero()[0]
         return chosen, (~selects).nonzero()[0], ranges(packed.cu_seqlens[:-1][chosen], packed.cu_seqlens[1:][chosen])
@@ -98,7 +98,7 @@ class Selection:
         return self._store.upload(ranges(packed.cu_seqlens[:-1][requests], packed.cu_seqlens[1:][requests]))
 
     def _choice(self, blocks: Prepared, n_blocks: Int64s, n_rows: Int64s) -> PageChoice:
-        """Return the candidate blocks of queries that see `n_rows` rows; each chooses among `n_blocks`."""
+        """Return the candidate blocks of queries that see `n_rows` rows. Each query chooses among `n_blocks` blocks."""
         n_last = np.maximum(0, n_blocks - np.maximum(0, n_rows - self.policy.recent) // self._block_tokens)
         cu_chosen = starts_of(np.minimum(n_blocks, self._n_read))
         return PageChoice(
@@ -108,7 +108,7 @@ class Selection:
     def _exact_up_to(
         self, batch: PagedBatch, pages: Int64s, request: Int64s, tokens: Int64s, place: Place
     ) -> PagedBatch:
-        """Return the exact rows up to each of these tokens, of these requests."""
+        """Return the exact rows that each of these tokens, of these requests, sees."""
         lengths = batch.kv_lengths[request] - (batch.cu_seqlens[1:][request] - 1 - tokens)
         begins, n_pages = batch.cu_pages[:-1][request], ceil_div(lengths, batch.page_tokens)
         placed = place(pages[ranges(begins, begins + n_pages)])

@@ -1,4 +1,4 @@
-"""Holds bytes: the arena that divides a budget into blocks, the pools and tables of blocks, and their arrays."""
+"""Holds bytes: the arena, which divides a budget into blocks, and the pools, tables and arrays of blocks."""
 
 from hybridmem.memory.blocks.arena import read_budget
 from hybridmem.memory.blocks.arguments import check_usable, is_integer, read_count, read_device, read_dtype

@@ -1,8 +1,9 @@
-"""The arena allocates byte ranges of one budget for blocks of every size.
+"""Defines the arena, which allocates byte ranges of one budget for blocks of every size.
 
-It is one address space. Pages are taken from its low end, states and tails from its high end, each at its own size.
-Pages take the lowest free address first, states and tails the highest. So neither has a fixed share: each takes what it
-needs, and nothing is padded. `memory.blocks.compaction` joins free ranges that lie apart.
+The arena is one address space. Pages are taken from its low end, states and tails from its high end. Each block takes
+its own size. Pages take the lowest free address first, states and tails the highest. So no kind has a fixed share of
+the budget, and no block is padded to the size of another kind. `memory.blocks.compaction` joins free ranges that lie
+apart.
 
 `Arena` and `BlockPool` hold no tensors; `Store` holds the bytes.
 """
@@ -21,7 +22,7 @@ from hybridmem.memory.blocks.layout import ALIGNMENT_BYTES
 from hybridmem.memory.errors import BUDGET_UNIT, IntegrityError, SpecError
 
 _MOST_BYTES = 1 << 62
-"""Largest budget, so that addresses stay within int64."""
+"""The largest budget. It keeps addresses within int64."""
 
 
 def read_budget(budget: float | str, option: str = "budget") -> int:
@@ -50,14 +51,14 @@ def read_budget(budget: float | str, option: str = "budget") -> int:
 
 
 class Arena:
-    """Holds the free byte ranges of [0, capacity_bytes). Neighbouring ranges are joined.
+    """Holds the free byte ranges of [0, capacity_bytes). Neighbouring free ranges are joined.
 
-    A range is found by either of its ends, so that neighbours join at once. For each size and side that was allocated,
-    a heap finds the first range that is long enough. A heap may also name ranges that no longer exist. They are skipped
-    when they come up.
+    A range can be found by either of its ends, so that neighbours are joined at once. For each size and side of
+    allocations, a heap finds the first range that is long enough. A heap may also name ranges that no longer exist.
+    They are skipped when they come to the top.
 
     Args:
-        unit: the `CapacityError.unit` of the errors that this arena raises.
+        unit: the `unit` of each CapacityError for this arena.
     """
 
     def __init__(self, capacity_bytes: int, unit: str = BUDGET_UNIT) -> None:
@@ -66,7 +67,8 @@ class Arena:
         self.free_bytes = 0
         self._ends: dict[int, int] = {}  # Maps the start of each free range to its end.
         self._starts: dict[int, int] = {}  # Maps the end of each free range to its start.
-        self._heaps: dict[tuple[int, bool], list[int]] = {}  # Maps (size, from_top) to starts, or to negative ends.
+        # Maps (block size, from_top) to a heap of starts, or of negative ends.
+        self._heaps: dict[tuple[int, bool], list[int]] = {}
         if self.capacity_bytes:
             self.free(0, self.capacity_bytes)
 
@@ -77,15 +79,14 @@ class Arena:
     def allocate(self, n_bytes: int, *, from_top: bool) -> int | None:
         """Allocate `n_bytes`, a multiple of ALIGNMENT_BYTES. Return the address, or None if no range is long enough.
 
-        The cost is that of `allocate_many`.
+        It costs as much as `allocate_many`.
         """
         return next(iter(self.allocate_many(1, n_bytes, from_top=from_top)), None)
 
     def allocate_many(self, n: int, n_bytes: int, *, from_top: bool) -> list[int]:
         """Allocate `n` blocks of `n_bytes` each, or as many as fit. Return their addresses.
 
-        Each block takes the first place that is free. Cost: O(log free ranges) for each range that blocks are taken
-        from.
+        Each block takes the first free place. Cost: O(log free ranges) for each range from which blocks are taken.
         """
         addresses, heap = list[int](), self._heap(n_bytes, from_top)
         while heap and len(addresses) < n:
@@ -131,17 +132,17 @@ class Arena:
         self.free_bytes += n_bytes
 
     def _enlist(self, name: int, bytes_before: int, bytes_now: int, from_top: bool) -> None:
-        """Add a free range that has grown to the heaps of those sizes that fit into it only now."""
+        """Add a grown free range to the heaps of those sizes for which it was too short before."""
         for (n_bytes, side), heap in self._heaps.items():
             if side == from_top and bytes_before < n_bytes <= bytes_now:
                 heappush(heap, name)
 
     def _named(self, name: int, from_top: bool) -> tuple[int, int]:
-        """Return the free range that a heap calls by this name, or an empty range if it no longer exists."""
+        """Return the free range that has this name in a heap, or an empty range if it no longer exists."""
         return (self._starts.get(-name, -name), -name) if from_top else (name, self._ends.get(name, name))
 
     def _heap(self, n_bytes: int, from_top: bool) -> list[int]:
-        """Return a heap that names all free ranges that are long enough, and few others. Amortised cost: O(1)."""
+        """Return a heap that names all free ranges of at least `n_bytes`, and few others. Amortized cost: O(1)."""
         heap = self._heaps.get((n_bytes, from_top))
         if heap is None or len(heap) > 2 * len(self._ends) + 64:
             heap = [-end if from_top else start for start, end in self._ends.items() if end - start >= n_bytes]
@@ -150,7 +151,7 @@ class Arena:
         return heap
 
     def rebuild(self, used_ranges: Seq[tuple[int, int]]) -> None:
-        """Free all bytes outside of these ranges, whatever the books say.
+        """Mark exactly these ranges as used and all other bytes as free, whatever the books say.
 
         Cost: O(ranges log ranges).
         """

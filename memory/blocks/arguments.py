@@ -1,4 +1,4 @@
-"""Reads arguments that come in several forms: counts, dtypes and devices. Errors name the option and its value."""
+"""Reads arguments that have several forms: counts, dtypes and devices. Errors name the option and its value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
-    """True if this is an integer, Python's or numpy's, not a bool, and at least `least`."""
+    """True if `value` is an integer (Python's or numpy's, but not a bool) and at least `least`."""
     is_one = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return is_one and (least is None or bool(value >= least))
 
@@ -24,17 +24,17 @@ def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
 def read_count(
     option: str, value: Any, least: int, unit: str = "", *, error: type[HybridMemoryError] = SpecError
 ) -> int:
-    """Return `value` if it is an integer of at least `least`; else raise `error`."""
+    """Return `value` if it is an integer of at least `least`. Otherwise raise `error`."""
     if not is_integer(value, least):
         raise error(f"{option}={value!r}; it must be an integer of at least {least}{unit and ' ' + unit}")
     return operator.index(value)
 
 
 def read_dtype(option: str, dtype: Any, others: str = "") -> torch.dtype:
-    """Read one of `DTYPES`, or its name. Raises SpecError.
+    """Read a dtype, which is one of `DTYPES` or its name. Raises SpecError.
 
     Args:
-        others: what else the caller accepts, for the error message.
+        others: what else the caller accepts, as text for the error message.
     """
     for name, known in DTYPES.items():
         if dtype is known or (isinstance(dtype, str) and dtype == name):
@@ -43,7 +43,7 @@ def read_dtype(option: str, dtype: Any, others: str = "") -> torch.dtype:
 
 
 def read_device(option: str, device: Any) -> torch.device:
-    """Read a device, or its name, whether or not this machine has it. Raises SpecError."""
+    """Read a device or its name. The machine need not have the device. Raises SpecError."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:

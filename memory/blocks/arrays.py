@@ -11,7 +11,7 @@ Int64s: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 EMPTY: Int64s = np.zeros(0, np.int64)
-"""An empty array of integers, which all who need one share."""
+"""An empty array of integers, which is shared wherever one is needed."""
 
 
 NumberT = TypeVar("NumberT", int, Int64s)
@@ -31,7 +31,7 @@ def starts_of(counts: Int64s) -> Int64s:
 
 
 def ranges(starts: Int64s, ends: Int64s) -> Int64s:
-    """Return the integers of all intervals [starts[i], ends[i]), one interval after the other."""
+    """Return the integers of the intervals [starts[i], ends[i]), one interval after the other."""
     if len(starts) == 1:
         one: Int64s = np.arange(starts[0], ends[0], dtype=np.int64)
         return one

@@ -1,12 +1,12 @@
-"""Compaction moves blocks together, so that the free ranges between them become one that is large enough.
+"""Moves blocks together, so that the free ranges between them become one range that is large enough.
 
-Tables refer to blocks by id, and only the pool knows where a block is. So a block moves by a copy of its bytes and one
-changed address. Blocks whose addresses an open step has read stay where they are.
+Tables refer to blocks by id, and only the pool knows the address of a block. So moving a block means copying its bytes
+and changing one address. Blocks whose addresses an open step has read stay where they are.
 
-Before any block moves, a region is chosen: the one with the fewest bytes to move. Let U bytes be in use and F be free,
-and let n bytes be asked for. Walk through the arena, and end a region whenever it has enough free bytes for n. That
-gives at least F / 2n regions, and one of them has at most 2n U / F bytes in use. So the cost grows with the bytes asked
-for, not with the budget.
+Before any block moves, the region with the fewest bytes to move is chosen. Let U bytes be in use and F be free, and let
+n bytes be asked for. Walk through the arena, and end a region whenever it has at least n free bytes. That gives at
+least F / 2n regions, so one of them has at most 2n U / F bytes in use. So the cost grows with the bytes asked for, not
+with the budget.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridmem.memory.blocks.pool import BlockPool
 from hybridmem.memory.blocks.store import Store
 
 _SCRATCH_BYTES = 1 << 22
-"""How many bytes move at once when they move by less than their own length. They are copied twice."""
+"""How many bytes move at once if they move by less than their own length. Such bytes are copied twice."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Region:
     """Is a byte range of the arena that begins and ends with free bytes.
 
     Attributes:
-        used_bytes: how many bytes have to move so that the free bytes become one range.
+        used_bytes: how many bytes must move so that the free bytes become one range.
     """
 
     start: int
@@ -39,10 +39,10 @@ class Region:
 
 
 def cheapest_region(store: Store, n_bytes: int, fixed: Int64s) -> Region | None:
-    """Find the region with `n_bytes` free and the fewest bytes in use.
+    """Find the region that has `n_bytes` free bytes and the fewest bytes in use.
 
-    No block at one of the addresses `fixed` may be in it. Returns None if there is no such region, or if it is one free
-    range already. Cost: O(free ranges log free ranges).
+    The region contains no block at one of the addresses `fixed`. Returns None if there is no such region, or if the
+    region is a single free range already. Cost: O(free ranges log free ranges).
     """
     starts, ends = store.arena.free_ranges()
     passed = starts_of(ends - starts)
@@ -64,7 +64,7 @@ def cheapest_region(store: Store, n_bytes: int, fixed: Int64s) -> Region | None:
 def compact(store: Store, pools: Sequence[BlockPool], region: Region) -> None:
     """Move all blocks of a region to its low end. After each move, every block is where its pool says.
 
-    Cost: the region's bytes in use, copied once or twice, and O(ids).
+    Cost: the region's bytes in use are copied once or twice, and O(ids).
     """
     found = [pool.within(region.start, region.end) for pool in pools]
     owners = np.repeat(np.arange(len(pools)), [len(ids) for ids in found])
@@ -81,7 +81,7 @@ def compact(store: Store, pools: Sequence[BlockPool], region: Region) -> None:
 
 
 def _moves(addresses: Int64s, sizes: Int64s, distances: Int64s) -> Iterator[tuple[int, int]]:
-    """Yield [begin, end) of neighbouring blocks that move together.
+    """Yield the byte range [begin, end) of each group of neighbouring blocks that move together.
 
     All blocks up to the next free range move equally far.
     """
@@ -98,11 +98,12 @@ def _moves(addresses: Int64s, sizes: Int64s, distances: Int64s) -> Iterator[tupl
 
 
 def _move(store: Store, moved: dict[BlockPool, Int64s], source: int, n_bytes: int, distance: int) -> None:
-    """Move neighbouring blocks, given by pool, down into the free range before them. It is as long as the distance."""
+    """Move neighbouring blocks down by `distance`, which is the length of the free range before them."""
     arena, journal, target, freed = store.arena, store.journal, source - distance, min(n_bytes, distance)
     with journal.change():
         arena.take(target, freed)
-        if distance < n_bytes:  # The copy would overwrite what it reads.
+        # The target overlaps the source, so a direct copy would overwrite bytes before it reads them.
+        if distance < n_bytes:
             saved = store.saved(source, n_bytes)
             journal.before(store.put, source, saved)
             store.put(target, saved)

@@ -11,7 +11,7 @@ from hybridmem.memory.errors import SequenceError
 def refuse_to_copy(remedy: str) -> Callable[[Any, Any], NoReturn]:
     """Return a `__reduce_ex__` for objects that cannot be copied, pickled or sent to another process.
 
-    It raises SequenceError, which names the remedy.
+    The function raises SequenceError, whose message names the remedy.
     """
 
     def refuse(self: Any, protocol: Any) -> NoReturn:

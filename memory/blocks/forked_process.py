@@ -1,7 +1,7 @@
-"""Finds out whether a process that was made by `fork` can compute, because it lacks the threads of OpenMP and CUDA.
+"""Finds out whether a process made by `fork` can compute: it lacks the threads of OpenMP and CUDA.
 
-OpenMP itself would wait for its threads for ever, or end the process. A process that `fork` made before its parent
-computed anything lacks nothing, and computes like any other.
+In such a process, OpenMP would wait for its threads for ever, or end the process. If the parent had computed nothing
+before the fork, nothing is missing, and the child computes like any process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from hybridmem.memory.errors import SpecError
 
 _TRIAL_SECONDS = 10.0
-"""How long a product may take. It takes a millisecond unless it waits for threads that do not exist."""
+"""How many seconds a product may take. It takes a millisecond unless it waits for threads that do not exist."""
 
 _FORKED = (
     "this process was made by os.fork (multiprocessing calls it 'fork') after its parent had {done}; threads do not "
@@ -30,10 +30,10 @@ _FORKED = (
 
 _is_forked = False
 _missing: str | None = None
-"""What the parent process had started that this fork cannot use. None if the fork can compute."""
+"""What the parent process had started and this fork cannot use, as text. None if the fork can compute."""
 
 _for_child: str | None = None
-"""The value of `_missing` in a child that is made now."""
+"""The value of `_missing` for a child that is being made now."""
 
 _has_cuda = _for_child_has_cuda = False
 
@@ -53,23 +53,25 @@ def check_process(device: torch.device) -> None:
 def refuse_kernel(*_: object) -> None:
     """Raise SpecError.
 
-    In a fork of a process that has started the threads of kernels, it replaces what kernels call first.
+    In a fork of a process that has started threads of kernels, this function replaces the first function that kernels
+    call.
     """
     raise SpecError(_FORKED.format(done=_missing or "run kernels"))
 
 
 @cache
 def _torch_works() -> bool:
-    """Find out by trial, in a fork of this fork, whether an operation with several threads works.
+    """Find out by a trial, in a fork of this fork, whether an operation with several threads works.
 
-    Nothing else tells whether the parent has run one. If this process has threads beside Python's, OpenMP runs already,
-    and its threads would be missing in the trial. On systems other than Linux, OpenMP starts new threads in a fork.
+    There is no other way to find out whether the parent has run such an operation. If this process has threads that are
+    not Python's, OpenMP works here already, but its threads would be missing in the trial. On systems other than Linux,
+    OpenMP starts new threads in a fork.
     """
     tasks = Path("/proc/self/task")
     if not tasks.exists() or len(list(tasks.iterdir())) > threading.active_count():
         return True
     with warnings.catch_warnings():
-        # Python warns of a fork beside threads; here only torch runs in it.
+        # Python warns of a fork in a process with threads. Here the child runs only torch.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
@@ -86,19 +88,19 @@ def _torch_works() -> bool:
                 os.waitpid(child, 0)
                 return False
             time.sleep(0.001)
-    except ChildProcessError:  # The program that runs this lets the system collect its children.
+    except ChildProcessError:  # The program has told the system to collect its children, so their exit codes are lost.
         pass
     return True
 
 
 def _look() -> None:
-    """Note what a child process that is being made will lack."""
+    """Remember what a child process that is being made will lack."""
     global _for_child, _for_child_has_cuda
     _for_child, _for_child_has_cuda = _missing, _has_cuda or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if (numba := sys.modules.get("numba")) is not None:
         try:
             numba.threading_layer()
-        except (AttributeError, ValueError):  # No kernel has started its threads, or numba is just being imported.
+        except (AttributeError, ValueError):  # Kernels have not started their threads, or numba is just being imported.
             return
         _for_child = "run kernels"
 

@@ -1,7 +1,7 @@
-"""Tells people who know the names of another library what a call or an attribute is called here.
+"""Tells users of another library how a call or an attribute is named here.
 
-A method that is often called by other names takes all further arguments as `*excess: Never, **unknown: Never`. A type
-checker refuses them as usual; without a type checker, the call raises the error of `refuse_arguments`.
+A method that is often called with other names takes all other arguments as `*excess: Never, **unknown: Never`. A type
+checker then refuses them as usual. Without a type checker, the call raises the error of `refuse_arguments`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "trust_remote_code": "code of a checkpoint is never run", "attn_implementation": "model kernels are its own",
     },
 }  # fmt: skip
-"""Maps a call and an argument to what to do instead.
+"""Maps a call and an argument to the advice what to do instead.
 
-The argument "" stands for positional ones: too many, or missing.
+The argument "" stands for positional arguments: too many, or missing ones.
 """
 
 _OF_MEMORY = {
@@ -90,11 +90,11 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         _NO_MODULE,
     ) | {"generate": _STEP},
 }  # fmt: skip
-"""Maps a class and an attribute that it does not have to what to use instead."""
+"""Maps a class and an attribute that it does not have to the advice what to use instead."""
 
 
 def refuse_arguments(call: str, positional: Iterable[object], named: Mapping[str, object]) -> NoReturn:
-    """Raise TypeError for arguments that a call does not have, with a hint if another library has them."""
+    """Raise TypeError for arguments that a call does not have, with advice if another library has them."""
     known = ARGUMENTS[call]
     excess = [f"{value!r:.60}" for value in positional]
     what = ", ".join(excess + [f"{name}={value!r:.60}" for name, value in named.items()])
@@ -104,14 +104,14 @@ def refuse_arguments(call: str, positional: Iterable[object], named: Mapping[str
 
 
 def refuse_attribute(owner: object, kind: str, name: str) -> NoReturn:
-    """Raise AttributeError, with a hint if another library has the name."""
+    """Raise AttributeError, with advice if another library has this name."""
     hint = ATTRIBUTES[kind].get(name)
     what = f"{type(owner).__name__!r} object has no attribute {name!r}"
     raise AttributeError(f"{what}; instead: {hint}" if hint else what, name=name, obj=owner)
 
 
 def is_of_transformers(model: object) -> bool:
-    """True for a model of transformers. To find out, transformers is not imported."""
+    """True for a model of transformers. The check does not import transformers."""
     return any(
         base.__name__ == "PreTrainedModel" and base.__module__.partition(".")[0] == "transformers"
         for base in type(model).__mro__
@@ -123,4 +123,4 @@ OF_TRANSFORMERS = (
     "which has .memory_spec; or keep it: attach(hf_model), and generate with "
     "cache=HybridCache(memory, [memory.open()]). All three are in models"
 )
-"""The error's text if a caller passes such a model where a model or a spec of this library is wanted."""
+"""The message of the error if a caller passes such a model where a model or a spec of this library is needed."""

@@ -1,4 +1,4 @@
-"""Describes what a slot holds: its blocks of each pool, their role, and what a saved file says of them."""
+"""Describes what a slot holds: its blocks of each pool, their part in the memory, and its record in saved files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from hybridmem.memory.blocks.arrays import Int64s
 
 Record = dict[str, list[int]]
-"""What a layer memory saves of a slot, as JSON, beside the bytes of its blocks."""
+"""What a layer memory saves of a slot, as JSON, in addition to the bytes of its blocks."""
 
 
 LiveRows = dict[str, NDArray[np.bool_]]
-"""Maps a pool to the rows of a slot's blocks that belong to its tokens, (blocks, rows per block).
+"""Maps a pool to masks of those rows of a slot's blocks that belong to its tokens, (blocks, rows per block).
 
-A state is one row.
+A state counts as one row.
 """
 
 
 Part = Literal["body", "tail", "head"]
-"""What a block is for a sequence: its older rows, its newest rows verbatim, or a state that is a shortcut."""
+"""What a block is for a sequence: "body" (older rows), "tail" (newest rows, exact) or "head" (a shortcut state)."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Holding:
         counts: (S,) the number of blocks of each slot.
         ids: (counts.sum(),) the blocks, slot after slot.
         starts, ends: (S,) the tokens [start, end) that each slot's blocks are for. If `ends` is None, they reach to the
-            newest token. In cross-attention they are the encoder's tokens. A negative number means that the state is
+            newest token. In cross-attention they count the encoder's rows. A negative number means that the state is
             stale.
         fold_tokens: the distance between positions at which rows fold into a body. None: rows do not fold.
     """

@@ -1,17 +1,17 @@
-"""The journal undoes a change of a memory's books that an exception has interrupted.
+"""Defines the journal, which undoes a change of a memory's books that an exception has interrupted.
 
 Python may raise an exception between any two bytecodes: the handler of a signal does (Ctrl-C, a timeout by
 `signal.setitimer`), and so does another thread (`PyThreadState_SetAsyncExc`). So a change may stop anywhere, and so may
-the lines that would repair it. Therefore the books are of two sorts:
+the lines that would repair it. Therefore the books consist of two kinds of data:
 
-- Records: what each sequence holds. Whoever is about to change a record first notes with `before` how to put it back.
+- Records: what each sequence holds. Code that is about to change a record first tells `before` how to restore it.
 - What follows from the records: how many references a block has, which blocks and bytes are free. It changes together
-  with the records, but nobody notes the old value. After an interrupted change it is computed anew from the records.
+  with the records, but its old values are not kept. After an interrupted change it is computed from the records.
 
-One assignment at the end of the block makes a change count. After an exception before it, the records are put back and
-the rest is computed anew. If an exception interrupts that as well, the next call of the memory repeats it from the
-beginning. A record that is put back twice is still right. An act that cannot be undone waits until the change counts:
-see `after`.
+One assignment at the end of the block makes a change count. If an exception comes before it, the records are restored,
+and what follows from them is computed anew. If an exception interrupts that as well, the next call of the memory
+repeats it from the beginning. Restoring a record twice does no harm. An action that cannot be undone waits until the
+change counts: see `after`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class Left(Protocol):
-    """Declares a block whose `__exit__` is an `ExitOnStack`."""
+    """Declares a context manager whose `__exit__` is an `ExitOnStack`."""
 
     _block: ref[Any] | None
 
@@ -38,7 +38,7 @@ class Left(Protocol):
 
 
 class ExitOnStack:
-    """Makes `__exit__` a new function at each access. Only a `with` statement keeps it, on its stack.
+    """Makes `__exit__` a new function at each access, so that only the `with` statement's stack refers to it.
 
     When that function is gone, the block has ended, even if an exception came before the first line of `_leave`.
     """
@@ -61,12 +61,13 @@ def _do_nothing(*arguments: object) -> None:
 
 
 class Journal:
-    """Holds what undoes the change that is open, and what waits for its end. The memory's lock guards it.
+    """Holds what undoes the open change, and the actions that wait for its end. The memory's lock protects it.
 
     Attributes:
-        is_open: True from the beginning of a change until all of it is done.
-        rebuild: computes what follows from the records.
-        watched: runs, each of several changes. If the `block` of a run has ended too early, `abandon` undoes the run.
+        is_open: True from the beginning of a change until it has ended completely.
+        rebuild: the function that computes what follows from the records.
+        watched: runs, each of which consists of several changes. If the `block` of a run ended too early, `abandon`
+            undoes the run.
     """
 
     __slots__ = ("_after", "_block", "_undo", "abandon", "is_open", "rebuild", "watched")
@@ -81,22 +82,23 @@ class Journal:
         self._block: ref[Any] | None = None
 
     def change(self) -> Change:
-        """Return a block, `with journal.change(): ...`, whose changes all happen or none.
+        """Return a context manager, `with journal.change(): ...`. Of the changes in its block, all happen or none.
 
-        Entering it raises SequenceError if a change is open: then the caller has interrupted that change, as handlers
-        of signals and finalizers do.
+        Entering it raises SequenceError if a change is open: then the caller has interrupted that change, which only
+        handlers of signals and finalizers do.
         """
         return Change(self)
 
     def before(self, restore: Callable[..., object], *arguments: Any) -> None:
-        """Note that `restore(*arguments)`, called once or several times, puts back a record that is about to change."""
+        """Remember that `restore(*arguments)`, called once or more often, restores a record that is about to change."""
         if self._undo is not None:
             self._undo.append((restore, arguments))
 
     def after(self, act: Callable[..., object], *arguments: Any) -> None:
-        """Call `act(*arguments)` once the open change counts, or now if no change is open.
+        """Call `act(*arguments)` as soon as the open change counts, or now if no change is open.
 
-        An exception may skip the call or stop it half-way. That must not matter, because `rebuild` then does its work.
+        An exception may skip this call or stop it half-way. That must do no harm, because `rebuild` then does the same
+        work.
         """
         if self._undo is None:
             act(*arguments)
@@ -105,11 +107,11 @@ class Journal:
 
     @property
     def is_left(self) -> bool:
-        """True if a change or a run was left before its end."""
+        """True if an exception left a change or a run before its end."""
         return (self.is_open and _is_gone(self._block)) or any(_is_gone(run.block) for run in list(self.watched))
 
     def mend(self) -> None:
-        """Undo or finish a change whose block ended too early, and undo such runs. Else do nothing."""
+        """Undo or finish a change whose block ended too early, and undo such runs. Otherwise do nothing."""
         if self.is_open and _is_gone(self._block):
             self._roll_back()
         for run in [run for run in self.watched if _is_gone(run.block)]:
@@ -138,7 +140,7 @@ def _is_gone(block: ref[Any] | None) -> bool:
 
 
 class Change:
-    """Is the block of a change; see `Journal.change`. Cost: about a microsecond."""
+    """Is the context manager of a change; see `Journal.change`. Cost: about a microsecond."""
 
     __slots__ = ("_block", "_journal")
 
@@ -160,7 +162,8 @@ class Change:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         journal = self._journal
-        # Where an error of this library refuses a change before any record has changed, all that it took is free again.
+        # If an error of this library refuses a change before any record has changed, all allocated blocks are free
+        # again.
         if kind is not None and (journal._undo or not issubclass(kind, HybridMemoryError)):
             journal._roll_back()
             return

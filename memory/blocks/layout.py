@@ -1,4 +1,4 @@
-"""Block layouts say how the blocks of a pool are divided into tensors, and where the rows of tokens are in them."""
+"""Defines block layouts: how the blocks of a pool are divided into tensors, and where tokens' rows are in them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import ceil_div
 
 ALIGNMENT_BYTES = 64
-"""Every block and every field in it starts at a multiple of this: the size of a cache line.
+"""Every block, and every field of a block, starts at a multiple of this number, the size of a cache line.
 
-Any element's size divides it.
+It is a multiple of the size of any element.
 """
 
 
@@ -28,7 +28,7 @@ def aligned_bytes(n_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Field:
-    """Describes one tensor at a fixed place in every block of a pool.
+    """Describes one tensor, which has the same place in every block of a pool.
 
     Attributes:
         row_axis: the axis of `shape` that counts rows. None: the tensor describes all rows of a block at once.
@@ -51,7 +51,7 @@ class Field:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Says how a block is divided into fields. `padding_bytes` is what alignment adds to their sizes.
+    """Says how a block is divided into fields. `padding_bytes` is how many bytes alignment adds to the fields' sizes.
 
     Attributes:
         shares: how many bytes of a block belong to each of the model's layers that share this layer memory, in their
@@ -66,7 +66,7 @@ class BlockLayout:
     def of(tensors: Seq[tuple[tuple[int, ...], torch.dtype]], row_axes: Seq[int | None] | None = None) -> BlockLayout:
         """Lay out tensors, given as (shape, dtype), one after the other.
 
-        `row_axes` has the `Field.row_axis` of each.
+        `row_axes` gives the `Field.row_axis` of each tensor.
         """
         fields, offset = list[Field](), 0
         for (shape, dtype), row_axis in zip(tensors, row_axes or [None] * len(tensors), strict=True):
@@ -89,14 +89,14 @@ class BlockLayout:
     def blank_(self, blocks: Tensor, is_live: NDArray[np.bool_]) -> None:
         """Zero every byte of blocks (n, block_bytes) that holds no live row. `is_live` is (n, rows per block).
 
-        A field that describes all rows of a block at once is zeroed unless all of them are live.
-        Cost: O(blocks with a row to clear).
+        A field that describes all rows of a block at once is zeroed unless all rows are live. Cost: O(blocks with a row
+        to clear).
         """
         next_offsets = [*(field.offset_bytes for field in self.fields[1:]), self.block_bytes]
         for field, next_bytes in zip(self.fields, next_offsets, strict=True):
             blocks[:, field.end_bytes : next_bytes] = 0
         for i in np.flatnonzero(~is_live.all(1)).tolist():
-            # Stretches of dead rows begin and end at these bounds, by turns.
+            # Stretches of dead rows begin and end at these bounds, alternately.
             bounds = np.flatnonzero(np.diff(is_live[i], prepend=True, append=True))
             stretches = list(zip(bounds[::2].tolist(), bounds[1::2].tolist(), strict=True))
             for field in self.fields:

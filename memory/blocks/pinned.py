@@ -1,7 +1,7 @@
 """Pins host memory, so that a CUDA device reads and writes it over the bus.
 
-It allocates ordinary memory and registers it with CUDA. Torch would round the bytes of pinned memory up to a power of
-two.
+The module allocates ordinary memory and registers it with CUDA, because torch would round the bytes of pinned memory up
+to a power of two.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hybridmem.memory.blocks.store import Store, reserve
 from hybridmem.memory.errors import HOST_UNIT
 
 HostAttention = Literal["stream", "compute"]
-"""What attends to pages in host memory: the device ("stream"), over the bus, or the host's processor ("compute")."""
+"""Which processor attends to pages in host memory: "stream" is the device, over the bus; "compute" is the host's."""
 
 _HOST = torch.device("cpu")
 _PORTABLE_AND_MAPPED = 1 | 2
-"""Flags of `cudaHostRegister`: pinned for every context of the process, at addresses that devices read and write."""
+"""Flags of `cudaHostRegister`: pinned for every context of the process, at addresses that devices can use."""
 
 
 def host_store(
@@ -44,7 +44,7 @@ def host_store(
 
 
 def _reserve_pinned(n_bytes: int, place: torch.device, index: int) -> Tensor:
-    """Return (n_bytes,) uint8 in host memory that CUDA device `index` reaches, as a tensor on `place`."""
+    """Return (n_bytes,) uint8 in host memory that CUDA device `index` can reach, as a tensor on `place`."""
     pinned = _Pinned(reserve(n_bytes, _HOST), index)
     return torch.from_numpy(np.asarray(pinned)) if place == _HOST else torch.as_tensor(pinned, device=place)
 
@@ -54,7 +54,7 @@ def _cudart() -> Any:
 
 
 class _Pinned:
-    """Holds host bytes. They stay pinned as long as anything refers to this object or to a tensor of the bytes."""
+    """Holds host bytes. They stay pinned as long as anything refers to this object or to a tensor of them."""
 
     def __init__(self, host: Tensor, index: int) -> None:
         with torch.cuda.device(index):

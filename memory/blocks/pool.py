@@ -1,4 +1,4 @@
-"""Pools hold reference-counted blocks, all of one size, that are taken from the arena."""
+"""Defines pools, which hold reference-counted blocks of one size that are taken from the arena."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class BlockPool:
     """Holds reference-counted blocks of one size in an arena. A block is written only while its count is 1.
 
     Attributes:
-        addresses: (n_ids,) the byte address of each block. It means nothing for ids that are not in use.
+        addresses: (n_ids,) the byte address of each block. It is meaningless for ids that are not in use.
         counts: (n_ids,) how many references each block has; 0 for a free one.
-        tables: the living tables that refer to the blocks, which `book_bytes` asks for their sizes.
-        journal: the memory's journal. All that a pool says follows from its tables and from open steps: see `recount`.
+        tables: the living tables that refer to the blocks. `book_bytes` asks them for their sizes.
+        journal: the memory's journal. The pool's arrays follow from its tables and the open steps: see `recount`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BlockPool:
 
     @property
     def book_bytes(self) -> int:
-        """Return the bytes of host memory that say which blocks are where, and who refers to them. Cost: O(slots)."""
+        """Return the bytes of host memory that store where blocks are and what refers to them. Cost: O(slots)."""
         if self._frozen_book_bytes is not None:
             return self._frozen_book_bytes
         own = self.addresses.nbytes + self.counts.nbytes + 8 * len(self._free_ids)
@@ -86,7 +86,7 @@ class BlockPool:
         Raises CapacityError with nothing allocated.
         """
         arena, needed = self._arena, n * self.block_bytes
-        # The ids come first, because their tables may have to grow. If that fails, no bytes have been taken.
+        # The ids come first, because the pool's arrays may have to grow. If that fails, no bytes have been taken.
         ids = self._next_ids(n) if needed <= arena.free_bytes else EMPTY
         addresses = arena.allocate_many(len(ids), self.block_bytes, from_top=self._from_top)
         if len(addresses) < n:
@@ -103,7 +103,7 @@ class BlockPool:
         return ids
 
     def retain(self, ids: Int64s) -> None:
-        """Add a reference to each block. An id may occur several times; a negative one stands for no block."""
+        """Add a reference to each block. An id may occur several times. A negative id stands for no block."""
         if len(ids) > _FEW:
             np.add.at(self.counts, ids[ids >= 0], 1)
         else:
@@ -112,9 +112,9 @@ class BlockPool:
                     self.counts[block] += 1
 
     def release(self, ids: Int64s) -> None:
-        """Remove a reference from each block, and free those that have none left. A negative id stands for no block.
+        """Remove a reference from each block, and free blocks without references. A negative id stands for no block.
 
-        In a change it waits until the change counts, so the ids must stay as they are.
+        Inside a change, releasing waits until the change counts, so the caller must not modify the ids.
         """
         if len(ids):
             self.journal.after(self._release, ids)
@@ -142,7 +142,7 @@ class BlockPool:
             self._on_change(start, (end - first) * self.block_bytes)
 
     def recount(self, references: Iterable[Int64s]) -> None:
-        """Count references anew from arrays of ids, one for each reference held anywhere, and list the free ids.
+        """Count references anew from arrays of ids, which have one entry for each reference, and list the free ids.
 
         The caller then calls `Arena.rebuild`. An interrupted call may have left the pool's arrays at different lengths.
         """
@@ -157,7 +157,7 @@ class BlockPool:
         """Return a copy for reading, whose addresses, counts and book bytes stay as they are now."""
         twin = copy(self)
         twin.addresses, twin.counts = self.addresses.copy(), self.counts.copy()
-        # The copy shares its tables with the pool, which goes on to change them.
+        # The copy shares the pool's tables, which continue to change.
         twin._frozen_book_bytes = self.book_bytes
         return twin
 
@@ -172,7 +172,7 @@ class BlockPool:
         return [(start, start + self.block_bytes) for start in starts]
 
     def check(self, references: Iterable[Int64s]) -> None:
-        """Raise IntegrityError unless arrays of ids, one for each reference held anywhere, match the counts."""
+        """Raise IntegrityError unless the counts match these arrays of ids, which have one entry for each reference."""
         expected = np.zeros_like(self.counts)
         for ids in references:
             if len(ids) and not 0 <= ids.min() <= ids.max() < len(expected):
@@ -192,7 +192,7 @@ class BlockPool:
             raise IntegrityError(f"{self.name} counts {self.n_used} blocks in use, {int((self.counts > 0).sum())} are")
 
     def _next_ids(self, n: int) -> Int64s:
-        """Return the `n` free ids that are taken next. The pool's arrays grow if there are too few."""
+        """Return the next `n` free ids. The pool's arrays grow if there are too few."""
         while len(self._free_ids) < n:
             n_ids = len(self.counts)
             room = np.zeros(n_ids, np.int64)

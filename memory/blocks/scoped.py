@@ -1,7 +1,7 @@
-"""Sets values that hold while a block runs. They are back when the block ends, wherever an exception ends it.
+"""Sets values that hold while a block runs. At its end the old values are back, even after an exception.
 
-An exception may come between any two bytecodes (see `memory.blocks.journal`), even before the line that would put back
-what a block has set. So a value holds exactly as long as its block runs, and no line has to put it back.
+An exception may come between any two bytecodes (see `memory.blocks.journal`), even before the line that would restore
+an old value. So a value holds exactly as long as its block runs, and no line has to restore the old one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class Scoped(Generic[_T]):
-    """Holds a value for each thread or task, which a block sets: `with variable.set_to(value): ...`.
+    """Holds a value for each thread or task, which a block can set: `with variable.set_to(value): ...`.
 
     Args:
         name: the name of the context variable.
@@ -33,14 +33,14 @@ class Scoped(Generic[_T]):
         self._blocks: ContextVar[tuple[_Block[_T], ...]] = ContextVar(name, default=())
 
     def get(self) -> _T:
-        """Return the value of the innermost block that runs, or the default."""
+        """Return the value set by the innermost running block, or the default."""
         for block in reversed(self._blocks.get()):
             if block.is_running:
                 return block.value
         return self._default
 
     def set_to(self, value: _T) -> AbstractContextManager[None]:
-        """Return a block in which `get` returns this value."""
+        """Return a context manager, in whose block `get` returns this value."""
         return _Block(self._blocks, value)
 
 
@@ -67,7 +67,7 @@ class _Block(Generic[_T]):
 
 
 class _End(ref[Any]):
-    """Refers weakly to a block, with a C function that runs when the block dies."""
+    """Is a weak reference to a context manager, with a C function that runs when the context manager dies."""
 
     __slots__ = ()
     set_gradients = torch._C._set_grad_enabled
@@ -77,10 +77,10 @@ _switch_on = methodcaller("set_gradients", True)
 
 
 class _WithoutGradients:
-    """Is a block whose operations compute no gradients. It is for places where gradients are on.
+    """Is a context manager whose operations compute no gradients. It is used if gradients are on.
 
-    `torch.no_grad` is Python code: an exception may stop it between setting the mode and putting it back. Then
-    gradients would be off for the rest of the thread.
+    `torch.no_grad` is Python code: an exception may stop it between setting the mode and restoring it. Then gradients
+    would stay off for this thread.
     """
 
     __slots__ = ("_block", "_end")
@@ -102,8 +102,8 @@ class _WithoutGradients:
 
 
 def without_gradients() -> AbstractContextManager[object]:
-    """Return a block whose operations compute no gradients.
+    """Return a context manager whose operations compute no gradients.
 
-    Where gradients are off already, it does nothing, and costs less.
+    If gradients are off already, it does nothing, and costs less.
     """
     return _WithoutGradients() if torch.is_grad_enabled() else nullcontext()

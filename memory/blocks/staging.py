@@ -1,11 +1,11 @@
-"""Uploads the host arrays of a step's plan to the device in one copy, and downloads numbers from it.
+"""Uploads the host arrays of a step's plan to the device in one copy, and downloads numbers from the device.
 
-The copy is made from pinned memory, so the host never waits for the device. The device reads an array after all earlier
-kernels are done.
+The copy is made from pinned memory, so the host never waits for the device. The device makes the copy after all kernels
+that were launched before it.
 
-All plans are uploaded to one buffer, one after the other. So two plans whose arrays have the same shapes are at the
-same addresses. That is why a step can be captured once and replayed for others (`memory.recorded`). Kernels on the CPU
-read plans where they are. There, plans are copied to such a buffer only after somebody has asked to record steps.
+All plans are uploaded to one buffer, one after the other. So if the arrays of two plans have the same shapes, they have
+the same addresses. That is why a step can be captured once and replayed for others (`memory.recorded`). Kernels on the
+CPU read plans where they are. There, plans are copied to such a buffer only after recordings of steps were asked for.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _LEAST_ELEMENTS = 1 << 14
 _LEAST_ROOM = 256
 """Page tables on the CPU have room for at least this many pages."""
 _WHOLE = 2
-"""Arrays begin at multiples of this many elements, which are 16 bytes: kernels load so many at once."""
+"""Arrays begin at multiples of this many elements (16 bytes), because kernels load so many at once."""
 
 
 def room_for(n: int) -> int:
-    """Round a capacity up by at most an eighth or 16, so that numbers close to each other give the same result."""
+    """Round a capacity up by at most an eighth or 16, so that nearly equal numbers give the same capacity."""
     step = max(16, (1 << n.bit_length()) // 16)
     return ceil_div(n, step) * step
 
 
 class Stage:
-    """Holds the buffer on a device to which the plans of one step after the other are uploaded.
+    """Holds the buffer on a device to which the plans of successive steps are uploaded.
 
     Attributes:
-        layout: a key. Two steps have the same key if all their arrays are at the same addresses. None: a plan has
-            outgrown the buffer.
+        layout: a key. Two steps have the same key if all their arrays are at the same addresses. None: a plan was
+            larger than the buffer.
     """
 
     def __init__(self, device: torch.device, stages: Stages) -> None:
@@ -58,7 +58,10 @@ class Stage:
         return (self._own_key, self._place.data_ptr(), *self._sizes) if is_whole else None
 
     def open(self) -> None:
-        """Begin a new plan. Kernels that were launched before read the old plan; the new one is copied after them."""
+        """Begin a new plan.
+
+        Kernels launched earlier still read the old plan, because the new one is copied after them.
+        """
         if self._n_elements > len(self._place) or not len(self._place):
             self._place = torch.empty(max(_LEAST_ELEMENTS, 2 * self._n_elements), dtype=torch.int64, device=self.device)
         self._sizes.clear()
@@ -68,7 +71,7 @@ class Stage:
 
     def _use(self, place: Tensor) -> None:
         self._on_device, self._used = place, 0
-        # Torch does not use pinned memory again before copies out of it are done.
+        # Torch does not reuse pinned memory before copies from it are done.
         self._pinned = place
         if self._is_apart:
             self._pinned = torch.empty(len(place), dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -77,7 +80,7 @@ class Stage:
     def add(self, array: Int64s, size: int) -> Tensor:
         """Return a tensor that holds a copy of the array after `send`.
 
-        It is flat if `size` is larger than the array.
+        The tensor is flat if `size` is larger than the array.
         """
         end = self._used + size
         if end > len(self._host):
@@ -93,13 +96,13 @@ class Stage:
         return placed if size > array.size else placed.view(array.shape)
 
     def send(self) -> None:
-        """Start to copy all arrays that were added to the device."""
+        """Start the copy of all added arrays to the device."""
         n = min(self._used, len(self._host))
         if n and self._is_apart:
             self._on_device[:n].copy_(self._pinned[:n], non_blocking=True)
 
     def close(self) -> None:
-        """Give the buffer back for another plan. If it is closed already, do nothing."""
+        """Release the buffer for another plan. If it is closed already, do nothing."""
         if not self._is_open:
             return
         self._is_open = False
@@ -112,8 +115,7 @@ class Stages:
 
     Attributes:
         idle: buffers that no step uses.
-        are_wanted: True if plans are copied to buffers. It is True from the start only for a device with memory of its
-            own.
+        are_wanted: True if plans are copied to buffers. At first it is True only for a device with memory of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -131,8 +133,8 @@ class Stages:
     def recordings_of(self, model: object, make: Callable[[], Any]) -> Any:
         """Return the recordings of a model's steps, or None if the model cannot be a weak key.
 
-        `make` makes them at the first call. Recordings hold addresses in the memory, so they end with the memory, and
-        with the model.
+        `make` creates them at the first call. Recordings contain addresses of this memory, so they end with the memory
+        or with the model.
         """
         try:
             found = self._recordings.get(model)
@@ -150,10 +152,10 @@ def is_apart(device: torch.device) -> bool:
 
 
 class Watch(Protocol):
-    """Declares what is told of a step that is recorded or captured: what this thread does in it.
+    """Declares an observer of a step that is recorded or captured: it is told what this thread runs in the step.
 
     Attributes:
-        is_open: True while the step is being recorded. An interrupt may leave a watch set after that; then it is
+        is_open: True while the step is being recorded. An interrupt may leave an observer set after that. Then it is
             ignored.
     """
 
@@ -161,11 +163,11 @@ class Watch(Protocol):
     def is_open(self) -> bool: ...
 
     def refuse(self, why: str) -> None:
-        """Note why the step cannot stand for other steps, or raise StepError."""
+        """Remember why the step cannot stand for other steps, or raise StepError."""
         ...
 
     def note(self, function: Callable[..., object], arguments: tuple[Any, ...], *, sets_up: bool = False) -> None:
-        """Note that a compiled kernel is called. With `sets_up` the call only prepares later ones."""
+        """Remember that a compiled kernel is called. With `sets_up` the call only prepares later ones."""
         ...
 
 
@@ -175,9 +177,9 @@ _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 @contextmanager
 def in_one_copy(stages: Stages) -> Iterator[Stage | None]:
-    """Upload all arrays of the block in one copy, at its end. Until then they can be passed on, but not read.
+    """Upload all arrays of the block in one copy at its end. Until then they can be passed on, but not read.
 
-    The caller closes the stage that this yields. If the block raises, this function closes it.
+    The caller closes the yielded stage. If the block raises an exception, this function closes it.
     """
     stage = stages.take()
     if stage is None:
@@ -194,35 +196,35 @@ def in_one_copy(stages: Stages) -> Iterator[Stage | None]:
 
 
 def set_watch(watch: Watch | None) -> None:
-    """Set the watch that hears what this thread runs; None removes it."""
+    """Set the observer of what this thread runs. None removes it."""
     _watch.set(watch)
 
 
 def current_watch() -> Watch | None:
-    """Return the watch that hears what this thread runs, or None if no step is recorded."""
+    """Return the observer of what this thread runs, or None if no step is recorded."""
     watch = _watch.get()
     return watch if watch is not None and watch.is_open else None
 
 
 def object_to_replays(why: str) -> None:
-    """Say that the step that runs now cannot stand for other steps.
+    """Tell the observer that the running step cannot stand for other steps.
 
-    Raises StepError while a step is captured in a CUDA graph. On the CPU the step goes on.
+    Raises StepError while a step is captured in a CUDA graph. On the CPU the step continues.
     """
     if (watch := current_watch()) is not None:
         watch.refuse(why)
 
 
 def is_placed(device: torch.device) -> bool:
-    """True if the step that is being planned may be replayed for others.
+    """True if the step that is being planned may be replayed for other steps.
 
-    Then its plan may hold numbers only in arrays.
+    Then numbers that differ between steps must be in the plan's arrays.
     """
     return is_apart(device) or _stage_for(device) is not None
 
 
 def _stage_for(device: torch.device) -> Stage | None:
-    """Return the open stage if it is on this device. The stage of a GPU's step does not serve pages in host memory."""
+    """Return the open stage if it is on this device. A GPU step's stage is not used for pages in host memory."""
     stage = _open_stage.get()
     return stage if stage is not None and stage.device.type == device.type else None
 
@@ -239,7 +241,7 @@ class Placed(NamedTuple):
     device: Tensor
 
     def part(self, begin: int, end: int) -> Placed:
-        """Return views of elements [begin, end) of the first axis."""
+        """Return views of the elements [begin, end) of the first axis."""
         return Placed(self.host[begin:end], self.device[begin:end])
 
 
@@ -251,15 +253,15 @@ def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor
     """
     if is_apart(device) or _stage_for(device) is not None:
         return _upload(array, device, room=room)
-    if _watch.get() is not None:  # This test comes first, because a step uploads ten arrays.
+    if _watch.get() is not None:  # This test comes first because it is fast, and a step uploads ten arrays.
         object_to_replays("the step makes an array that its plan does not hold")
     return torch.from_numpy(array)
 
 
 def on_host(array: Int64s, device: torch.device) -> Int64s:
-    """Return an array that only the host reads.
+    """Return a copy of an array that only the host reads.
 
-    Where kernels run on the host, its address is one that `upload` would give.
+    If kernels run on the host, the copy is at the address that `upload` would give it.
     """
     if is_apart(device) or (stage := _stage_for(device)) is None:
         return array
@@ -270,7 +272,7 @@ def on_host(array: Int64s, device: torch.device) -> Int64s:
 def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
     """Add an array to the open stage, or upload it by itself.
 
-    In a captured step, to upload it by itself raises StepError.
+    In a captured step, uploading it by itself raises StepError.
     """
     if (stage := _stage_for(device)) is not None:
         size = array.size
@@ -283,7 +285,7 @@ def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
 
 
 def place(array: Int64s, device: torch.device) -> Placed:
-    """Upload an array as `upload` does, but keep the host's array too, because the host reads it as well."""
+    """Upload an array as `upload` does, and also keep the host's array, because the host reads it as well."""
     device_array = upload(array, device)
     return Placed(array if is_apart(device) else device_array.numpy(), device_array)
 
@@ -301,7 +303,7 @@ class Download:
             self._arrival.record(torch.cuda.current_stream(numbers.device))
 
     def wait(self) -> Int64s:
-        """Return the numbers. The host waits for kernels that were launched before the copy, but not for later ones."""
+        """Return the numbers. The host waits for kernels launched before the copy, but not for later ones."""
         if self._arrival is not None:
             self._arrival.synchronize()
         numbers: Int64s = self._on_host.numpy()

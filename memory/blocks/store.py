@@ -1,4 +1,4 @@
-"""The store holds the bytes of a budget on a device, which pools address and kernels read and write."""
+"""Defines the store, which holds the bytes of a budget on a device. Pools address them, kernels read and write them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hybridmem.memory.blocks.staging import Placed
 from hybridmem.memory.errors import BUDGET_UNIT, SpecError
 
 _mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-"""Maps an address to the memory that `reserve` has mapped there, as long as a tensor of it exists."""
+"""Maps an address to the memory that `reserve` has mapped there, as long as a tensor of this memory exists."""
 
 
 def reserve(n_bytes: int, device: torch.device) -> Tensor:
-    """Allocate (n_bytes,) uint8 without setting them. On the CPU, bytes that are never touched take no memory.
+    """Allocate (n_bytes,) uint8 without initializing them. On the CPU, bytes that are never touched take no RAM.
 
     On Linux it requests huge pages: the first use of memory then costs one page fault for 2 MiB instead of 4 KiB.
     """
@@ -41,11 +41,12 @@ class Store:
     """Holds an arena and its bytes, which are one tensor on the device. On "meta" there are no bytes.
 
     Args:
-        reserve: (bytes, device) -> that tensor, uint8. By default it allocates memory of the device.
+        reserve: a function (bytes, device) -> uint8 tensor that allocates the bytes. The default allocates device
+            memory.
         unit: the `CapacityError.unit` of the arena's errors.
         journal: the memory's journal. By default the store makes its own.
-        poison: fills every block with NaN when it is allocated and when it is freed. So a read of memory that nobody
-            has written shows at once. It is for tests, because it writes every block once more.
+        poison: fills every block with NaN when it is allocated and when it is freed. So a read of bytes that were never
+            written shows at once. It is for tests, because it costs an additional write of each block.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class Store:
         self.is_dry = device.type == "meta"
         self._poison = poison and not self.is_dry
         try:
-            with torch.inference_mode(False):  # Otherwise the bytes could only be written inside of inference mode.
+            # Outside of this mode, the bytes could only be written in inference mode.
+            with torch.inference_mode(False):
                 self._bytes = reserve(
                     0 if self.is_dry else self.arena.capacity_bytes, torch.device("cpu") if self.is_dry else device
                 )
@@ -88,8 +90,8 @@ class Store:
     def flat(self, field: Field) -> Tensor:
         """Return all bytes as a flat tensor of the field's dtype.
 
-        It begins at the field's place in a block at address 0. So element i of the field, in the block at address a, is
-        element a // itemsize + i of the flat tensor.
+        The flat tensor begins at the field's place in a block at address 0. So element i of the field, in the block at
+        address a, is element a // itemsize + i of the flat tensor.
         """
         return self._bytes.view(field.dtype)[field.offset_bytes // field.dtype.itemsize :]
 
@@ -101,7 +103,7 @@ class Store:
         return pool
 
     def rebuild(self, references: Mapping[BlockPool, list[Int64s]]) -> None:
-        """Compute anew which blocks and bytes are free, from the ids of each pool that are referred to."""
+        """Compute anew which blocks and bytes are free, from arrays of all referenced ids of each pool."""
         for pool in self._pools:
             pool.recount(references.get(pool, []))
         self.arena.rebuild([used for pool in self._pools for used in pool.used_ranges()])
@@ -130,7 +132,7 @@ class Store:
         return self._bytes[address : address + n_bytes].clone()
 
     def put(self, address: int, saved: Tensor) -> None:
-        """Write what `saved` returned to another byte range."""
+        """Write the bytes that `saved` returned to another byte range."""
         if not self.is_dry:
             self._bytes[address : address + len(saved)] = saved
 
@@ -145,7 +147,7 @@ class Store:
         return blocks
 
     def write(self, addresses: Int64s, blocks: Tensor) -> None:
-        """Write what `read` returned to other blocks."""
+        """Write the blocks that `read` returned to other addresses."""
         if not self.is_dry:
             n_bytes = blocks.shape[1]
             for first, end, (address,) in _runs(n_bytes, addresses):
@@ -162,7 +164,7 @@ class Store:
                 self._bytes[target : target + n_bytes].copy_(source._bytes[address : address + n_bytes])
 
     def spoil(self, address: int, n_bytes: int) -> None:
-        """Fill a range with NaN if the store is poisoned.
+        """Fill a range with NaN if the store has `poison`.
 
         A number with all bits set is NaN in every floating-point dtype.
         """

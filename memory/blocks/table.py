@@ -1,4 +1,4 @@
-"""Block tables say which blocks of a pool each slot refers to, like the page table of an attention cache."""
+"""Defines block tables: which blocks of a pool each slot refers to. The page table of an attention cache is one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hybridmem.memory.errors import IntegrityError
 
 @dataclass(eq=False, slots=True)
 class _Buffer:
-    """Holds block ids for several slots, so that a sequence and its checkpoints hold the ids that they share only once.
+    """Holds block ids for several slots, so that ids shared by a sequence and its checkpoints are stored only once.
 
-    One slot, the writer, appends in place. The others see a part that never changes.
+    One slot, the writer, appends in place. The other slots see a part that never changes.
 
     Attributes:
         ids: (capacity,) the block ids.
-        writer: the slot that appends; -1 after it has left.
+        writer: the slot that appends; -1 after the writer has left the buffer.
         n_frozen: how many entries, from the first on, slots other than the writer may see.
     """
 
@@ -38,9 +38,9 @@ class _Buffer:
 class _Row:
     """Says where the ids of a slot are: `buffer.ids[start:end]` and, unless it is -1, `last` after them.
 
-    It never changes. It is not a frozen dataclass, because making one would take three times as long.
+    It never changes. It is not a frozen dataclass, because creating one takes three times as long.
 
-    The writer may replace the last block by a copy. So a slot that shares the ids holds the last id apart.
+    The writer may replace its last block by a copy. So a slot that shares the ids stores the last id separately.
     """
 
     buffer: _Buffer
@@ -56,7 +56,7 @@ class _Row:
         ids = self.buffer.ids[self.start : self.end]
         if self.last < 0:
             return ids
-        # `np.append` takes six times as long, and a view asks for thousands of these arrays.
+        # `np.append` takes six times as long, and displays of the memory ask for thousands of these arrays.
         whole = np.empty(len(ids) + 1, np.int64)
         whole[:-1], whole[-1] = ids, self.last
         return whole
@@ -64,20 +64,20 @@ class _Row:
     def parts(self) -> list[Int64s]:
         """Return the ids in one or two arrays.
 
-        They are not joined, because memory may be full and joining them takes some.
+        They are not joined, because memory may be full, and joining them takes some memory.
         """
         ids = self.buffer.ids[self.start : self.end]
         return [ids] if self.last < 0 else [ids, np.array([self.last])]
 
     def shared(self) -> _Row:
-        """Return a row for another slot that shares the ids, and stop the writer from changing them."""
+        """Return a row for another slot that shares the ids, and prevent the writer from changing them."""
         if self.last >= 0 or not len(self):
             return self
         self.buffer.n_frozen = max(self.buffer.n_frozen, self.end - 1)
         return _Row(self.buffer, self.start, self.end - 1, int(self.buffer.ids[self.end - 1]))
 
     def cut(self, first: int, end: int) -> _Row:
-        """Return a row with only blocks [first, end) of this one."""
+        """Return a row with only the blocks [first, end) of this row."""
         last = self.last if first < end == len(self) else -1
         return _Row(self.buffer, self.start + first, self.start + end - (last >= 0), last)
 
@@ -89,7 +89,7 @@ class BlockTable:
     checkpoint at every 512th token has half a megabyte of ids, not half a gigabyte.
 
     Attributes:
-        numbers: name -> slot -> an integer that belongs to the slot's blocks. A slot whose integer is 0 is left out.
+        numbers: name -> slot -> a counter of the slot's blocks. A slot whose counter is 0 is left out.
     """
 
     def __init__(self, pool: BlockPool, what: str, *numbers: str) -> None:
@@ -108,7 +108,7 @@ class BlockTable:
         return slot in self._rows
 
     def __getitem__(self, slot: int) -> Int64s:
-        """Return (n,) the ids of a slot's blocks. Read them before the slot changes. Cost: O(n) for some slots."""
+        """Return (n,) the ids of a slot's blocks. Use them before the slot changes. Cost: up to O(n)."""
         row = self._rows.get(slot)
         return EMPTY if row is None else row.ids
 
@@ -125,21 +125,21 @@ class BlockTable:
         return np.array([0 if row is None else len(row) for row in rows], np.int64)
 
     def column(self, name: str, slots: Int64s) -> Int64s:
-        """Return (S,) one of the numbers that belong to the blocks of each slot."""
+        """Return (S,) one counter, chosen by its name, for each slot."""
         column = self.numbers[name]
         if not column:
             return np.zeros_like(slots)
         return np.array([column.get(slot, 0) for slot in slots.tolist()], np.int64)
 
     def set(self, slot: int, ids: Int64s, **numbers: int) -> None:
-        """Make a slot refer to these blocks, and set its numbers. The slot takes over the references to the blocks."""
+        """Make a slot refer to these blocks, and set its counters. The slot takes over the references to the blocks."""
         self._note(slot)
         self._leave(slot)
         self._rows[slot] = _Row(_Buffer(ids, slot), 0, len(ids))
         self._set_numbers(slot, numbers)
 
     def _note_row(self, slot: int) -> None:
-        """Note where the ids of a slot are, because that is about to change. Its numbers stay."""
+        """Let the journal keep where the ids of a slot are, because that is about to change. Its counters stay."""
         self.pool.journal.before(self._put_row_back, slot, self._rows.get(slot))
 
     def _put_row_back(self, slot: int, row: _Row | None) -> None:
@@ -178,7 +178,7 @@ class BlockTable:
             room = np.empty(2 * end + 16, np.int64)
             ids = self[slot]
             room[: len(ids)] = ids
-            # This is one assignment: whatever interrupts it, the slot refers to the same blocks as before.
+            # This is a single assignment: an exception at any moment leaves the slot with the same blocks.
             self._rows[slot] = _Row(_Buffer(room, slot), 0, len(ids))
             if row is not None and row.buffer.writer == slot:
                 row.buffer.writer = -1
@@ -234,7 +234,7 @@ class BlockTable:
             self.pool.release(ids)
 
     def _leave(self, slot: int) -> None:
-        """Forget where the ids of a slot are."""
+        """Remove a slot from its buffer of ids."""
         row = self._rows.pop(slot, None)
         if row is not None and row.buffer.writer == slot:
             row.buffer.writer = -1
@@ -261,11 +261,11 @@ class BlockTable:
                 self._release(old)
 
     def holding(self, part: Part, slots: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
-        """Return the blocks of slots (S,) as a `Holding`: `part` says what they are, for tokens [start, end)."""
+        """Return the blocks of slots (S,) as a `Holding` of this part, for tokens [start, end)."""
         rows = [*map(self._rows.get, slots.tolist())]
         lasts = np.array([-1 if row is None else row.last for row in rows], np.int64)
         parts = [starts[:0]]
-        # A web page asks for thousands of rows several times a second, so none gets an array of its own.
+        # Web pages ask for thousands of rows several times a second, so the ids of rows are copied into one array.
         for i, row in enumerate(rows):
             if row is not None:
                 parts.append(row.buffer.ids[row.start : row.end])
@@ -275,7 +275,7 @@ class BlockTable:
         return Holding(self.pool.name, part, counts, np.concatenate(parts), starts, ends)
 
     def record(self, slot: int) -> Record:
-        """Return what a saved file says of a slot beside its blocks' bytes."""
+        """Return a slot's record for a saved file, which has its blocks' bytes as well."""
         return {name: [column.get(slot, 0)] for name, column in self.numbers.items()}
 
     def adopt(self, slot: int, record: Record, ids: Int64s) -> None:

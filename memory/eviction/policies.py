@@ -16,7 +16,7 @@ from hybridmem.memory.eviction.policy import Candidates, EvictionPolicy
 @dataclass(frozen=True)
 class Recent(EvictionPolicy):
     """Keeps the newest rows, and the first `sinks` (Xiao et al. 2023, "StreamingLLM").
-    Positions stay absolute. With sinks=0 it keeps only the newest.
+    Positions stay absolute. With sinks=0, only the newest rows are kept.
     """
 
     _: KW_ONLY
@@ -28,7 +28,7 @@ class Recent(EvictionPolicy):
 
 @dataclass(frozen=True)
 class KNorm(EvictionPolicy):
-    """Keeps the rows with the shortest keys (Devoto et al. 2024): they receive the most attention."""
+    """Keeps the rows with the shortest keys, which receive the most attention (Devoto et al. 2024)."""
 
     def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
         return -rows.keys.float().square().sum(-1).sqrt()
@@ -62,7 +62,7 @@ class H2O(EvictionPolicy):
 
 @dataclass(frozen=True)
 class Scissorhands(EvictionPolicy):
-    """Keeps the rows that most often received more than an equal share of the weight lately (Liu et al. 2023).
+    """Keeps the rows that lately received more than an equal share of the weight most often (Liu et al. 2023).
 
     Attributes:
         decay: the factor on each count at every fold. The paper counts over a window of some hundred tokens instead.
@@ -100,23 +100,25 @@ class TOVA(EvictionPolicy):
 
 @dataclass(frozen=True)
 class ExpectedAttention(EvictionPolicy):
-    """Keeps the rows with the most weight that future queries are expected to give them (Devoto et al. 2025).
+    """Keeps the rows to which future queries are expected to give the most weight (Devoto et al. 2025).
 
-    The weight is multiplied by the length of the row's value. Future queries are taken to be normally distributed, with
-    the mean mu and the covariance Sigma of those that fold. So the expectation of a row with key k is exp(z), z = scale
-    k.mu + scale^2 / 2 k^T Sigma k, for each head: mean plus half the variance of its scores, which is how it is
-    computed here. A softmax over the rows, with the learned sinks if there are any, makes shares of it, which are
-    averaged over the query heads that share a key/value head. Each query counts for each row, even for rows at later
-    positions, because it stands for future queries. Otherwise too few queries would score a row that has just folded.
+    The weight is multiplied by the length of the row's value. Future queries are assumed to be normally distributed,
+    with the mean mu and the covariance Sigma of the queries that fold. So the expectation for a row with key k is
+    exp(z), z = scale k.mu + scale^2 / 2 k^T Sigma k, for each head. z is the mean of the row's scores plus half of
+    their variance, and it is computed like this. A softmax over the rows, with the learned sinks if there are any,
+    turns the expectations into shares, which are averaged over the query heads that share a key/value head. Each query
+    counts for each row, even for rows at later positions, because it stands for future queries. Otherwise too few
+    queries would score a row that has just folded.
 
-    Two things differ from the paper. The paper reads queries before their rotation and averages the rotation of the
-    next 512 positions. A memory is given queries rotated already, or those of a layer without rotation, so here future
-    queries are assumed to be like the last ones, at their positions. And the paper compresses once, with the queries of
-    a whole prompt; here each fold has only `every` queries, so the expectation of a row is averaged over folds.
+    Two things differ from the paper. First, the paper reads queries before their rotation and averages the rotation of
+    the next 512 positions. A memory gets queries that are rotated already, or those of a layer without rotation. So
+    here future queries are assumed to be like the last ones, at the positions of the last ones. Second, the paper
+    compresses once, with the queries of a whole prompt. Here each fold has only `every` queries, so the expectation for
+    a row is averaged over folds.
 
     Attributes:
-        decay: the weight of the old average at each fold, from the second fold of a row on. With 0, only the last
-            queries count.
+        decay: the weight of the old average at each fold, from a row's second fold on. With 0, only the last queries
+            count.
     """
 
     _: KW_ONLY
@@ -147,7 +149,7 @@ class ExpectedAttention(EvictionPolicy):
 class SnapKV(EvictionPolicy):
     """Keeps the rows to which the last `observed` queries gave the most weight, smoothed over rows (Li et al. 2024).
 
-    The paper compresses once, at the end of a prompt. Here each fold does, with the queries that fold.
+    The paper compresses once, at the end of a prompt. Here each fold compresses, with the queries that fold.
 
     Attributes:
         kernel: the number of neighbouring rows over which a weight is averaged. It is odd.
@@ -177,8 +179,8 @@ class PyramidKV(SnapKV):
     `budget_tokens` is the mean of all budgets.
 
     Attributes:
-        steepness: the last layer has a budget of mean / steepness, and the first layer 2 mean minus that. The paper
-            uses 20.
+        steepness: the last layer has a budget of mean / steepness, and the first layer a budget of 2 mean - mean /
+            steepness. The paper uses 20.
     """
 
     _: KW_ONLY

@@ -1,4 +1,4 @@
-"""Defines what an eviction policy is: a budget of rows, and the scores and ranks that choose the rows."""
+"""Defines eviction policies: a budget of rows, and the scores and ranks by which rows are chosen."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hybridmem.memory.kernels import Scoring, reference
 
 @dataclass(frozen=True)
 class Candidates:
-    """Holds the R rows of one attention layer of one sequence among which a policy chooses, in order of position.
+    """Holds the R rows, in order of position, among which a policy chooses for one attention layer of one sequence.
 
-    The last N rows fold now. The others were kept at the fold before.
+    The last N rows fold now. The other rows were kept at the fold before.
 
     Attributes:
-        keys, values: (G, R, D). Where values are a part of the keys, they are (G, R, value_dim); see `AttentionSpec`.
-        positions: (G, R) int64. The rows that were kept may differ from head to head.
+        keys, values: (G, R, D). If values are a part of the keys, they are (G, R, value_dim); see `AttentionSpec`.
+        positions: (G, R) int64. The kept rows may differ between heads.
         scores: (G, R) float32, what `EvictionPolicy.score` returned for the rows at the last fold; 0 for the last N.
-        queries: (N, H, D) the queries of the rows that fold. None unless the policy has `needs_queries`.
-        scoring: how the layer computes weights: its scale, its softcap and so on.
+        queries: (N, H, D) the queries of the rows that fold now. None unless the policy has `needs_queries`.
+        scoring: how the layer computes weights, such as its scale and softcap.
     """
 
     keys: Tensor
@@ -46,8 +46,8 @@ class Candidates:
     def weights(self) -> Tensor:
         """Return the attention weights (G, H / G, N, R) float32 of each query for the rows up to its own.
 
-        Over R they sum to one minus the share of learned sinks. N is at most `EvictionPolicy.every`, so no matrix of
-        all queries and all rows is ever made.
+        The weights of a query sum over R to one minus the share of learned sinks. N is at most `EvictionPolicy.every`,
+        so no matrix of all queries and all rows is ever made.
         """
         queries = self._observed
         n_shared = queries.shape[1] // len(self.keys)
@@ -91,7 +91,7 @@ PolicyT = TypeVar("PolicyT", bound="Budget")
 
 @dataclass(frozen=True)
 class Budget(ABC):
-    """Limits how many rows attention may keep or read. It is the argument of `MemorySpec.with_policy`."""
+    """Limits how many rows attention may keep or read. `MemorySpec.with_policy` takes it as its argument."""
 
     budget_tokens: int
 
@@ -99,12 +99,12 @@ class Budget(ABC):
     def of_ratio(cls: type[PolicyT], ratio: float, *, max_tokens: int, **options: Any) -> PolicyT:
         """Make a policy whose budget is a share of a length: `H2O.of_ratio(0.2, max_tokens=8192)`.
 
-        The final length of a sequence is not known when its first rows fold, and its body has one size from the first
-        fold on, so a ratio must refer to a length. Shorter sequences are compressed less, longer ones more.
+        A ratio must refer to a fixed length, because the final length of a sequence is not known when its first rows
+        fold, and its body has one size from the first fold on. Shorter sequences are compressed less, longer ones more.
 
         Args:
-            ratio: the number of rows that stay or are read, divided by max_tokens; in (0, 1]. kvpress's compression
-                ratio is 1 - ratio.
+            ratio: how many rows stay or are read, divided by max_tokens; in (0, 1]. kvpress calls 1 - ratio the
+                compression ratio.
             max_tokens: the length of the longest planned sequence.
             options: the policy's other arguments.
         Raises:
@@ -121,7 +121,7 @@ class Budget(ABC):
         return cls(max(1, round(ratio * max_tokens)), **options)
 
     def of_layer(self, number: int, n_layers: int) -> Budget:
-        """Return the policy of attention layer `number` among the `n_layers` that are given this policy."""
+        """Return the policy of attention layer `number` of the `n_layers` layers that were given this policy."""
         return self
 
     @property
@@ -141,7 +141,7 @@ class Budget(ABC):
             read_count(f"{type(self).__name__}.{name}", value, lowest, "tokens")
 
     def _check_decay(self, decay: Any, within: str) -> None:
-        """Raise SpecError unless `decay` lies within "(0, 1]" or "[0, 1)"."""
+        """Raise SpecError unless `decay` lies in the interval `within`, which is "(0, 1]" or "[0, 1)"."""
         is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
         if not is_number or not 0 <= decay <= 1 or decay == (0 if within[0] == "(" else 1):
             raise SpecError(f"{type(self).__name__}.decay is {decay!r}; it must lie in {within}")
@@ -152,11 +152,12 @@ class EvictionPolicy(Budget):
     """Chooses the `budget_tokens` rows of each key/value head that stay, by scores and ranks.
 
     Attributes:
-        budget_tokens: the number of folded rows that are kept. Newer rows come on top: at most rollback_window + every.
+        budget_tokens: the number of folded rows that are kept. At most rollback_window + every newer rows are kept as
+            well.
         sinks: how many of a sequence's first rows are kept whatever their rank (Xiao et al. 2023, "StreamingLLM").
         recent: how many of the newest folded rows are kept whatever their rank.
         every: the number of tokens between two folds.
-        needs_queries: True if queries of rows that have not folded yet must be remembered, for `Candidates.queries`.
+        needs_queries: True if the queries of rows that have not folded yet must be stored, for `Candidates.queries`.
     """
 
     _: KW_ONLY
@@ -177,21 +178,21 @@ class EvictionPolicy(Budget):
             )
 
     def score(self, rows: Candidates) -> Tensor:
-        """Return the scores (G, R) of the rows. Those of kept rows are remembered as float32."""
+        """Return the scores (G, R) of the rows. The scores of kept rows are stored as float32."""
         return rows.scores
 
     @abstractmethod
     def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
-        """Return the ranks (G, R). The rows with the highest ranks are kept; of equal ones the newest.
+        """Return the ranks (G, R). The rows with the highest ranks are kept, and of equal ranks the newest rows.
 
-        It is called only when there are more rows than the budget. Protected rows get the rank inf, so all ranks must
-        be below inf. -inf is the lowest.
+        It is called only if there are more rows than the budget. Protected rows get the rank inf, so all ranks must be
+        below inf. The lowest rank is -inf.
         """
 
     def keep(self, rows: Candidates) -> tuple[Tensor, Tensor]:
-        """Return the indices of the rows that stay, ascending, and all scores (G, R).
+        """Return the indices of the rows that stay, ascending, and the scores (G, R) of all rows.
 
-        The indices are (G, the lesser of R and budget_tokens).
+        The indices are (G, n), where n is the smaller of R and budget_tokens.
 
         Raises:
             SpecError: `score` or `rank` gives no number for a row, although all its inputs are finite.
@@ -205,8 +206,9 @@ class EvictionPolicy(Budget):
         return (n_rows - 1 - newest_first[:, : self.budget_tokens]).sort(dim=-1).values, scores
 
     def _numbers(self, method: str, x: Tensor, rows: Candidates) -> Tensor:
-        """Check what `score` or `rank` returned: one number for each row.
-        On a device other than the host, the numbers themselves are not checked: the host would have to wait.
+        """Check that `score` or `rank` returned one number for each row.
+
+        On a device other than the host, the numbers themselves are not checked, because the host would have to wait.
         """
         if x is rows.scores:
             return x

@@ -13,21 +13,22 @@ from hybridmem.memory.eviction.policy import Budget
 class Quest(Budget):
     """Keeps every row, but a query reads only the pages with the highest scores (Tang et al. 2024).
 
-    Pages are those of `HybridMemory(page_tokens=...)`. A page's score is an upper bound on the score of its keys: the
-    highest that the query could give a key between the page's least and greatest, element by element. Each key/value
-    head reads pages of its own. Among the query heads that share it, the highest score of a page counts.
+    Pages are those of `HybridMemory(page_tokens=...)`. A page's score is an upper bound on the scores of its keys: the
+    highest score that the query could give to a key between the page's least and greatest key, element by element. Each
+    key/value head reads its own choice of pages. For the query heads that share it, a page's highest score counts.
 
-    A request with more than `select_up_to` new tokens reads everything, as prompts do in the paper: choosing pages for
-    every token would cost more than it saves. Layers 0 and 1 are dense in the paper: `with_policy(Quest(1024),
-    layers=range(2, n))`. A page takes the bytes of two more rows of keys, for these bounds.
+    A request with more than `select_up_to` new tokens reads everything, as prompts do in the paper, because choosing
+    pages for every token would cost more than it saves. Layers 0 and 1 are dense in the paper:
+    `with_policy(Quest(1024), layers=range(2, n))`. The bounds of a page take as many bytes as two more rows of keys.
 
-    With a storage, quantization groups are chosen instead of pages. Rows that are not quantised yet are read by every
-    query, beside the budget.
+    With a storage, quantization groups are chosen instead of pages. Every query also reads all rows that are not
+    quantized yet, in addition to the budget.
 
     Attributes:
-        budget_tokens: number of rows that a query reads at most, in whole pages, sinks and recent rows included.
-        sinks: number of first rows whose pages every query reads.
-        recent: the number of rows, up to the query's own, whose pages it reads whatever their scores.
+        budget_tokens: how many rows a query reads at most, in whole pages, sinks and recent rows included.
+        sinks: how many of the first rows every query reads, with the other rows of their pages.
+        recent: how many of the newest rows, its own included, a query reads whatever their scores, with the other rows
+            of their pages.
         select_up_to: pages are chosen if a request has at most this many new tokens in a step.
     """
 
@@ -41,7 +42,7 @@ class Quest(Budget):
 
     def budget_pages(self, page_tokens: int, remedy: str = "the memory smaller page_tokens") -> int:
         """Return the number of pages that a query reads at most.
-        Raises SpecError, which names a `remedy`, if sinks and recent rows alone take more pages.
+        Raises SpecError, which names a `remedy`, if sinks and recent rows alone take more pages than that.
         """
         n_sinks, n_recent = ceil_div(self.sinks, page_tokens), ceil_div(self.recent - 1, page_tokens) + 1
         if self.budget_tokens // page_tokens < n_sinks + n_recent:

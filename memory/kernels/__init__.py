@@ -1,8 +1,8 @@
 """Chooses the kernels for a device and dtype: `cpu` (numba), `cuda` (Triton) or `reference` (plain torch).
 
-All three have one signature, and the others are tested against `reference`. The environment variable
-HYBRID_MEMORY_KERNELS overrides the choice: `reference`, `cpu`, `cuda`, or `triton`, which is `cuda` without the
-libraries that it otherwise calls for prompts if they are installed. `chosen_kernels` returns what was chosen.
+All three have one signature, and `cpu` and `cuda` are tested against `reference`. The environment variable
+HYBRID_MEMORY_KERNELS overrides the choice: `reference`, `cpu`, `cuda`, or `triton`. For prompts, `cuda` calls libraries
+if they are installed; `triton` is `cuda` without these libraries. `chosen_kernels` returns what was chosen.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ _SETS = ("reference", "cpu", "cuda", "triton")
 def rms_norm(
     x: Tensor, weight: Tensor | Weights | None, eps: float, *, n_groups: int = 1, gate: Tensor | None = None
 ) -> Tensor:
-    """Compute `Kernels.rms_norm` over the last axis of x (..., E), by the kernels for its device and dtype.
+    """Compute `Kernels.rms_norm` over the last axis of x (..., E), by the kernels for the device and dtype of x.
 
-    `Weights` of one tensor are prepared for these kernels once.
+    `Weights` of one tensor are prepared only once for these kernels.
     """
     if x.dim() == 2:
         kernels = select_kernels(x.device, x.dtype)
@@ -74,11 +74,11 @@ def rms_norm(
 
 
 def norm_parts(x: Tensor, weights: Weights, eps: float, sizes: tuple[int, ...], ends: Int64s) -> list[Tensor]:
-    """Compute `rms_norm` of parts of each row of x (T, E), with a weight for each element. On the CPU it is one call.
+    """Compute `rms_norm` of parts of each row of x (T, E), with one weight per element. On the CPU it is a single call.
 
     Args:
-        weights: one tensor, (E,).
-        sizes, ends: the sizes of the parts, and where they end.
+        weights: a `Weights` of one tensor, (E,).
+        sizes, ends: the size of each part, and the end of each part in a row.
     """
     kernels = select_kernels(x.device, x.dtype)
     weight = weights.prepared(kernels)[0]
@@ -91,17 +91,17 @@ def norm_parts(x: Tensor, weights: Weights, eps: float, sizes: tuple[int, ...], 
 def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
     """Return the fastest kernels for tensors of these dtypes on `device`, unless HYBRID_MEMORY_KERNELS names others.
 
-    That is numba if all are floats of 16 or 32 bits on the CPU, Triton on a CUDA device if it is installed, and else
-    plain torch.
+    The choice is numba on the CPU if all dtypes are floats of 16 or 32 bits, Triton on a CUDA device if Triton is
+    installed, and otherwise plain torch.
 
     Raises:
-        SpecError: HYBRID_MEMORY_KERNELS names no kernels, or some that cannot work on these tensors.
+        SpecError: HYBRID_MEMORY_KERNELS names unknown kernels, or kernels that cannot work on these tensors.
     """
     return _known(device, dtypes, os.environ.get(_OVERRIDE))
 
 
 def warm_up(names: Iterable[str], device: torch.device, dtype: torch.dtype) -> None:
-    """Compile these kernels now if the CPU's are chosen. See `memory.kernels.cpu.warm_up`."""
+    """Compile these kernels now if the device uses those of the CPU. See `memory.kernels.cpu.warm_up`."""
     if _choice(device, (dtype,)) == "cpu":
         from hybridmem.memory.kernels import cpu
 
@@ -109,9 +109,9 @@ def warm_up(names: Iterable[str], device: torch.device, dtype: torch.dtype) -> N
 
 
 def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tails: bool = False) -> dict[str, str]:
-    """Return what `select_kernels` chooses for each function: its set, and the library that computes prompts, if any.
+    """Return what `select_kernels` chooses for each function: a set of kernels, and the library for prompts, if any.
 
-    With `behind_tails` no library computes prompts. Its errors are those of `select_kernels`.
+    With `behind_tails` no library computes prompts. The errors are those of `select_kernels`.
     """
     kernels, helpers = select_kernels(torch.device(device), *dtypes), dict[str, str]()
     if _choice(torch.device(device), dtypes) == "cuda":
@@ -127,15 +127,16 @@ def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tail
 
 @lru_cache
 def _known(device: torch.device, dtypes: tuple[torch.dtype, ...], override: str | None) -> Kernels:
-    """Remember what `select_kernels` returns while the environment names `override`: a step asks dozens of times."""
+    """Cache what `select_kernels` returns while the environment names `override`, because steps ask often."""
     name = _choice(device, dtypes)
     if name == "cpu":
-        # It is not imported at the top, because a dry run or another device needs no compiler.
+        # This is not imported at the top, because a dry run or another device needs no compiler.
         from hybridmem.memory.kernels import cpu
 
         return cpu
     if name in ("cuda", "triton"):
-        from hybridmem.memory.kernels import cuda  # It is not imported at the top either, and triton may be missing.
+        # This is not imported at the top either, because triton may be missing.
+        from hybridmem.memory.kernels import cuda
 
         return cuda
     return reference

@@ -1,7 +1,7 @@
 """Computes attention in plain torch, block by block, so that its temporary tensors have the same size for any length.
 
-The softmax is continued from block to block (Milakov & Gimelshein 2018). The blocks follow from the request alone, so
-its result does not depend on other requests of the step.
+The softmax is continued from block to block (Milakov & Gimelshein 2018). The blocks depend only on the request, so its
+result does not depend on other requests of the step.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 from hybridmem.memory.kernels.signature import Scoring
 
 Rows = Callable[[int, int], tuple[Tensor, Tensor]]
-"""Reads rows [begin, end) of a request, and returns their keys and values, (end - begin, G, D) each."""
+"""A function that reads rows [begin, end) of a request, and returns their keys and values, (end - begin, G, D) each."""
 
 _ROWS = 512
 _SCORES = 1 << 18
-"""How many scores of all heads are kept at once."""
+"""How many scores, over all heads, are in memory at once."""
 
 
 def blocks(
     n_queries: int, n_rows: int, window: int | None, queries_at_once: int, rows_at_once: int
 ) -> Iterator[tuple[slice, int, list[tuple[int, int]]]]:
-    """Divide queries, the last of `n_rows` rows, into blocks, and the rows that each block sees into blocks as well.
+    """Divide queries, which belong to the last of `n_rows` rows, and the rows that they see into blocks.
 
-    For each block of queries it generates the block, the number of rows before its first query, and blocks of rows
-    [begin, end), oldest first. Few rows are one block; of more, the queries' own rows are the last one. Each query sees
-    a row of each block if `rows_at_once` is at least `queries_at_once`; only a narrow window could prevent that, and
-    then all rows are one block, of less than twice as many rows as queries.
+    For each block of queries, it generates the block, the number of rows before its first query, and the blocks of rows
+    [begin, end) that it sees, oldest first. Few rows are a single block. Of more rows, the queries' own rows are the
+    last block. Each query sees at least one row of each block if `rows_at_once` is at least `queries_at_once`. Only a
+    narrow window could prevent that; then all rows are one block, which has less than twice as many rows as queries.
     """
     for begin in range(0, n_queries, queries_at_once):
         own = slice(begin, min(begin + queries_at_once, n_queries))
@@ -57,7 +57,7 @@ def attend(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Sco
             scores_HTR = (q_GXD @ k_GRD.transpose(1, 2)).view(n_heads, -1, end - begin)
             scores_HTR = scored(scores_HTR, scoring, first - begin)
             higher_HT1 = torch.maximum(highest_HT1, scores_HTR.amax(-1, keepdim=True))
-            # The highest score is -inf until a row has a weight.
+            # The highest score is -inf as long as no row has a weight.
             shift_HT1 = higher_HT1.masked_fill(higher_HT1 == -torch.inf, 0.0)
             weights_HTR, fade_HT1 = scores_HTR.sub_(shift_HT1).exp_(), (highest_HT1 - shift_HT1).exp()
             total_HT1 = total_HT1 * fade_HT1 + weights_HTR.sum(-1, keepdim=True)
@@ -69,7 +69,7 @@ def attend(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Sco
 
 
 def _start(sinks_H: Tensor | None, mixed_HTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the highest score and the sum of weights before any row: of no row, or of the sink of each head."""
+    """Return the highest score and the sum of weights before any row: those of no row, or of each head's sink."""
     highest_HT1 = mixed_HTD.new_full((*mixed_HTD.shape[:2], 1), -torch.inf)
     if sinks_H is not None:
         highest_HT1 = highest_HT1.maximum(torch.as_tensor(sinks_H).float()[:, None, None])
@@ -77,8 +77,8 @@ def _start(sinks_H: Tensor | None, mixed_HTD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scored(products_HTR: Tensor, scoring: Scoring, n_before: int) -> Tensor:
-    """Compute scores from the products q . k; rows [0, n_before] are those before the first query and its own.
-    May overwrite the products.
+    """Compute scores from the products q . k. Rows [0, n_before] are those before the first query, and its own row.
+    The function may overwrite the products.
     """
     scores_HTR = products_HTR.mul_(scoring.scale)
     if scoring.softcap is not None:
@@ -103,8 +103,8 @@ def causal_mask(
 ) -> Tensor:
     """Return a mask (n_queries, n_rows) of 0 and -inf: query i sees rows up to n_before + i.
 
-    With a window it sees the last `window` of these. Without `n_before` the mask is aligned at the bottom right: the
-    last query sees every row.
+    With a window, a query sees only the last `window` of these rows. Without `n_before`, the mask is aligned at the
+    bottom right: the last query sees every row.
     """
     newest_Q1 = torch.arange(n_queries, device=device)[:, None] + (n_rows - n_queries if n_before is None else n_before)
     row_R = torch.arange(n_rows, device=device)

@@ -1,7 +1,7 @@
 """Checks the arguments of kernels before they run, because compiled code does not check where it reads and writes.
 
-There is one function for each kernel that models or recurrences call with tensors of their own; it takes a microsecond
-or two. Offsets of blocks and pages come from the memory's plan and are not checked.
+There is one function for each kernel that models or recurrences call with their own tensors. It takes one or two
+microseconds. Offsets of blocks and pages come from the memory's plan and are not checked.
 """
 
 from __future__ import annotations
@@ -188,7 +188,10 @@ def choose_rows(q_THD: Tensor, weights_TH: Tensor, batch: PagedBatch, dtypes: _D
 
 
 def _tokens(slots: StateSlots) -> int:
-    """Count the tokens of all segments. Raises StepError unless each has a state to begin with and one to end with."""
+    """Count the tokens of all segments.
+
+    Raises StepError unless each segment has a source and a target for its state.
+    """
     n_runs = len(slots.cu_rows.host) - 1
     if len(slots.sources) != n_runs or len(slots.targets) != n_runs:
         found = f"{len(slots.sources)} states to begin and {len(slots.targets)} to end with"
@@ -217,7 +220,7 @@ def _require_dtypes(what: str, dtypes: _Dtypes, *found: torch.dtype | None) -> N
 
 
 def _refuse(what: str, names: Iterable[str], found: _Shapes, expected: _Shapes) -> None:
-    """Raise StepError for the first wrong shape. The caller has seen that there is one."""
+    """Raise StepError for the first wrong shape. The caller has found that there is one."""
     pairs = zip(names, found, expected, strict=True)
     name, own, wanted = next(wrong for wrong in pairs if wrong[1] != wrong[2])
     raise StepError(

@@ -1,6 +1,6 @@
 """Computes all kernels in plain torch, on any device and in any dtype.
 
-It is slow and short; others are tested with it.
+It is slow and short. The other kernels are tested against it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def prepare(tensor: Tensor) -> Tensor:
 
 
 def plan_attention(*_: object) -> None:
-    """Do nothing: no kernel here prepares a step."""
+    """Do nothing, because no kernel here prepares a step."""
 
 
 def plan_choice(*_: object) -> None:
-    """Do nothing, as `plan_attention`."""
+    """Do nothing, like `plan_attention`."""
 
 
 def write_rows_(flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
@@ -73,8 +73,9 @@ def row_reader(
     gather: Callable[..., Tensor], keys: Prepared, values: Prepared, batch: PagedBatch, request: int, n_kv_heads: int,
     head_dim: int, folded: FoldedRows | None,
 ) -> tuple[int, Rows]:  # fmt: skip
-    """Return how many rows a request sees, and a function that reads them: folded rows first, then those in pages.
-    `gather`: the `gather_rows` of a set of kernels.
+    """Return how many rows a request sees, and a function that reads them: folded rows first, then rows in pages.
+
+    `gather` is the `gather_rows` of a set of kernels.
     """
     object_to_replays("attention in plain torch reads the lengths of sequences on the host")
     n_folded = 0 if folded is None else int(folded.lengths[request])
@@ -99,7 +100,7 @@ def row_reader(
 
 
 def gather_folded(folded: FoldedRows, request: int, begin: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
-    """Decode keys and values [begin, end) of a request that a storage keeps: (rows, G, D) float32 each, in order."""
+    """Decode keys and values [begin, end) of a request from a storage: (rows, G, D) float32 each, in order."""
     begin, end = slice(begin, end).indices(int(folded.lengths[request]))[:2]
     first, last = begin // folded.block_rows, ceil_div(end, folded.block_rows)
     blocks = folded.blocks[..., folded.cu_blocks[request] : folded.cu_blocks[request + 1]][..., first:last]
@@ -123,7 +124,7 @@ def attend_rows(
 
 
 def attention_weights(q_HTD: Tensor, k_HRD: Tensor, scoring: Scoring) -> Tensor:
-    """Return the weight of each of R rows for each query, which are those of the last T rows: (H, T, R), float32."""
+    """Return the weights (H, T, R), float32, of R rows for each query. The queries belong to the last T rows."""
     scores_HTR = scored(q_HTD @ k_HRD.transpose(1, 2), scoring, k_HRD.shape[1] - q_HTD.shape[1])
     if scoring.sinks_H is None:
         return scores_HTR.softmax(-1)
@@ -135,7 +136,7 @@ def gather_rows(
     flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int, begin: int = 0,
     end: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Copy rows [begin, end) of those that a request can see in pages, in order: (rows, G, D)."""
+    """Copy rows [begin, end) of the rows that a request sees in pages, in order: (rows, G, D)."""
     begin, end = slice(begin, end).indices(int(batch.kv_lengths[request]))[:2]
     row_R = torch.arange(begin, end)
     pages = torch.as_tensor(batch.pages)[..., batch.cu_pages[request] : batch.cu_pages[request + 1]]
@@ -184,7 +185,7 @@ def choose_rows(
 
 def page_scores(q_HD: Tensor, least_NGD: Tensor, greatest_NGD: Tensor) -> Tensor:
     """Compute the scores (G, N) float32 of `Kernels.choose_pages`.
-    Elements of q above zero are multiplied with the greatest key, those below with the least.
+    Positive elements of q are multiplied by the greatest key, negative ones by the least key.
     """
     q_GSD = rearrange(q_HD.float(), "(g s) d -> g s d", g=least_NGD.shape[1])
     least_GDN, greatest_GDN = (rearrange(x.float(), "n g d -> g d n") for x in (least_NGD, greatest_NGD))
@@ -252,7 +253,7 @@ def tail_rows(tail: Tail, run: int, shapes: Sequence[tuple[int, ...]]) -> list[T
 
 
 def write_tail_rows_(tail: Tail, run: int, *rows: Tensor, first: int = 0) -> None:
-    """Write a segment's tokens from `first` on into each ring."""
+    """Write a segment's tokens, from number `first` on, into each ring."""
     count = int(tail.counts[run])
     slots = _slots(tail, run, count + first, count + len(rows[0]))
     for flat, target, x in zip(tail.flats, tail.targets, rows, strict=True):
@@ -319,7 +320,7 @@ def matrix_scan(
                 write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
             if t >= start:
                 update = _update(s_HVN, t, k_TGN, v_THV, log_decay, erase, strength_TH)
-                if tail is not None:  # Add what the ring holds, which is rounded to its dtype.
+                if tail is not None:  # Add the tokens that the ring holds, which are rounded to its dtype.
                     update = tuple(x.to(flat.dtype) for x, flat in zip(update, tail.flats, strict=True))
                 updates.append(update)
             s_HVN = _updated(s_HVN, *updates[t - first])
@@ -335,7 +336,7 @@ def _update(
     s_HVN: Tensor, t: int, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None,
     strength_TH: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return what token t changes in a matrix state: its key, what it writes, its decays; with b, also b and S a."""
+    """Return what token t changes in a matrix state: its key, the written value, its decays; with b, also b and S a."""
     u_HV, strength_H1 = v_THV[t].float(), 1.0 if strength_TH is None else strength_TH[t, :, None].float()
     if erase is None:
         return k_TGN[t], u_HV * strength_H1, log_decay[t]
@@ -363,7 +364,8 @@ def _to_heads(x_TGN: Tensor, n_heads: int) -> Tensor:
 
 
 def _body_at(state: StateSlots, run: int) -> int:
-    """Return the position whose state is written, counted from a segment's source state on; -1 for none.
+    """Return the position of the state to write, counted from a segment's source state on; -1 if none is written.
+
     It is the segment's end or, with a tail, the position up to which rows fold.
     """
     n_rows = int(state.cu_rows.host[run + 1] - state.cu_rows.host[run])
@@ -373,7 +375,7 @@ def _body_at(state: StateSlots, run: int) -> int:
 
 
 def _write_tail_(state: StateSlots, run: int, own: list[Tensor]) -> None:
-    """Write a segment's tokens into the rings of its tail, at least from the fold on."""
+    """Write a segment's tokens into the rings of its tail, at least those after the fold."""
     if state.tail is not None:
         first = int(state.tail.folds[run] - state.tail.counts[run]) if state.targets[run] >= 0 else 0
         write_tail_rows_(state.tail, run, *own, first=max(0, first))

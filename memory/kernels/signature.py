@@ -1,10 +1,10 @@
-"""Declares the one signature that every set of kernels has. Shape legend: `memory.interface`.
+"""Declares the signature that every set of kernels has. `memory.interface` has the legend of shapes.
 
-A "flat" is all bytes of the arena viewed as one dtype; rows and states are found in it by element offset. Flats,
-offsets and weights are used many times: `Kernels.prepare` converts them once instead of at each call. Plain tensors are
-taken as well.
+A "flat" is a view of all bytes of the arena as one dtype. Rows and states are found in it by element offsets. Flats,
+offsets and weights are used many times, so `Kernels.prepare` converts them once instead of at each call. Kernels also
+take plain tensors.
 
-A segment is the rows of one request, or of one sequence, in a call; in the code it is also called a run.
+A segment consists of the rows of one request, or of one sequence, in a call. The code also calls it a run.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hybridmem.memory.blocks.staging import Placed
 from hybridmem.memory.quantization import Storage
 
 Prepared = Any
-"""A tensor, or what `Kernels.prepare` made of it."""
+"""A tensor, or what `Kernels.prepare` returned for it."""
 
 _OF_BITS = {np.dtype(np.uint16): torch.bfloat16, np.dtype(np.int16): torch.float16}
-"""For arrays of the CPU's kernels that hold 16 bits as integers, what they stand for."""
+"""The CPU's kernels hold 16-bit floats in arrays of integers. This maps the arrays' dtypes to those of the floats."""
 
 
 def as_tensor(x: Prepared) -> Tensor:
-    """Return the tensor that was prepared: `x` itself, or one that shares its bytes."""
+    """Return the tensor behind prepared data: `x` itself, or a tensor that shares its bytes."""
     if isinstance(x, Tensor):
         return x
     tensor = torch.from_numpy(x)
@@ -37,19 +37,20 @@ def as_tensor(x: Prepared) -> Tensor:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Holds lengths and pages of the requests of a step, for attention; the same for all layers.
+    """Holds lengths and pages of the requests of a step, for attention. It is the same for all layers.
 
     A page holds `page_tokens` rows head by head, (G, page_tokens, D): row r of head g begins (g page_tokens + r) D
     elements after the beginning of the page.
 
     Attributes:
-        cu_seqlens: (S + 1,) request i owns queries [cu_seqlens[i], cu_seqlens[i + 1]); host. Short requests come first.
-        kv_lengths: (S,) rows each request can see, its new ones included; host.
-        pages: (all pages,) element offset of each page, request after request; (G, all pages) where each key/value head
-            reads others.
-        cu_pages: (S + 1,) request i has pages [cu_pages[i], cu_pages[i + 1]); host.
+        cu_seqlens: (S + 1,) request i owns queries [cu_seqlens[i], cu_seqlens[i + 1]); on the host. Short requests come
+            first.
+        kv_lengths: (S,) how many rows each request sees, its new ones included; on the host.
+        pages: (all pages,) element offset of each page, request after request; or (G, all pages) if each key/value head
+            reads other pages.
+        cu_pages: (S + 1,) request i has pages [cu_pages[i], cu_pages[i + 1]); on the host.
         page_tokens: how many rows a page has.
-        layouts: results that kernels have computed from these arrays, under keys of their own.
+        layouts: a cache of results that kernels have computed from these arrays. Each kernel uses keys of its own.
     """
 
     cu_seqlens: Int64s
@@ -60,7 +61,7 @@ class PagedBatch:
     layouts: dict[object, Any] = field(default_factory=dict, compare=False, repr=False, init=False)
 
     def at(self, pages: Prepared) -> PagedBatch:
-        """Return this batch with other offsets of pages. Layouts stay: they do not depend on these offsets."""
+        """Return this batch with other page offsets. `layouts` stays, because it does not depend on these offsets."""
         moved = replace(self, pages=pages)
         moved.layouts.update(self.layouts)
         return moved
@@ -68,15 +69,16 @@ class PagedBatch:
 
 @dataclass(frozen=True)
 class PageChoice:
-    """Holds the pages among which queries choose those that they read; the same for all layers.
+    """Holds the pages from which queries choose those that they read. It is the same for all layers.
 
     Attributes:
-        pages: (all pages,) element offset of each page up to its query, query after query.
-        cu_pages: (Q + 1,) query i chooses from pages [cu_pages[i], cu_pages[i + 1]); host.
-        n_first, n_last: pages that are chosen whatever their scores: the first ones, and (Q,) the last ones; host.
-        cu_chosen: (Q + 1,) query i chooses cu_chosen[i + 1] - cu_chosen[i] pages, n_first + n_last[i] or more, or all;
-            host.
-        layouts: results that kernels have computed from these arrays, under keys of their own.
+        pages: (all pages,) element offset of each page that has rows up to its query, query after query.
+        cu_pages: (Q + 1,) query i chooses from pages [cu_pages[i], cu_pages[i + 1]); on the host.
+        n_first, n_last: how many pages are chosen whatever their scores: the first n_first pages, and for each query
+            the last n_last (Q,); on the host.
+        cu_chosen: (Q + 1,) query i chooses cu_chosen[i + 1] - cu_chosen[i] pages: at least n_first + n_last[i], or all
+            if there are fewer; on the host.
+        layouts: a cache of results that kernels have computed from these arrays. Each kernel uses keys of its own.
     """
 
     pages: Prepared
@@ -88,19 +90,19 @@ class PageChoice:
 
 
 class Scoring(NamedTuple):
-    """Says how a layer computes weights from queries and keys: the softmax of scores s = scale q . k.
+    """Says how a layer computes weights from queries and keys, as the softmax of scores s = scale q . k.
 
-    A row whose score is -inf has no weight. A query whose scores are all -inf gets NaN, which is 0 / 0; with a sink,
-    zeros.
+    A row whose score is -inf has no weight. A query whose scores are all -inf gets NaN (0 / 0), or zeros if there is a
+    sink.
 
     Attributes:
-        scale: factor on products of queries and keys.
-        window: number of rows that a query sees, of which the newest is its own; None for all.
+        scale: the factor on products of queries and keys.
+        window: how many rows a query sees, of which the newest is its own; None for all.
         softcap: scores become cap tanh(s / cap) (Gemma Team 2024, "Gemma 2"); None for no cap.
-        sinks_H: for each query head the score of a row that has no value and takes its share of the weight ("learned
-            sinks", Xiao et al. 2023, as in gpt-oss); None for none.
-        bias_HL: (H, L) float32, added to the score of a row that stands d before the query: column min(d, L - 1)
-            (Raffel et al. 2020, "T5"); None for none.
+        sinks_H: for each query head, the score of an additional row that has no value but takes its share of the weight
+            ("learned sinks", Xiao et al. 2023, as in gpt-oss); None for none.
+        bias_HL: (H, L) float32. Column min(d, L - 1) is added to the score of a row that is d positions before the
+            query (Raffel et al. 2020, "T5"); None for none.
     """
 
     scale: float
@@ -112,18 +114,18 @@ class Scoring(NamedTuple):
 
 @dataclass(frozen=True)
 class FoldedRows:
-    """Holds the rows of one attention layer that a storage keeps, for all requests of a step; pages hold newer ones.
+    """Holds those rows of an attention layer that a storage keeps, for all requests of a step. Newer rows are in pages.
 
     Attributes:
-        storage: the storage that decodes them.
-        shapes: shapes of the parts of a block: those of its keys, then as many of its values. A block has n_rows rows,
-            of which some may be unused.
-        flats: for each part, the arena as its dtype, from the part's place in a block on.
-        blocks: (all blocks,) byte address of each block, request after request; (G, all blocks) where each key/value
-            head reads others. On the device.
-        cu_blocks: (S + 1,); host.
-        lengths: (S,) rows of each request; host.
-        head_dim: channels a row.
+        storage: the storage that decodes the rows.
+        shapes: the shapes of the parts of a block: those of the keys, then as many for the values. A block has n_rows
+            rows, of which some may be unused.
+        flats: for each part, the arena viewed as the part's dtype, beginning at the part's place in a block.
+        blocks: (all blocks,) byte address of each block, request after request; or (G, all blocks) if each key/value
+            head reads other blocks. On the device.
+        cu_blocks: (S + 1,) request i has blocks [cu_blocks[i], cu_blocks[i + 1]); on the host.
+        lengths: (S,) how many folded rows each request has; on the host.
+        head_dim: how many channels a row has.
     """
 
     storage: Storage
@@ -140,21 +142,21 @@ class FoldedRows:
 
 
 class Tail(NamedTuple):
-    """Holds the tails of S segments: tokens after their states and before their rows, in rings.
+    """Holds the tails of S segments, in rings: the tokens after their source states and before their rows.
 
     A ring keeps what each token changes in a state, so that a step need not write states. Positions of segment i count
-    from its source state on: its ring has tokens [0, counts[i]), then the segment's own rows follow. Position p is in
+    from its source state on. The ring has tokens [0, counts[i]), and the segment's own rows follow. Position p is in
     slot (firsts[i] + p) % ring_rows.
 
     Attributes:
-        flats: for each ring, the arena as its dtype, from the ring's place in a block on; all rings of a block have the
-            same number of slots.
+        flats: for each ring, the arena viewed as the ring's dtype, beginning at the ring's place in a block. All rings
+            of a block have the same number of slots.
         sources, targets: for each ring, (S,) element offsets of the blocks to read and to write. They may be the same
-            if no new token needs the slot of an old one. The changes of a matrix state are written, at least from the
-            fold on; rows are only read.
-        firsts, counts: (S,).
-        folds: (S,) the state written to a target of `StateSlots` is that before position folds[i], at most that behind
-            the segment.
+            if no new token needs the slot of an old one. The changes of a matrix state are written, at least those
+            after the fold. Rings of rows are only read.
+        firsts, counts: (S,) the slot of position 0, and the number of the tail's tokens.
+        folds: (S,) the state that is written to a target of `StateSlots` is the one before position folds[i], which is
+            at most the segment's end.
     """
 
     flats: tuple[Prepared, ...]
@@ -172,9 +174,10 @@ class StateSlots(NamedTuple):
     Attributes:
         cu_rows: (S + 1,) segment i covers rows [cu_rows[i], cu_rows[i + 1]).
         flat: the arena.
-        sources, targets: (S,) element offsets; a source of -1 is a state full of `initial`.
+        sources, targets: (S,) element offsets. A source of -1 is a state full of `initial`.
         shape: shape of one state.
-        tail: tokens between the states and the segments; None for none. With a tail a target of -1 is not written.
+        tail: the tokens between the source states and the segments; None for none. With a tail, a target of -1 is not
+            written.
     """
 
     cu_rows: Placed
@@ -187,12 +190,12 @@ class StateSlots(NamedTuple):
 
 
 class Erase(NamedTuple):
-    """Holds a and b of the term (S a) b^T of `Kernels.matrix_scan`.
+    """Holds a and b of the term (S a) b^T in `Kernels.matrix_scan`.
 
     Attributes:
-        a: (T, G, N), shared by the heads of a group.
+        a: (T, G, N), which the heads of a group share.
         b: (T, H, N). None means -strength k, as in the delta rule.
-        after_decay: True if a reads S diag(w) instead of S.
+        after_decay: True if a is applied to S diag(w) instead of S.
     """
 
     a: Tensor
@@ -201,28 +204,31 @@ class Erase(NamedTuple):
 
 
 class Kernels(Protocol):
-    """Declares the functions that read and write the arena's bytes. All sets must agree with `reference`."""
+    """Declares the functions that read and write the arena's bytes. All sets of kernels must agree with `reference`."""
 
     def prepare(self, tensor: Tensor) -> Prepared:
-        """Return the tensor in the form that these kernels take. It shares memory with the tensor."""
+        """Return the tensor in the form that these kernels take. It shares memory with the original."""
         ...
 
     def write_rows_(self, flat: Prepared, offsets_T: Prepared, rows_TR: Tensor) -> None:
-        """Write rows into the arena: flat[offsets[t] : offsets[t] + R] = rows[t]. Rows do not overlap there."""
+        """Write rows into the arena: flat[offsets[t] : offsets[t] + R] = rows[t].
+
+        The written ranges must not overlap.
+        """
         ...
 
     def read_rows(self, flat: Prepared, offsets_T: Prepared, shape: tuple[int, ...], initial: float) -> Tensor:
-        """Read the elements from each offset on: (T, *shape); `initial` where the offset is -1."""
+        """Read the elements from each offset on: (T, *shape). An offset of -1 gives `initial`."""
         ...
 
     def plan_attention(
         self, batch: PagedBatch, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
         window: int | None, folded: FoldedRows | None = None,
     ) -> None:  # fmt: skip
-        """Prepare `paged_attention` of this batch, so that its arrays are uploaded together with the step's plan.
+        """Prepare `paged_attention` for this batch, so that its arrays are uploaded together with the step's plan.
 
         Args:
-            heads: query heads, key/value heads, and channels a head.
+            heads: the number of query heads, of key/value heads, and of channels per head.
         """
         ...
 
@@ -231,25 +237,26 @@ class Kernels(Protocol):
         folded: FoldedRows | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute causal grouped-query attention over pages: (T, H, D).
-        The last query of a request sees all its rows, or the last `window`.
+        The last query of a request sees all rows of the request, or the last `window`.
 
-        Rows that are `folded` come before those in pages and are seen by every query; there is no window then.
+        The `folded` rows come before those in pages, and every query sees them. Then there is no window.
         """
         ...
 
     def plan_choice(self, choice: PageChoice, device: torch.device) -> None:
-        """Prepare `choose_pages` of this choice, so that its arrays are uploaded together with the step's plan."""
+        """Prepare `choose_pages` for this choice, so that its arrays are uploaded together with the step's plan."""
         ...
 
     def choose_pages(
         self, q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: PageChoice, n_kv_heads: int
     ) -> Tensor:
-        """Choose the pages that each key/value head reads: their element offsets, (G, all chosen).
+        """Choose the pages that each key/value head reads. Return their element offsets, (G, all chosen).
 
-        They are in order of queries, and of a query oldest first. A page's score is the most that any query head of the
-        group could score a key between the page's bounds, the (G, D) elements of `least` and of `greatest` from its
-        offset on: max_s sum_d max(q_sd least_d, q_sd greatest_d). Among equal pages the older is chosen, and one whose
-        score is NaN before all others (Tang et al. 2024, "Quest", Alg. 1).
+        The pages are in order of queries, and for each query the oldest comes first. A page's score is the highest
+        score that any query head of the group could give to a key between the page's bounds, which are the (G, D)
+        elements of `least` and of `greatest` from the page's offset on: max_s sum_d max(q_sd least_d, q_sd greatest_d).
+        Of pages with equal scores, the oldest is chosen first. A page whose score is NaN comes before all others (Tang
+        et al. 2024, "Quest", Alg. 1).
         """
         ...
 
@@ -268,11 +275,11 @@ class Kernels(Protocol):
     def attend_rows(
         self, q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None
     ) -> Tensor:
-        """Compute `paged_attention` for one request whose rows are given as tensors, R >= T: (T, H, D).
+        """Compute `paged_attention` for one request whose rows are given as tensors, with R >= T: (T, H, D).
 
         Args:
-            batch: the batch of this request with a page for each row that was given to `plan_attention`, if one was;
-                its offsets of pages are not read.
+            batch: if `plan_attention` was called for this request, the batch that it was given, with one page for each
+                row. Its page offsets are not read.
         """
         ...
 
@@ -285,25 +292,28 @@ class Kernels(Protocol):
         *,
         activation: bool = True,
     ) -> Tensor:
-        """Compute a causal depthwise convolution over the first E elements of each row, then silu: (T, E).
+        """Compute a causal depthwise convolution over the first E elements of each row, and then silu: (T, E).
 
-        There is no silu if `activation` is off. `window` is (W - 1, E), the rows before; W >= 2. Tap W - 1 is that of
-        the newest row, as in causal-conv1d.
+        There is no silu if `activation` is off. `window` is (W - 1, E), the rows before; W >= 2. Tap W - 1 is for the
+        newest row, as in causal-conv1d.
         """
         ...
 
     def rms_norm(
         self, x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None
     ) -> Tensor:
-        """Normalise rows: z / sqrt(mean(z^2) + eps) * weight with z = x gate, (T, E) as x.
+        """Normalize rows: z / sqrt(mean(z^2) + eps) * weight with z = x gate. The result is (T, E), like x.
 
-        The mean is over each of `n_groups` equal parts of a row. Computed in float32 (Zhang & Sennrich 2019). A row
-        gives the same bits at any place in a batch.
+        The mean is over each of `n_groups` equal parts of a row. It is computed in float32 (Zhang & Sennrich 2019). A
+        row gives the same bits at any place in a batch.
         """
         ...
 
     def softplus(self, x_TH: Tensor, bias_H: Prepared) -> Tensor:
-        """Compute log(1 + exp(x + bias)): (T, H), float32. A row gives the same bits at any place, unlike torch's."""
+        """Compute log(1 + exp(x + bias)): (T, H), float32.
+
+        A row gives the same bits at any place, unlike torch's softplus.
+        """
         ...
 
     def selective_scan(
@@ -327,17 +337,17 @@ class Kernels(Protocol):
         self, q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots, *,
         strength_TH: Tensor | None = None, skip_H: Prepared | None = None,
     ) -> Tensor:  # fmt: skip
-        """Compute a recurrence whose state is a matrix a head: y (T, H, V), float32. `state` is S, (H, V, N).
+        """Compute a recurrence with one matrix per head as its state: y (T, H, V), float32. `state` is S, (H, V, N).
 
             S = S diag(w) + (S a) b^T + strength v k^T      w = exp(log_decay)      y = S q + skip v
 
-        Query and key of group h // (H / G) serve head h. Covers linear attention with decay, SSD (Dao & Gu 2024), the
-        delta rules (Yang et al. 2024) and RWKV-7 (Peng et al. 2025).
+        Query and key of group h // (H / G) serve head h. The formula covers linear attention with decay, SSD (Dao & Gu
+        2024), the delta rules (Yang et al. 2024) and RWKV-7 (Peng et al. 2025).
 
         Args:
-            log_decay: (T, H), or (T, H, N) for one decay a column.
-            erase: a and b, or None for none.
-            strength_TH, skip_H: None for 1 and for 0.
+            log_decay: (T, H), or (T, H, N) for one decay per column.
+            erase: a and b, or None if nothing is erased.
+            strength_TH, skip_H: None stands for a strength of 1 and a skip of 0.
         """
         ...
 
@@ -348,10 +358,12 @@ class Kernels(Protocol):
     def wkv4(
         self, k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...]
     ) -> Tensor:
-        """Compute RWKV-4's decaying average of v, weighted by exp(k), the newest by exp(first + k): (T, E), float32.
+        """Compute RWKV-4's decaying average of v: (T, E), float32.
 
-        `states` are numerator, denominator and the exponent by which both are scaled, (E,) each; `decay` is added to
-        the exponent at each token. Peng et al. 2023, eq. 16 and appendix D.
+        Weights are exp(k), for the newest token exp(first + k).
+
+        `states` are the numerator, the denominator and the exponent by which both are scaled, (E,) each. `decay` is
+        added to the exponent at each token. Source: Peng et al. 2023, eq. 16 and appendix D.
         """
         ...
 

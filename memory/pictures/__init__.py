@@ -1,4 +1,4 @@
-"""Draws pictures of a memory: with matplotlib, which is optional (pip install 'hybridmem[notebooks]'), and live."""
+"""Draws pictures of a memory: with matplotlib (optional: pip install 'hybridmem[notebooks]'), or live as SVG."""
 
 from hybridmem.memory.pictures.blocks import arena_map
 from hybridmem.memory.pictures.canvas import INK, entitle, literal, need_matplotlib, new_figure, plain

@@ -42,14 +42,14 @@ _CHARACTER_INCHES, _WIDTH_INCHES, _ROW_INCHES = 0.075, 9.0, 0.26
 
 @dataclass(frozen=True)
 class Runs:
-    """Groups neighbouring blocks of one pool and one owner, in the order of their addresses. All int64 (n,).
+    """Groups neighbouring blocks of one pool and one owner, in the order of their addresses. All arrays are int64 (n,).
 
     Attributes:
-        starts, ends: bytes of the arena.
-        pools: index of the pool.
-        owners: the id of the first sequence that refers to the blocks, or `NO_SEQUENCE` if an open step has set them
-            aside.
-        n_owners: number of references to each block.
+        starts, ends: the byte range of each group in the arena.
+        pools: the index of the pool of each group.
+        owners: the id of the first sequence that refers to the group's blocks, or `NO_SEQUENCE` if an open step has
+            allocated them.
+        n_owners: how many references each block of the group has.
     """
 
     starts: Int64s
@@ -75,7 +75,7 @@ class Runs:
         return len(self.starts)
 
     def colour(self, i: int, of_pools: list[str]) -> Colour:
-        """Return the colour of group i: its pool's, in a shade that differs between consecutive sequences."""
+        """Return the colour of group i: its pool's colour, in a shade that differs between consecutive sequences."""
         return owner_shade(of_pools[self.pools[i]], int(self.owners[i]))
 
     def label(self, i: int) -> str:
@@ -87,8 +87,8 @@ class Runs:
 def _runs_of(pool: BlockPool, number: int, owners: Int64s) -> Int64s:
     """Return the runs of one pool, (5, n), in the order of their addresses.
 
-    No block of another pool lies within a run, so each pool is sorted alone. It is sorted by timsort, because blocks
-    that were allocated together are in order already.
+    No block of another pool lies within a run, so the runs of each pool are sorted alone. They are sorted by timsort,
+    because blocks that were allocated together are in order already.
     """
     used = pool.counts.nonzero()[0]
     used = used[pool.addresses[used].argsort(kind="stable")]
@@ -104,12 +104,12 @@ def _runs_of(pool: BlockPool, number: int, owners: Int64s) -> Int64s:
 def arena_map(memory: HybridMemory) -> Figure:
     """Draw every block of the budget, coloured by pool, with the number of its sequence, and hatched if it is shared.
 
-    The bar on top is the whole budget to scale. Below it, in rows that are read like text, are the bytes at both ends
-    of the budget, without the free bytes between them. Sequences also differ in shade. Cost: O(blocks). Raises
+    The bar on top is the whole budget to scale. Below it, in rows that are read like lines of text, are the bytes at
+    both ends of the budget, without the free bytes in between. Sequences also differ in shade. Cost: O(blocks). Raises
     SpecError without matplotlib.
     """
     require_memory(memory, "arena_map(memory)")
-    with memory.counters.lock:  # Other threads may be taking steps.
+    with memory.counters.lock:  # The lock is held because other threads may be taking steps.
         inventory = memory.counters.inventory()
         arena, runs = inventory.arena, Runs.of(inventory)
     regions = regions_of(runs, arena.capacity_bytes)
@@ -134,7 +134,7 @@ def arena_map(memory: HybridMemory) -> Figure:
 
 
 def regions_of(runs: Runs, capacity: int) -> list[tuple[int, int]]:
-    """Return the byte ranges to draw: the arena without its largest free range, unless that is small."""
+    """Return the byte ranges to draw: the arena without its largest free range, unless that range is small."""
     if not len(runs):
         return []
     starts, ends = np.append(runs.starts, capacity), np.insert(runs.ends, 0, 0)
@@ -145,7 +145,7 @@ def regions_of(runs: Runs, capacity: int) -> list[tuple[int, int]]:
 
 
 def _row_bytes(n_bytes: int, runs: Runs) -> int:
-    """Return the bytes that one row of the picture shows: a power of two, and no less than the smallest group."""
+    """Return how many bytes one row of the picture shows: a power of two, and no less than the smallest group."""
     least = int((runs.ends - runs.starts).min()) if len(runs) else 1
     return 1 << math.ceil(math.log2(max(least, n_bytes / _MOST_ROWS, 1)))
 
@@ -162,7 +162,8 @@ def _draw(ax: Axes, runs: Runs, of_pools: list[str], region: tuple[int, int], ro
     all_rows = [_box(left, right, y) for left, right, y in rows_of(0, end - start, row_bytes)]
     ax.add_collection(PolyCollection(all_rows, facecolors=FREE, label="free"))
     inside = np.flatnonzero((runs.starts >= start) & (runs.ends <= end)).tolist()
-    least = 0 if n_rows > 1 else row_bytes // 500  # Otherwise a small group would be invisible in a large budget.
+    # Without this minimum, a small group would be invisible in a large budget.
+    least = 0 if n_rows > 1 else row_bytes // 500
     ends = np.maximum(runs.ends, runs.starts + least)
     pieces = [
         (i, *piece) for i in inside for piece in rows_of(int(runs.starts[i]) - start, int(ends[i]) - start, row_bytes)
@@ -197,7 +198,7 @@ def _draw(ax: Axes, runs: Runs, of_pools: list[str], region: tuple[int, int], ro
 
 
 def rows_of(start: int, end: int, row_bytes: int) -> list[tuple[int, int, int]]:
-    """Split a byte range into rows: (left, right, row) of each part."""
+    """Split a byte range into rows. Return (left, right, row) of each part."""
     rows = range(start // row_bytes, ceil_div(end, row_bytes))
     return [(max(start - y * row_bytes, 0), min(end - y * row_bytes, row_bytes), y) for y in rows]
 

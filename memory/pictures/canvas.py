@@ -1,4 +1,4 @@
-"""Makes figures for white and dark pages, in colours that colour-blind readers can tell apart too."""
+"""Makes figures for white and dark pages, in colours that colour-blind readers can distinguish, too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def need_matplotlib() -> None:
 
 
 def new_figure(width_inches: float, height_inches: float, title: str = "") -> Figure:
-    """Make a figure without a background, which a notebook shows once, as the value of a cell.
+    """Make a figure without a background, which a notebook shows only once, as the value of a cell.
     Raises SpecError without matplotlib.
     """
     need_matplotlib()
@@ -40,7 +40,7 @@ def new_figure(width_inches: float, height_inches: float, title: str = "") -> Fi
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        # Pyplot would show its figures a second time, so this figure does not belong to pyplot.
+        # The figure does not belong to pyplot, because pyplot would show it a second time.
         def _repr_png_(self) -> bytes:
             png = BytesIO()
             self.savefig(png, format="png", dpi=_DOTS_PER_INCH)
@@ -53,12 +53,12 @@ def new_figure(width_inches: float, height_inches: float, title: str = "") -> Fi
 
 
 def literal(text: str) -> str:
-    """Escape dollar signs: matplotlib would read the text between two of them as a formula."""
+    """Escape dollar signs, because matplotlib would read the text between two of them as a formula."""
     return text.replace("$", r"\$")
 
 
 def plain(axes: Axes) -> None:
-    """Remove frame and background, and write everything in `INK`."""
+    """Remove frame and background, and draw all text in the color `INK`."""
     axes.set_facecolor("none")
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
@@ -75,7 +75,7 @@ def entitle(axes: Axes, title: str) -> None:
 
 
 def legend(figure: Figure, handles: list[Artist]) -> None:
-    """Draw a legend below everything."""
+    """Draw a legend below all axes."""
     if handles:
         columns = min(4, len(handles))
         figure.legend(
@@ -90,7 +90,7 @@ def lighter(colour: str, share: float) -> Colour:
 
 
 def owner_shade(colour: str, owner: int) -> Colour:
-    """Return a pool's colour in the shade of one of its sequences, so that neighbours differ."""
+    """Return a pool's colour in the shade of one of its sequences. Neighbouring sequences get different shades."""
     return lighter(colour, _SHADES[owner % len(_SHADES)])
 
 

@@ -1,4 +1,4 @@
-"""Lists the arena as byte ranges: so few that a web page or a notebook draws them within a frame."""
+"""Lists the arena as byte ranges, which are so few that a web page or a notebook can draw them within one frame."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hybridmem.memory.views.palette import pool_colours
 from hybridmem.memory.views.usage import Inventory
 
 MOST_RANGES = 1024
-"""If there are more ranges than this, neighbours are drawn as one cell."""
+"""If there are more ranges than this, neighbouring ranges are drawn as one cell."""
 IN_STEP, SEVERAL = -1, -2
-"""Owners that are not a sequence: an open step, and several sequences in one cell."""
+"""Owners that are not a sequence: -1 is an open step, and -2 means several sequences in one cell."""
 
 
 def arena_of(inventory: Inventory) -> dict[str, Any]:
-    """Return the ranges of the arena in use, as columns that `memory.pictures.arena_map` draws as well.
+    """Return the used ranges of the arena as columns of numbers. `memory.pictures.arena_map` draws the same ranges.
 
-    `regions` are the byte ranges to draw: the whole budget without its largest free range. `pool_colours` names the
-    colour of each pool, of `memory.views.palette.shades`. Each range has an index of
-    `pools`, the id of the first sequence that refers to it (-1: an open step, -2: several), the share of its bytes that
-    are in use, and the share that several sequences hold, both in percent. Cost: O(blocks).
+    `regions` are the byte ranges to draw: the whole budget without its largest free range. `pool_colours` has, for each
+    pool, the name of its colour in `memory.views.palette.shades`. Each range has the index of its pool in `pools`, the
+    id of the first sequence that refers to it (-1: an open step, -2: several), the percentage of its bytes that are in
+    use, and the percentage that several sequences share. Cost: O(blocks).
     """
     runs = Runs.of(inventory)
     regions = regions_of(runs, inventory.arena.capacity_bytes)
@@ -47,7 +47,7 @@ def _exact(runs: Runs) -> tuple[Int64s, ...]:
 
 
 def _cells(runs: Runs, regions: list[tuple[int, int]], n_pools: int) -> tuple[Int64s, ...]:
-    """Return cells of equal size, each in the colour of the pool that has most of its bytes."""
+    """Return cells of equal size. The color of a cell is that of the pool with most of its bytes."""
     cell_bytes = ceil_div(sum(end - start for start, end in regions), MOST_RANGES)
     parts = [_cells_of(runs, start, end, cell_bytes, n_pools) for start, end in regions]
     return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))

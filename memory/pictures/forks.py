@@ -1,7 +1,8 @@
 """Draws sequences and checkpoints as a tree of forks, with the bytes that they share.
 
-Forks are not recorded, and a sequence may be closed while its forks are open. So the tree is computed from what is
-there: within a family, from the tokens on which sequences agree and the blocks to which several of them refer.
+Forks are not recorded, and a sequence may be closed while its forks are open. So the tree of each family is computed
+from the present state: from the leading tokens that sequences have in common, and the blocks to which several of them
+refer.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ if TYPE_CHECKING:
     from hybridmem.memory.hybrid import HybridMemory
 
 _MOST_SEQUENCES = 40
-"""The most sequences that are drawn. `share_out` needs fewer than an int64 has bits."""
+"""The most sequences that are drawn. `share_out` needs fewer sequences than an int64 has bits."""
 
 
 @dataclass
 class Node:
-    """Holds tokens [start, end) on which all sequences below agree, or those that one sequence holds beyond the others.
+    """Holds tokens [start, end) that all sequences below have in common, or that one sequence has beyond the others.
 
     Attributes:
-        sequence: the sequence that ends here. Then there is nothing below.
-        n_bytes: the bytes of blocks to which only sequences below refer, in more than one branch. At the end of a
-            sequence, the bytes to which only that one refers.
+        sequence: the sequence that ends at this node. Then there are no nodes below.
+        n_bytes: the bytes of blocks to which only sequences below refer, in more than one branch. For a node at which a
+            sequence ends, the bytes to which only this sequence refers.
     """
 
     start: int
@@ -50,7 +51,7 @@ class Node:
 
 
 def grow(sequences: list[Sequence], tokens: dict[int, Int64s], start: int = 0) -> Node:
-    """Return the tree of sequences that agree on tokens [0, start). Cost: O(tokens) for each time that they part."""
+    """Return the tree of sequences that agree on tokens [0, start). Cost: O(tokens) for each branching."""
     first = tokens[sequences[0].id]
     if len(sequences) == 1:
         return Node(start, len(first), sequences[0])
@@ -71,7 +72,8 @@ def _n_common(a: Int64s, b: Int64s) -> int:
 
 
 def share_out(root: Node, inventory: Inventory) -> None:
-    """Add the bytes of each block to the lowest node that has all sequences below it that refer to the block.
+    """Add the bytes of each block to the lowest node below which are all sequences that refer to the block.
+
     A block to which sequences outside of the tree refer as well counts at the root.
     """
     bits = {s.id: 1 << i for i, s in enumerate(root.sequences)}
@@ -89,7 +91,7 @@ def share_out(root: Node, inventory: Inventory) -> None:
 
 
 def _lowest(node: Node, pattern: int, bits: dict[int, int]) -> Node:
-    """Return the lowest node that has all sequences of a bit pattern below it."""
+    """Return the lowest node below which are all sequences of a bit pattern."""
     for below in node.below:
         if not pattern & ~sum(bits[s.id] for s in below.sequences):
             return _lowest(below, pattern, bits)
@@ -98,7 +100,7 @@ def _lowest(node: Node, pattern: int, bits: dict[int, int]) -> Node:
 
 def trees_of(memory: HybridMemory, most_sequences: int = _MOST_SEQUENCES) -> tuple[list[Node], str]:
     """Return the trees of the families with the most sequences, and a title that says how many are left out."""
-    with memory.counters.lock:  # Other threads may be taking steps.
+    with memory.counters.lock:  # The lock is held because other threads may be taking steps.
         sequences = memory.sequences
         families: dict[int, list[Sequence]] = {}
         for s in sequences:
@@ -118,11 +120,11 @@ def trees_of(memory: HybridMemory, most_sequences: int = _MOST_SEQUENCES) -> tup
 
 
 def fork_tree(memory: HybridMemory) -> Figure:
-    """Draw sequences and checkpoints as a tree along their tokens, with the bytes that each part of it adds.
+    """Draw sequences and checkpoints as a tree along their tokens, with the bytes that each branch adds.
 
-    Sequences are one line as far as their tokens agree. All bytes together are those that the memory uses, host memory
-    included. Families with the most sequences come first; of more than 40 sequences the rest is only counted. Cost:
-    O(blocks and tokens of those shown). Raises SpecError without matplotlib.
+    Sequences are one line as far as their tokens agree. The bytes of all branches sum to those that the memory uses,
+    host memory included. Families with the most sequences come first. If there are more than 40 sequences, the others
+    are only counted. Cost: O(blocks and tokens of the drawn sequences). Raises SpecError without matplotlib.
     """
     require_memory(memory, "fork_tree(memory)")
     need_matplotlib()
@@ -146,7 +148,7 @@ def fork_tree(memory: HybridMemory) -> Figure:
 
 
 def n_rows_of(node: Node) -> int:
-    """Return how many rows a node takes, with all nodes below it."""
+    """Return how many rows a node and all nodes below it take."""
     return 1 + sum(map(n_rows_of, node.below))
 
 
@@ -167,7 +169,7 @@ def _draw(ax: Axes, memory: HybridMemory, node: Node, y: int) -> None:
 
 
 def label_of(node: Node, memory: HybridMemory) -> str:
-    """Return the text beside a node."""
+    """Return the text next to a node."""
     s = node.sequence
     if s is None:
         n_here = sum(not leaf.is_swapped for leaf in node.sequences)  # A swapped-out sequence shares no blocks.

@@ -25,12 +25,12 @@ _HATCH = "////"
 
 @dataclass(frozen=True)
 class Stretch:
-    """Holds the tokens [start, end) that a layer keeps as one part of a sequence. [-1, -1) is a stale state.
+    """Describes the tokens [start, end) that a layer keeps as one part of a sequence. [-1, -1) means a stale state.
 
     Attributes:
-        n_bytes: bytes of this part.
-        fold_tokens: the distance between the positions at which its rows fold. None: they do not fold.
-        is_folded: True if the rows are no longer kept verbatim.
+        n_bytes: the bytes of this part.
+        fold_tokens: the distance between the positions at which the layer's rows fold. None: they do not fold.
+        is_folded: True if the rows are no longer kept unchanged.
     """
 
     part: Part
@@ -43,7 +43,10 @@ class Stretch:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Holds what one memory of a layer keeps of a sequence. `memory` is None for a layer that remembers nothing."""
+    """Describes what one attention or recurrence of a layer keeps of a sequence.
+
+    `memory` is None if a layer has none.
+    """
 
     layer: int
     memory: LayerSpec | None = None
@@ -68,12 +71,13 @@ class LayerRow:
 
 
 def layer_rows(memory: HybridMemory, sequence: Sequence) -> list[LayerRow]:
-    """Return what each memory of each layer holds of one sequence, in order.
-    Their bytes sum to those of the blocks to which the sequence refers.
+    """Return what each attention and recurrence of each layer holds of one sequence, in order.
+
+    The bytes of all rows sum to those of the blocks to which the sequence refers.
     """
     groups, length = {group.name: group for group in memory.counters.inventory(sequence).groups}, sequence.length
     if (on_host := memory.counters.host_inventory(sequence)) is not None and on_host.sequences:
-        groups |= {group.name: group for group in on_host.groups}  # Its pages are only in host memory.
+        groups |= {group.name: group for group in on_host.groups}  # The sequence's pages are only in host memory.
     rows: dict[tuple[int, str], LayerRow] = {}
     for group in groups.values():
         folds = any(h.part == "tail" for h in group.holdings)
@@ -104,7 +108,7 @@ def layer_map(memory: HybridMemory, sequence: Sequence) -> Figure:
     """Draw which tokens of a sequence each layer holds as body and tail, and in how many bytes.
 
     White lines in a tail are positions at which rows fold into the body. The dashed line is the horizon, the earliest
-    position that a rollback reaches without a checkpoint. A hollow diamond is a state that a rollback has left stale:
+    position that a rollback reaches without a checkpoint. A hollow diamond is a state that a rollback has made stale:
     its bytes are held, and the next step computes it again. If all tails are short compared with the sequence, a second
     picture shows the newest tokens.
 
@@ -143,7 +147,7 @@ def layer_map(memory: HybridMemory, sequence: Sequence) -> Figure:
 
 
 def _spans(rows: list[LayerRow], length: int) -> list[tuple[int, int]]:
-    """Return the token ranges to draw: all tokens and, if all tails are short in that, the newest ones."""
+    """Return the token ranges to draw: all tokens and, if all tails are short in comparison, the newest ones."""
     tails = [s.start for row in rows for s in row.stretches if s.part == "tail"]
     n_newest = length - min(tails, default=0)
     if not tails or n_newest > length / 8:

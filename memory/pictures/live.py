@@ -1,6 +1,6 @@
 """Shows the map of the arena and the tree of forks live in a notebook, while steps run in any thread.
 
-IPython's display handles are enough, so nothing has to be installed beside the notebook itself.
+IPython's display handles are enough, so nothing has to be installed in addition to the notebook itself.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 MOST_SHARE = 0.01
 """The largest share of the time that drawing may take.
 
-A large memory is drawn less often, so that steps are slowed by at most 2 %.
+A large memory is drawn less often, so that drawing slows steps by at most 2 %.
 """
 MOST_SEQUENCES = 16
-"""The most sequences and checkpoints in the tree. The others are only counted."""
+"""The most sequences and checkpoints in the tree. If there are more, the others are only counted."""
 
 
 def watch(memory: HybridMemory, *, times_a_second: float = 4.0) -> Watch:
-    """Show a memory live below the cell that calls this: what `arena_map` and `fork_tree` show.
+    """Show a memory live below the calling cell, with what `arena_map` and `fork_tree` show.
 
-    A thread draws when something has changed. It ends with `stop()` of what this returns, with its `with` block, with
-    another `watch` of the same memory, and with the memory itself. Raises SpecError outside of a notebook.
+    A thread draws when something has changed. It ends when the returned object's `stop()` is called or its `with` block
+    ends, when the same memory gets another `watch`, or when the memory ends. Raises SpecError outside of a notebook.
 
     Args:
-        times_a_second: how often it draws at most. Drawing takes at most 1 % of the time, so a large memory is drawn
-            less often.
+        times_a_second: how often a picture is drawn at most. Drawing takes at most 1 % of the time, so a large memory
+            is drawn less often.
     """
     require_memory(memory, "watch(memory)")
     if not 0 < times_a_second <= 60:
@@ -68,18 +68,18 @@ def _publisher() -> Callable[[str], None]:
 
 
 _watches: weakref.WeakKeyDictionary[HybridMemory, Watch] = weakref.WeakKeyDictionary()
-"""Maps a memory to the watch that draws it. A cell that is run again replaces the picture of its last run."""
+"""Maps a memory to the watch that draws it. A cell that is run again replaces the picture of its earlier run."""
 
 
 class Watch:
-    """Draws a memory into one place, a few times a second, until it is stopped or the memory is gone.
+    """Draws a memory in one place, a few times a second, until it is stopped or the memory is gone.
 
     Args:
-        publish: shows a picture, as HTML, in place of the last one.
+        publish: a function that shows a picture, as HTML, in place of the last one.
         times_a_second: how often it draws at most.
     Attributes:
-        n_drawn: how many pictures it has drawn so far.
-        error: the error that has stopped it, if there was one.
+        n_drawn: how many pictures have been drawn so far.
+        error: the error that has stopped the drawing, or None.
     """
 
     def __init__(self, memory: HybridMemory, publish: Callable[[str], None], times_a_second: float = 4.0) -> None:
@@ -90,12 +90,12 @@ class Watch:
         self._pause_seconds = 1 / times_a_second
         self._version: object = None
         self._stopped = threading.Event()
-        # It runs in the context of the cell, so that what is published belongs to the cell.
+        # The thread runs in the context of the cell, so that its output belongs to the cell.
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name="watch", daemon=True)
 
     def start(self) -> Watch:
-        """Begin to draw, and stop the watch that has drawn this memory before."""
+        """Begin to draw, and stop the earlier watch of this memory."""
         memory = self._memory()
         if memory is not None:
             before, _watches[memory] = _watches.get(memory), self
@@ -109,7 +109,7 @@ class Watch:
         return self._thread.is_alive() and not self._stopped.is_set()
 
     def stop(self) -> None:
-        """Draw once more if something has changed, and end. May be called again."""
+        """Draw once more if something has changed, and end. It may be called again."""
         if not self._stopped.is_set():
             self._stopped.set()
             if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -126,7 +126,10 @@ class Watch:
         return f"<Watch: {state}, {count(self.n_drawn, 'picture', 'pictures')}>"
 
     def refresh(self) -> bool:
-        """Draw and show if something has changed. Returns False once the memory is gone. Cost: O(slots), or `draw`."""
+        """Draw and show if something has changed. Return False if the memory is gone.
+
+        Cost: O(slots), or that of `draw`.
+        """
         memory = self._memory()
         if memory is None or not memory.is_open:
             return False
@@ -147,17 +150,18 @@ class Watch:
             self.refresh()
         except Exception as error:  # This thread has no caller, so nobody else would report the error.
             memory = self._memory()
-            if memory is not None and memory.is_open:  # The memory was not just closed while it was drawn.
+            # If the memory was closed while it was drawn, the error is no fault.
+            if memory is not None and memory.is_open:
                 self.error = error
                 self._publish(f"<p>watch(memory) has stopped: {escape(repr(error))}</p>")
 
 
 def draw(memory: HybridMemory) -> str:
-    """Return the map and the tree as HTML with SVG. Any thread may call it.
+    """Return the map of the arena and the tree of forks as HTML with SVG. Any thread may call it.
 
-    Cost: O(blocks in use), and the tokens of the sequences in the tree.
+    Cost: O(blocks in use), and O(tokens of the sequences in the tree).
     """
-    with memory.counters.lock:  # No step begins or ends meanwhile, so the picture shows one moment.
+    with memory.counters.lock:  # While the lock is held no step begins or ends, so the picture shows one moment.
         inventory = memory.counters.inventory().frozen()
         roots, title = trees_of(memory, MOST_SEQUENCES)
         tree = tree_svg(memory, roots) if roots else ""

@@ -1,9 +1,10 @@
 """Draws the map of the arena and the tree of forks as SVG text, in a few milliseconds and without matplotlib.
 
-Numbers, rows and colours are those of `arena_map` and `fork_tree`; only the pen is another one. A live picture needs
-it: for 36 sequences, matplotlib takes 460 ms a picture, and this takes 10 ms for the map and 1 ms for the tree. The
-other two stay with matplotlib, because they return a `Figure`, which users change and save. The text takes the grey of
-all pictures, so it can be read on dark and on light pages, and nothing is loaded or executed.
+Numbers, rows and colours are those of `arena_map` and `fork_tree`. Only the drawing differs, because a live picture
+must be fast: for 36 sequences, matplotlib takes 460 ms for a picture, while this module takes 10 ms for the map and 1
+ms for the tree. `arena_map` and `fork_tree` use matplotlib, because they return a `Figure`, which users change and
+save. The text has the grey of all pictures, so it can be read on dark and on light pages, and nothing is loaded or
+executed.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _LINE, _LEFT, _TREE_WIDTH, _CHARACTER = 20, 6, 420, 6.2
 _FREE, _SHARED = "#80808026", "#00000099"
 _MOST_NUMBERS = 200
 Box = tuple[int, float, float, int]
-"""A part of a range of the arena in one row: the number of the range, left, right, and the row."""
+"""The part of a range of the arena that lies in one row: the number of the range, left, right, and the row."""
 
 
 def arena_svg(arena: dict[str, Any], budget_bytes: int) -> str:
-    """Draw the ranges of `cells.arena_of` in rows that are read like text, below a bar of the whole budget to scale."""
+    """Draw the ranges of `cells.arena_of` in rows that are read like lines of text, below a bar of the whole budget."""
     total = sum(end - start for start, end in arena["regions"])
     row_bytes = max(1, -(-total // _ROWS))
     boxes, scale = [*_boxes(arena, row_bytes)], WIDTH / max(1, budget_bytes)
@@ -50,7 +51,7 @@ def arena_svg(arena: dict[str, Any], budget_bytes: int) -> str:
 
 
 def arena_legend(arena: dict[str, Any]) -> str:
-    """Return which colour is which pool, as HTML."""
+    """Return a legend of the pools' colours, as HTML."""
     of_pools = (shades()[name] for name in arena["pool_colours"])
     names = [*zip(of_pools, arena["pool_names"], strict=True)]
     swatch = '<span style="display:inline-block;width:.7em;height:.7em;margin:0 .35em 0 .9em;background:{}"></span>{}'
@@ -59,7 +60,7 @@ def arena_legend(arena: dict[str, Any]) -> str:
 
 
 def tree_svg(memory: HybridMemory, roots: list[Node]) -> str:
-    """Draw the trees of `forks.trees_of`: sequences and checkpoints along their tokens, and the bytes of each part."""
+    """Draw the trees of `forks.trees_of`: sequences and checkpoints along their tokens, and each branch's bytes."""
     most = max([1, *(len(s.tokens) for root in roots for s in root.sequences)])
     body, y = list[str](), 0
     for root in roots:
@@ -113,7 +114,7 @@ def _y(row: int) -> int:
 
 
 def _path(boxes: Iterable[Box], colour: str, height: int = _ROW) -> str:
-    """Return boxes of one colour as one path, because a large arena has a thousand boxes."""
+    """Return boxes of one colour as a single path, because a large arena has a thousand boxes."""
     top = (_ROW - height) / 2
     d = "".join(
         f"M{left:.1f} {_y(row) + top:g}h{right - left:.1f}v{height}h{left - right:.1f}z"

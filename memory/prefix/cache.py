@@ -1,15 +1,16 @@
 """Caches the prefixes of prompts in a radix tree over token ids, whose nodes hold checkpoints of a memory.
 
-Attention can continue from any position at which two prompts part. A recurrent layer can continue only from a position
-whose state was kept. So the tree holds both: the tokens that were seen, and the checkpoints along them.
+Attention can continue from any position up to which two prompts agree. A recurrent layer can continue only from a
+position whose state was kept. So the tree holds both the tokens that were seen and the checkpoints along them.
 
     You are a helpful ... | system prompt ends *  | What is my dog called? *
                                                   | My cat is called Zoe. *       * a checkpoint
 
 A hit is a fork of the nearest checkpoint, rolled back by at most the rollback window. Checkpoints take their bytes from
-the memory's own budget. When the budget is full they give way. The first are those that save the least recomputation
-per byte and have not been used for long (after Pan et al. 2024, "Marconi"). They move to host memory, then to files
-(`max_bytes`), and a hit brings them back from there; or they are closed.
+the memory's own budget. When the budget is full they give way, which means that they move out of it or are closed.
+Those go first that save the least recomputation per byte and have not been used for long (after Pan et al. 2024,
+"Marconi"). With `max_bytes` they move to host memory, then to files, and a hit brings them back into the budget.
+Otherwise they are closed.
 """
 
 from __future__ import annotations
@@ -45,18 +46,19 @@ class PrefixCache:
     """Keeps checkpoints of a memory, and finds the longest reusable prefix of a prompt.
 
     A user who sees how many tokens of a prompt were reused, or how soon the reply begins, can find out what others have
-    asked. So prefixes have owners, which may be any hashable values. Only an owner finds what was inserted for it, as
-    if each owner had a cache of its own. All share the budget. The default owner is None; if no owners are given, all
-    users find all prompts.
+    asked. So prefixes have owners, which may be any hashable values. Only an owner finds what was inserted for that
+    owner, as if each owner had a cache of its own. All owners share the budget. The default owner is None; if no owners
+    are given, all users find all prompts.
 
     Args:
-        grid_tokens: `cuts` returns each multiple of this. So a prompt that parts from others at a position without a
-            checkpoint recomputes at most this many tokens. 0: there is no such grid.
+        grid_tokens: `cuts` returns each multiple of this number. So a prompt that differs from earlier ones after a
+            position without a checkpoint recomputes at most this many tokens that were seen before. 0: there is no such
+            grid.
         max_bytes: the most bytes, such as "8GiB", that checkpoints may take outside of the budget, in host memory and
-            files together. What else is swapped out counts too. The memory's `host_budget`, `swap_dir` and
-            `disk_budget` limit each of the two. 0: checkpoints that give way are closed.
-        seconds_to_live: checkpoints that were not used for this time are closed, unless `insert` says otherwise. None:
-            they stay as long as there is room.
+            files together. Other swapped-out sequences count too. The memory's `host_budget` limits the bytes in host
+            memory, and its `disk_budget` those of the files in `swap_dir`. 0: checkpoints that give way are closed.
+        seconds_to_live: checkpoints that were not used for this time are closed, unless `insert` gives another time.
+            None: they stay as long as there is room.
         now: returns the time in seconds.
     Raises:
         SpecError: the model has an encoder, so that sequences depend on more than their tokens; or an option is wrong.
@@ -103,7 +105,7 @@ class PrefixCache:
     def find(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> Lookup:
         """Return what `open` would reuse, and change nothing.
 
-        Cost: O(tokens matched). int64 arrays are not converted.
+        Cost: O(tokens matched). An int64 array is not converted.
         """
         tokens = read_prompt(token_ids)
         with self._changing():
@@ -111,11 +113,12 @@ class PrefixCache:
         return self._find(tokens, owner)[0]
 
     def open(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> tuple[Sequence, Lookup]:
-        """Open a sequence that holds the longest reusable prefix of a prompt already.
-        Feed it the rest, `token_ids[lookup.reused:]`, which is at least one token.
+        """Open a sequence that already holds the longest reusable prefix of a prompt.
 
-        Raises BatchError if there are no tokens. Cost: `find` and a fork. Only if the checkpoint is outside of the
-        budget are tensors copied back: those that it shares with no checkpoint in the budget.
+        Feed it the other tokens, `token_ids[lookup.reused:]`, of which there is at least one.
+
+        Raises BatchError if there are no tokens. Cost: `find` and a fork. If the checkpoint is outside of the budget,
+        those of its blocks are copied back that no checkpoint in the budget shares.
         """
         tokens = read_prompt(token_ids)
         if not len(tokens):
@@ -139,7 +142,10 @@ class PrefixCache:
         return sequence
 
     def checkpoints_of(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> list[Sequence]:
-        """Return the checkpoints of prefixes of these tokens, the shortest first. `open` could continue from each."""
+        """Return the checkpoints of prefixes of these tokens, the shortest first.
+
+        `open` could continue from each of them.
+        """
         path = self._kept.tree.walk(read_prompt(token_ids), owner)[1]
         return [node.mark for node in path if node.mark is not None]
 
@@ -150,8 +156,8 @@ class PrefixCache:
     def fetch(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> list[Sequence]:
         """Begin to read, in another thread, the files of the checkpoint that `open` would use.
 
-        Return that checkpoint in a list, which is empty if it has no files. `open` would wait for the files; ask
-        `has_arrived` before.
+        Return that checkpoint in a list, which is empty if the checkpoint has no files. `open` would wait for the
+        files, so ask `has_arrived` before.
         """
         node = self._find(read_prompt(token_ids), owner)[1] if self._kept.outside.has_any else None
         if node is None or node.mark is None or not node.mark.is_swapped or self._kept.outside.fetch(node.mark):
@@ -159,25 +165,25 @@ class PrefixCache:
         return [node.mark]
 
     def has_arrived(self, checkpoint: Sequence) -> bool:
-        """True if the prefetching of a checkpoint that `fetch` has begun has finished."""
+        """True if the reading of a checkpoint's files, which `fetch` has begun, has finished."""
         return checkpoint not in self._kept.outside.ranking or self._kept.outside.fetch(checkpoint)
 
     def note_speed(self, seconds_a_token: float) -> None:
-        """Note how long computing a token of a prompt takes.
+        """Set how long computing a token of a prompt takes.
 
-        A checkpoint that takes longer to read back is closed, not moved.
+        From then on, a checkpoint that takes longer to read back than to compute is closed instead of moved.
         """
         self._kept.outside.seconds_a_token = seconds_a_token
 
     @property
     def seconds_a_token(self) -> float | None:
-        """Return what `note_speed` has noted last, or None if it was not called yet."""
+        """Return the time that `note_speed` was last called with, or None."""
         return self._kept.outside.seconds_a_token
 
     def _find_in_budget(self, tokens: Int64s, owner: Hashable) -> tuple[Lookup, Node | None]:
-        """Find as `_find` does, and bring the checkpoint back into the budget.
+        """Find the same as `_find`, and bring the checkpoint back into the budget.
 
-        If there is no room for it, find another one.
+        If the budget has no room for it, find another checkpoint.
         """
         passed_over = set[Node]()
         while True:
@@ -188,7 +194,7 @@ class PrefixCache:
                 self._kept.bring_back(node)
             except CapacityError:
                 passed_over.add(node)
-            except (FormatError, OSError):  # What the file held is computed again.
+            except (FormatError, OSError):  # The tokens of the unreadable file are computed again.
                 self._kept.evict(node.mark)
                 self._n_lost += 1
             else:
@@ -218,8 +224,8 @@ class PrefixCache:
     def cuts(self, token_ids: Seq[int] | Int64s, start: int, marks: Seq[int] = (), owner: Hashable = None) -> list[int]:
         """Return the positions at which a prefill should pause and `insert` a checkpoint, ascending.
 
-        They lie in (start, len(token_ids)): the position at which this prompt parts from those seen before, the
-        positions `marks` of the caller, and the multiples of `grid_tokens`.
+        The positions lie in (start, len(token_ids)). They are the position after which this prompt differs from those
+        seen before, the caller's positions `marks`, and the multiples of `grid_tokens`.
 
         Raises BatchError if a mark is no position of the prompt.
         """
@@ -243,12 +249,13 @@ class PrefixCache:
     ) -> None:  # fmt: skip
         """Keep a checkpoint of a sequence at its present length, for this owner.
 
-        A position has at most one checkpoint. An empty sequence gets none, nor does one from whose middle tokens were
-        dropped, because its memory is not what feeding its tokens would give.
+        A position has at most one checkpoint. An empty sequence gets none. Neither does a sequence from whose middle
+        tokens were dropped, because its memory is not what feeding its tokens would give.
 
         Args:
-            priority: multiplies the worth of the checkpoint when checkpoints give way. The default is 1.
-            seconds_to_live: the checkpoint is closed if it was not used for this time. None: the cache's time.
+            priority: a factor on the checkpoint's worth when checkpoints give way. The default is 1.
+            seconds_to_live: the checkpoint is closed if it was not used for this time. None: the time that was given to
+                the cache.
         Raises:
             SequenceError: the handle is bad. SpecError: an option is bad. Nothing has changed then.
         Cost: O(tokens) and a checkpoint, which copies no tensor.
@@ -272,22 +279,24 @@ class PrefixCache:
             kept.bound_books()
 
     def pin(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> int:
-        """Keep the checkpoint that `open` would use for this prompt until `unpin` or `clear`. Return its position.
+        """Keep the checkpoint that `open` would use for this prompt until `unpin` or `clear`.
 
-        It never gives way and does not expire. So others cannot use the part of the budget that pinned checkpoints
-        take. Raises BatchError if there is no checkpoint.
+        Return the checkpoint's position.
+
+        It neither gives way nor expires, so no other sequence can use its part of the budget. Raises BatchError if
+        there is no checkpoint.
         """
         return self._prefer(token_ids, owner, math.inf, math.inf)
 
     def unpin(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> int:
-        """Let a checkpoint that was pinned by the same prompt give way again, and live as long as the cache says."""
+        """Let a checkpoint that was pinned for the same prompt give way again, and expire as the cache says."""
         return self._prefer(token_ids, owner, 1.0, math.inf if self.seconds_to_live is None else self.seconds_to_live)
 
     def _prefer(self, token_ids: Seq[int] | Int64s, owner: Hashable, priority: float, seconds: float) -> int:
         tokens = read_prompt(token_ids)
         with self._changing():
             self._kept.expire()
-            # No prompt contains the token -1, so all tokens before it may be reused.
+            # No prompt contains the token -1, so `_find` may reuse all tokens before it.
             node = self._find(np.append(tokens, -1), owner)[1]
             if node is None or node.mark is None:
                 raise BatchError(f"no checkpoint of these {len(tokens)} tokens is cached; insert a sequence with them")
@@ -298,49 +307,49 @@ class PrefixCache:
     # Forgetting
 
     def reclaim(self, missing_bytes: int) -> bool:
-        """Make checkpoints give way, those of least worth first, until `missing_bytes` more are free. True if any did.
+        """Make checkpoints give way, least worth first, until `missing_bytes` are free. True if any byte was freed.
 
-        More of them give way at once, up to 1/64 of the budget, so that the next calls find room. A checkpoint that
-        shares all its bytes frees none. So it gives way last, and only for `missing_bytes`.
+        Each call frees more than that, up to 1/64 of the budget, so that the next calls find room. Moving or closing a
+        checkpoint that shares all its bytes frees none. So it gives way last, and only for `missing_bytes`.
         """
         with self._changing():
             return self._kept.reclaim(missing_bytes)
 
     def tree(self) -> str:
-        """Return all checkpoints as text, one line for each: its tokens, bytes and tier.
+        """Return all checkpoints as text, with the tokens, bytes and tier of one checkpoint on each line.
 
-        It follows the one that it continues.
+        A checkpoint stands below the one that it continues.
         """
         return tree_text(self._kept.tree.roots, self._kept.outside.tier_of, self.memory.counters.held_bytes)
 
     def resumable(self) -> list[Resumable]:
-        """Return what prompts can continue from, by digests of tokens. Cost: a pass over all tokens."""
+        """Return the prefixes from which prompts can continue, by digests of tokens. Cost: one pass over all tokens."""
         return list(resumable_prefixes(self._kept.tree.roots, self._kept.outside.tier_of))
 
     # Across restarts
 
     def save(self, folder: str | Path, lock: AbstractContextManager[object] | None = None) -> int:
-        """Write all checkpoints to a folder in place of those that it holds. Return the bytes of their blocks.
+        """Write all checkpoints to a folder, replacing those that it holds. Return the bytes of all their blocks.
 
-        Blocks that several checkpoints share are written once, and blocks that the folder has already are not written
-        again. The folder can be read at any time: a save that fails or is killed leaves what was there. Owners are
-        None, texts, bytes or integers. A `lock`, such as `engine.lock`, keeps other threads away. The caller must not
-        hold it: this call holds it while it copies blocks, 64 MiB at a time, and releases it while it hashes and writes
-        them.
+        Blocks that several checkpoints share are written once, and blocks that are already in the folder are not
+        written again. The folder can be read at any time: a save that fails or is killed leaves the earlier content.
+        Owners must be None, texts, bytes or integers. A `lock`, such as `engine.lock`, keeps other threads away from
+        the memory. The caller must not hold it: this call holds it while it copies blocks, 64 MiB at a time, and
+        releases it while it hashes and writes them.
 
-        Raises SpecError in a dry run, if this is no folder, or for an owner of another type; or OSError. Cost: the
+        Raises SpecError in a dry run, if `folder` is no folder, or for an owner of another type; or OSError. Cost: the
         bytes of new blocks.
         """
         return self.memory.folders.save(folder, entries_of(self._kept.tree.roots), lock or nullcontext())
 
     def load(self, folder: str | Path) -> int:
-        """Add the checkpoints of a folder that a cache like this one has saved. Return their number.
+        """Add the checkpoints of a folder that a cache with an equal memory has saved. Return their number.
 
-        Their blocks are read when a prompt needs them. If a file is damaged or gone by then, only its checkpoint is
-        lost.
+        Their blocks are read when a prompt needs them. If a file is damaged or gone by then, only the checkpoints in
+        that file are lost.
 
         Raises FormatError if there is no such folder, or if its list is damaged or comes from another memory. Then
-        nothing has changed. Cost: reading their tokens.
+        nothing has changed. Cost: reading the tokens of all checkpoints.
         """
         with self._changing():
             n_before = len(self._kept.nodes)
@@ -350,8 +359,8 @@ class PrefixCache:
     def forget(self, token_ids: Seq[int] | Int64s, owner: Hashable = None, *, behind: int = 0) -> int:
         """Close the checkpoints of prefixes of these tokens, pinned ones too. Return their number.
 
-        Checkpoints that other prompts need stay: those where several prompts begin alike, and those up to position
-        `behind`.
+        Two kinds of checkpoints stay, because other prompts need them: those after which several prompts continue
+        differently, and those up to position `behind`.
         """
         tokens = read_prompt(token_ids)
         with self._changing():
@@ -366,8 +375,8 @@ class PrefixCache:
     def close(self) -> None:
         """Close all checkpoints and release the memory, which can still be used.
 
-        Later use of the cache raises SequenceError.
-        Closing it again does nothing. `with PrefixCache(memory) as cache:` closes it at the end.
+        Later use of the cache raises SequenceError, but closing it again does nothing. `with PrefixCache(memory) as
+        cache:` closes the cache at the end.
         """
         if self._own is not None and self._own.memory.is_open:
             self.clear()
@@ -386,7 +395,7 @@ class PrefixCache:
         self.close()
 
     def stats(self) -> PrefixStats:
-        """Return the counts since the cache was made, and the checkpoints that it holds."""
+        """Return the counts since the cache was made, and counts of the checkpoints that it holds now."""
         held = [*self._kept.nodes]
         outside = self._kept.outside
         private_bytes = int(self.memory.counters.private_bytes(held).sum())
@@ -405,7 +414,7 @@ def _reclaimer(
 ) -> Callable[[int], bool]:
     """Return the function that a full memory calls for room. It refers to the cache only weakly.
 
-    If the cache was deleted without `close`, no lookup can find its checkpoints: all of them are closed.
+    If the cache was deleted without `close`, no lookup can find its checkpoints, so the function closes all of them.
     """
 
     def reclaim(missing_bytes: int) -> bool:

@@ -1,7 +1,7 @@
-"""Notices changes of a prefix cache's books that an exception has left half done, so that they are computed anew.
+"""Notices when an exception has left a change of a prefix cache's books half done, so that they are computed anew.
 
 Ctrl-C, timeouts and other threads raise exceptions between any two bytecodes (see `memory.blocks.journal`). A cache
-needs no notes of how to undo a change, because all that its tree and its rankings say follows from its records.
+needs no undo journal, because its tree and its rankings can be computed from its records.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from hybridmem.memory.errors import HybridMemoryError
 
 
 class Changes:
-    """Knows the blocks in which books change, `with changes.open(): ...`, and whether one was left half-way.
+    """Knows which `with changes.open():` blocks are running, and whether a block was left half-way.
 
-    An error of this library or an OSError does not leave a block half-way, because whatever raises it has changed
-    nothing. Blocks may be nested.
+    An error of this library or an OSError does not count as leaving a block half-way, because code that raises it has
+    changed nothing. Blocks may be nested.
     """
 
     def __init__(self) -> None:
         self._blocks: list[ref[Any] | None] = []
 
     def open(self) -> Changing:
-        """Return a context manager, in whose `with` block the books may change. Cost: about a microsecond."""
+        """Return a context manager. The books may change inside its `with` block. Cost: about a microsecond."""
         return Changing(self._blocks)
 
     @property
@@ -34,12 +34,12 @@ class Changes:
         return any(block is None or block() is None for block in self._blocks)
 
     def forget_left(self) -> None:
-        """Note that the books have been computed anew."""
+        """Forget that a block was left half-way, because the books have been computed anew."""
         self._blocks[:] = [block for block in self._blocks if block is not None and block() is not None]
 
 
 class Changing:
-    """Is a block in which books change; see `Changes`."""
+    """Is the context manager that `Changes.open` returns."""
 
     __slots__ = ("_block", "_blocks")
 

@@ -1,4 +1,4 @@
-"""Names prefixes by a digest of their tokens, so that other processes can tell what a prefix cache holds."""
+"""Identifies prefixes by a digest of their tokens, so that other processes can know what a prefix cache holds."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Resumable:
 
 
 def digests_at(tokens: Int64s, positions: Iterable[int], owner: Hashable = None) -> Iterator[tuple[int, bytes]]:
-    """Generate (position, digest of the tokens before it), ascending, for each position within the tokens.
+    """Generate (position, digest of the tokens before it), ascending, for each position that is within the tokens.
 
-    Cost: one pass of SHA-256 over 8 bytes a token, whatever the number of positions.
+    Cost: one pass of SHA-256 over 8 bytes per token, whatever the number of positions.
     """
     hasher, at = _begin(owner), 0
     for position in sorted({position for position in positions if 0 < position <= len(tokens)}):
@@ -51,14 +51,14 @@ def digests_at(tokens: Int64s, positions: Iterable[int], owner: Hashable = None)
 
 @dataclass(frozen=True)
 class _Way:
-    """Holds a node on the way down a tree, and a digest of all tokens before it, from which others are computed."""
+    """Holds a node on the way down a tree, and a digest of all tokens before it, to compute further digests."""
 
     node: Node
     before: hashlib._Hash
     above: _Way | None
 
     def digest_at(self, position: int) -> bytes:
-        """Return the digest of the first tokens of this way."""
+        """Return the digest of the first `position` tokens on the path from the root."""
         way = self
         while (start := way.node.depth - len(way.node.tokens)) >= position:
             assert way.above is not None, "there are tokens before this node"
@@ -69,9 +69,9 @@ class _Way:
 
 
 def resumable_prefixes(roots: dict[Hashable, Node], tier_of: Callable[[Sequence], Tier]) -> Iterator[Resumable]:
-    """Generate what the trees of a cache can continue from: each checkpoint, and how far it can be rolled back.
+    """Generate the prefixes from which a cache can continue: each checkpoint's own, and the shortest it rolls back to.
 
-    Cost: one pass over all tokens, and another one over the node in which each checkpoint's horizon lies.
+    Cost: one pass over all tokens, and for each checkpoint another pass over the node in which its horizon lies.
     """
     for owner, root in roots.items():
         ways = [_Way(child, _begin(owner), None) for child in root.children.values()]

@@ -11,15 +11,15 @@ from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.interface import Sequence
 
 _COMPUTED_AT_ONCE = 256
-"""The private bytes of this many checkpoints are computed at once: for one alone it would cost little less."""
+"""For how many checkpoints private bytes are computed at once. Computing them for a single one costs little less."""
 
 
 class Ranking:
-    """Ranks checkpoints by worth: priority x tokens saved / bytes that closing it frees / time since its last use.
+    """Ranks checkpoints by worth: priority x tokens saved / bytes that closing one frees / time since its last use.
 
-    The bytes that closing a checkpoint frees (its private bytes) change whenever another sequence is advanced, so they
-    must be computed anew. But they are never more than all bytes that it holds, and that number never changes. This
-    gives a lower bound on its worth. Private bytes are computed only where the bounds leave the order open.
+    The bytes that closing a checkpoint frees (its private bytes) change whenever another sequence advances, so they
+    must be computed anew. But they never exceed all bytes that it holds, and that number never changes. This gives a
+    lower bound on the checkpoint's worth. Private bytes are computed only where the bounds leave the order open.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Ranking:
         return checkpoint in self._places
 
     def add(self, checkpoint: Sequence, saved: int, held_bytes: int, priority: float = 1) -> None:
-        """Add a checkpoint that saves so many tokens, and refers to so many bytes."""
+        """Add a checkpoint that saves computing `saved` tokens, and refers to `held_bytes` bytes."""
         if self._n_places == len(self._saved):
             self._close_gaps()
         place = self._places[checkpoint] = self._n_places
@@ -46,7 +46,7 @@ class Ranking:
         self._saved[place], self._held_bytes[place], self._priority[place] = saved, max(held_bytes, 1), priority
 
     def _close_gaps(self) -> None:
-        """Close the gaps in the arrays, and leave room for as many checkpoints again."""
+        """Remove the gaps from the arrays, and make room for as many new checkpoints as there are now."""
         kept = self._kept()
         self._places = {checkpoint: place for place, checkpoint in enumerate(self._places)}
         self._n_places = len(kept)
@@ -63,25 +63,25 @@ class Ranking:
         del self._places[checkpoint]
 
     def use(self, checkpoint: Sequence, clock: int) -> None:
-        """Note that a checkpoint was used at this time."""
+        """Set the time of a checkpoint's last use to `clock`."""
         self._used_at[self._places[checkpoint]] = clock
 
     def saves(self, checkpoint: Sequence, saved: int) -> None:
-        """Note that a checkpoint saves so many tokens from now on."""
+        """Set how many tokens a checkpoint saves from now on."""
         self._saved[self._places[checkpoint]] = saved
 
     def prefer(self, checkpoint: Sequence, priority: float) -> None:
-        """Multiply the worth of a checkpoint. One of infinite worth is never chosen."""
+        """Set the factor on a checkpoint's worth. A checkpoint of infinite worth is never chosen."""
         self._priority[self._places[checkpoint]] = priority
 
     def ascending(
         self, clock: int, private_bytes: Callable[[list[Sequence]], Int64s]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Generate checkpoints with their private bytes, those of least worth first; of equal ones the older first.
+        """Generate checkpoints with their private bytes, the least worth first, and of equal ones the older first.
 
-        Nothing may change meanwhile.
+        Nothing may change until the generator ends.
 
-        Cost: sorting all bounds, and `private_bytes` of those whose bounds leave the order open.
+        Cost: sorting all bounds, and `private_bytes` of those checkpoints whose bounds leave the order open.
         """
         checkpoints, kept = list(self._places), self._kept()
         if (is_pinned := np.isinf(self._priority[kept])).any():
@@ -90,7 +90,8 @@ class Ranking:
         saved, ages = self._saved[kept] * self._priority[kept], 1 + clock - self._used_at[kept]
         bounds = saved / self._held_bytes[kept] / ages
         order = bounds.argsort()
-        # A heap of checkpoints whose worth is exact: worth, index (older first), private bytes.
+        # A heap of checkpoints whose exact worth is known. Each entry is (worth, index, private bytes); older ones have
+        # lower indices.
         found: list[tuple[float, int, int]] = []
         for begin in range(0, len(order), _COMPUTED_AT_ONCE):
             exact, rest = order[begin : begin + _COMPUTED_AT_ONCE], order[begin + _COMPUTED_AT_ONCE :]

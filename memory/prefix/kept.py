@@ -1,4 +1,4 @@
-"""Keeps the checkpoints of a prefix cache in a radix tree, and chooses which of them give way when there is no room."""
+"""Keeps the checkpoints of a prefix cache in a radix tree, and chooses which give way when there is no room."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from hybridmem.memory.prefix.radix_tree import Node, RadixTree, marked_above, re
 from hybridmem.memory.prefix.saved import as_owner
 
 _RECLAIMED_SHARE = 64
-"""Checkpoints are closed until 1/64 of the budget is freed, even if less is missing.
+"""Checkpoints give way until 1/64 of the budget is free, even if less is missing.
 
-To find those of least worth, all must be looked at, and a full memory lacks a little room at almost every step.
+Finding those of least worth means looking at all, and without this reserve a full memory would do so at almost every
+step.
 """
 _BOOKS_SHARE = 4
 """Tokens of cached prefixes take at most a quarter of the bytes that their checkpoints may take."""
 _TOKEN_BYTES = 16
-"""Bytes of host memory for a token of a cached prefix: 8 in the tree, and 8 in the checkpoint."""
+"""Bytes of host memory for each token of a cached prefix: 8 in the tree, and 8 in the checkpoint."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,9 +39,9 @@ class Record:
 
     Attributes:
         owner: the owner of its tokens.
-        priority: multiplies its worth. A checkpoint of infinite worth never gives way.
-        seconds: it is closed if it was not used for this time.
-        used_at, clock: when it was used last, in seconds, and by the rankings' clock.
+        priority: a factor on its worth. A checkpoint of infinite worth never gives way.
+        seconds: the checkpoint is closed if it was not used for this time.
+        used_at, clock: the time of its last use, in seconds, and by the rankings' clock.
     """
 
     owner: Hashable
@@ -53,7 +54,7 @@ class Record:
 class Kept:
     """Holds checkpoints at the nodes of a tree, each in the budget or outside of it.
 
-    Its records say which checkpoints there are; the tree, the rankings and the heap of ends follow from them.
+    Its records say which checkpoints there are. The tree, the rankings and the heap of expiry times follow from them.
 
     Args:
         max_bytes: the most bytes that checkpoints may take outside of the budget.
@@ -61,7 +62,7 @@ class Kept:
     Attributes:
         records: the record of each checkpoint.
         n_evicted: how many checkpoints were closed for lack of room.
-        n_expired: how many checkpoints were closed at the end of their time to live.
+        n_expired: how many checkpoints were closed because their time to live had ended.
     """
 
     def __init__(self, memory: HybridMemory, max_bytes: int, now: Callable[[], float]) -> None:
@@ -77,9 +78,10 @@ class Kept:
         self._now = now
         self._lot_bytes = memory.budget_bytes // _RECLAIMED_SHARE
         self._most_tokens = (memory.budget_bytes + max_bytes) // _BOOKS_SHARE // _TOKEN_BYTES
-        self._ends: list[tuple[float, int, Sequence]] = []  # This is a heap. A checkpoint that was used since lives on.
+        # This is a heap of times. A checkpoint that was used after its entry was made lives on.
+        self._ends: list[tuple[float, int, Sequence]] = []
         self._numbers = count()
-        self._made: list[Sequence] = []  # These checkpoints may have no record yet.
+        self._made: list[Sequence] = []  # These checkpoints were made, but may have no record yet.
 
     @property
     def book_bytes(self) -> int:
@@ -87,12 +89,12 @@ class Kept:
         return self.tree.n_tokens * _TOKEN_BYTES
 
     def changing(self) -> Changing:
-        """Return a block in which the records and all that follows from them may change."""
+        """Return a context manager, in whose block the records and all that follows from them may change."""
         self.mend()
         return self._changes.open()
 
     def mend(self) -> None:
-        """Compute the books anew if an exception has left a block half-way. Else do nothing."""
+        """Compute the books anew if an exception has left a change half done. Otherwise do nothing."""
         if self._changes.are_left:
             self._rebuild()
             self._changes.forget_left()
@@ -100,9 +102,9 @@ class Kept:
     # Adding and using
 
     def keep(self, sequence: Sequence, tokens: Int64s, owner: Hashable, held_bytes: int) -> tuple[Node, Sequence, bool]:
-        """Return the node of a sequence's tokens, its checkpoint, and whether that was made now.
+        """Return the node of a sequence's tokens, the checkpoint there, and whether the checkpoint was made now.
 
-        Its errors are those of `HybridMemory.checkpoint`. Then nothing has changed.
+        The errors are those of `HybridMemory.checkpoint`. Then nothing has changed.
         """
         node = self.tree.node_at(tokens, owner)
         if node.mark is not None and not node.mark.is_swapped:
@@ -113,7 +115,7 @@ class Kept:
             self.tree.prune(node)
             raise
         priority = 1.0
-        if node.mark is not None:  # The same tokens were computed again, and this time are in the budget.
+        if node.mark is not None:  # The checkpoint's tokens were computed again, and the new copy is in the budget.
             priority = self.records[node.mark].priority
             self.close(node.mark)
         self.records[checkpoint] = Record(owner, priority)
@@ -128,7 +130,7 @@ class Kept:
         self.nodes[checkpoint] = node
 
     def add_outside(self, tokens: Int64s, owner: Hashable, checkpoint: Sequence) -> bool:
-        """Add a checkpoint that is outside of the budget. False if these tokens have one already."""
+        """Add a checkpoint that is outside of the budget. Return False if these tokens already have a checkpoint."""
         node = self.tree.node_at(tokens, owner)
         if node.mark is not None:
             return False
@@ -143,9 +145,9 @@ class Kept:
         self.outside.add(checkpoint, node.depth - marked_above(node), record.clock, record.priority)
 
     def load(self, folder: str | Path, seconds_to_live: float | None) -> None:
-        """Add the checkpoints of a folder, which are outside of the budget. If it fails, those not added are closed.
+        """Add the checkpoints of a folder, which are outside of the budget. After an error, those not added are closed.
 
-        Raises FormatError as `PrefixCache.load` does, or if an owner is not possible. Then none is added.
+        Raises FormatError as `PrefixCache.load` does, or if an owner is of a wrong type. Then no checkpoint is added.
         """
         left = self.memory.folders.load(folder, self._made)[::-1]
         try:
@@ -164,7 +166,7 @@ class Kept:
             self._made.clear()
 
     def touch(self, node: Node) -> None:
-        """Note that the checkpoint of a node is used now."""
+        """Set the last use of a node's checkpoint to now."""
         self._clock += 1
         if (checkpoint := node.mark) is not None:
             self._ranking_of(checkpoint).use(checkpoint, self._clock)
@@ -174,7 +176,7 @@ class Kept:
                 record.used_at = self._now()
 
     def prefer(self, checkpoint: Sequence, priority: float) -> None:
-        """Multiply the worth of a checkpoint. With `math.inf` it never gives way."""
+        """Set the factor on a checkpoint's worth. With `math.inf` the checkpoint never gives way."""
         self.records[checkpoint].priority = priority
         self._ranking_of(checkpoint).prefer(checkpoint, priority)
 
@@ -187,7 +189,7 @@ class Kept:
             heappush(self._ends, (record.used_at + seconds, next(self._numbers), checkpoint))
 
     def bring_back(self, node: Node) -> None:
-        """Move the checkpoint of a node back into the budget. Its errors are those of `Outside.bring_back`."""
+        """Move the checkpoint of a node back into the budget. The errors are those of `Outside.bring_back`."""
         checkpoint = node.mark
         assert checkpoint is not None, "the caller has looked"
         self.outside.bring_back(checkpoint)
@@ -201,7 +203,7 @@ class Kept:
         self._ranking.use(checkpoint, record.clock)
 
     def _count_saved_below(self, node: Node, start: int) -> None:
-        """Note that the nearest checkpoints below a node save the tokens from `start` on."""
+        """Tell the rankings that the nearest checkpoints below a node save the tokens from `start` on."""
         below = list(node.children.values())
         while below:
             child = below.pop()
@@ -216,7 +218,7 @@ class Kept:
     # Giving way
 
     def reclaim(self, missing_bytes: int) -> bool:
-        """See `PrefixCache.reclaim`."""
+        """Make checkpoints give way. See `PrefixCache.reclaim`."""
         free_bytes = self.memory.free_bytes
         lot_bytes = max(missing_bytes, self._lot_bytes)
         chosen, n_promised = list[Sequence](), 0
@@ -227,7 +229,7 @@ class Kept:
             n_promised += n_bytes
         n_gone = 0
         for checkpoint in chosen:
-            # Two checkpoints that share blocks only with each other free more than was computed for each alone.
+            # Two checkpoints that share blocks only with each other free more bytes than was computed for each alone.
             if self.memory.free_bytes - free_bytes >= lot_bytes:
                 break
             self._give_way(checkpoint)
@@ -250,7 +252,7 @@ class Kept:
         self.evict(checkpoint)
 
     def bound_books(self) -> None:
-        """Close checkpoints of least worth until the tokens of all others are within their limit of host memory."""
+        """Close checkpoints of least worth until the tokens of all others are within the limit of host memory."""
         for ranking in (self._ranking, self.outside.ranking):
             if self.tree.n_tokens <= self._most_tokens:
                 return
@@ -276,7 +278,7 @@ class Kept:
                 self.evict(checkpoint)
 
     def close(self, checkpoint: Sequence) -> Node:
-        """Close a checkpoint, and return the node that it was the mark of."""
+        """Close a checkpoint, and return the node at which it was."""
         node = self.nodes.pop(checkpoint)
         node.mark = None
         self._ranking_of(checkpoint).remove(checkpoint)
@@ -285,13 +287,13 @@ class Kept:
         return node
 
     def evict(self, checkpoint: Sequence) -> None:
-        """Close a checkpoint, and remove the nodes that only led to it."""
+        """Close a checkpoint, and remove those nodes that led only to it."""
         node = self.close(checkpoint)
         self._count_saved_below(node, marked_above(node))
         self.tree.prune(node)
 
     def forget(self, tokens: Int64s, owner: Hashable, behind: int) -> int:
-        """See `PrefixCache.forget`."""
+        """Close the checkpoints of prefixes of these tokens. See `PrefixCache.forget`."""
         n_closed = 0
         for node in reversed(self.tree.walk(tokens, owner)[1]):
             if node.children or node.depth <= behind:
@@ -302,7 +304,7 @@ class Kept:
         return n_closed
 
     def _rebuild(self) -> None:
-        """Compute from the records all that follows from them. If it is interrupted anywhere, it can be done again."""
+        """Compute everything that follows from the records. An interrupted call can be repeated."""
         still_open = {*self.memory.sequences}
         for checkpoint in self._made:
             if checkpoint not in self.records and checkpoint in still_open:

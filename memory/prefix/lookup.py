@@ -17,7 +17,7 @@ Source = Literal["nothing", "window", "checkpoint", "host", "disk"]
 
 @dataclass(frozen=True)
 class Lookup:
-    """Says how many tokens of a prompt the cache can reuse, and why not more.
+    """Says how many tokens of a prompt the cache can reuse, and why it cannot reuse more.
 
     Attributes:
         n_tokens: the length of the prompt.
@@ -27,7 +27,8 @@ class Lookup:
         reused: the lesser of the two. It is less than `n_tokens`, because the last token must be fed for its output.
         why: the reason in words.
         tier: where the reused state is: "budget", "host" (memory) or "disk". It is "" if nothing is reused.
-        n_taken_back: by how many tokens the reused checkpoint is rolled back, because it reaches further.
+        n_taken_back: by how many tokens the reused checkpoint is rolled back, because it is longer than what can be
+            reused.
     """
 
     n_tokens: int
@@ -44,16 +45,18 @@ class Lookup:
 
     @property
     def replayed(self) -> int:
-        """Return how many of the recomputed tokens were seen before.
+        """Return how many tokens are computed again although they were seen before.
 
-        The last token, which must be fed, does not count.
+        The prompt's last token, which must be fed in any case, does not count.
         """
         return max(0, min(self.by_attention, self.n_tokens - 1) - self.reused)
 
     @property
     def source(self) -> Source:
-        """Return what is reused: the "window" of a checkpoint that is rolled back, a "checkpoint", its copy on "host"
-        or "disk", or "nothing".
+        """Return where the reuse comes from.
+
+        "window" is a checkpoint that is rolled back, "checkpoint" one that is not, "host" or "disk" a checkpoint
+        outside of the budget, and "nothing" means no reuse.
         """
         if not self.reused:
             return "nothing"
@@ -64,18 +67,18 @@ class Lookup:
 
 @dataclass(frozen=True)
 class PrefixStats:
-    """Counts the hits of a cache, and what it holds.
+    """Counts the hits of a cache, and the checkpoints that it holds.
 
     Attributes:
-        n_lookups, n_hits: prompts opened, and those of which tokens were reused.
-        n_tokens, n_reused: tokens of these prompts, and those of them that were reused.
-        n_checkpoints, n_evicted: checkpoints that it holds, and those that were closed for lack of room.
-        private_bytes: the sum, over the checkpoints in the budget, of the bytes that closing only that one would free.
+        n_lookups, n_hits: how many prompts were opened, and for how many of them tokens were reused.
+        n_tokens, n_reused: how many tokens these prompts had, and how many of these tokens were reused.
+        n_checkpoints, n_evicted: how many checkpoints the cache holds, and how many were closed for lack of room.
+        private_bytes: for each checkpoint in the budget, the bytes that closing only this one would free, summed.
             Closing all of them frees at least that.
-        n_outside: how many of these checkpoints are outside of the budget, in host memory or in files.
-        n_moved, n_returned: how many checkpoints were moved out of the budget so far, and back.
-        n_lost: checkpoints that were closed because their file could not be read.
-        n_expired: checkpoints that were closed at the end of their time to live.
+        n_outside: how many of the held checkpoints are outside of the budget, in host memory or in files.
+        n_moved, n_returned: how many checkpoints were moved out of the budget so far, and how many came back.
+        n_lost: how many checkpoints were closed because their file could not be read.
+        n_expired: how many checkpoints were closed because their time to live had ended.
         book_bytes: bytes of host memory for the tokens of all cached prefixes. They are at most a quarter of the bytes
             that checkpoints may take.
     """
@@ -117,7 +120,7 @@ def read_prompt(token_ids: Seq[int] | Int64s) -> Int64s:
 
 
 def explain(n_tokens: int, n_matched: int, reused: int) -> str:
-    """Return in words why so many tokens of a prompt are reused, and not more."""
+    """Return in words why `reused` tokens of a prompt are reused, and not more."""
     if not n_matched:
         return "nothing like it was seen before"
     if reused == n_tokens - 1:

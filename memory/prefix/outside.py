@@ -15,18 +15,18 @@ from hybridmem.memory.views.counters import CountedSwaps
 _DROPPED_SHARE = 64
 """Checkpoints are closed until 1/64 of `max_bytes` is free, even if less is missing.
 
-To find those of least worth, all must be looked at.
+Finding those of least worth means looking at all of them, so each search should free some reserve.
 """
 
 
 class Outside:
-    """Moves checkpoints of a prefix cache out of its memory's budget, if that pays, and back.
+    """Moves checkpoints of a prefix cache out of its memory's budget, where that pays, and back.
 
     Attributes:
         ranking: ranks the checkpoints that are outside.
-        n_moved, n_returned: how many checkpoints were moved out so far, and back.
-        seconds_a_token: the time to compute a token of a prompt again, if the cache's user has measured it. Then a
-            checkpoint that takes longer to read back than to compute is not kept.
+        n_moved, n_returned: how many checkpoints were moved out so far, and how many were moved back.
+        seconds_a_token: the time to compute a token of a prompt again, if the cache's user has measured it. If it is
+            known, a checkpoint that takes longer to read back than to compute is not kept.
     """
 
     def __init__(self, memory: HybridMemory, max_bytes: int) -> None:
@@ -44,7 +44,7 @@ class Outside:
 
     @property
     def _tiers(self) -> CountedSwaps:
-        # It is asked for each time, because only the memory decides how long its files live.
+        # The swap files are looked up each time, because only the memory decides how long they live.
         return self._memory.counters.swaps
 
     @property
@@ -54,16 +54,18 @@ class Outside:
     def take(
         self, checkpoint: Sequence, relatives: list[Sequence], saved: int, clock: int, drop: Callable[[Sequence], None]
     ) -> bool:
-        """Move a checkpoint out of the budget. False, with nothing changed, if that does not pay or there is no room.
+        """Move a checkpoint out of the budget.
+
+        Return False, with nothing changed, if that does not pay or there is no room.
 
         Args:
-            relatives: checkpoints in the budget that share blocks with it.
-            saved: how many tokens it saves.
-            clock: the time by the rankings' clock.
-            drop: closes a checkpoint outside, and forgets it, to make room.
+            relatives: checkpoints in the budget that share blocks with this one.
+            saved: how many tokens the checkpoint saves.
+            clock: the current time by the rankings' clock.
+            drop: a function that closes a checkpoint outside and forgets it, to make room.
         """
         if not self.max_bytes:
-            return False  # This comes first, because counting bytes takes longer than closing a checkpoint.
+            return False  # This test comes first, because counting bytes takes longer than closing a checkpoint.
         self._drop, self._clock = drop, clock
         n_bytes = self._memory.private_bytes(checkpoint)
         if n_bytes > self.max_bytes or not self._pays(saved, n_bytes):
@@ -97,7 +99,7 @@ class Outside:
     def reclaim(self, missing_bytes: int) -> bool:
         """Close checkpoints outside, those of least worth first, until `missing_bytes` are free.
 
-        True if any was closed.
+        True if any checkpoint was closed.
         """
         if self._drop is None:
             return False
@@ -134,13 +136,13 @@ class Outside:
         return "disk" if self._tiers.is_in_files(checkpoint.slot) else "host"
 
     def close(self) -> None:
-        """Stop reclaiming: remove the function that full tiers call."""
+        """Remove the function that full tiers call for room."""
         if self._reclaimer in self._tiers.reclaimers:
             self._tiers.reclaimers.remove(self._reclaimer)
 
 
 def _reclaimer(outside: weakref.ref[Outside]) -> Callable[[int], bool]:
-    """Return the function that full tiers call for room. It refers to what it calls only weakly."""
+    """Return the function that full tiers call for room. It refers to `outside` only weakly."""
 
     def reclaim(missing_bytes: int) -> bool:
         return (living := outside()) is not None and living.reclaim(missing_bytes)

@@ -1,4 +1,4 @@
-"""Holds the nodes of a radix tree over token ids. Tokens with which several prompts begin are in it once."""
+"""Defines a radix tree over token ids. Leading tokens that several prompts have in common are stored once."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hybridmem.memory.sequences.token_buffer import common_prefix
 _MOST_RELATIVES = 64
 """The most relatives of a checkpoint that are looked at.
 
-Each costs time by its pages; the others keep copies of their own.
+The time for each grows with its number of pages. Checkpoints beyond this limit keep copies of their own.
 """
 _MOST_LOOKS = 256
-"""The most nodes at which relatives are searched: thousands of prompts may begin alike."""
+"""The most nodes that are searched for relatives, because thousands of prompts may have a prefix in common."""
 
 
 @dataclass(eq=False)
 class Node:
-    """Holds the tokens from the parent's depth to its own, and the checkpoint at their end, if there is one.
+    """Holds the tokens from its parent's depth to its own depth, and the checkpoint at their end, if there is one.
 
     Attributes:
-        mark: the checkpoint.
-        owner: the owner of the tree. Only the root has it.
+        mark: the checkpoint, or None.
+        owner: the owner of the tree. Only the root has this attribute set.
     """
 
     tokens: Int64s
@@ -46,7 +46,8 @@ def split(node: Node, n: int) -> Node:
     assert node.parent is not None, "the root has no tokens"
     upper = Node(node.tokens[:n].copy(), node.depth - len(node.tokens) + n, node.parent)
     node.parent.children[int(upper.tokens[0])] = upper
-    node.tokens, node.parent = node.tokens[n:].copy(), upper  # A view would keep all tokens in host memory.
+    # A view would keep all tokens of the old array in host memory.
+    node.tokens, node.parent = node.tokens[n:].copy(), upper
     upper.children[int(node.tokens[0])] = node
     return upper
 
@@ -60,13 +61,14 @@ def marked_above(node: Node) -> int:
 
 
 def relatives(node: Node) -> list[Sequence]:
-    """Return checkpoints in the budget that share blocks with a node's own: the nearest above it and those around it.
+    """Return checkpoints in the budget that share blocks with a node's checkpoint: its ancestor and its cousins.
 
-    Those around it have the same nearest checkpoint above them, and part from it below that one.
+    The ancestor is the nearest checkpoint above the node. The cousins have the same ancestor, and their tokens differ
+    from the node's after it.
     """
     found, n_looks = list[Sequence](), _MOST_LOOKS
     came_from, at = node, node
-    while at.parent is not None:  # Nothing is shared at the root.
+    while at.parent is not None:  # At the root, prompts have no tokens in common, so nothing is shared.
         waiting = [child for child in at.children.values() if child is not came_from]
         while waiting and n_looks and len(found) < _MOST_RELATIVES:
             child, n_looks = waiting.pop(), n_looks - 1
@@ -94,7 +96,7 @@ def first_marked(node: Node | None) -> Iterator[Node]:
 
 
 class RadixTree:
-    """Holds a tree for each owner.
+    """Holds one tree for each owner.
 
     Attributes:
         roots: owner -> the root of the owner's tree. A root has no tokens.
@@ -106,7 +108,7 @@ class RadixTree:
         self.n_tokens = 0
 
     def nodes(self) -> Iterator[Node]:
-        """Generate all nodes, those above before those below."""
+        """Generate all nodes, parents before children."""
         waiting = [*self.roots.values()]
         while waiting:
             node = waiting.pop()
@@ -114,10 +116,10 @@ class RadixTree:
             waiting.extend(node.children.values())
 
     def walk(self, tokens: Int64s, owner: Hashable) -> tuple[int, list[Node], Node | None]:
-        """Return the number of tokens that match, the nodes that end within them, and the node to search below.
+        """Return the number of matching tokens, the nodes that end within them, and the node to search below.
 
-        The last is the node inside of which the tokens end. If they end between nodes, it is the last of the path. It
-        is None if nothing is below.
+        If the matching tokens end inside of a node, that node is the one to search below. If they end between nodes, it
+        is the last node of the path. It is None if there are no nodes below.
         """
         node, at = self.roots.get(owner, NOTHING_SEEN), 0
         path: list[Node] = []
@@ -134,7 +136,7 @@ class RadixTree:
         return at, path, node if node.children else None
 
     def node_at(self, tokens: Int64s, owner: Hashable) -> Node:
-        """Return the node that ends with these tokens; make it if there is none."""
+        """Return the node that ends with these tokens. Make it if there is none."""
         node, at = self.roots.setdefault(owner, Node(EMPTY, 0, None, owner=owner)), 0
         while at < len(tokens):
             rest = tokens[at:]
@@ -150,10 +152,10 @@ class RadixTree:
         return node
 
     def prune(self, node: Node | None) -> None:
-        """Remove a node without a checkpoint, and those above it, if they only led to a checkpoint that is gone."""
+        """Remove a node without a checkpoint, and the nodes above it that lead to no other checkpoint."""
         while node is not None and node.parent is not None and node.mark is None and len(node.children) < 2:
             parent, first = node.parent, int(node.tokens[0])
-            if node.children:  # It has one child, which takes over its tokens.
+            if node.children:  # The node has one child, which takes over its tokens.
                 (child,) = node.children.values()
                 child.tokens, child.parent = np.concatenate([node.tokens, child.tokens]), parent
                 parent.children[first] = child

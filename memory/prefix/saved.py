@@ -16,8 +16,8 @@ _PLACES = {"budget": "in the budget", "host": "in host memory", "disk": "in file
 def entries_of(roots: dict[Hashable, Node]) -> Iterator[Entry]:
     """Generate the checkpoints of all owners, parents before children.
 
-    Raises SpecError for an owner that files cannot hold.
-    Equal trees give the same order, so that each finds its own blocks in a folder that has them.
+    Raises SpecError for an owner that files cannot hold. Equal trees give the same order, so a tree that is saved again
+    finds its own blocks in the folder.
     """
     number = -1
     for owner, root in roots.items():
@@ -34,7 +34,7 @@ def entries_of(roots: dict[Hashable, Node]) -> Iterator[Entry]:
 def tree_text(
     roots: dict[Hashable, Node], tier_of: Callable[[Sequence], str], held_bytes: Callable[[Sequence], int]
 ) -> str:
-    """Return a line for each checkpoint, those of one owner together; under each those that go on from it."""
+    """Return a line for each checkpoint, grouped by owner. Checkpoints that continue another one stand below it."""
     lines = list[str]()
     for owner, root in roots.items():
         lines += [] if owner is None else [f"of {owner!r:.80}"]
@@ -50,7 +50,7 @@ def tree_text(
 
 
 def as_label(owner: Hashable) -> list[str | int | None]:
-    """Return an owner as JSON values. Raises SpecError for one that files cannot hold."""
+    """Return an owner as JSON values. Raises SpecError for an owner that files cannot hold."""
     if isinstance(owner, bytes):
         return ["bytes", owner.hex()]
     if owner is None or (isinstance(owner, str | int) and not isinstance(owner, bool)):
@@ -59,7 +59,7 @@ def as_label(owner: Hashable) -> list[str | int | None]:
 
 
 def as_owner(label: list[str | int | None]) -> Hashable:
-    """Return the owner that `as_label` has made this of. Raises FormatError."""
+    """Return the owner from which `as_label` made this label. Raises FormatError."""
     try:
         kind, value = label
         return bytes.fromhex(str(value)) if kind == "bytes" else value

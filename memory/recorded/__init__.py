@@ -1,4 +1,4 @@
-"""Records decode steps and replays them for steps like them: as CUDA graphs, or as lists of calls on the CPU."""
+"""Records decode steps and replays them for similar steps: as CUDA graphs, or as lists of calls on the CPU."""
 
 from hybridmem.memory.recorded.model import RecordedModel, run_recorded
 

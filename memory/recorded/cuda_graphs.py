@@ -13,10 +13,10 @@ Run = Callable[[], Tensor]
 
 
 class Recording(Protocol):
-    """Holds the kernels that a run launched, to launch them again."""
+    """Holds the kernels that a run has launched, and launches them again."""
 
     output: Tensor
-    """The run's result, which each replay writes to the same address."""
+    """The run's result. Each replay writes its result to the same address."""
 
     def replay(self) -> None:
         """Launch the captured kernels again."""
@@ -24,7 +24,7 @@ class Recording(Protocol):
 
 
 class CudaGraphs:
-    """Captures runs as CUDA graphs that share their working memory, so no two may be replayed at once."""
+    """Captures runs as CUDA graphs, which share their working memory, so that no two may be replayed at once."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -43,7 +43,7 @@ class _CudaGraph:
         try:
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 self.output = run()
-        except BaseException:  # An exception may also come while the block is entered, which then is not left.
+        except BaseException:  # If one comes while the block is being entered, `__exit__` is not called.
             if torch.cuda.is_current_stream_capturing():
                 with suppress(RuntimeError):
                     self._graph.capture_end()

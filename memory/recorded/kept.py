@@ -1,4 +1,4 @@
-"""Keeps a limited number of recordings, one for each layout of steps, and counts how often other layouts came."""
+"""Keeps a limited number of recordings, one for each layout of steps, and counts how often other layouts occurred."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Generic, TypeVar
 RecordingT = TypeVar("RecordingT")
 
 _MOST_SEEN = 1024
-"""How many layouts without a recording are counted."""
+"""For how many layouts without a recording the occurrences are counted."""
 _IDLE_STEPS = 1024
-"""Another recording may take the place of one that was not used for this many steps.
+"""A recording that was not used for this many steps may be replaced by another.
 
-More layouts may come by turns than there may be recordings. Then some of them run without a recording. Otherwise each
-would be recorded again and again, and none would be replayed.
+More layouts may alternate than there may be recordings. Then some of these layouts run without a recording. Without
+this rule, each would be recorded again and again, and none would be replayed.
 """
 
 
 class Kept(Generic[RecordingT]):
-    """Keeps what is known of layouts: a recording, that there can be none, or how often they came.
+    """Keeps for each layout a recording, or that there can be none, or how often the layout occurred.
 
-    Several threads may use it, because each change is a single change of a dict.
+    Several threads may use it, because each change is a single operation on a dict.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Kept(Generic[RecordingT]):
         self.n_steps = 0
 
     def find(self, key: Hashable) -> RecordingT | None:
-        """Return the recording of a layout that comes now, if there is one."""
+        """Return the recording of a layout that occurs now, or None."""
         self.n_steps += 1
         if (found := self.recordings.get(key)) is None:
             return None
@@ -39,9 +39,9 @@ class Kept(Generic[RecordingT]):
         return found[0]
 
     def may_record(self, key: Hashable, *, after: int, most: int) -> bool:
-        """Count a layout without a recording.
+        """Count an occurrence of a layout without a recording.
 
-        True if it came `after` times before and one more recording may be kept.
+        True if the layout occurred `after` times before and one more recording may be kept.
         """
         n_before = self._n_seen.get(key, 0)
         if n_before is not None and n_before >= after and self._make_room(most):
@@ -56,11 +56,11 @@ class Kept(Generic[RecordingT]):
         self.recordings.move_to_end(key)
 
     def forget(self, key: Hashable) -> None:
-        """Drop the recording of a layout, which may be recorded later."""
+        """Drop the recording of a layout. The layout may be recorded again later."""
         self.recordings.pop(key, None)
 
     def refuse(self, key: Hashable) -> None:
-        """Note that there can be no recording of a layout, so that nobody tries again."""
+        """Remember that a layout cannot be recorded, so that nobody tries again."""
         self.recordings.pop(key, None)
         self._note(key, None)
 
@@ -71,7 +71,7 @@ class Kept(Generic[RecordingT]):
             self._n_seen.popitem(last=False)
 
     def _make_room(self, most: int) -> bool:
-        """Drop recordings that were not used for long. True if one more may be kept."""
+        """Drop recordings that were not used for a long time. True if one more recording may be kept."""
         for key, (_, used_at) in list(self.recordings.items()):
             if len(self.recordings) < most or self.n_steps - used_at <= _IDLE_STEPS:
                 break

@@ -1,10 +1,11 @@
-"""Records decode steps, and replays them for steps like them: as CUDA graphs, or as a list of calls on the CPU.
+"""Records decode steps and replays them for similar steps: as CUDA graphs, or as a list of calls on the CPU.
 
-A decode step is some hundreds of small kernels. A GPU runs them faster than the host can launch them one by one, and
-for one sequence on a CPU, the Python between them takes as long as they do. A recording runs the same kernels at the
-same addresses again; what differs from step to step is the plan, and plans of one layout are at the same addresses
-(`memory.blocks.staging`). So a recording serves every step whose `Step.layout` is that of the recorded step (as many
-requests, of as many tokens each, with page tables of the same capacity), under the same settings of torch.
+A decode step consists of some hundreds of small kernels. A GPU runs them faster than the host can launch them one by
+one. For one sequence on a CPU, the Python code between the kernels takes as long as the kernels do. A recording runs
+the same kernels at the same addresses again. Only the plan differs from step to step, and plans of one layout are at
+the same addresses (`memory.blocks.staging`). So a recording serves every step whose `Step.layout` is that of the
+recorded step, under the same settings of torch. Equal layouts mean as many requests, of as many tokens each, with page
+tables of the same capacity.
 """
 
 from __future__ import annotations
@@ -35,42 +36,45 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("hybridmem.memory")
 _MOST = 64
 _MOST_ROWS = 64
-"""A step on the CPU is recorded if it has at most this many tokens. With more rows, Python takes little of the time."""
+"""A step on the CPU is recorded if it has at most this many tokens.
+
+With more tokens, Python takes little of the time.
+"""
 _MOST_BYTES = 256 << 20
-"""The most bytes that recordings of one model keep in a memory, unfinished ones included."""
+"""The most bytes that all recordings of one model in a memory hold, including unfinished recordings."""
 _ENOUGH = 4
-"""This many first steps of a layout run without recording, because to record a step takes longer than to run it."""
+"""How many first steps of a layout run without recording, because recording a step takes longer than running it."""
 
 _PENDING_STEPS = 64
-"""Within this many steps a layout must come again for its second recording. Meanwhile no other layout is recorded."""
+"""Within how many steps a layout must occur again for its second recording. Meanwhile no other layout is recorded."""
 _NEVER = 1 << 62
 
 Model = Callable[[Step], Tensor]
 
 
 def run_recorded(model: Model, step: Step, *, most: int = _MOST) -> Tensor:
-    """Run a model on a step, or replay what it did in a step like it. It replays only on the CPU and with few tokens.
+    """Run a model on a step, or replay a recording of a similar step. It replays only on the CPU and for few tokens.
 
-    The first four steps of a layout just run. The next two are recorded. If both have made the same calls, all others
-    are replayed: the same kernels run on the same numbers, so logits are the same bits. A step also just runs if the
-    caller has put something into its `notes`; if its memory evicts or folds rows in it; within `torch.autocast` or
-    another mode that intercepts torch's operations; or if the model reads on the host which sequences are in the step,
-    or numbers (`tolist`, `numpy`), as experts do.
+    The first four steps of a layout are run. The next two are recorded. If both made the same calls, all later steps
+    are replayed: the same kernels run on the same numbers, so logits have the same bits. A step is also run, not
+    replayed, in these cases: the caller has put something into its `notes`; its memory evicts or folds rows in it; it
+    is within `torch.autocast` or another mode that intercepts torch's operations; or the model reads on the host which
+    sequences are in the step, or numbers (`tolist`, `numpy`), as mixtures of experts do.
 
-    What the model does may depend on the step's tensors and its numbers of tokens. It must not depend on anything that
-    its Python code counts or remembers, because a replay does not run Python code. Between steps, weights may change in
-    place, but must not be replaced. The next step overwrites `Step.token_ids` and `Step.positions`.
+    The model's result may depend on the step's tensors and its numbers of tokens. It must not depend on anything that
+    the model's Python code counts or remembers, because a replay does not run Python code. Between steps, weights may
+    change in place, but must not be replaced. The next step overwrites `Step.token_ids` and `Step.positions`.
 
     Args:
-        most: recordings of each model that a memory keeps. Another one takes the place of one that was not used for
-            1,024 steps.
+        most: how many recordings of each model a memory keeps. A new recording takes the place of one that was not used
+            for 1,024 steps.
 
-    Cost: to record takes about three times as long as to run. Recordings keep what a step computes, at most 256 MiB for
-        all of a model in a memory; a step that computes more than 128 MiB is not recorded.
+    Cost: recording a step takes about three times as long as running it. Recordings hold what a step computes: at most
+    256 MiB for all recordings of a model in a memory. A step that computes more than 128 MiB is not recorded.
     """
     if is_apart(step.token_ids.device) or step.notes or len(step.token_ids) > _MOST_ROWS or current_watch() is not None:
         return model(step)
-    # It is not imported at the top, because a device needs no compiler.
+    # This is not imported at the top, because on a device no compiler is needed.
     from hybridmem.memory.kernels.cpu.recording import has_modes
 
     if torch.is_autocast_enabled("cpu") or has_modes():
@@ -90,7 +94,7 @@ def run_recorded(model: Model, step: Step, *, most: int = _MOST) -> Tensor:
 
 
 class _CpuRecordings(Kept["Recording"]):
-    """Keeps the recordings of a model's steps in a memory, and knows the bytes of all that live."""
+    """Keeps the recordings of a model's steps in a memory, and counts the bytes of all recordings that are in use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +102,10 @@ class _CpuRecordings(Kept["Recording"]):
         self._pending: tuple[Hashable, int] | None = None
 
     def may_record(self, key: Hashable, *, after: int, most: int) -> bool:
-        """See `Kept.may_record`. It is also False while another layout waits for its second recording."""
+        """Count a layout as `Kept.may_record` does.
+
+        It is also False while another layout waits for its second recording.
+        """
         if self._pending is not None:
             pending, begun_at = self._pending
             if self.n_steps - begun_at <= _PENDING_STEPS:
@@ -109,7 +116,7 @@ class _CpuRecordings(Kept["Recording"]):
         return super().may_record(key, after=after, most=most)
 
     def record(self, model: Model, step: Step, key: Hashable, earlier: Recording | None) -> Tensor:
-        """Record a step while it runs. The second time, compare the recording with the first one."""
+        """Record a step while it runs. The second time, compare the new recording with the first one."""
         from hybridmem.memory.kernels.cpu.recording import Recording
 
         recording, watched = Recording(), step.watched()
@@ -129,13 +136,13 @@ class _CpuRecordings(Kept["Recording"]):
         return output.clone()
 
     def _free_bytes(self) -> int:
-        """Return the bytes that recordings may still keep."""
+        """Return how many bytes further recordings may hold."""
         found = (own() for own in list(self._living.values()))
         return _MOST_BYTES - sum(recording.n_bytes for recording in found if recording is not None)
 
 
 def _settings(device: str) -> Hashable:
-    """Return the settings of torch and of the environment that decide how to compute."""
+    """Return those settings of torch and of the environment that decide how results are computed."""
     return (
         torch.get_num_threads(),
         torch.is_grad_enabled(),
@@ -149,7 +156,7 @@ def _settings(device: str) -> Hashable:
 
 
 class _NoUploads:
-    """Forbids uploads while a step is captured: a graph would read other data when it is replayed. A `Watch`."""
+    """Is a `Watch` that forbids uploads while a step is captured, because a replayed graph would read other data."""
 
     def __init__(self, step: Step) -> None:
         self._step, self._is_over = step, False
@@ -162,36 +169,38 @@ class _NoUploads:
         raise StepError(why)
 
     def note(self, function: Callable[..., object], arguments: tuple[Any, ...], *, sets_up: bool = False) -> None:
-        """Do nothing: kernels of the CPU are in no graph."""
+        """Do nothing, because kernels on the CPU are not part of a CUDA graph."""
 
     def end(self) -> None:
         self._is_over = True
 
 
 class RecordedModel:
-    """Runs a model, and replays steps like an earlier one. Call it in place of the model.
+    """Runs a model, and replays recordings for steps like an earlier one. Call it in place of the model.
 
-    On a GPU the first step of a layout runs kernel by kernel, the second is captured in a CUDA graph, all others are
-    replayed. Logits are the same bits. Some steps have no layout and always run kernel by kernel: those whose requests
-    differ in their number of tokens, that read a choice of old rows (policies), or that fold rows into few bits. So do,
-    after one warning, steps in which the model waits for the device: a mixture of experts that counts on the host
-    because there are fewer choices than experts, or a recurrence that reads positions there (`States.begins`).
+    On a GPU, the first step of a layout runs kernel by kernel, the second is captured in a CUDA graph, and all others
+    are replayed. Logits have the same bits. Some steps have no layout and always run kernel by kernel: those whose
+    requests differ in their number of tokens, that read a choice of old rows (policies), or that fold rows into few
+    bits. After one warning, steps in which the model waits for the device also run kernel by kernel. Examples are a
+    mixture of experts that counts on the host because there are fewer choices than experts, and a recurrence that reads
+    positions there (`States.begins`).
 
     On the CPU it calls `run_recorded`.
 
-    Use it in one thread at a time, whatever the memories: graphs share their working memory. Make one for each thread.
+    Use it in one thread at a time, even with several memories, because graphs share their working memory. Make one for
+    each thread.
 
-    Weights may change in place between steps, not be replaced. What the model does may depend on the step's tensors and
-    its numbers of tokens, not on which sequences are in it: a replay does not check that.
+    Between steps, weights may change in place, but must not be replaced. The model's result may depend on the step's
+    tensors and its numbers of tokens, but not on which sequences are in it: a replay does not check that.
 
     Args:
-        model: (step) -> logits, such as a `models.LanguageModel`; other attributes are its own.
-        most: the most recordings that are kept; on the CPU, in each memory. A new one takes the place of one that was
-            not used for 1,024 steps.
-        record: captures a run on a device; for tests.
+        model: (step) -> logits, such as a `models.LanguageModel`. Other attributes are looked up in it.
+        most: how many recordings are kept: in all on a device, in each memory on the CPU. A new recording takes the
+            place of one that was not used for 1,024 steps.
+        record: captures a run on a device. Tests replace it.
 
-    Cost: a capture takes as long as two or three steps, and all graphs together the memory of one step's activations;
-        logits are copied once.
+    Cost: a capture takes as long as two or three steps. All graphs together take the memory of one step's activations.
+    Logits are copied once.
     """
 
     is_recordable = False
@@ -207,13 +216,13 @@ class RecordedModel:
         self._has_warned = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "model":  # While a copy is made, the model is not set yet.
+        if name == "model":  # While a copy of this object is made, `model` is not set yet.
             raise AttributeError(name)
         return getattr(self.model, name)
 
     @property
     def n_recordings(self) -> int:
-        """Return the number of graphs that it keeps."""
+        """Return the number of graphs that are kept."""
         return len(self._kept.recordings)
 
     def __call__(self, step: Step) -> Tensor:
@@ -239,7 +248,10 @@ class RecordedModel:
         return graph.output.clone()
 
     def _capture(self, step: Step) -> tuple[Graph, frozenset[PlaceKey]] | None:
-        """Capture a step, whose kernels do not run meanwhile, or warn and return None. A Ctrl-C waits until then."""
+        """Capture a step without running its kernels, or warn and return None.
+
+        A Ctrl-C waits until the capture ends.
+        """
         watch = _NoUploads(step)
         try:
             with uninterrupted(), step.while_captured() as twin:

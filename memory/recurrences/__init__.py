@@ -1,4 +1,4 @@
-"""Defines the recurrences, one file per family: the shapes of row and state, and the function that advances states."""
+"""Defines the recurrences, one file per family: the shapes of rows and states, and functions that advance states."""
 
 from hybridmem.memory.recurrences.convolution import CausalConv, ShortConv, short_conv_spec, window_tensors
 from hybridmem.memory.recurrences.delta_rule import DeltaRule, DeltaRuleShape

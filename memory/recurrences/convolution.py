@@ -1,7 +1,7 @@
 """Computes the short causal convolution over channels, alone (LFM2) or before another recurrence.
 
-y_t = sum over w of weight_w x_{t - W + 1 + w}, with taps of its own for each channel: "depthwise". The state is the
-last W - 1 rows.
+y_t = sum over w of weight_w x_{t - W + 1 + w}. It is "depthwise": each channel has its own taps. The state is the last
+W - 1 rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridmem.memory.state.access import Recurrence, States
 
 
 def window_tensors(n_channels: int, n_taps: int) -> tuple[StateTensor, ...]:
-    """Return the state of a convolution: its last n_taps - 1 rows in the memory's dtype; none for a single tap."""
+    """Return the state of a convolution: its last n_taps - 1 rows in the memory's dtype; none for one tap."""
     return (StateTensor("conv", (n_taps - 1, n_channels), dtype=None, ring=()),) if n_taps > 1 else ()
 
 
@@ -31,7 +31,7 @@ class CausalConv:
     Attributes:
         weight_WE: taps, the last one for the newest row.
         bias_E: bias, or None.
-        activation: True for silu afterwards.
+        activation: True to apply silu afterwards.
     """
 
     weight_WE: Tensor
@@ -39,7 +39,7 @@ class CausalConv:
     activation: bool = True
 
     def __call__(self, states: States, rows_TR: Tensor) -> Tensor:
-        """Convolve the first E elements of each row: (T, E). State 0 is the window."""
+        """Convolve the first E elements of each row: (T, E). State 0 is the convolution's window."""
         n_taps, n_channels = self.weight_WE.shape
         if n_taps > 1:
             weight, bias = self.prepared(states.kernels)
@@ -48,7 +48,7 @@ class CausalConv:
         return F.silu(out_TE) if self.activation else out_TE
 
     def prepared(self, kernels: Kernels) -> list[Prepared]:
-        """Return taps and bias as these kernels take them."""
+        """Return taps and bias in the form that these kernels take."""
         return self._weights.prepared(kernels)
 
     @cached_property
@@ -63,7 +63,7 @@ def short_conv_spec(n_channels: int, n_taps: int, name: str = "recurrence") -> R
 
 @dataclass(frozen=True)
 class ShortConv:
-    """Convolves rows as a layer's only recurrence. The gates of its input and output belong to the model."""
+    """Convolves rows, as the only recurrence of its layer. The gates of its input and output belong to the model."""
 
     conv: CausalConv
 

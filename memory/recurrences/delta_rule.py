@@ -1,13 +1,13 @@
-"""Computes the gated delta rule after a short convolution: each token erases, along its key, before it writes.
+"""Computes the gated delta rule after a short convolution: each token first erases along its key, then writes.
 
-Yang et al. 2024, "Gated Delta Networks", eq. 10, one decay a head (Qwen3-Next, Qwen3.5), and Kimi Team 2025, "Kimi
-Linear", eq. 1, one decay a key channel. For each head, with S as (V, N), k and q of length 1 and q scaled by
-1 / sqrt(N):
+Sources: Yang et al. 2024, "Gated Delta Networks", eq. 10, with one decay for each head (Qwen3-Next, Qwen3.5), and Kimi
+Team 2025, "Kimi Linear", eq. 1, with one decay for each key channel. For each head, with S as (V, N), k and q of length
+1, and q then scaled by 1 / sqrt(N):
 
     q, k, v = silu(conv(row))     w = exp(-exp(A_log) softplus(a + b_a))
     S = S diag(w)                 S = S + beta (v - S k) k^T     y = S q
 
-The output's norm and gate hold no state, so they stay with the model. A replay holds no matrix product.
+The output's norm and gate have no state, so the model computes them. Replaying old rows needs no matrix product.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class DeltaRuleShape:
     """Holds the sizes of a layer with the gated delta rule.
 
     Attributes:
-        n_heads, value_dim: heads of the values, and the size of each; n_heads is a multiple of n_key_heads.
-        n_key_heads, key_dim: heads of queries and keys, and the size of each.
-        d_conv: taps of the convolution.
+        n_heads, value_dim: the number of value heads, and the size of each. n_heads is a multiple of n_key_heads.
+        n_key_heads, key_dim: the number of heads of queries and keys, and the size of each.
+        d_conv: the number of taps of the convolution.
         decays_keys: True if each key channel has a decay of its own.
     """
 
@@ -82,8 +82,8 @@ class DeltaRule:
 
     Attributes:
         a_bias_A: (n_decays,) float32, which is added to a.
-        rate_A: (n_decays,) float32, which is -exp(A_log). If key channels have decays of their own, each head's number
-            is repeated for its channels. If both are None, the model computes the decays, and rows hold their
+        rate_A: (n_decays,) float32, which is -exp(A_log). If each key channel has a decay, the number of each head is
+            repeated for its channels. If both attributes are None, the model computes the decays, and rows hold their
             logarithms in place of a.
     """
 
@@ -98,7 +98,8 @@ class DeltaRule:
         x_TE = self.conv(states, rows)
         qk, v, kernels = x_TE[:, : 2 * shape.n_keys], x_TE[:, 2 * shape.n_keys :], states.kernels
         a_bias, to_length = self._weights.prepared(kernels)
-        # x / |x| as in flash-linear-attention, with 1e-6 under the root: an RMS norm whose weights set the length.
+        # This is x / |x| as in flash-linear-attention, with 1e-6 under the root, computed as an RMS norm whose weights
+        # set the length.
         qk = kernels.rms_norm(qk.float(), to_length, 1e-6 / shape.key_dim, n_groups=2 * shape.n_key_heads)
         q_TGN, k_TGN = qk.view(len(rows), 2, shape.n_key_heads, shape.key_dim).unbind(1)
         beta_TH = rows[:, shape.n_channels : shape.n_channels + shape.n_heads]
@@ -115,7 +116,7 @@ class DeltaRule:
     @cached_property
     def _weights(self) -> Weights:
         n, key_dim = self.shape.n_keys, self.shape.key_dim
-        # Weights of the norm: q gets the length 1 / sqrt(N), k the length 1.
+        # These are weights of the norm: q gets the length 1 / sqrt(N), k the length 1.
         to_length = torch.cat([torch.full((n,), 1.0 / key_dim), torch.full((n,), key_dim**-0.5)])
         return Weights(self.a_bias_A, to_length.to(self.conv.weight_WE.device))
 

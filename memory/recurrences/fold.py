@@ -17,13 +17,13 @@ Formula = Callable[[tuple[Tensor, ...], Tensor], tuple[tuple[Tensor, ...], Tenso
 class Fold:
     """Runs `state, y = f(state, row)` token by token in plain torch.
 
-    It makes a new family of five lines, and it is what the kernels are tested against.
+    A new family takes about five lines with it, and the kernels are tested against it.
 
     Args:
-        f: takes states, (S, *shape) each, and rows (S, *row_shape); returns the next states and outputs (S, ...). When
-            segments differ in length, later calls have fewer sequences.
+        f: takes states, (S, *shape) each, and rows (S, *row_shape); returns the next states and outputs (S, ...). If
+            segments differ in length, later calls get fewer sequences.
 
-    Cost: one call of `f` for each row of the longest segment, and a copy of rows and outputs.
+    Cost: one call of `f` for each row of the longest segment, and one copy of all rows and outputs.
     """
 
     def __init__(self, f: Formula) -> None:
@@ -36,7 +36,7 @@ class Fold:
             ys, ended = self._run(states.spec.family, states.start(), by_token.unbind())
             return torch.stack(ys, 1).flatten(0, 1), states.end(*ended)
 
-        # Longest first, so that the segments that have rows left are always the first ones.
+        # The longest segments come first, so that those with rows left are always the first ones.
         order = np.argsort(-counts, kind="stable")
         n_left = [int(np.count_nonzero(counts > t)) for t in range(int(counts.max()))]
         starts = states.cu_rows[:-1][order]
@@ -53,11 +53,11 @@ class Fold:
     def _run(
         self, family: str, current: tuple[Tensor, ...], rows: Iterable[Tensor]
     ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Run the formula on one token of each sequence after the other; return its outputs, and the last states.
+        """Run the formula on one token of each sequence at a time. Return the outputs, and the last states.
 
         Args:
-            current: start states, those of the longest sequences first.
-            rows: for each token, the rows of the sequences that are that long: never more than for the one before.
+            current: start states, with those of the longest sequences first.
+            rows: for each token, the rows of the sequences that are long enough. Their number never grows.
         """
         ys, ended = list[Tensor](), list[tuple[Tensor, ...]]()
         for row in rows:

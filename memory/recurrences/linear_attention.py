@@ -1,10 +1,11 @@
-"""Computes linear attention with one fixed decay a head: lightning attention (MiniMax-01), retention.
+"""Computes linear attention with one fixed decay for each head: lightning attention (MiniMax-01), retention.
 
-MiniMax 2025, "MiniMax-01", section 2.2; Sun et al. 2023, "Retentive Network", eq. 6. For each head, with S as (V, N):
+Sources: MiniMax 2025, "MiniMax-01", section 2.2; Sun et al. 2023, "Retentive Network", eq. 6. For each head, S is (V,
+N):
 
     S = w S + v k^T     y = S q
 
-A replay holds no matrix product.
+Replaying old rows needs no matrix product.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class LinearAttention:
     """Advances states by linear attention.
 
     Attributes:
-        log_decay_H: logarithm of the factor on a head's state at each token, float32, at most 0.
-        key_dim: size of queries and keys.
+        log_decay_H: for each head, the logarithm of the factor on its state at each token; float32, at most 0.
+        key_dim: the size of queries and keys.
     """
 
     log_decay_H: Tensor

@@ -1,12 +1,12 @@
 """Computes Mamba-1 as one recurrence over the convolution's input: convolution, small projections, selective scan.
 
-Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Alg. 2 and section 3.6; the optional
-norms of dt, B and C are Jamba's (Lieber et al. 2024, section 3.1).
+Source: Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Alg. 2 and section 3.6. The
+optional norms of dt, B and C are Jamba's (Lieber et al. 2024, section 3.1).
 
     x = silu(conv(row))        dt, B, C = split(W_x x)        dt = softplus(W_dt norm(dt) + b_dt)
     h = exp(dt A) h + dt B x   y = C h + D x
 
-The gate is not part of the state, so it stays with the model. A replay repeats the two small matrix products.
+The gate is not part of the state, so the model computes it. Replaying old rows repeats the two small matrix products.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class Mamba1:
         dt_bias_E: bias of dt, (E,).
         a_NE: -exp(A_log) transposed, float32.
         d_E: float32.
-        norms: splits dt, B and C and norms each; or None.
-        at_once: computes outputs and end states of (recurrence, states, rows) in one call, to the same bits; it returns
-            None for what it cannot. For few rows calls take longer than what they compute.
+        norms: a function that splits dt, B and C and normalizes each; or None.
+        at_once: a function of (recurrence, states, rows) that computes outputs and end states in one call, with the
+            same bits as the separate functions. It returns None for cases that it does not support. It is faster for
+            few rows, where calls take longer than what they compute.
     """
 
     conv: CausalConv
@@ -71,7 +72,7 @@ class Mamba1:
         return y_TE.to(rows.dtype), states.written()
 
     def prepared(self, kernels: Kernels) -> list[Prepared]:
-        """Return dt's bias, a and d as these kernels take them."""
+        """Return dt's bias, a and d in the form that these kernels take."""
         return self._weights.prepared(kernels)
 
     @cached_property
@@ -109,7 +110,7 @@ def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
 
 @dataclass(frozen=True)
 class _Product:
-    """Multiplies rows by a matrix that is found among the fields, so that the example can be moved to a device."""
+    """Multiplies rows by a matrix. The matrix is a field, so that the example can be moved to a device."""
 
     weight: Tensor
 

@@ -12,9 +12,9 @@ from hybridmem.memory.specs import RecurrentSpec
 from hybridmem.memory.state.access import Recurrence
 
 Example = Callable[[Generator], tuple[RecurrentSpec, Recurrence]]
-"""Makes a small layer with random weights in float32: its spec, and the recurrence that runs rows of that spec.
+"""A function that makes a small layer with random float32 weights: its spec, and the recurrence for rows of that spec.
 
-Rows of numbers between -1 and 1 must be valid, and must change the outputs.
+Any rows of numbers between -1 and 1 must be valid, and must change the outputs.
 """
 
 
@@ -23,10 +23,10 @@ class Family:
     """Describes a family of recurrences.
 
     Attributes:
-        name: name of the family, as in `RecurrentSpec.family`.
+        name: the name of the family, as in `RecurrentSpec.family`.
         example: makes a small layer, on which the conformance suite runs.
-        is_exact: True if a replay gives the bits of the first run. It does not if the recurrence contains a matrix
-            product, whose sums depend on the number of rows.
+        is_exact: True if replaying rows gives the same bits as the first run. That is false if the recurrence contains
+            a matrix product, whose sums depend on the number of rows.
     """
 
     name: str
@@ -38,7 +38,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register_family(name: str, *, is_exact: bool = True) -> Callable[[Example], Example]:
-    """Register a family: a decorator for the function that makes its example."""
+    """Register a family. This is a decorator for the function that makes the family's example."""
 
     def add(example: Example) -> Example:
         if name in FAMILIES:

@@ -1,12 +1,13 @@
 """Computes the real-gated linear recurrent unit of Griffin and RecurrentGemma, after a short convolution.
 
-De et al. 2024, "Griffin", eq. 1-4. For each channel, with gates from block-diagonal projections of the convolved input:
+Source: De et al. 2024, "Griffin", eq. 1-4. For each channel, with gates from block-diagonal projections of the
+convolved input:
 
     x = conv(row)               r = sigmoid(W_r x + b_r)     i = sigmoid(W_i x + b_i)
     a = exp(-8 r softplus(p))   h = a h + sqrt(1 - a^2) i x      y = h
 
-The first token of a sequence enters without the factor of the square root. The gates are part of the recurrence, so a
-replay repeats their matrix products.
+The first token of a sequence is added without the factor of the square root. The gates are part of the recurrence, so
+replaying old rows repeats their matrix products.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class RGLRU:
     """Advances states by the RG-LRU recurrence with a layer's weights.
 
     Attributes:
-        gate_weight_BIO, gate_bias_BO: the block-diagonal projections to both gates: B blocks of width I, O = 2 I
-            outputs each, those of the input gate first.
+        gate_weight_BIO, gate_bias_BO: the block-diagonal projections to both gates, in B blocks of width I. Each block
+            has O = 2 I outputs, with those of the input gate first.
         decay_E: softplus(p), float32.
     """
 
@@ -59,7 +60,8 @@ class RGLRU:
         log_a_TE = -_SHARPNESS * recurrent_TE.float() * self.decay_E
         scale_TE = torch.sqrt(-torch.expm1(2 * log_a_TE))
         first_rows = states.device_cu_rows[:-1]
-        is_begin = torch.as_tensor(states.sources[-1]) < 0  # Without a source state, the sequence begins here.
+        # A segment without a source state is the beginning of its sequence.
+        is_begin = torch.as_tensor(states.sources[-1]) < 0
         scale_TE[first_rows] = scale_TE[first_rows].masked_fill_(is_begin[:, None], 1.0)
         y_TE = states.kernels.linear_scan((x_TE * input_TE).float() * scale_TE, log_a_TE.exp(), states.slots(-1))
         return y_TE.to(rows.dtype), states.written()

@@ -1,7 +1,7 @@
-"""Computes RWKV-4's average of values, weighted by decaying exponentials of keys, and the token shift of all RWKVs.
+"""Computes RWKV-4's average of values, weighted by decaying exponentials of keys, and the token shift of every RWKV.
 
-Peng et al. 2023, "RWKV: Reinventing RNNs for the Transformer Era", eq. 16, kept in range as in appendix D. A replay
-holds no matrix product.
+Source: Peng et al. 2023, "RWKV: Reinventing RNNs for the Transformer Era", eq. 16. Numbers are kept in range as in
+appendix D. Replaying old rows needs no matrix product.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hybridmem.memory.specs import RecurrentSpec, StateTensor
 from hybridmem.memory.state.access import Recurrence, States
 
 _LOWEST = -1e38
-"""The exponent of an empty sum. It is about the lowest to which float32 can still add."""
+"""The exponent that stands for an empty sum. It is about the lowest number to which float32 can still add."""
 
 
 def rwkv4_spec(n_channels: int, name: str = "recurrence") -> RecurrentSpec:
     """Describe an RWKV-4 layer. Row: k and v.
-    State: numerator, denominator and the exponent by which both are scaled, float32.
+    State: numerator and denominator, and the exponent by which both are scaled, in float32.
     """
     sums = (StateTensor("numerator", (n_channels,)), StateTensor("denominator", (n_channels,)))
     return RecurrentSpec(
@@ -40,8 +40,8 @@ class RWKV4:
     """Advances states by the RWKV-4 recurrence with a layer's weights.
 
     Attributes:
-        decay_E: added to the exponent at each token, -exp(time_decay), float32.
-        first_E: added to the newest token's key for its own output, float32.
+        decay_E: what is added to the exponent at each token: -exp(time_decay), float32.
+        first_E: what is added to the newest token's key for that token's own output, float32.
     """
 
     decay_E: Tensor
@@ -69,7 +69,7 @@ def token_shift_spec(n_channels: int, name: str = "token_shift") -> RecurrentSpe
 @dataclass(frozen=True)
 class TokenShift:
     """Returns the row before each row, and zeros before the first.
-    It is computed as a convolution of two taps, of which the newer one is 0.
+    It is computed as a convolution with two taps, of which the newer one is 0.
     """
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:

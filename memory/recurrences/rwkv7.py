@@ -1,11 +1,11 @@
 """Computes RWKV-7's state evolution: a decay for each channel, and separate keys for erasing and for writing.
 
-Peng et al. 2025, "RWKV-7 Goose", eq. 16-17. For each head, with S as (V, N):
+Source: Peng et al. 2025, "RWKV-7 Goose", eq. 16-17. For each head, with S as (V, N):
 
     S = S diag(w) - (S kappa) (a * kappa)^T + v k^T     y = S r
 
-Token shift and low-rank projections, which make the rows, come before; group norm, bonus and gate, which come after y,
-hold no state. A replay holds no matrix product.
+The model computes the token shift and low-rank projections that make the rows, and the group norm, bonus and gate after
+y. None of these has a state here. Replaying old rows needs no matrix product.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RWKV7:
 
 @dataclass(frozen=True)
 class _Example:
-    """Runs RWKV-7 after it has made any row a valid one."""
+    """Runs RWKV-7 on rows of any numbers, which it first turns into valid rows."""
 
     fold: RWKV7
 

@@ -1,7 +1,7 @@
-"""Computes Mamba-2's state space duality: one decay a head, B and C shared by a group of heads, after a convolution.
+"""Computes Mamba-2's state space duality after a convolution: one decay per head, B and C shared by groups of heads.
 
-Dao & Gu 2024, "Transformers are SSMs", eq. 16 and section 7; in the words of the paper, for each head with its x, dt
-and A, and its group's B and C (keys and queries):
+Source: Dao & Gu 2024, "Transformers are SSMs", eq. 16 and section 7. In the words of the paper, for each head with its
+x, dt and A, and with B and C (keys and queries) of its group:
 
     x, B, C = silu(conv(row))     dt = clamp(softplus(dt + b_dt))
     h = exp(dt A) h + dt x B^T    y = h C + D x
@@ -33,9 +33,9 @@ class SSDShape:
     """Holds the sizes of a Mamba-2 layer.
 
     Attributes:
-        n_heads, head_dim: heads, and the channels of each.
-        n_groups, d_state: groups of heads that share B and C, and the size of each B and C.
-        d_conv: taps of the convolution.
+        n_heads, head_dim: the number of heads, and the number of channels of each.
+        n_groups, d_state: the number of groups of heads that share B and C, and the size of each B and C.
+        d_conv: the number of taps of the convolution.
     """
 
     n_heads: int
@@ -75,8 +75,8 @@ class SSD:
     """Advances states by the Mamba-2 recurrence with a layer's weights.
 
     Attributes:
-        dt_bias_H, a_H, d_H: float32; a is -exp(A_log). d may be None.
-        dt_limits: least and greatest dt, to which it is clamped.
+        dt_bias_H, a_H, d_H: float32 weights; a_H is -exp(A_log). d_H may be None.
+        dt_limits: the least and the greatest dt. Other values are clamped to these.
     """
 
     shape: SSDShape
@@ -110,7 +110,7 @@ class SSD:
         return Weights(self.dt_bias_H, self.a_H, self.d_H)
 
     def _at_once(self, kernels: Kernels) -> Callable[[Tensor, StateSlots, StateSlots], Tensor] | None:
-        """Return the function with which these kernels compute a whole call at once, or None if they have none."""
+        """Return the function of these kernels that computes a whole call at once, or None if they have none."""
         if (of := getattr(kernels, "SSDLayer", None)) is None:
             return None
         if (layer := self._layers.get(of)) is None:
@@ -121,7 +121,7 @@ class SSD:
 
     @cached_property
     def _layers(self) -> dict[Any, Callable[[Tensor, StateSlots, StateSlots], Tensor]]:
-        """Keep what each class of kernels has made of these weights."""
+        """Return a cache: a class of kernels -> the function that it has made for these weights."""
         return {}
 
 

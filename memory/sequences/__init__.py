@@ -1,4 +1,4 @@
-"""Computes positions: the ledger, packing, fold points, pages, rollback and drops. No tensors."""
+"""Computes positions, without tensors: the ledger, packing, fold points, pages, rollback and drops."""
 
 from hybridmem.memory.sequences.batch import count_tokens, why_no_ids
 from hybridmem.memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call

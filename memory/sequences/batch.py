@@ -1,4 +1,4 @@
-"""Packs requests of any lengths on one flat axis of tokens, and finds their outputs in the caller's order."""
+"""Packs requests of any lengths on one flat axis of tokens, and finds each request's outputs in the caller's order."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TokenLists:
 def read_pairs(requests: Requests) -> tuple[list[Sequence], list[Tokens]]:
     """Return the sequences, and the tokens of each, which are not checked yet.
 
-    Raises BatchError if there are no requests, if something is no request, or if a sequence occurs twice.
+    Raises BatchError if there are no requests, if an element is no request, or if a sequence occurs twice.
     """
     if not isinstance(requests, Iterable):
         raise BatchError(f"{requests!r} are no requests; give {{sequence: tokens}} or (sequence, tokens) pairs")
@@ -104,7 +104,7 @@ def read_tokens(
     Raises BatchError, which names the request and the value, if there are no tokens, or if one is no integer with 0 <=
     id < vocab_size, and stands for no row that `soft` has.
     """
-    # In a decode step, all tokens are checked at once.
+    # In a decode step, the tokens of all requests are checked at once.
     if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:
         return TokenLists(np.array(values, np.int64), np.ones(len(values), np.int64))
     if set(map(type, values)) == {list} and all(values):  # An engine passes lists, most of them with one token.
@@ -119,7 +119,7 @@ def read_tokens(
 
 
 def _are_late(values: list[Tokens]) -> TypeGuard[list[Tensor]]:
-    """True if all are integer tensors on a device for which the host would have to wait. Otherwise all are read now."""
+    """True if all are integer tensors on a device for which the host would have to wait. If False, all are read now."""
     return all(
         isinstance(x, Tensor) and is_apart(x.device) and x.dtype in _INTEGERS and x.dim() <= 1 and x.numel()
         for x in values
@@ -147,7 +147,8 @@ def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int, soft: Soft
         if tokens.device.type == "meta":
             raise BatchError(f"the tokens of {sequence!r} are a meta tensor and have no values; give real token ids")
         if tokens.dtype.is_floating_point or tokens.dtype.is_complex:
-            raise _not_integers(sequence, tokens, vocab_size)  # It is refused here, because numpy has no bfloat16.
+            # Such tensors are refused here, because numpy has no bfloat16.
+            raise _not_integers(sequence, tokens, vocab_size)
         tokens = tokens.detach().cpu().numpy()
     try:
         ids = np.asarray(tokens)
@@ -202,11 +203,12 @@ def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Pa
     """Pack requests for a step, short ones first. Those of equal lengths stay in the caller's order.
 
     Args:
-        tokens: the tokens of each request, in the caller's order.
-        slots, starts, peaks: (S,) of each sequence, in the same order. `starts` are the lengths before the step.
+        slots, starts, peaks: (S,) one number for each sequence, in the same order. `starts` are the lengths before the
+            step.
     """
     n = len(slots)
-    if len(tokens.flat) == n:  # With one token each, the result is that of the lines below, but nothing needs sorting.
+    # With one token for each request, the lines below would give the same result, but nothing needs sorting.
+    if len(tokens.flat) == n:
         return Packed(slots, starts, np.arange(n + 1), np.maximum(peaks, starts + 1), tokens.flat, starts, np.arange(n))
     order = np.argsort(tokens.counts, kind="stable")
     place = np.empty_like(order)
@@ -225,7 +227,7 @@ def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Pa
 
 
 def requests_of(packed: Packed, chosen: Int64s) -> tuple[Packed, Int64s]:
-    """Return a step with only these requests (s,), which ascend, and the packed indices (t,) of their tokens."""
+    """Return a step with only the requests `chosen` (s,), which ascend, and the packed indices (t,) of their tokens."""
     tokens = ranges(packed.cu_seqlens[:-1][chosen], packed.cu_seqlens[1:][chosen])
     return Packed(
         slots=packed.slots[chosen],

@@ -1,8 +1,8 @@
 """Cuts requests into chunks: the tokens of a request that one step takes. It computes positions only.
 
-Where attention has a policy or few bits, a query sees the body as it was before its step, so what it sees depends on
-where its prompt was cut. There requests are cut at multiples of GRID_TOKENS positions and nowhere else: the same text
-then sees the same rows, whatever shares its steps.
+If attention has a policy or few bits, a query sees the body as it was before its step. So what it sees depends on where
+its prompt was cut. Such prompts are cut at multiples of GRID_TOKENS positions and nowhere else. Then the same text sees
+the same rows, whichever requests share its steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from hybridmem.memory.blocks.arrays import Int64s, ceil_div, ranges
 
 GRID_TOKENS = 512
-"""The distance between cuts where it matters where requests are cut. It is how many tokens a step has by default."""
+"""The distance between cuts on the grid. It is also the default of how many tokens a step has."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,11 @@ class Chunks:
 
 
 def cut_anywhere(counts: Int64s, max_tokens: int, first: int = 0) -> Chunks:
-    """Cut requests of counts (S,) tokens, one after the other, into steps of `max_tokens`. The last may have fewer.
+    """Cut requests of counts (S,) tokens, one after the other, into steps of `max_tokens`.
 
-    The steps of the first `first` tokens, a multiple of `max_tokens`, are left out.
+    The last step may have fewer.
+
+    The steps of the first `first` tokens, where `first` is a multiple of `max_tokens`, are left out.
     """
     ends = counts.cumsum()
     begins, n_tokens = ends - counts, int(ends[-1])
@@ -59,7 +61,7 @@ def cut_on_grid(lengths: Int64s, counts: Int64s, max_tokens: int) -> Chunks:
     steps, last_step = np.zeros_like(starts), [-1] * len(counts)
     step, left = 0, max(max_tokens, GRID_TOKENS)
     sizes, owners = (ends - starts).tolist(), requests.tolist()
-    # The first chunks of all requests come first, then the second ones, and so on.
+    # The first chunks of all requests come first, then the second chunks, and so on.
     for i in np.argsort(numbers, kind="stable").tolist():
         if sizes[i] > left or last_step[owners[i]] == step:
             step, left = step + 1, max(max_tokens, GRID_TOKENS)

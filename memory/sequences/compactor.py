@@ -1,4 +1,4 @@
-"""Makes a free range where enough bytes are free but lie apart, by moving blocks that no open step reads."""
+"""Makes one large free range out of free bytes that lie apart, by moving blocks that no open step reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridmem.memory.interface import OpenStep, Stretch
 from hybridmem.memory.sequences.ledger import Ledger
 
 _MOST_MOVED = 40
-"""How many bytes may move for each byte asked for.
+"""The most bytes that may move for each byte asked for.
 
 By the bound in `memory.blocks.compaction`, 2 x 19 are enough if a 20th of the budget is free beyond the bytes asked
 for.
@@ -24,7 +24,7 @@ for.
 
 
 class Holders(Protocol):
-    """Declares what is read of the layer memories of one store: a part of `memory.layer_memories.LayerMemories`."""
+    """Declares what is read of the layer memories of one store. `memory.layer_memories.LayerMemories` has more."""
 
     def bytes_for(self, stretch: Stretch) -> Int64s: ...
     def held_bytes(self, *slots: int) -> int: ...
@@ -62,16 +62,16 @@ class Compactor:
         return True
 
     def _fixed_addresses(self) -> Int64s:
-        """Return the addresses of blocks that an open step may have read. Without one, there are none.
+        """Return the addresses of blocks that an open step may have read. If no step is open, there are none.
 
-        They are all blocks except those to which only sequences outside of steps refer. Cost: O(blocks of all
+        These are all blocks except those to which only sequences outside of steps refer. Cost: O(blocks of all
         sequences).
         """
         if not self._open_steps:
             return np.zeros(0, np.int64)
         is_busy, slots = self._ledger.is_busy, list(self._ledger.handles)
         fixed = {pool.name: pool.counts > 0 for pool, _ in self.layers.pools}
-        # Busy sequences come second, so that blocks to which both busy and idle ones refer stay fixed.
+        # Busy sequences come second, so that blocks to which both busy and idle sequences refer end up as fixed.
         for busy in (False, True):
             for slot in slots:
                 if is_busy[slot] == busy:

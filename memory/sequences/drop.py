@@ -11,11 +11,14 @@ from hybridmem.memory.interface import Dropped, DropsTokens
 
 
 class CannotDrop(ABC):
-    """Refuses to drop tokens, for layer memories whose old rows cannot move. So there is never a plan."""
+    """Refuses every drop, for layer memories whose old rows cannot move.
+
+    So the methods that need a plan are never called.
+    """
 
     @abstractmethod
     def why_not(self) -> str:
-        """Return the reason for the error: which layers cannot drop tokens."""
+        """Return the reason for the error message: which layers cannot drop tokens."""
 
     def plan_drop(self, dropped: Dropped) -> NoReturn:
         raise DropError(
@@ -43,7 +46,8 @@ def drop_from_all(memories: Seq[DropsTokens], dropped: Dropped) -> None:
     except BaseException as error:
         for memory, plan in plans:
             memory.abandon_drop(plan)
-        if isinstance(error, CapacityError):  # It counts one layer memory; report what all of them copy.
+        # The error counts the copies of one layer memory. Report the bytes that all of them copy.
+        if isinstance(error, CapacityError):
             n_bytes = [memory.bytes_to_drop(dropped) for memory in memories]
             free_bytes = error.free + sum(n_bytes[: len(plans)])
             what = "the rows behind the dropped tokens are copied and need"

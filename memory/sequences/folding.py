@@ -1,12 +1,13 @@
-"""Decides when rows fold into the body, and which rows a recurrence must run from which state.
+"""Decides when rows fold into the body, and over which rows a recurrence must run from which state.
 
-It computes positions and addresses only, no tensors.
+This module computes positions and addresses only, without tensors.
 
     position 0 ......... body_at ............... head_at .... start ............ end
                           | tail rows, verbatim ------------ | new rows of the step |
 
 A step needs each sequence's state at `start`, runs the new rows, and leaves a head at `end`. If `end` is far enough
-beyond the body, a new body is made on the way: among the old rows or, in a long prompt, among the new ones.
+beyond the body, the step makes a new body at a position in between: among the old rows or, in a long prompt, among the
+new ones.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ Fold = Literal["keep", "replay", "defer"]
 """The fold mode of recurrent layers, as an argument of `HybridMemory(fold=...)`."""
 
 NOTHING = -1
-"""Stands for no block in arrays of ids. As the address of a start state it means the state at position 0."""
+"""The id that means "no block". As the address of a start state it means the state at position 0."""
 
 
 class FoldMode(Enum):
-    """Says how a new body is made, and with which state a step begins.
+    """Says how a new body is made, and from which state a step starts.
 
-    KEEP and REPLAY hold a head, a state at the newest position, with which a step begins. With KEEP a new body is a
-    head that was kept when the sequence passed the fold point. With REPLAY the recurrence runs from the old body over
-    the rows in between again. DEFER holds no head: each step reads body and tail, and writes a new body when it passes
-    a fold point. NONE is for attention, which reads body and tail as they are.
+    KEEP and REPLAY hold a head, which is a state at the newest position, and a step starts from it. With KEEP, the new
+    body is a head that was kept when the sequence passed the fold point. With REPLAY, the recurrence runs again over
+    the rows from the old body to the new one. DEFER holds no head: each step reads body and tail, and writes a new body
+    when it passes a fold point. NONE is for attention, which reads body and tail as they are.
     """
 
     KEEP = "keep"
@@ -45,14 +46,14 @@ class FoldMode(Enum):
 
 @dataclass(frozen=True)
 class FoldPoints:
-    """Computes fold points: the multiples of `fold_tokens`. At these positions rows may fold, or pages may be released.
+    """Computes fold points, the multiples of `fold_tokens`, at which rows may fold or pages may be released.
 
-    Where a sequence has folded depends only on its peak, the furthest position that it has reached. So reruns agree on
-    it, and prefixes can be shared.
+    Where a sequence has folded depends only on its peak, the furthest position that it has reached. So feeding the same
+    tokens again folds at the same positions, and prefixes can be shared.
 
     Attributes:
         window_tokens: how many of the newest tokens never fold, counted from the peak.
-        fold_tokens: the distance of two fold points.
+        fold_tokens: the distance from one fold point to the next.
     """
 
     window_tokens: int
@@ -63,20 +64,20 @@ class FoldPoints:
         return np.maximum(0, peaks - self.window_tokens) // self.fold_tokens
 
     def last(self, peaks: Int64s) -> Int64s:
-        """Return (N,) the last fold point that each has passed: the greatest one <= peak - window_tokens, or 0."""
+        """Return (N,) the last fold point that each sequence has passed: at most peak - window_tokens, or 0."""
         return self.count(peaks) * self.fold_tokens
 
 
 @dataclass(frozen=True)
 class TailRules:
-    """Says at which position the body of a sequence is, how a new one is made, and how many rows a tail has.
+    """Says where the body of a sequence is, how a new body is made, and how many rows a tail has.
 
     Attributes:
-        points: the fold points. Bodies are at fold points, and their window is the rollback window.
-        mode: the fold mode. With KEEP, fold points are a window apart, so that one kept state is enough.
+        points: the fold points. Bodies are always at fold points. The window of `points` is the rollback window.
+        mode: the fold mode. With KEEP, fold points are one window apart, so that one kept state is enough.
         tail_rows: how many rows a sequence's ring has. A tail holds at most rollback_window + fold_tokens - 1 rows and
-            the overlap. The rest of the ring lets a short step write in place.
-        overlap_tokens: how many tokens before the body's position have their rows in the tail as well.
+            the overlap. The other rows of the ring let a short step write in place.
+        overlap_tokens: the rows of so many tokens before the body's position stay in the tail as well.
     """
 
     points: FoldPoints
@@ -86,11 +87,11 @@ class TailRules:
 
     @staticmethod
     def of(fold: Fold, rollback_window: int) -> TailRules:
-        """Return the rules of recurrences in a memory with this `fold` and window.
+        """Return the rules for recurrences in a memory with these values of `fold` and `rollback_window`.
 
         With "keep", fold points are a window apart, so a ring has two windows. With "replay" they are an eighth of the
         window apart, so a ring has 1.2 windows. With "defer" they are half a window apart, so that a step reads few
-        rows of the tail, and bodies are written rarely. Without a window there is no tail, and nothing to defer.
+        rows of the tail, and bodies are written rarely. If the window is 0, there is no tail, and nothing to defer.
         """
         mode, window = FoldMode(fold), rollback_window
         if window == 0:
@@ -100,7 +101,7 @@ class TailRules:
 
     @staticmethod
     def of_attention(rollback_window: int, fold_tokens: int, overlap_tokens: int) -> TailRules:
-        """Return the rules of attention whose rows fold `fold_tokens` at a time and stay in tails for the overlap."""
+        """Return the rules for attention whose rows fold `fold_tokens` at a time, and whose tails have an overlap."""
         return TailRules._with_ring(FoldMode.NONE, rollback_window, fold_tokens, overlap_tokens)
 
     @staticmethod
@@ -122,12 +123,12 @@ class TailRules:
 
     @property
     def keeps(self) -> bool:
-        """True if heads are kept at the fold point to which the body moves next."""
+        """True if a head is kept at the fold point to which the body moves next."""
         return self.mode is FoldMode.KEEP
 
     @property
     def has_heads(self) -> bool:
-        """True if there is a state at the newest position."""
+        """True if the fold mode holds a state at the newest position."""
         return self.mode is FoldMode.KEEP or self.mode is FoldMode.REPLAY
 
     @property
@@ -138,7 +139,7 @@ class TailRules:
     def body_at(self, peaks: Int64s) -> Int64s:
         """Return (N,) the positions of the bodies of sequences with these peaks.
 
-        The bodies of slimmed sequences (`memory.recurrent_state.RecurrentState.slim`) may be further.
+        Bodies of slimmed sequences (`memory.recurrent_state.RecurrentState.slim`) may be further ahead.
         """
         return self.points.last(peaks)
 
@@ -147,21 +148,24 @@ class TailRules:
         return (body_at // self.fold_tokens + 1) * self.fold_tokens
 
     def tail_at(self, body_at: NumberT) -> NumberT:
-        """Return the position of a tail's first row from the position of the body, or those of an array of them."""
+        """Return the position of a tail's first row, given the body's position.
+
+        Works for an array of positions, too.
+        """
         if not self.overlap_tokens:
             return body_at
         at = body_at - self.overlap_tokens
         return at * (at > 0)
 
     def held_blocks(self, stretch: Stretch, bodies: Int64s) -> tuple[Int64s, Int64s]:
-        """Return (4, N) states and (4, N) tails that sequences hold before, in and after a step.
+        """Return (4, N) states and (4, N) tails: how many each sequence holds before, in and after a step, and shares.
 
         Args:
-            bodies: (N,) where the bodies are now, for those that are further than the fold points say.
+            bodies: (N,) where the bodies are now, for bodies that are further ahead than the fold points say.
 
-        The last row counts what forks always share, which is nothing. A sequence that was rolled back may or may not
-        have a head or a kept state. So only its tail is counted, unless `stretch.at_most` asks for all that it may
-        have.
+        The last of the four rows counts what forks always share, which is nothing. A sequence that was rolled back may
+        or may not have a head or a kept state. So only its tail is counted, unless `stretch.at_most` asks for all that
+        it may have.
         """
         starts, ends, is_fresh = stretch.starts, stretch.ends, stretch.peaks == stretch.starts
         old_body = np.maximum(self.body_at(stretch.peaks), bodies)
@@ -173,7 +177,8 @@ class TailRules:
         fresh = is_fresh * _count(moves, self.has_heads & (ends > new_body) & ~old_head, leaves)
         after = (is_fresh | (ends >= stretch.peaks)) * _count(new_body > 0, new_head, new_kept)
         inside, none = np.maximum(before + fresh, after), np.zeros_like(starts)
-        if stretch.at_most:  # At most there are a new body, a head, and the states kept at two fold points.
+        # The most that there can be are a new body, a head, and the states kept at two fold points.
+        if stretch.at_most:
             most = ~is_fresh * (1 + self.has_heads + 2 * self.keeps)
             inside, after = inside + most, np.maximum(after, most)
         has_tail, grows = self.tail_rows > 0, ends - self.tail_at(old_body) > self.tail_rows
@@ -183,37 +188,37 @@ class TailRules:
         return np.stack([before, inside, after, none]), tails
 
     def _shortcuts(self, lengths: Int64s, body_at: Int64s) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return whether each sequence has a head, and whether it has a kept state, if it was never rolled back.
+        """Return masks: which sequences have a head, and which have a kept state, if they were never rolled back.
 
-        A head at a fold point becomes the kept state, so there is no head then.
+        A head at a fold point becomes the kept state, so such a sequence has no head.
         """
         has_kept = self.keeps & (self.next_fold(body_at) <= lengths)
         return self.has_heads & (lengths > body_at) & ~(has_kept & (lengths % self.fold_tokens == 0)), has_kept
 
 
 def _count(*are_there: NDArray[np.bool_]) -> Int64s:
-    """Return (N,) how many of these masks (N,) are true for each sequence."""
+    """Return (N,) for each sequence, how many of the given masks (N,) are true."""
     counts: Int64s = np.sum(are_there, axis=0)
     return counts
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Holds positions of states and ids of blocks, one column for each sequence, by slot or by request.
+    """Holds positions of states and ids of blocks. Each column belongs to one sequence, by slot or by request.
 
-    Positions count the tokens that a state has seen. After `drop` these are more than the sequence has, for a state
-    still contains the dropped tokens: position p of the sequence is p + offset of its states.
+    Positions count the tokens that a state has seen. After `drop` a state has seen more tokens than its sequence has,
+    because it still contains the dropped ones: position p of the sequence is position p + offset of its states.
 
         the sequence   0 ............... start ........ length
         its states     0 ......... end ............ length + offset
 
-    `kept` is the state at the fold point after the body, if it was kept. It and the head only save time: body and tail
-    are enough to compute them.
+    `kept` is the state at the fold point after the body, if it was kept. The kept state and the head only save time:
+    both can be computed from body and tail.
 
     Attributes:
         table: (9, n): body_at, head_at, kept_at, offset, floor, then the ids of body, head, kept and tail. The floor is
-            the earliest position of the sequence that has a state: before it, position + offset is that of a dropped
-            token, or the sequence is slimmed. Then it is at least 1, for a rollback to position 0 needs no state.
+            the earliest position of the sequence that has a state. Before it, position + offset is that of a dropped
+            token, or the sequence is slimmed. It is then at least 1, because a rollback to position 0 needs no state.
     """
 
     table: Int64s
@@ -295,7 +300,7 @@ EMPTY_COLUMN: Int64s = np.array([0, NOTHING, NOTHING, 0, 0, NOTHING, NOTHING, NO
 
 @dataclass(frozen=True)
 class StateAddresses:
-    """Holds the byte addresses (S,) of each request's states; NOTHING where there is none."""
+    """Holds the byte addresses (S,) of each request's states, or NOTHING if there is no such state."""
 
     old_body: Int64s
     old_head: Int64s
@@ -307,10 +312,10 @@ class StateAddresses:
 
 @dataclass(frozen=True)
 class Pass:
-    """Describes segments that one kernel call may run: rows [begin, end) of each of `requests`, from state to state.
+    """Describes the segments of one kernel call: rows [begin, end) of each of `requests`, with start and end states.
 
     Attributes:
-        is_replay: True if the rows are old ones from tails. Nobody needs their outputs.
+        is_replay: True if the rows are old rows from tails. Nobody needs their outputs.
         source, target: the byte addresses of the states before and after the rows.
     """
 
@@ -338,8 +343,8 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
     def add(is_replay: bool, mask: NDArray[np.bool_], begin: Int64s, end: Int64s, target: Int64s) -> None:
         passes.append(Pass(is_replay, mask.nonzero()[0], begin[mask], end[mask], source[mask], target[mask]))
 
-    # 1. Old rows up to the new body, unless that was kept. Some requests have a state beyond the new body. They run
-    # these rows from the old body, and go on from that state in the next passes.
+    # 1. Run old rows up to the new body, unless it was kept. Some requests have a state beyond the new body. They run
+    # these rows from the old body, and continue from that later state in the next passes.
     mask = fold > before.body_at
     if np.count_nonzero(mask) and (mask := mask & (fold <= starts) & (before.kept_at != fold)).any():
         is_beside = mask & (at >= fold)
@@ -347,19 +352,19 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
         at, source = np.where(is_beside, before.body_at, at), np.where(is_beside, states.old_body, source)
         add(True, mask, at, fold, states.new_body)
         at, source = np.where(mask, rest_at, at), np.where(mask, rest_source, source)
-    # 2. Old rows up to the first new one.
+    # 2. Run the other old rows, up to the first new one.
     mask = at < starts
     if np.count_nonzero(mask):
         add(True, mask, at, starts, states.new_head)
         source = np.where(mask, states.new_head, source)
-    # 3. New rows up to the new body, and then up to the fold point whose state is kept.
+    # 3. Run new rows up to the new body, and then up to the fold point whose state is kept.
     at = starts
     for position, target in ((fold, states.new_body), (after.kept_at, states.new_kept)):
         mask = position > at
         if np.count_nonzero(mask):
             add(False, mask, at, position, target)
             at, source = np.where(mask, position, at), np.where(mask, target, source)
-    # 4. New rows to the end.
+    # 4. Run new rows to the end.
     mask = ends > at
     if np.count_nonzero(mask):
         add(False, mask, at, ends, states.new_head)

@@ -1,14 +1,14 @@
-"""Holds signals back for a moment, so that a result is not lost on its way to the caller.
+"""Delays signals for a moment, so that a result is not lost on its way to the caller.
 
 Python runs the handler of a signal between two bytecodes of the main thread. So an interrupt may come anywhere, even
 between the last write of a function and its return, or before the first line of an `__exit__`. `memory.blocks.journal`
 keeps the books of a memory whole, whatever is raised. This file does what a journal cannot do:
 
-- `uninterrupted_call`: nothing is raised on the way from the block to the caller, so that a result is never lost. A
-  block that can still undo its work calls `deliver` at its end, and undoes it if that raises.
+- `uninterrupted_call`: no handler raises between the block's end and the caller, so that a result is never lost. A
+  block that can still undo its work calls `deliver` at its end, and undoes the work if `deliver` raises.
 - `uninterrupted`: no handler of a signal runs inside the block. If signals came, their handlers run at its end.
-- `Lease`: the block may be interrupted. Whether it still runs is computed, not noted by its last line, because that
-  line may never run.
+- `Lease`: the block may be interrupted. Whether it still runs is computed. Its last line could not note it, because
+  an interrupted block never runs that line.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from operator import methodcaller
 from types import FrameType
 from typing import Any
 
-# These are the functions that `signal` wraps. It converts numbers to enums, which takes several times as long as the
-# system call.
+# The module `signal` wraps these functions of `_signal`. The wrappers convert numbers to enums, which takes several
+# times as long as the system call.
 try:
     from _signal import getsignal as _get_handler
     from _signal import signal as _set_handler
@@ -39,11 +39,10 @@ _HELD_SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(s
 
 
 class uninterrupted:
-    """Let signals wait until the block is done, so that no change in it stops half-way.
+    """Delay signals until the block ends, so that no change inside the block stops half-way.
 
-    These are Ctrl-C and the signals that programs use for timeouts, where Python functions handle them. Python
-    interrupts only the main thread. In other threads this does nothing, nor for a signal that is not Python's to
-    handle.
+    The signals are Ctrl-C and those that programs use for timeouts, if Python functions handle them. Python interrupts
+    only the main thread, so in other threads this does nothing.
     Cost: some four microseconds.
     """
 
@@ -57,18 +56,18 @@ class uninterrupted:
                 if callable(handler := _get_handler(number)):
                     self._previous[number] = handler
                     _set_handler(number, self._hold)
-        except BaseException:  # A signal came whose handler was not replaced yet.
+        except BaseException:  # A signal came before its handler was replaced.
             self._restore()
             raise
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        # The frame is not kept, because its variables, such as an `uninterrupted_call`, would live on.
+        # The frame is not kept: it would keep its variables alive, such as an `uninterrupted_call`.
         self._arrived.append(number)
 
     def __exit__(self, *error: object) -> None:
         try:
             self._restore()
-        except BaseException:  # A signal came whose handler is back already, while others are not.
+        except BaseException:  # A signal came whose handler is already restored, while other handlers are not.
             self._restore()
             raise
         for number in dict.fromkeys(self._arrived):
@@ -80,9 +79,9 @@ class uninterrupted:
 
 
 class _End(weakref.ref[Any]):
-    """Refers weakly to a block.
+    """Is a weak reference to the object of a `with` block.
 
-    When the block dies, C functions run one after the other, with no bytecode of Python between.
+    When the object dies, its C callbacks run one after the other, with no Python bytecode in between.
     """
 
     __slots__ = ()
@@ -91,13 +90,13 @@ class _End(weakref.ref[Any]):
 
 
 class _Waiting:
-    """Handles signals while an `uninterrupted_call` waits, and notes which of them came.
+    """Handles signals while an `uninterrupted_call` waits, and notes which signals came.
 
-    It must not refer to the block, because the block's death ends the wait. So it keeps no frame either.
+    It must not refer to the `uninterrupted_call`, whose death ends the wait. So it keeps no frame either.
 
     Attributes:
-        previous: the numbers of signals, and the handlers that they had before.
-        ends: the functions that are called when the block dies, the last one first.
+        previous: the numbers of signals, each with the handler that it had before.
+        ends: the functions that are called when the `uninterrupted_call` dies, the last one first.
         come: the numbers of the signals that have come.
     """
 
@@ -109,13 +108,13 @@ class _Waiting:
         self.come: list[int] = []
 
     def hold(self, number: int, handler: Any, block: uninterrupted_call) -> None:
-        """Handle a signal instead of `handler`, until the block dies."""
+        """Handle a signal instead of `handler`, until `block` dies."""
         self.previous.append((number, handler))
         _set_handler(number, self)
         self.ends.append(_End(block, methodcaller("set_handler", number, handler)))
 
     def wait_for(self, block: uninterrupted_call) -> None:
-        """Arrange that the block's death restores the handlers, and then runs those of the signals that have come."""
+        """Make the death of `block` restore the handlers, and then run the handlers of the signals that have come."""
         n_ready = -1
         while n_ready != len(self.come):  # A signal may come while the loop runs.
             n_ready = len(self.come)
@@ -137,42 +136,43 @@ class _Waiting:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.come.append(number)
-        if not self.ends:  # The block is only being entered, or has failed.
+        if not self.ends:  # The block is only being entered, or entering it has failed.
             return
         block = self.ends[-1]()
         if block is not None and block.is_in_call(frame):
             self.wait_for(block)
         else:
-            # Its function has returned. Either an error that somebody keeps holds the frame, or it died in another
-            # thread.
+            # The block's function has returned, but its object is alive, because an error that somebody keeps holds the
+            # frame. Or the object died in another thread.
             self.give_up()
             self.deliver()
 
 
 class uninterrupted_call:
-    """Let a Ctrl-C wait until the function that holds this in a variable has returned.
+    """Delay a Ctrl-C until the function that holds this object in a variable has returned.
 
     Use it as `with uninterrupted_call() as held: ...`. A Ctrl-C that has come by then is raised in the caller, after
-    the caller has the result. If the block raises, there is no result, and the wait ends with the block.
+    the caller has the result. If the block raises, there is no result, and the delay ends with the block.
 
-    An error that somebody keeps holds the frames of all callers with their variables, even of callers that go on. So a
-    function that calls code which may keep an error writes `del held` before `return result`. No handler runs between
-    the two.
-    Cost: some three microseconds, ten with `holds_all`.
+    An error that somebody keeps holds the frames of all callers with their variables, even of callers that continue. So
+    a function whose callees may keep an error writes `del held` before `return result`. No handler runs between these
+    two statements.
+    Cost: some three microseconds, or ten with `holds_all`.
 
     Args:
-        holds_all: let the signals of timeouts wait as well; see `uninterrupted`.
+        holds_all: delay the signals of timeouts as well; see `uninterrupted`.
     """
 
     __slots__ = ("__weakref__", "_frame_id", "_numbers", "_waiting")
 
     def __init__(self, *, holds_all: bool = False) -> None:
-        self._frame_id = id(sys._getframe(1))  # It is not the frame itself, because the frame refers to this object.
+        # The id is kept instead of the frame, because the frame refers to this object.
+        self._frame_id = id(sys._getframe(1))
         self._waiting: _Waiting | None = None
         self._numbers = _HELD_SIGNALS if holds_all else _CTRL_C
 
     def is_in_call(self, frame: FrameType | None) -> bool:
-        """Return True if the function that made this still runs: its frame is `frame` or one of its callers."""
+        """Return True if the function that made this object still runs: its frame is `frame` or one of its callers."""
         while frame is not None and id(frame) != self._frame_id:
             frame = frame.f_back
         return frame is not None
@@ -187,19 +187,19 @@ class uninterrupted_call:
                     waiting.hold(number, handler, self)
             if waiting.come:
                 waiting.wait_for(self)
-        except BaseException:  # A signal came whose handler was not replaced yet.
+        except BaseException:  # A signal came before its handler was replaced.
             waiting.give_up()
             raise
         return self
 
     def deliver(self) -> None:
-        """Raise what has come so far. Call it last, while the block can still undo all its work."""
+        """Raise the signals that have come so far. Call it last, while the block can still undo all its work."""
         if (waiting := self._waiting) is not None:
             waiting.ends = waiting.ends[-len(waiting.previous) :]
             waiting.deliver()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # Otherwise the traceback would keep the variable alive.
+        # The wait must end here, because the traceback keeps the variable alive.
         if kind is not None and (waiting := self._waiting) is not None:
             waiting.give_up()
             waiting.deliver()
@@ -208,8 +208,8 @@ class uninterrupted_call:
 class Lease:
     """Says whether a block runs: in `with lease.take(): ...`, and only there, `lease.is_taken` is True.
 
-    What `take` returns lives only on the stack of the `with` statement. So it is gone when the block has ended, however
-    it ended.
+    The object that `take` returns lives only on the stack of the `with` statement. So it is gone when the block has
+    ended, even by an exception.
     """
 
     def __init__(self) -> None:

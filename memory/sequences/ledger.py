@@ -22,8 +22,8 @@ _COLUMNS = ("lengths", "peaks", "backs", "_writable", "is_busy", "is_away", "_is
 class Ledger:
     """Holds the slots, lengths and tokens of all sequences. Slots are reused, ids are not.
 
-    The records of a slot are its handle, length, peak, buffer of tokens and drops, and whether it is swapped out.
-    Everything else follows from them: see `rebuild`.
+    The records of a slot are its handle, length, peak, buffer of tokens, drops, and whether it is swapped out.
+    Everything else is computed from the records: see `rebuild`.
 
     Args:
         journal: the memory's journal.
@@ -32,7 +32,7 @@ class Ledger:
         backs: (n_slots,) by how many rotary positions a slot's tokens move text behind them back (`soft_tokens`).
         is_busy, is_away: (n_slots,) True while the sequence is in an open step, and while it is swapped out.
         handles: slot -> the handle of an open sequence or checkpoint.
-        n_drops: the number of the latest drop.
+        n_drops: how many drops there were so far, which is the number of the latest drop.
     """
 
     def __init__(self, owner: SequenceOwner, journal: Journal) -> None:
@@ -45,7 +45,7 @@ class Ledger:
         self.handles: dict[int, Sequence] = {}
         self._owner = weakref.ref(owner)
         self._buffers: dict[int, TokenBuffer] = {}  # Maps a slot to the buffer of its tokens, once it has any.
-        self._writable = np.zeros(16, np.int64)  # Slots may write into their buffers up to here. 0: not known.
+        self._writable = np.zeros(16, np.int64)  # Slots may write into buffers up to here; 0: not known.
         self._reserved: dict[int, Int64s] = {}  # Maps a slot to a larger array, for the tokens of an open step.
         self._is_checkpoint = np.zeros(16, np.bool_)
         self._free_slots = list(range(15, -1, -1))
@@ -57,7 +57,7 @@ class Ledger:
         self._found_usable: list[tuple[list[Sequence], Int64s]] = []  # Each change makes a new list.
 
     def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
-        """Open an empty sequence in a free slot. All that is forked from the same sequence has the same `lineage`."""
+        """Open an empty sequence in a free slot. All sequences forked from the same one have the same `lineage`."""
         if not self._free_slots:
             self._grow()
         slot, id = self._free_slots[-1], self._n_opened
@@ -70,12 +70,12 @@ class Ledger:
         return handle
 
     def _forget(self, handle: Sequence) -> None:
-        """Undo that a sequence was opened."""
+        """Remove a sequence that was just opened."""
         self.handles.pop(handle.slot, None)
         handle.closed = True
 
     def _grow(self) -> None:
-        """Double the number of slots, because all are in use. It does no harm if an exception stops it half-way."""
+        """Double the number of slots, because all are in use. An exception may stop it half-way without harm."""
         n = len(self.handles)
         for name in _COLUMNS:
             setattr(self, name, np.pad(getattr(self, name)[:n], (0, n)))
@@ -129,7 +129,7 @@ class Ledger:
         self._rebuild_buffers(horizon_of)
 
     def _rebuild_buffers(self, horizon_of: Callable[[int], int]) -> None:
-        """Find out who holds each buffer of tokens. Later, `reserve` finds out who may write to it."""
+        """Find which slots hold each buffer of tokens. `reserve` later finds which slot may write to it."""
         self._families = {}
         for held in self._buffers.values():
             held.clear()
@@ -164,7 +164,7 @@ class Ledger:
         return self._buffers[slot].ids[: self.lengths[slot]] if slot in self._buffers else EMPTY
 
     def reserve(self, packed: Packed) -> None:
-        """Make room for a step's tokens, until `vacate`, so that nothing in `append` can fail."""
+        """Make room for a step's tokens, until `vacate`, so that `append` cannot fail."""
         for i in (packed.ends > self._writable[packed.slots]).nonzero()[0].tolist():
             slot, start, end = int(packed.slots[i]), int(packed.starts[i]), int(packed.ends[i])
             buffer = self._buffers.get(slot)
@@ -178,11 +178,11 @@ class Ledger:
             self._reserved[slot] = ids
 
     def _reach(self, buffer: TokenBuffer, *, but: int | None = None) -> int:
-        """Return the greatest length of sequences and checkpoints in a buffer, except that of the live slot `but`."""
+        """Return the greatest length of sequences and checkpoints in a buffer, leaving out the live slot `but`."""
         return max([buffer.checkpoint_tokens, *(int(self.lengths[slot]) for slot in buffer.live if slot != but)])
 
     def _place(self, slot: int, ids: Int64s) -> None:
-        """Move the slot's tokens into `ids`. If it is the writer of its buffer, all others there move with it."""
+        """Move the slot's tokens into `ids`. If the slot is its buffer's writer, the other holders move with it."""
         buffer = self._buffers.get(slot)
         if buffer is not None and buffer.writer == slot:
             buffer.ids = ids
@@ -192,7 +192,7 @@ class Ledger:
         self._writable[slot] = len(ids)
 
     def _leave_buffer(self, sequence: Sequence) -> None:
-        """Take a slot out of its buffer of tokens, and free what no other slot holds."""
+        """Remove a slot from its buffer of tokens, and free the tokens that no other slot holds."""
         buffer = self._buffers.pop(sequence.slot, None)
         self._writable[sequence.slot] = 0
         if buffer is None:
@@ -213,7 +213,7 @@ class Ledger:
         self._journal.after(self._trim, buffer)
 
     def _go_back_to(self, slot: int, length: int) -> None:
-        """Stop a slot from writing to its buffer until `reserve` has found out if others there hold more tokens."""
+        """Stop a slot from writing to its buffer until `reserve` has checked whether other holders have more tokens."""
         buffer = self._buffers.get(slot)
         self._writable[slot] = 0
         if buffer is not None and buffer.writer == slot:
@@ -221,8 +221,8 @@ class Ledger:
             self._journal.after(self._trim, buffer, length)
 
     def _trim(self, buffer: TokenBuffer, at_least: int = 0) -> None:
-        """Shrink a buffer if it is far larger than its holders need. One of them needs `at_least` tokens."""
-        # With `at_least`, most calls of `_reach` are saved.
+        """Shrink a buffer if it is far larger than its holders need. One of the holders needs `at_least` tokens."""
+        # Checking `at_least` first saves most calls of `_reach`.
         if buffer.writer is None and is_roomy(buffer.ids, at_least) and is_roomy(buffer.ids, n := self._reach(buffer)):
             buffer.ids = buffer.ids[:n].copy()
 
@@ -244,7 +244,7 @@ class Ledger:
         self.lengths[slots], self.peaks[slots], self.backs[slots] = lengths, peaks, backs
 
     def occupy(self, slots: Int64s) -> None:
-        """Note that these slots are in an open step, until `vacate`."""
+        """Mark these slots as being in an open step, until `vacate`."""
         self.is_busy[slots] = True
         self._found_usable = []
 
@@ -262,7 +262,7 @@ class Ledger:
             self._seams[slot] = tuple(seam for seam in self._seams[slot] if seam[0] <= to)
 
     def reset(self, slot: int) -> None:
-        """Put a slot back to position 0, as if nothing had ever been fed."""
+        """Return a slot to position 0, as if it had never been fed."""
         self._note(self.handles[slot])
         self._leave_buffer(self.handles[slot])
         self.lengths[slot] = self.peaks[slot] = self.backs[slot] = 0
@@ -282,9 +282,9 @@ class Ledger:
         self._seams[slot] = (*before, (changed_from, self.n_drops))
 
     def drops(self, slot: int) -> tuple[tuple[int, int], ...]:
-        """Return pairs (position, drop): from that position on, memory is not what feeding the tokens would give.
+        """Return pairs (position, drop): from this position on, memory is not what feeding the tokens would give.
 
-        The reason is the drop with this number. Slots with an equal pair have that drop in common.
+        The drop with this number is the reason. Slots with an equal pair have this drop in common.
         """
         return self._seams.get(slot, ())
 
@@ -299,7 +299,7 @@ class Ledger:
         self.restore_position(slot, len(ids), peak, ())
 
     def restore_position(self, slot: int, length: int, peak: int, drops: tuple[tuple[int, int], ...]) -> None:
-        """Set how many of its tokens a slot holds, its peak and its drops."""
+        """Set a slot's length, peak and drops."""
         self._note(self.handles[slot])
         self.lengths[slot], self.peaks[slot] = length, peak
         self.backs[slot] = positions_back(self.tokens(slot)).sum()
@@ -308,14 +308,14 @@ class Ledger:
             self._seams[slot], self.n_drops = drops, max(self.n_drops, drops[-1][1])
 
     def send_away(self, slot: int, horizon: int, n_bytes: int) -> None:
-        """Note that a slot is swapped out until `bring_back`, and remember its horizon and its bytes."""
+        """Mark a slot as swapped out until `bring_back`, and remember its horizon and its bytes."""
         self._note(self.handles[slot])
         self._swapped[slot] = horizon, n_bytes
         self.is_away[slot] = True
         self._found_usable = []
 
     def bring_back(self, slot: int) -> None:
-        if slot in self.handles:  # A slot that has just been closed has noted it.
+        if slot in self.handles:  # A slot that has just been closed is in the journal already.
             self._note(self.handles[slot])
         self._swapped.pop(slot, None)
         self.is_away[slot] = False
@@ -325,7 +325,7 @@ class Ledger:
         return self._swapped[slot][0] if slot in self._swapped else None
 
     def bytes_away(self, slots: Int64s) -> Int64s:
-        """Return (S,) the bytes of each sequence that are swapped out."""
+        """Return (S,) how many bytes of each sequence are swapped out."""
         if not self._swapped:
             return np.zeros_like(slots)
         return np.array([self._swapped[slot][1] if slot in self._swapped else 0 for slot in slots.tolist()], np.int64)
@@ -334,7 +334,7 @@ class Ledger:
         """Make each target's record a copy of its source's, all at once. Tokens are shared.
 
         Args:
-            horizon_of: slot -> horizon, for a target that already remembers what its source does.
+            horizon_of: slot -> horizon, for a target that already holds the memory of its source.
         """
         before = [(target, self._buffers.get(target.slot)) for target in targets]
         records = [
@@ -358,7 +358,7 @@ class Ledger:
                 self._families.setdefault(lineage, {})[buffer] = None
             elif buffer is not None and buffer is not own:
                 buffer.live.add(slot)
-        # Old buffers are released after all targets have new ones. Otherwise wanted tokens could be freed.
+        # Old buffers come last, because the old buffer of one target may hold the tokens of another's source.
         for (target, own), source in zip(before, sources, strict=True):
             if target is not source and own is self._buffers.get(target.slot):
                 self._go_back_to(target.slot, int(self.lengths[target.slot]))
@@ -369,7 +369,7 @@ class Ledger:
     def checkpoints(self, sequence: Sequence) -> list[Sequence]:
         """Return the open checkpoints of the sequence's family that are not swapped out, oldest first."""
         return [
-            # Other threads may open sequences meanwhile, so this is a copy.
+            # This is a copy, because other threads may open sequences meanwhile.
             handle for handle in [*self.handles.values()]
             if handle.is_checkpoint and handle.lineage == sequence.lineage and not self.is_away[handle.slot]
         ]  # fmt: skip
@@ -378,8 +378,8 @@ class Ledger:
         """Return the furthest position <= `to` that a checkpoint of the family reaches, and the checkpoint; or 0, None.
 
         Up to that position the checkpoint must have the sequence's tokens, and remember them as the sequence does or as
-        if they were fed anew.
-        Cost: O(log checkpoints) for each of their buffers, O(to) where it has more of the sequence than others.
+        if they were fed anew. Cost: O(log checkpoints) for each buffer of the family's checkpoints, and O(to) for a
+        buffer that has more tokens in common with the sequence than the others.
         """
         tokens, own = self.tokens(sequence.slot)[:to], self._buffers.get(sequence.slot)
         family = self._families.get(sequence.lineage, {})
@@ -387,7 +387,7 @@ class Ledger:
         for buffer in sorted(family, key=lambda buffer: buffer is not own):
             limit = min(to, buffer.checkpoint_tokens)
             if limit <= best[0] or buffer.ids[best[0]] != tokens[best[0]]:
-                continue  # In most buffers, this one token differs already.
+                continue  # In most buffers, this one token is already different.
             if buffer is not own:
                 limit = common_prefix(tokens, buffer.ids[:limit])
             # Tokens dropped from the longest checkpoint were dropped from all others that are long enough, too.
@@ -399,7 +399,7 @@ class Ledger:
     def check_usable(self, sequence: Sequence, *, to_advance: bool = True, may_be_away: bool = False) -> None:
         """Raise SequenceError unless the handle is of this memory, open, in no open step, and not swapped out.
 
-        With `to_advance` it must not be a checkpoint either. With `may_be_away` it may be swapped out.
+        With `to_advance` it must not be a checkpoint. With `may_be_away` it may be swapped out.
         """
         if type(sequence) is not Sequence or self.handles.get(sequence.slot) is not sequence:
             self.check_open(sequence)
@@ -437,11 +437,11 @@ class Ledger:
             raise SequenceError(f"{target!r} was not taken from {sequence!r} or its family; fork it instead")
 
     def check_all_usable(self, sequences: list[Sequence]) -> Int64s:
-        """Raise SequenceError unless all can be advanced, as `check_usable` does. Return their slots (S,).
+        """Raise SequenceError unless `check_usable` allows all sequences to advance. Return their slots (S,).
 
-        It is called when a step is made and again when it is entered. Mostly nothing has changed in between.
+        It is called when a step is made, and again when it is entered. In most cases nothing has changed in between.
         """
-        # This is read first: another thread that changes something from here on puts a new list in its place.
+        # This is read first, because a change in another thread from here on replaces the list by a new one.
         found = self._found_usable
         for known, slots in found:
             if known == sequences:
@@ -473,7 +473,7 @@ class Ledger:
             raise IntegrityError(f"the record of slot {slot} contradicts itself: {handle!r}, furthest {peak}")
 
     def _check_buffers(self) -> None:
-        """Raise IntegrityError unless buffers and slots refer to each other, and none reaches beyond its writer."""
+        """Raise IntegrityError unless buffers and slots refer to each other, and writers are the longest holders."""
         live: dict[TokenBuffer, set[int]] = {buffer: set() for buffer in self._buffers.values()}
         checkpoints: dict[TokenBuffer, list[Sequence]] = {buffer: [] for buffer in live}
         for slot, buffer in self._buffers.items():

@@ -15,7 +15,7 @@ _ELSEWHERE = (
 
 
 class _Ended:
-    """Replaces the parts of a memory that has ended: every use raises SequenceError."""
+    """Replaces the parts of a memory that has ended. Every use of it raises SequenceError."""
 
     def __init__(self, why: str, kept: object) -> None:
         self._why, self._kept = why, kept
@@ -31,11 +31,11 @@ class _Ended:
 
 
 class Lifetime:
-    """Is the base class of what can be ended. After that, every use of its parts raises SequenceError.
+    """Is the base class of objects that can be ended. After the end, every use of their parts raises SequenceError.
 
     Attributes:
         parts: the names of the attributes that are replaced at the end.
-        why_ended: the reason, for the error. None until it is ended.
+        why_ended: the reason, for the error message. None until the object is ended.
     """
 
     parts: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Lifetime:
         _alive.add(self)
 
     def end(self, why: str, *, keeps: bool = False) -> None:
-        """End this object. Free its parts, or hold them untouched if `keeps` is True."""
+        """End this object. Free its parts; if `keeps` is True, hold them untouched instead."""
         parts = {name: getattr(self, name) for name in self.parts}
         ended: dict[str, object] = dict.fromkeys(parts, _Ended(why, parts if keeps else None))
         vars(self).update(ended | {"why_ended": why})
@@ -55,7 +55,7 @@ _alive: weakref.WeakSet[Lifetime] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """End all memories in a child made by `fork`: it lacks kernel threads and CUDA, and files are the parent's."""
+    """End all memories in a child made by `fork`: it has no kernel threads, no CUDA, and no files of its own."""
     for memory in list(_alive):
         memory.end(_ELSEWHERE, keeps=True)
 

@@ -15,7 +15,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class MemoryLock(RLock):  # type: ignore[misc] # C's class is not final.
     """Is the lock of a memory's books.
 
-    Entering it runs no bytecode. So no exception comes between taking the lock and the block that gives it back.
+    Entering the lock runs no bytecode. So no exception can come between taking the lock and entering the block that
+    releases it.
 
     Attributes:
         journal: the memory's journal.
@@ -26,10 +27,10 @@ class MemoryLock(RLock):  # type: ignore[misc] # C's class is not final.
 
 
 def locked(method: Method) -> Method:
-    """Run a method of an object that has a `lock` while no other thread is in such a method of the same memory.
+    """Run a method of an object that has a `lock`, so that no other thread runs such a method of the same memory.
 
-    What an exception has left half done is finished or undone first. Between the methods of a step the lock is free, so
-    models of several threads compute side by side.
+    The wrapper first finishes or undoes what an exception has left half done. The lock is free between the methods of a
+    step, so models of several threads compute at the same time.
     Cost: some 0.3 microseconds.
     """
 

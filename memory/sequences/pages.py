@@ -27,13 +27,13 @@ class PageGrid:
     rollback_window: int
 
     def pages(self, positions: Int64s) -> Int64s:
-        """Return the number of pages that rows [0, position) take."""
+        """Return the number of pages that rows [0, position) fill, the last one perhaps in part."""
         return ceil_div(positions, self.page_tokens)
 
     def held_pages(self, stretch: Stretch) -> Int64s:
-        """Return (4, N) numbers of pages: those held before, in and after a step, and full ones that are never freed.
+        """Return (4, N) numbers of pages: held before, in and after a step, and full pages that are never freed.
 
-        Pages that leave the window are released when the step is over.
+        Pages that leave the window are released after the step.
         """
         before, after = (self.first_page(peaks) for peaks in (stretch.peaks, np.maximum(stretch.peaks, stretch.ends)))
         wanted, stays = self.pages(stretch.ends), stretch.starts // self.page_tokens * (not self.leaves)
@@ -41,13 +41,13 @@ class PageGrid:
 
     @property
     def leaves(self) -> bool:
-        """True if old pages are released."""
+        """True if pages that leave the window are released."""
         return self.window is not None
 
     def first_page(self, peaks: Int64s) -> Int64s:
-        """Return the oldest page that sequences with these peaks hold.
+        """Return the number of the oldest page that sequences with these peaks hold.
 
-        Like the place of a body, it depends only on the peak.
+        It depends only on the peak, as the position of a body does.
         """
         if self.window is None:
             return np.zeros_like(peaks)
@@ -58,11 +58,11 @@ class PageGrid:
         return self.first_page(peaks)
 
     def oldest_wanted(self, peaks: Int64s) -> Int64s:
-        """Return the oldest row that sequences with these peaks may need after any rollback in the window."""
+        """Return the oldest row that sequences with these peaks may need after any rollback in the rollback window."""
         return np.maximum(0, peaks - self.rollback_window - (self.window or 0) + 1)
 
     def horizon(self, oldest: Int64s) -> Int64s:
-        """Return the earliest position whose window lies in rows [oldest, ...)."""
+        """Return the earliest position whose window has no row older than `oldest`."""
         return np.where(oldest > 0, oldest + (self.window or 1) - 1, 0)
 
     def after_drop(self, dropped: Dropped, oldest: int) -> tuple[int, int, int, int]:
@@ -100,9 +100,9 @@ class DropPlan:
     """Says what a slot's page table will be after tokens are dropped.
 
     Attributes:
-        first_page, oldest: the number of its first page, and the oldest row that it holds.
-        n_kept: how many of its present pages stay, from the first on.
-        fresh: the pages that follow.
+        first_page, oldest: the number of the table's first page, and the oldest row that is held.
+        n_kept: how many of the present pages stay, counted from the first page.
+        fresh: the new pages after those.
     """
 
     slot: int

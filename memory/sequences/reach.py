@@ -1,4 +1,4 @@
-"""Finds the positions that a rollback of a sequence reaches, and explains why it refuses others."""
+"""Finds the positions that a rollback of a sequence reaches, and explains why other positions are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridmem.memory.sequences.ledger import Ledger
 
 
 def position_before(sequence: Sequence, length: int, n_tokens: object, to: object, horizon: int) -> int:
-    """Return the position n_tokens before the end. Raises RollbackError."""
+    """Return the position `n_tokens` before the sequence's end. Raises RollbackError."""
     if to is not None:
         why = f"to={to!r} and n_tokens={n_tokens!r} say where to return to; give one of them"
     elif not is_integer(n_tokens, 0) or n_tokens > length:
@@ -20,7 +20,7 @@ def position_before(sequence: Sequence, length: int, n_tokens: object, to: objec
 
 
 def nearest_position(ledger: Ledger, sequence: Sequence, to: object, horizon: int) -> tuple[int, Sequence | None]:
-    """Find the nearest reachable position <= `to`, and the handle whose blocks hold it (None at position 0).
+    """Find the nearest reachable position <= `to`, and the sequence that holds its blocks (None at position 0).
 
     Raises RollbackError if `to` is no position.
     """

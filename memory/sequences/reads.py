@@ -1,4 +1,4 @@
-"""Describes which pages and quantised blocks the queries of a step read: all of them, or a selection's choice."""
+"""Describes which pages and quantized blocks the queries of a step read: all, or those that a selection chose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridmem.memory.kernels import PageChoice, PagedBatch, Prepared
 
 
 class Body(NamedTuple):
-    """Names the quantised blocks before the pages of a step, in the fields of `FoldedRows`."""
+    """Names the quantized blocks before the pages of a step, in the fields of `FoldedRows`."""
 
     blocks: Placed
     cu_blocks: Int64s
@@ -27,7 +27,7 @@ class Read(NamedTuple):
 
     Attributes:
         tokens: the packed indices of the queries (Q,). None: all queries of the step.
-        choice: the blocks of the body, or else the pages, from which each query chooses. None: it reads all.
+        choice: the blocks of the body, or else the pages, from which each query chooses. None: the queries read all.
     """
 
     batch: PagedBatch
@@ -37,34 +37,34 @@ class Read(NamedTuple):
 
 
 class Selects(Protocol):
-    """Declares what chooses the pages that queries read, by bounds of their keys: `memory.attention.selection`."""
+    """Declares how the pages that queries read are chosen by bounds of keys: see `memory.attention.selection`."""
 
     label: str
 
     def bound_shapes(self, n_kv_heads: int, head_dim: int) -> list[tuple[int, ...]]:
-        """Return the shapes of the bounds that a block holds beside its rows."""
+        """Return the shapes of the bounds that a block stores in addition to its rows."""
         ...
 
     def bounds(self, k_BGRD: Tensor) -> list[Tensor]:
-        """Compute the bounds of full blocks that have these keys."""
+        """Compute the bounds of the keys of full blocks."""
         ...
 
     def pages_read(
         self, packed: Packed, batch: PagedBatch, pages: Int64s, place: Callable[[Int64s], Prepared]
     ) -> tuple[Read, ...]:
-        """Return what the queries of a step read of its pages, which are at element offsets `pages`."""
+        """Return what the queries of a step read of its pages, whose element offsets are `pages`."""
         ...
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Holds the pages that are allocated for a step, and where its rows are read and written.
+    """Holds the pages that are allocated for a step, and says where its rows are read and written.
 
     Attributes:
-        tables: request -> its page table after the step if all tokens are kept. Requests whose table does not change
-            are left out.
-        copies: (request, old page, new page) of last pages that are shared and will be appended to.
-        fresh: the pages that were allocated for this plan, copies included.
+        tables: request -> the page table that its slot gets if all tokens are kept. Requests whose table does not
+            change are left out.
+        copies: (request, old page, new page) for each last page that is shared and will be appended to.
+        fresh: the new pages that were allocated for this plan, copies included.
         pages: the element offset of each page that the step reads, request after request.
         batch: the pages, lengths and queries, for the attention kernels.
         rows: for each attention, (T * G,) the element offset of each new token's row for each key/value head.
@@ -89,7 +89,7 @@ class AttentionPlan:
 
 
 def attend_each(reads: tuple[Read, ...], q_THD: Tensor, attend: Callable[[Read, Tensor], Tensor]) -> Tensor:
-    """Let the queries of each read attend to what they read: (T, H, D or value_dim)."""
+    """Let the queries of each read attend to its pages and blocks, and return (T, H, D or value_dim)."""
     if reads[0].tokens is None:
         return attend(reads[0], q_THD)
     found = [attend(read, q_THD[read.tokens]) for read in reads]

@@ -1,4 +1,4 @@
-"""Finds room in the budget: computes the bytes that requests need, and frees what is optional, or refuses them."""
+"""Finds room in the budget: computes the bytes that requests need, and frees optional bytes, or refuses requests."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from hybridmem.memory.sequences.ledger import Ledger
 _T = TypeVar("_T")
 
 _MANY_TOKENS = 4096
-"""For a step of this many tokens or more, computing first whether they fit is faster than planning them in vain."""
+"""For a step of this many tokens or more, first computing whether they fit is faster than a plan that fails."""
 _MOST_STEPS = 1024
 """How many of a prompt's last steps are computed.
 
-Earlier ones need less: sequences grow, and other blocks live only for a few steps.
+Earlier steps need fewer bytes, because sequences grow and other blocks live only for a few steps.
 """
 
 
 @dataclass(frozen=True)
 class Need:
-    """Says how many bytes of the budget requests take while they are fed. For new sequences it is exact.
+    """Says how many bytes of the budget requests need while they are fed. The numbers are exact for new sequences.
 
     Attributes:
         n_tokens, n_requests: how many tokens and requests there are.
-        new_bytes: at least so many bytes are needed, at the worst moment, on top of what is held now.
-        total_bytes: the same, with the bytes that the requests' own sequences hold.
-        most_new_bytes: returns the most bytes that may be needed, whatever the sequences share with others.
+        new_bytes: at least so many bytes are needed at the worst moment, in addition to what is held now.
+        total_bytes: the same, plus the bytes that the sequences of the requests hold now.
+        most_new_bytes: a function that returns the most new bytes that may be needed, whatever the sequences share with
+            others.
     """
 
     n_tokens: int
@@ -48,15 +49,15 @@ class Need:
     def at_least(self, new_bytes: int) -> Need:
         """Return the same need with at least so many new bytes.
 
-        Shared blocks may add some, as they are copied before a write.
+        Shared blocks may add some, because they are copied before they are written.
         """
         more = max(0, new_bytes - self.new_bytes)
         return replace(self, new_bytes=self.new_bytes + more, total_bytes=self.total_bytes + more)
 
     def refusal(self, arena: Arena) -> CapacityError:
-        """Explain why there is no room: there never is, there is none now, or only in pieces that are too small.
+        """Explain why the requests do not fit: never, not now, or only into free pieces that are too small.
 
-        The error names a capacity that is enough for the requests beside all that is held now.
+        The error names a capacity that is enough for the requests in addition to all that is held now.
         """
         capacity, free, unit = arena.capacity_bytes, arena.free_bytes, arena.unit
         what = f"{_count(self.n_tokens, 'token')} for {_count(self.n_requests, 'sequence')}"
@@ -83,11 +84,11 @@ def need_of(
     """Compute the bytes of requests that are fed in the steps of `memory.sequences.chunks`.
 
     Args:
-        slots: (S,) the slots of their sequences; -1 for a sequence that is not open yet.
+        slots: (S,) the slots of the requests' sequences; -1 for a sequence that is not open yet.
         lengths, peaks: (S,) the ledger's lengths and peaks.
         counts: (S,) tokens of each request.
         on_grid: True if the requests are cut on the grid.
-    Cost: O(requests + steps). At most the last 1024 steps count, but all of them on the grid.
+    Cost: O(requests + steps). Only the last 1024 steps count, but on the grid all do.
     """
     order = counts.argsort(kind="stable")
     slots, lengths, peaks, counts = slots[order], lengths[order], peaks[order], counts[order]
@@ -102,7 +103,7 @@ def need_of(
     starts, stops = lengths[request] + chunks.starts, lengths[request] + chunks.ends
     stretch = Stretch(slots[request], starts, stops, np.maximum(peaks[request], starts))
     before, inside, after, _ = holders.bytes_for(stretch)
-    # A request that is done holds all its tokens. One that goes on holds what its last step has left.
+    # A finished request holds all its tokens. An unfinished one holds what its last step has left.
     is_done = ends <= first
     done = lengths[is_done] + counts[is_done]
     done_bytes = holders.bytes_for(Stretch(slots[is_done], done, done, np.maximum(peaks[is_done], done)))[0].sum()
@@ -110,9 +111,9 @@ def need_of(
     is_first, n_steps = np.append(True, ~goes_on), int(step.max()) + 1
 
     def most_bytes(held: Int64s, inside: Int64s, after: Int64s) -> int:
-        """Return how many bytes all requests hold at the worst moment.
+        """Return how many bytes all requests together hold at the worst moment.
 
-        `held` is what each holds before its first step.
+        `held` is what each request holds before its first step.
         """
         before = np.empty_like(after)
         before[is_first], before[1:][goes_on] = held, after[:-1][goes_on]
@@ -125,7 +126,7 @@ def need_of(
     total_bytes = new_bytes + holders.held_bytes(*held.tolist())
 
     def most_new_bytes() -> int:
-        """Return the most bytes: all blocks that are ever written again are copied first, and nothing is freed."""
+        """Return the most bytes: every block that is written again is copied first, and nothing is freed."""
         before, inside, after, _ = holders.bytes_for(replace(stretch, at_most=True))
         stay, begins = holders.bytes_for(Stretch(slots, lengths, lengths, peaks))[3], starts == lengths[request]
         held = np.where(begins & (slots[request] >= 0), stay[request], before)[is_first]
@@ -143,9 +144,9 @@ class Room:
     """Finds room in the budget for calls that allocate blocks, or refuses them.
 
     Attributes:
-        reclaimers: functions that are called with the number of missing bytes. Each frees what is optional, and returns
-            True if it has freed anything.
-        compactors: `CapacityError.unit` -> the compactor that moves blocks there.
+        reclaimers: functions that are called with the number of missing bytes. Each frees optional bytes, and returns
+            True if it has freed any.
+        compactors: `CapacityError.unit` -> the compactor that moves blocks in the memory with this unit.
     Args:
         abort_abandoned: aborts steps that an interrupt left open, and returns True if there was any.
         on_grid: True if runs cut requests on the grid of `memory.sequences.chunks`.
@@ -163,10 +164,10 @@ class Room:
         self._abort_abandoned = abort_abandoned
 
     def need(self, slots: Int64s, counts: Int64s, max_tokens: int | None, unit: str = BUDGET_UNIT) -> Need:
-        """Compute the bytes that requests for slots (S,) of counts (S,) tokens need; see `need_of`.
+        """Compute the bytes that requests of counts (S,) tokens for slots (S,) need; see `need_of`.
 
         Args:
-            max_tokens: the most tokens of a step of a run. None: the requests are one step.
+            max_tokens: the most tokens in a step of a run. None: all requests are fed in one step.
         """
         lengths, peaks, is_run = self._ledger.lengths[slots], self._ledger.peaks[slots], max_tokens is not None
         return need_of(
@@ -175,7 +176,7 @@ class Room:
         )  # fmt: skip
 
     def refusal(self, need: Need) -> CapacityError:
-        """Return the error for requests that do not fit into this budget at all, or not now."""
+        """Return the error for requests that never fit into this budget, or do not fit now."""
         return need.refusal(self.arena)
 
     def lack(
@@ -184,7 +185,7 @@ class Room:
         """Return the error for requests that do not fit, with the bytes that all of them need.
 
         Args:
-            error: the error that a part of the requests has met. Everything is as it was before.
+            error: the error that only a part of the requests has met. Everything is as it was before.
         """
         unit = BUDGET_UNIT if error is None else error.unit
         need, arena = self.need(slots, counts, max_tokens, unit), self.compactors[unit].store.arena
@@ -193,7 +194,7 @@ class Room:
         return need.refusal(arena)
 
     def refuse_hopeless(self, sequences: list[Sequence], values: list[Any]) -> None:
-        """Raise CapacityError if these are thousands of tokens that can never fit. Only their number is read."""
+        """Raise CapacityError if these are thousands of tokens that can never fit. Only the tokens' number is read."""
         if set(map(type, values)) != {int} and (counts := count_tokens(values)).sum() > _MANY_TOKENS:
             slots = self._ledger.check_all_usable(sequences)
             need = self.need(slots, counts, None)
@@ -201,10 +202,12 @@ class Room:
                 raise self.refusal(need)
 
     def require(self, sequences: list[Sequence], counts: Int64s, max_tokens: int) -> None:
-        """Refuse requests that cannot fit, before they change anything. Free what is optional if they fit then.
+        """Refuse requests that cannot fit, before they change anything.
+
+        If freeing optional bytes makes them fit, do so.
 
         Args:
-            counts: (S,) the number of tokens of each.
+            counts: (S,) the number of tokens of each request.
         Raises:
             CapacityError: it names the bytes that all requests need together. SequenceError.
         """
@@ -220,8 +223,8 @@ class Room:
     def make(self, attempt: Callable[[], _T]) -> _T:
         """Return what `attempt` returns. If it lacks room, make room and call it again.
 
-        If free bytes lie apart, blocks are moved together where that is cheap. Otherwise what is optional is freed.
-        When there is nothing more to free, blocks are moved at any cost. If even the whole budget could not hold it,
+        If enough bytes are free but lie apart, blocks are moved together where that is cheap. Otherwise optional bytes
+        are freed. When nothing more can be freed, blocks are moved at any cost. If even the whole budget is too small,
         nothing is freed.
         """
         least_bytes = 0
@@ -231,7 +234,7 @@ class Room:
             except CapacityError as error:
                 if self._abort_abandoned():
                     continue
-                # The layer memory that refuses does not know what the next ones need. So ask for more each time.
+                # The layer memory that refuses does not know what the next ones need. So this asks for more each time.
                 least_bytes = max(error.needed, 2 * least_bytes) if error.needed <= error.free else 0
                 if self._compact(error, least_bytes) or self._reclaim(error):
                     continue
@@ -239,13 +242,13 @@ class Room:
                     raise
 
     def _compact(self, error: CapacityError, least_bytes: int, *, at_any_cost: bool = False) -> bool:
-        """Move blocks if enough bytes are free, so that it can help. True if any block has moved."""
+        """Move blocks if enough bytes are free in total, so that moving can help. True if any block has moved."""
         n_bytes = min(least_bytes, error.free)
         return n_bytes > 0 and self.compactors[error.unit].make_room(n_bytes, at_any_cost=at_any_cost)
 
     def _reclaim(self, error: CapacityError) -> bool:
-        """Free what is optional. True if anything was freed."""
-        if error.unit == HOST_UNIT:  # In host memory, only closing checkpoints that are there makes room.
+        """Free optional bytes. True if any were freed."""
+        if error.unit == HOST_UNIT:  # In host memory, room is made only by closing checkpoints that are there.
             can_help = any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
         else:
             can_help = error.needed <= self.arena.capacity_bytes

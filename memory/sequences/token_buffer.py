@@ -1,4 +1,4 @@
-"""Buffers hold token ids once for a sequence, its forks and its checkpoints (copy on write)."""
+"""Defines buffers, which hold the token ids of a sequence, its forks and its checkpoints once (copy on write)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEAST_TOKENS = 1024
 
 
 class Checkpoint(NamedTuple):
-    """Describes a checkpoint in a buffer. It never changes, so its horizon is computed only once."""
+    """Describes a checkpoint in a buffer. Its horizon is computed only once, because a checkpoint never changes."""
 
     n_tokens: int
     id: int
@@ -25,22 +25,23 @@ class Checkpoint(NamedTuple):
 
 
 def _order(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Return what checkpoints of a buffer are sorted by: the number of tokens, then the id."""
+    """Return the key by which checkpoints of a buffer are sorted: the number of tokens, then the id."""
     return checkpoint[:2]
 
 
 class TokenBuffer:
     """Holds token ids from position 0 on, for several sequences and checkpoints, each up to its own length.
 
-    At most one live sequence, the writer, appends in place, and no other is longer. All others copy their tokens before
-    they append. So making a checkpoint or a fork copies no tokens, and appending costs O(1) per token.
+    At most one live sequence, the writer, appends in place, and no other holder is longer. All others copy their tokens
+    before they append. So making a checkpoint or a fork copies no tokens, and appending costs O(1) per token.
 
     Attributes:
-        ids: (capacity,) the token ids. As many are valid as the longest sequence or checkpoint has.
-        writer: the slot of the sequence that appends in place. None after it was rolled back or has left the buffer.
-        live: the slots of all sequences that are not checkpoints.
-        checkpoints: all checkpoints, those with the fewest tokens first.
-        longest_tail: an upper bound, in tokens, on the distance of any checkpoint from its horizon.
+        ids: (capacity,) the token ids. As many ids are valid as the longest sequence or checkpoint has.
+        writer: the slot of the sequence that appends in place. None after this sequence was rolled back or left the
+            buffer.
+        live: the slots of all sequences in the buffer, checkpoints left out.
+        checkpoints: all checkpoints in the buffer, sorted by their number of tokens.
+        longest_tail: an upper bound on how many tokens any checkpoint is ahead of its horizon.
     """
 
     __slots__ = ("checkpoints", "ids", "live", "longest_tail", "writer")
@@ -53,14 +54,14 @@ class TokenBuffer:
         self.longest_tail = 0
 
     def clear(self) -> None:
-        """Forget who holds the buffer; its tokens stay."""
+        """Forget which slots hold the buffer; the tokens stay."""
         self.writer = None
         self.live = set()
         self.checkpoints = []
         self.longest_tail = 0
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.n_tokens >= self.checkpoint_tokens:  # Most new checkpoints are the longest.
+        if checkpoint.n_tokens >= self.checkpoint_tokens:  # A new checkpoint is mostly the longest one.
             self.checkpoints.append(checkpoint)
         else:
             insort(self.checkpoints, checkpoint, key=_order)
@@ -80,7 +81,7 @@ class TokenBuffer:
         """Return the furthest position <= `position` that a checkpoint of this buffer reaches, and that checkpoint.
 
         Args:
-            position: up to this position the buffer holds the caller's own tokens.
+            position: up to this position the buffer's tokens are those of the caller.
             is_away: (n_slots,) True for slots that are swapped out. Such checkpoints cannot be used.
         Cost: O(log checkpoints), and O(1) for each checkpoint whose tail may reach the position.
         """
@@ -98,7 +99,7 @@ class TokenBuffer:
 
 
 def common_prefix(a: Int64s, b: Int64s) -> int:
-    """Return how many leading tokens are the same. Cost: O(their number)."""
+    """Return how many leading tokens are the same. Cost: O(that number)."""
     n, start, size = min(len(a), len(b)), 0, 1024
     while start < n:
         end = min(n, start + size)
@@ -111,7 +112,7 @@ def common_prefix(a: Int64s, b: Int64s) -> int:
 
 
 def is_roomy(ids: Int64s, n_tokens: int) -> bool:
-    """True if an array is far larger than so many tokens need."""
+    """True if an array is far larger than `n_tokens` tokens need."""
     return len(ids) > 4 * n_tokens + _LEAST_TOKENS
 
 

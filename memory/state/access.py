@@ -1,4 +1,4 @@
-"""Gives recurrences and kernels the states and rows that are in blocks."""
+"""Gives recurrences and kernels access to the states and rows that are in blocks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hybridmem.memory.state.tails import TailStep
 
 
 class States:
-    """Gives a recurrence the start states of S segments of packed rows, and takes their end states.
+    """Gives a recurrence the start states of S segments of packed rows, and stores their end states.
 
     A recurrence in plain torch uses `start()` and `end(...)`; one with kernels uses `slots(j)` and `written()`.
 
     Attributes:
         cu_rows: (S + 1,) int64 on the host. Segment i has rows [cu_rows[i], cu_rows[i + 1]).
-        device_cu_rows: the same on the device.
+        device_cu_rows: the same numbers on the device.
     """
 
     __slots__ = ("_begins", "_cu_rows", "flats", "is_written", "kernels", "sources", "spec", "tails", "targets")
@@ -57,7 +57,7 @@ class States:
     def begins(self) -> Int64s:
         """Return (S,) the position of each segment's first row, int64 on the host.
 
-        Raises StepError while a step is captured in a CUDA graph, which is replayed at other positions.
+        Raises StepError while a step is captured in a CUDA graph, because the graph is replayed at other positions.
         """
         object_to_replays(
             f"{self.spec.family!r} asks the host for positions, and a step that is recorded serves others as well"
@@ -72,7 +72,10 @@ class States:
         return StateSlots(self._cu_rows, self.flats[index], source, target, state.shape, state.initial, tail)
 
     def start(self) -> tuple[Tensor, ...]:
-        """Return copies of the start states, (S, *shape) each. They are float32 if their spec names any dtype."""
+        """Return copies of the start states, (S, *shape) each.
+
+        They are float32 if the spec of a state names a dtype.
+        """
         if self.tails is not None:
             raise StepError(
                 f"states of {self.spec.family!r} stand behind a tail; take `slots`, or give its StateTensors no `ring`"
@@ -97,7 +100,7 @@ class States:
         return self.written()
 
     def written(self) -> States:
-        """Note that a kernel has written the end states in place."""
+        """Declare that a kernel has written the end states in place."""
         self.is_written = True
         return self
 
@@ -108,24 +111,24 @@ class Recurrence(Protocol):
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Run rows (T, *row_shape), packed by states.cu_rows, from the start states.
 
-        Returns outputs (T, ...) and `states` with its end states written (`states.end` or, for kernels, in place).
+        Returns outputs (T, ...) and `states`, whose end states are written (by `states.end` or, for kernels, in place).
         """
         ...
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Describes segments of a step that one kernel call runs, because none depends on another.
+    """Describes those segments of a step that one kernel call runs, because none depends on another.
 
-    It is the same for every recurrence.
+    The segments are the same for every recurrence.
 
     Attributes:
         cu_rows: (n + 1,) segment i has rows [cu_rows[i], cu_rows[i + 1]).
         begins: (n,) the position of each segment's first row.
-        sources, targets: element size in bytes -> (n,) element offsets of the blocks of start and end states.
-        tail_rows: if the rows come from tails, elements per row -> (rows,) element offsets. None if the rows are new.
-        new_rows: (rows,) the packed index of each new row, or a slice if they are consecutive. None if they are all, in
-            order.
+        sources, targets: element size in bytes -> (n,) element offsets of the blocks with the start and the end states.
+        tail_rows: elements per row -> (rows,) element offsets, if the rows come from tails. None if the rows are new.
+        new_rows: (rows,) the packed index of each new row, or a slice if they are consecutive. None if they are all new
+            rows of the step, in order.
     """
 
     cu_rows: Placed
@@ -155,12 +158,12 @@ class RowWrites(NamedTuple):
 
 
 class BlockAccess:
-    """Finds for kernels the states and rows that the blocks of `TailBlocks` hold.
+    """Finds the states and rows in the blocks of `TailBlocks`, for kernels.
 
     Attributes:
-        states, tails: for each member, a flat view of each of its state tensors, and of each part of its tails. At the
-            element offset of a block, a view holds that block's tensor. In a dry run there are none.
-        row_elements: how many elements each member's row has in a tail; 0 where it has no row.
+        states, tails: for each member, flat views: one for each of its state tensors, and one for each part of its
+            tails. A view holds a block's tensor at the block's element offset. In a dry run there are no views.
+        row_elements: how many elements each member's row has in a tail; 0 for a member without a row.
     """
 
     def __init__(self, blocks: TailBlocks, kernels: Kernels | None = None) -> None:
@@ -186,12 +189,12 @@ class BlockAccess:
     def elements(self, addresses: Int64s) -> dict[int, Prepared]:
         """Return, for each element size in bytes of a state tensor, the element offset of each address.
 
-        NOTHING stays -1.
+        The address NOTHING stays -1.
         """
         return {size: self.place(addresses // size) for size in self._state_sizes}
 
     def ring(self, tails: Int64s, positions: Int64s) -> dict[int, Prepared]:
-        """Return, for each number of elements per row, the element offset of each position's row in its tail block."""
+        """Return, for each number of elements per row, the element offset in its tail block of each position's row."""
         block = self.blocks.tails.addresses[tails] // self.blocks.dtype.itemsize
         slot = positions % self.blocks.rules.tail_rows
         return {size: self.place(block + slot * size) for size in self._row_sizes}
@@ -205,14 +208,15 @@ class BlockAccess:
             return RowWrites(self._store.upload(np.arange(len(packed.starts))), self.ring(after.tail, packed.starts))
         begin, ends = np.maximum(packed.starts, self.blocks.rules.tail_at(after.body_at)), packed.ends
         counts = ends - begin
-        to_packed: Int64s = packed.cu_seqlens[:-1] - packed.starts  # Adding this turns positions into packed indices.
+        # Adding this number turns positions into packed indices.
+        to_packed: Int64s = packed.cu_seqlens[:-1] - packed.starts
         offsets = self.ring(np.repeat(after.tail, counts), ranges(begin, ends))
         return RowWrites(self._store.upload(ranges(begin + to_packed, ends + to_packed)), offsets)
 
     def write_rows(self, index: int, writes: RowWrites, rows: Tensor) -> None:
         """Write those rows of member `index` that `plan_writes` has chosen.
 
-        `rows` are all of the step, (T, *row_shape).
+        `rows` are all rows of the step, (T, *row_shape).
         """
         n_elements, n_written = self.row_elements[index], writes.indices.shape[0]
         if n_elements and n_written:
@@ -221,7 +225,7 @@ class BlockAccess:
             self.kernels.write_rows_(self.tails[index][0], writes.targets[n_elements], written)
 
     def read_rows(self, index: int, offsets: dict[int, Prepared]) -> Tensor:
-        """Read rows of member `index` from tails, where `ring` has found them: (n, *row_shape)."""
+        """Read rows of member `index` from tails, at offsets that `ring` returned: (n, *row_shape)."""
         row_shape = self.blocks.members[index].row_shape
         assert row_shape is not None, "its tails hold rows"
         return self.kernels.read_rows(self.tails[index][0], offsets[self.row_elements[index]], row_shape, 0.0)

@@ -1,6 +1,7 @@
 """Runs recurrences over bodies and tails.
 
-A `HeadReader` keeps a state at the newest position, a head; a `TailReader` has none, and reads body and tail.
+A `HeadReader` keeps a head, which is a state at the newest position. A `TailReader` has no head, and reads body and
+tail.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Reads(Protocol):
 
     @property
     def segments(self) -> list[Segments]:
-        """Return the segments that each kernel call runs, in the order of the calls."""
+        """Return the segments of each kernel call, in the order of the calls."""
         ...
 
 
@@ -37,17 +38,17 @@ ReadsT = TypeVar("ReadsT", bound=Reads)
 
 
 class Reader(Protocol[ReadsT]):
-    """Runs the recurrences of the members of `TailBlocks`.
+    """Runs the recurrences whose blocks `TailBlocks` describes.
 
     Attributes:
-        specs: the specs of the members, in their order.
+        specs: the specs of the recurrences, in the order of the members of `TailBlocks`.
     """
 
     specs: list[RecurrentSpec]
     access: BlockAccess
 
     def plan(self, step: TailStep) -> ReadsT:
-        """Find what the step reads and writes, which is the same for every recurrence."""
+        """Find what the step reads and writes. It is the same for every recurrence."""
         ...
 
     def run(self, reads: ReadsT, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
@@ -65,17 +66,17 @@ class Reader(Protocol[ReadsT]):
 
 @dataclass(frozen=True)
 class HeadReads:
-    """Holds the segments that each kernel call of a step runs, in the order of the calls."""
+    """Holds the segments of each kernel call of a step, in the order of the calls."""
 
     segments: list[Segments]
 
 
 class HeadReader:
-    """Runs recurrences with a head, a state at the newest position: a `Reader`.
+    """Runs recurrences with a head, which is a state at the newest position. It is a `Reader`.
 
     A step begins with the head. If a rollback has made the head stale, the step first runs the tail's rows from the
-    body. Where the body moves, the rows that it passes are run from the old body, and the new body is written to a new
-    block.
+    body. If the body moves, the rows between its old and new position are run from the old body, and the new body is
+    written to a new block.
     """
 
     def __init__(self, specs: list[RecurrentSpec], blocks: TailBlocks, kernels: Kernels | None = None) -> None:
@@ -100,16 +101,16 @@ class HeadReader:
         if one_pass.is_replay:
             tail_rows = access.ring(np.repeat(tails[one_pass.requests], counts), ranges(one_pass.begin, one_pass.end))
         elif cu_rows[-1] < len(packed.token_ids):
-            # Adding this turns positions into packed indices.
+            # Adding this number turns positions into packed indices.
             to_packed = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]
             new_rows = self._places(ranges(one_pass.begin + to_packed, one_pass.end + to_packed))
         source, target = access.elements(one_pass.source), access.elements(one_pass.target)
         return Segments(self._blocks.store.place(cu_rows), one_pass.begin, source, target, tail_rows, new_rows)
 
     def _places(self, new_rows: Int64s) -> Tensor | slice:
-        """Return the given packed indices, which ascend, as a slice if they are consecutive: then no row is copied.
+        """Return packed indices, which ascend, as a slice if they are consecutive, because then no row is copied.
 
-        Where steps are recorded they are always a tensor, because a recording is replayed for other rows.
+        If steps are recorded, the result is always a tensor, because a recording is replayed for other rows.
         """
         store, first, last = self._blocks.store, int(new_rows[0]), int(new_rows[-1])
         if not is_placed(store.device) and last - first == len(new_rows) - 1:
@@ -152,7 +153,7 @@ class TailReads:
     """Holds what a step reads and writes where each request's new rows are one segment, after its tail.
 
     Attributes:
-        sources, targets: element size in bytes -> (S,) element offsets of the tail blocks to read and to write.
+        sources, targets: element size in bytes -> (S,) element offsets of the tail blocks that are read and written.
         firsts, counts, folds: the fields of `memory.kernels.Tail`.
     """
 
@@ -169,15 +170,15 @@ class TailReads:
 
 
 class TailReader:
-    """Runs recurrences whose states are written only when the body moves (fold mode "defer"): a `Reader`.
+    """Runs recurrences that write states only when the body moves (fold mode "defer"). It is a `Reader`.
 
         position 0 ......... body_at ............................ start ............ end
                               | tail: rows, and what each token did --- | new rows of the step |
 
     There is no head, and no row runs twice. In a step, a kernel reads the body's state once. From rings it reads what
     later tokens have added to that state (`memory.kernels.Tail`). When the body moves, the same kernel writes the state
-    at its new position to a fresh block. On hardware that is bound by memory bandwidth, a decode step moves half the
-    bytes (ReplaySSM, Dao AI Lab 2026).
+    at the body's new position to a fresh block. On hardware whose memory bandwidth is the limit, a decode step moves
+    half the bytes that it moves with heads (ReplaySSM, Dao AI Lab 2026).
 
     Raises SpecError if a recurrence has a state that is needed at each token (`StateTensor.ring`).
     """
@@ -196,13 +197,13 @@ class TailReader:
 
     @staticmethod
     def _rings_of(spec: RecurrentSpec, flats: list[Prepared]) -> list[tuple[Prepared, ...]]:
-        """Return for each state tensor the rings that a kernel reads with it: its own, or the ring of the rows."""
+        """Return for each state tensor the rings that a kernel reads with it: its own ones, or that of the rows."""
         has_rows = spec.has_rows(deferred=True)
         rows, parts = tuple(flats[:has_rows]), iter(flats[has_rows:])
         return [tuple(next(parts) for _ in state.ring or ()) or rows for state in spec.states]
 
     def plan(self, step: TailStep) -> TailReads:
-        """Return what the step's only kernel call runs."""
+        """Find the segments of the step's only kernel call."""
         packed, before, after = step.packed, step.before, step.after
         pools, place, elements = self._blocks, self.access.place, self.access.elements
         moves = after.body_at > before.body_at
@@ -223,13 +224,13 @@ class TailReader:
     plan_state = plan
 
     def write_state(self, reads: TailReads, index: int, recurrence: Recurrence) -> None:
-        # A recurrence need not work without rows, so it gets one, and nobody reads what comes of it.
+        # A recurrence need not work without rows, so it gets one row, whose output nobody reads.
         blocks = self._blocks
         row = torch.zeros(1, *self.specs[index].row_shape, dtype=blocks.dtype, device=blocks.store.device)
         self.run(reads, index, row, recurrence)
 
     def _tail(self, reads: TailReads, flats: tuple[Prepared, ...]) -> Tail:
-        """Return what kernels read of the tail with these rings."""
+        """Return what kernels read of the tail, with these rings."""
         sources, targets = (tuple(blocks[flat.itemsize] for flat in flats) for blocks in (reads.sources, reads.targets))
         return Tail(flats, sources, targets, self._blocks.rules.tail_rows, reads.firsts, reads.counts, reads.folds)
 

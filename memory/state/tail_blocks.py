@@ -1,4 +1,4 @@
-"""Describes the blocks of a tail table: what a state and a tail hold for each layer, and the two pools of them."""
+"""Describes the two pools of a tail table: what their blocks, states and tails, hold for each layer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from hybridmem.memory.specs import RecurrentSpec, StateTensor
 
 @dataclass(frozen=True)
 class TailMember:
-    """Says what the blocks of a table hold for one layer.
+    """Says what the blocks of a table hold for one layer's recurrence or attention.
 
     Attributes:
-        states: the tensors of a state, which is a body, a head or a kept state.
+        states: the tensors of a state. A body, a head and a kept state all consist of them.
         row_shape: the shape of the row that a tail holds for each token, in the table's dtype. None: it holds no row.
-        parts: (shape, dtype) of what else a tail holds for each token. A dtype of None is the table's.
+        parts: (shape, dtype) of the other tensors that a tail holds for each token. A dtype of None means the table's
+            dtype.
     """
 
     states: tuple[StateTensor, ...]
@@ -35,17 +36,19 @@ class TailMember:
 
     @property
     def tail_parts(self) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
-        """Return (shape, dtype) of all that a tail holds for each token, the row first."""
+        """Return (shape, dtype) of everything that a tail holds for each token, with the row first."""
         return [*([] if self.row_shape is None else [(self.row_shape, None)]), *self.parts]
 
 
 class TailBlocks:
-    """Makes a pool of states and a pool of tails. It says where a block has what, and not which slot has which block.
+    """Makes a pool of states and a pool of tails.
+
+    It knows what is where in a block, but not which slot has which block.
 
     Args:
-        dtype: the dtype of rows, and of tensors that name none.
+        dtype: the dtype of rows, and of tensors whose own dtype is None.
         label: the end of the pools' names.
-        row_axes: the `Field.row_axis` of each state tensor. None: a tensor holds no rows.
+        row_axes: the `Field.row_axis` of each state tensor. It is None for a tensor that holds no rows.
     """
 
     def __init__(

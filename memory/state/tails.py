@@ -1,16 +1,16 @@
-"""The tail table holds the blocks of bodies, tails and heads of all slots, and the positions that they are for.
+"""Defines the tail table: the blocks of bodies, tails and heads of all slots, and the positions that they are for.
 
 For each sequence it holds
 
     body   the states after tokens [0, body_at), to which `rollback` can always return
     tail   what is kept of each of the tokens [tail_at, length), in a ring; tail_at is body_at, or earlier
     head   the states after tokens [0, head_at), private to the sequence: a shortcut, never needed
-    kept   a head left at the position to which the body moves next: another shortcut
+    kept   a head that was left at the position to which the body moves next: another shortcut
 
-When rows fold, the body moves to another block: a kept state becomes the body, or a new one is made while the old one
-stays until commit, so an abort loses nothing. Blocks are reference-counted and never written while shared.
+When rows fold, the body moves to another block: a kept state becomes the body, or a new body is made. The old body
+stays until commit, so an abort loses nothing. Blocks are reference-counted and never written while they are shared.
 
-`memory.sequences.folding` decides when the body moves; the layer memories that use a table read bodies and tails.
+`memory.sequences.folding` decides when the body moves. The layer memories that use a table read bodies and tails.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _EMPTY_LIST: list[int] = EMPTY_COLUMN.tolist()
 
 @dataclass(frozen=True)
 class TailStep:
-    """Holds the blocks that are allocated for a step, and the table's columns of its requests before and after it.
+    """Holds the blocks that are allocated for a step, and the columns of its requests in the table before and after it.
 
     Attributes:
-        packed: the step in positions of the states, which are those of the sequences plus the position offset.
+        packed: the step in positions of the states, which are the sequences' positions plus the position offset.
         before, after: the columns of each request (S,) now, and after the step if all tokens are kept.
-        fresh: (4, S) ids of the body, head, kept state and tail that are allocated for each request; else NOTHING.
+        fresh: (4, S) ids of the body, head, kept state and tail that are allocated for each request, or NOTHING.
     """
 
     packed: Packed
@@ -49,7 +49,7 @@ class TailStep:
 
 
 class TailPlan(Protocol):
-    """Declares what the table reads of a plan for a step."""
+    """Declares what the table reads of a layer memory's plan for a step."""
 
     @property
     def step(self) -> TailStep: ...
@@ -61,18 +61,18 @@ TailPlanT = TypeVar("TailPlanT", bound=TailPlan)
 class TailTable(Generic[TailPlanT]):
     """Maps slots to blocks of a pool of states and a pool of tails, and owns the references to these blocks.
 
-    It is what recurrent states and evicting attention have in common: the part of `memory.interface.LayerMemory` that
-    is about slots. Both add how a step reads and writes the blocks.
+    Recurrent states and evicting attention have it in common: it is the part of `memory.interface.LayerMemory` that is
+    about slots. Each of the two adds how a step reads and writes the blocks.
 
-    Positions in arguments and results are those of the sequence. In `slots` and in a `TailStep` they are those of the
-    states, which are ahead by the position offset. The table never reads the blocks, but it copies a shared tail before
-    a slot writes to it.
+    Positions in arguments and results are those of the sequence. In `slots` and in a `TailStep`, positions are those of
+    the states, which are ahead by the position offset. The table never reads the blocks, but it copies a shared tail
+    before a slot writes to it.
     """
 
     def __init__(self, blocks: TailBlocks) -> None:
         self.blocks, self.rules, self.store = blocks, blocks.rules, blocks.store
         self.states, self.tails = blocks.states, blocks.tails
-        # These are the pools of body, head, kept state and tail.
+        # The pools are those of body, head, kept state and tail.
         self._pools = (self.states, self.states, self.states, self.tails)
         self.slots = Columns.empty(16)
 
@@ -82,15 +82,15 @@ class TailTable(Generic[TailPlanT]):
 
     @property
     def least_bytes(self) -> int:
-        """Return the bytes that a step of one token takes: a head, a tail, and two bodies (or a body and a kept state).
+        """Return the bytes for a step of one token: a head, a tail, and two bodies (or a body and a kept state).
 
-        Without a window it takes only two bodies.
+        Without a rollback window, only two bodies are needed.
         """
         n_states = 3 if self.rules.tail_rows and self.rules.has_heads else 2
         return n_states * self.states.block_bytes + self.tails.block_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Return (4, N) bytes; see `LayerMemory.bytes_for`."""
+        """Return (4, N) bytes of stretches; see `LayerMemory.bytes_for`."""
         slots = stretch.slots
         self._reach(int(slots.max(initial=0)))
         offsets = np.where(slots < 0, 0, self.slots.offset.take(slots))
@@ -116,15 +116,15 @@ class TailTable(Generic[TailPlanT]):
         after.head_at[:] = np.where(has_head, ends, NOTHING)
         moves = body_at > before.body_at
         if np.count_nonzero(moves):
-            # A kept state that the body reaches becomes the body. One that it has passed is of no use.
+            # A kept state at the body's new position becomes the body. A kept state before that position is of no use.
             is_kept, is_passed = moves & (before.kept_at == body_at), before.kept_at <= body_at
             after.body[is_kept] = before.kept[is_kept]
             after.kept_at[is_passed] = after.kept[is_passed] = NOTHING
             moves &= ~is_kept
         leaves = np.zeros(len(ends), np.bool_)
         if self.rules.keeps and not packed.is_decode:
-            # A step that goes beyond the fold point after the body leaves no head there to keep. So it stores that
-            # state.
+            # A step that ends beyond the next fold point leaves no head there that could be kept. So the step stores
+            # the state at this fold point as the kept state.
             kept_at = self.rules.next_fold(body_at)
             leaves = (kept_at > starts) & (kept_at < ends)
             after.kept_at[leaves] = kept_at[leaves]
@@ -153,7 +153,7 @@ class TailTable(Generic[TailPlanT]):
         before, after = step.before, step.after
         tail_at = self.rules.tail_at(after.body_at)
         for i in (before.tail != after.tail).nonzero()[0].tolist():
-            # None of the old tail's rows is needed any more.
+            # No row of the old tail is needed any more, so it need not be copied.
             if before.tail[i] < 0 or tail_at[i] >= step.packed.starts[i]:
                 continue
             old, new = self.tails.addresses[before.tail[i]], self.tails.addresses[after.tail[i]]
@@ -164,7 +164,7 @@ class TailTable(Generic[TailPlanT]):
             self.slots.head_at[step.packed.slots[in_place]] = NOTHING
 
     def commit(self, plan: TailPlanT, kept: Int64s) -> None:
-        """Keep the first kept[i] (S,) new tokens of request i, and release the blocks that it no longer refers to."""
+        """Keep the first kept[i] new tokens of each request i, and release blocks that are not needed any more."""
         step = plan.step
         before, after, packed = step.before, step.after, step.packed
         stays, is_whole = kept > 0, kept == packed.counts
@@ -174,7 +174,7 @@ class TailTable(Generic[TailPlanT]):
             return
         self._note(packed.slots)
         self._free(step.fresh, ~stays)
-        # Release what the kept requests no longer refer to. A state may have changed only its role.
+        # Release the blocks to which slots no longer refer. A state that only changed its role stays.
         differs = before.ids != after.ids
         if np.count_nonzero(differs) and np.count_nonzero(changes := stays & differs.any(0)):
             old, new = before.ids[:, changes], after.ids[:, changes]
@@ -187,7 +187,7 @@ class TailTable(Generic[TailPlanT]):
             self.states.release(after.kept[beyond])
             after.kept_at[beyond] = after.kept[beyond] = NOTHING
         if self.rules.keeps:
-            # A head at a later fold point is kept for the body that will move there. The next step makes a new head.
+            # A head at a later fold point is kept, because the body will move there. The next step makes a new head.
             leaves = is_whole & (after.head_at > after.body_at) & (after.head_at % self.rules.fold_tokens == 0)
             if np.count_nonzero(leaves):
                 after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
@@ -199,7 +199,7 @@ class TailTable(Generic[TailPlanT]):
             self.slots.put(packed.slots, after)
 
     def free_blocks(self, step: TailStep) -> None:
-        """Release all that was allocated for a step, and leave every slot as it was."""
+        """Release all blocks that were allocated for a step, and leave every slot as it was."""
         self._free(step.fresh, np.ones(len(step.packed.slots), np.bool_))
 
     # Slots
@@ -209,7 +209,7 @@ class TailTable(Generic[TailPlanT]):
         return [self]
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        """Make slot targets[i] refer to what slot sources[i] refers to, all at once. Copies no tensor."""
+        """Make each slot targets[i] refer to the blocks of slot sources[i], all at once. Copies no tensor."""
         self._reach(max(*sources.tolist(), *targets.tolist()))
         new, old = self.slots.take(sources), self.slots.take(targets)
         self.store.journal.before(self._put_back, targets, old.table)
@@ -219,7 +219,7 @@ class TailTable(Generic[TailPlanT]):
         self.slots.put(targets, new)
 
     def _note(self, slots: Int64s | int) -> None:
-        """Note the columns of slots, because they are about to change."""
+        """Let the journal keep the columns of slots, because they are about to change."""
         self.store.journal.before(self._put_back, slots, self.slots.table[:, slots].copy())
 
     def _put_back(self, slots: Int64s | int, columns: Int64s) -> None:
@@ -240,11 +240,11 @@ class TailTable(Generic[TailPlanT]):
             slots.kept_at[slot] = slots.kept[slot] = NOTHING
 
     def plan_state(self, slot: int, length: int) -> TailStep | None:
-        """Allocate a state at the position of a slot of this length: a step whose body moves to its start.
+        """Allocate a state at the position of a slot of this length, as a step whose body moves to the step's start.
 
-        With fold mode "defer" the step has a row of no meaning, and a tail of its own for it, which `hold_only_state`
-        lets go of.
-        None: the slot has such a state, or is empty. Raises CapacityError with nothing changed.
+        With fold mode "defer", the step has a meaningless row, and a tail for it that `hold_only_state` releases.
+
+        Returns None if the slot has such a state already, or is empty. Raises CapacityError with nothing changed.
         """
         if not length or self._state_at(slot, length) != NOTHING:
             return None
@@ -267,10 +267,10 @@ class TailTable(Generic[TailPlanT]):
         return TailStep(packed, before, after, fresh)
 
     def hold_only_state(self, slot: int, length: int, step: TailStep | None) -> None:
-        """Let a slot of this length hold only the state at its position. Then it cannot go back to an earlier position.
+        """Let a slot of this length hold only the state at its position. Then it cannot return to earlier positions.
 
-        The state is that of `step`, which is from `plan_state`; without a step, one that the slot has. If there is none
-        at that position, the slot stays as it is.
+        The state is the one that `step`, from `plan_state`, has made. Without a step, it is one that the slot has. If
+        there is no state at that position, the slot stays as it is.
         """
         slots, at = self.slots, length + int(self.slots.offset[slot])
         state = self._state_at(slot, length) if step is None else int(step.after.body[0])
@@ -288,13 +288,13 @@ class TailTable(Generic[TailPlanT]):
             self.tails.release(step.fresh[3])
 
     def _state_at(self, slot: int, length: int) -> int:
-        """Return the id of a state at the position of a slot of this length; NOTHING if it has none."""
+        """Return the id of a state at the position of a slot of this length, or NOTHING if the slot has none."""
         slots, at = self.slots, length + int(self.slots.offset[slot])
         roles = ((slots.body_at, slots.body), (slots.kept_at, slots.kept), (slots.head_at, slots.head))
         return next((int(ids[slot]) for where, ids in roles if where[slot] == at), NOTHING)
 
     def add_offset(self, dropped: Dropped) -> None:
-        """Add the dropped tokens to the slot's position offset: its states still contain them."""
+        """Add the dropped tokens to the slot's position offset, because its states still contain them."""
         slots, slot = self.slots, dropped.slot
         self._note(slot)
         slots.floor[slot] = max(1, dropped.start, slots.floor[slot] - dropped.n_tokens)
@@ -312,14 +312,14 @@ class TailTable(Generic[TailPlanT]):
             self.slots.table[:, slot] = EMPTY_COLUMN
 
     def horizon(self, slot: int) -> int:
-        """Return the earliest position that `truncate` reaches: that of the body."""
+        """Return the earliest position that `truncate` reaches, which is the body's."""
         if slot >= len(self.slots):
             return 0
         return max(int(self.slots.body_at[slot] - self.slots.offset[slot]), int(self.slots.floor[slot]))
 
     def horizon_after(self, packed: Packed) -> Int64s:
         """Return (S,) what `horizon` will be once the step's tokens are kept."""
-        if not np.count_nonzero(self.slots.floor):  # No slot has dropped tokens or is slimmed.
+        if not np.count_nonzero(self.slots.floor):  # No slot has dropped tokens, and none is slimmed.
             return self.rules.body_at(packed.peaks)
         self._reach(int(packed.slots.max()))
         offsets, floors = self.slots.offset.take(packed.slots), self.slots.floor.take(packed.slots)
@@ -335,10 +335,10 @@ class TailTable(Generic[TailPlanT]):
         return {self.states.name: states[states >= 0], self.tails.name: tail[tail >= 0]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        """Return pool name -> which rows of the slot's blocks belong to its tokens, as `LayerMemory.live_rows`.
+        """Return pool name -> which rows of the slot's blocks belong to its tokens, as `LayerMemory.live_rows` does.
 
-        A state is one row, which is live unless the state is a stale head. In a ring, the rows of tokens [tail_at,
-        length) are live.
+        A state counts as one row, which is live unless the state is a stale head. In a ring, the rows of tokens
+        [tail_at, length) are live.
         """
         body_at, head_at, _, offset, _, *states, tail = self._column(slot).tolist()
         is_fresh = [[fresh] for fresh, block in zip((True, head_at >= 0, True), states, strict=True) if block >= 0]
@@ -347,7 +347,7 @@ class TailTable(Generic[TailPlanT]):
         return {self.states.name: np.array(is_fresh, np.bool_).reshape(-1, 1), self.tails.name: ring}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        """Return the blocks of many slots (S,), and which part each is: body, tail or head."""
+        """Return the blocks of many slots (S,), and for each block its part: body, tail or head."""
         self._reach(int(slots.max(initial=0)))
         held, start = self.slots.take(slots), np.zeros_like(slots)
 
@@ -365,7 +365,7 @@ class TailTable(Generic[TailPlanT]):
         return [*states, of(self.tails, "tail", held.tail, self.rules.tail_at(body_at))]
 
     def record(self, slot: int) -> Record:
-        """Return what `adopt` needs beside the blocks of `blocks_of`.
+        """Return the values that `adopt` needs in addition to the blocks of `blocks_of`.
 
         "base" is the slot's position offset, and the lowest position that a rollback reaches after drops.
         """
@@ -374,11 +374,11 @@ class TailTable(Generic[TailPlanT]):
         return {"positions": column[:3].tolist(), "holds": holds, "base": column[3:5].tolist()}
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
-        """Make an empty slot what the slot was that `record` describes; see `LayerMemory.adopt`."""
+        """Make an empty slot equal to the slot that `record` describes; see `LayerMemory.adopt`."""
         self._reach(slot)
         holds = np.array(record["holds"], np.bool_)
         states, tail = blocks[self.states.name], blocks[self.tails.name]
-        # Otherwise one block would stand for several.
+        # Without this check, numpy would broadcast one block to several.
         if [len(states), len(tail)] != [holds[:3].sum(), holds[3:].sum()]:
             raise ValueError(f"{len(states)} states and {len(tail)} tails for {record['holds']}")
         column = EMPTY_COLUMN.copy()
@@ -394,7 +394,7 @@ class TailTable(Generic[TailPlanT]):
         return column
 
     def _reach(self, slot: int) -> None:
-        """Make room for all slots up to this one, and at least double the room that there is."""
+        """Make room for all slots up to this one, and at least double the room."""
         n = len(self.slots)
         if slot >= n:
             new = Columns.empty(max(slot + 1 - n, n))
@@ -403,7 +403,7 @@ class TailTable(Generic[TailPlanT]):
     # Checks
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool = True) -> None:
-        """See `memory.interface.LayerMemory.check`."""
+        """Check the blocks of slots; see `memory.interface.LayerMemory.check`."""
         for slot, length in lengths.items():
             self._check_slot(slot, length, peaks[slot])
         if not is_all:
@@ -415,7 +415,7 @@ class TailTable(Generic[TailPlanT]):
             raise IntegrityError(f"slots that are not open have states ahead of them: {ahead}")
 
     def references(self, plans: list[TailPlanT]) -> References:
-        """Return all references to blocks: those of slots, and those of these plans of open steps."""
+        """Return all references to blocks: those of slots, and those of `plans`, the plans of open steps."""
         steps = [plan.step for plan in plans]
         states = [*self.slots.states, *(ids for step in steps for ids in step.fresh[:3])]
         tails = [self.slots.tail, *(step.fresh[3] for step in steps)]
@@ -444,6 +444,6 @@ class TailTable(Generic[TailPlanT]):
 
 
 def _in_state_positions(packed: Packed, offsets: Int64s) -> Packed:
-    """Return the step in positions of the states, which are those of the sequences plus the position offsets (S,)."""
+    """Return the step with positions of the states: the sequences' positions plus the position offsets (S,)."""
     positions = packed.positions + np.repeat(offsets, packed.counts)
     return replace(packed, starts=packed.starts + offsets, peaks=packed.peaks + offsets, positions=positions)

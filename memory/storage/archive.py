@@ -1,4 +1,4 @@
-"""Saves sequences of a memory to files, and opens sequences from files: the work of `HybridMemory.save` and `load`."""
+"""Saves sequences of a memory to files, and opens sequences from files, for `HybridMemory.save` and `load`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PATH = "the path of a file, such as 'alice.safetensors'"
 
 @dataclass(frozen=True)
 class Family:
-    """Holds the handles of a sequence that was loaded with its checkpoints and forks.
+    """Holds the handles of a loaded sequence and of the checkpoints and forks that were saved with it.
 
     Attributes:
         checkpoints: the checkpoints, in the order in which they were made.
@@ -57,10 +57,10 @@ class Family:
 
 
 class Archive:
-    """Saves the sequences of one memory, and opens those of files.
+    """Saves the sequences of one memory, and opens sequences from files.
 
     Args:
-        page_tokens, rules: the memory's options, which are a part of its signature.
+        page_tokens, rules: options of the memory. They are a part of its signature.
     """
 
     def __init__(self, coordinator: Coordinator, swapping: Swapping, page_tokens: int, rules: TailRules) -> None:
@@ -70,22 +70,22 @@ class Archive:
 
     @property
     def signature(self) -> str:
-        """Return a digest, 64 hexadecimal digits, of the layout and the weights that a file must have to be loaded."""
+        """Return a digest, 64 hexadecimal digits, of the layout and weights that a file must have to be loaded."""
         spec = self._coordinator.spec
         about = [signature_of(spec, self._page_tokens, self._rules), spec.weights]
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
-    # In two parts, of which only one uses the memory
+    # Saving and loading in two parts, of which only one uses the memory
 
     def pack(self, sequence: Sequence) -> Callable[[str], None]:
         """Copy a sequence or a checkpoint out of the memory. Return a function that writes it to a path or URL.
 
-        That function may run in any thread while the memory goes on. Both raise what `HybridMemory.save` raises. Cost:
-        a copy of the bytes.
+        That function may run in any thread while the memory is used. Both raise what `HybridMemory.save` raises. Cost:
+        the bytes are copied once.
         """
         self._coordinator.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         saved = self._gather([("sequence", "", sequence)])
-        # These are copies, because the memory may go on meanwhile.
+        # These are copies, because the memory may change before they are written.
         saved = replace(saved, tokens=[tokens.copy() for tokens in saved.tokens])
         return lambda path: write_family(replace(saved, path=read_path("path", path, _PATH)))
 
@@ -97,7 +97,7 @@ class Archive:
         return self._read(path, only_first=True)
 
     def open(self, saved: SavedFamily) -> Sequence:
-        """Open the sequence that `read` has read. Its errors are those of `HybridMemory.load`."""
+        """Open the sequence that `read` has read. The errors are those of `HybridMemory.load`."""
         return self._coordinator.handed_over(self._open, saved).sequence
 
     # Saving
@@ -112,14 +112,14 @@ class Archive:
 
     @locked
     def save(self, sequence: Sequence, path: object, checkpoints: Checkpoints, forks: Forks) -> None:
-        """See `HybridMemory.save`."""
+        """Write a sequence to a file. See `HybridMemory.save`."""
         self._coordinator.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         chosen = self._choose(sequence, checkpoints, forks)
         place = read_path("path", path, _PATH)
         write_family(replace(self._gather(chosen), path=place))
 
     def _gather(self, chosen: list[tuple[MemberKind, str, Sequence]]) -> SavedFamily:
-        """Copy sequences out of the memory, by the names of files."""
+        """Copy sequences out of the memory, under the names that files use."""
         saved = _Gathering(self._coordinator, self._swapping, chosen).saved
         saved = saved.renamed(names_in_files(self._coordinator.layers))
         soft = self._coordinator.spec.soft_tokens
@@ -129,7 +129,7 @@ class Archive:
     def _choose(
         self, sequence: Sequence, checkpoints: Checkpoints, forks: Forks
     ) -> list[tuple[MemberKind, str, Sequence]]:
-        """Return what is to be saved: kind, name and handle, the sequence first. Raises SequenceError."""
+        """Return kind, name and handle of each sequence to save, `sequence` first. Raises SequenceError."""
         ledger = self._coordinator.ledger
         if not isinstance(forks, Mapping) or not all(isinstance(name, str) for name in forks):
             raise SequenceError(
@@ -160,7 +160,7 @@ class Archive:
     # Loading
 
     def load(self, path: object, *, only_first: bool) -> Family:
-        """See `HybridMemory.load`. With `only_first`, open only the first member of a file."""
+        """Open the members of a file. See `HybridMemory.load`. With `only_first`, open only the first member."""
         saved = self._read(path, only_first=only_first)
         return self._coordinator.handed_over(self._open, saved)
 
@@ -175,14 +175,14 @@ class Archive:
         try:
             opened = self._coordinator.room.make(attempt)
         except _CONTRADICTIONS as error:
-            # The file's checksum is right, so somebody wrote it like this: another program, or one that means harm.
+            # The checksum is right, so another program, perhaps a malicious one, wrote this content.
             raise FormatError(f"{saved.path} contradicts itself ({error}); save the sequence again") from error
         members = list(zip(opened, saved.members, strict=True))
         checkpoints = [sequence for sequence, member in members if member.kind == "checkpoint"]
         return Family(opened[0], checkpoints, {m.name: sequence for sequence, m in members if m.kind == "fork"})
 
     def _read(self, path: object, *, only_first: bool) -> SavedFamily:
-        """Read a file, by the memory's own names; warn of members that are left out. Raises FormatError."""
+        """Read a file, with the memory's own names. Warn of members that are left out. Raises FormatError."""
         place = read_path("path", path, "the path of a saved sequence", FormatError)
         spec, layers = self._coordinator.spec, self._coordinator.layers
         saved = family_in(read_content(place, SEQUENCES_FORMAT), only_first=only_first)
@@ -193,7 +193,7 @@ class Archive:
         return saved.renamed(names_in_files(layers).reversed)
 
     def _restore(self, saved: SavedFamily) -> list[Sequence]:
-        """Open the members of a file, in a change that the caller has begun."""
+        """Open the members of a file, inside a change that the caller has begun."""
         coordinator, ledger = self._coordinator, self._coordinator.ledger
         opened, lineages = list[Sequence](), dict[int, int]()
         for member in saved.members:
@@ -204,7 +204,7 @@ class Archive:
         coordinator.layers.restore_all(slots, blocks, coordinator.store)
         n_drops = ledger.n_drops
         for buffer, tokens in enumerate(saved.tokens):
-            # All members with tokens in this buffer share them. So each becomes a copy of a sequence at the same
+            # All members whose tokens are in this buffer share them. So each becomes a copy of a sequence at the same
             # position.
             model = ledger.open()
             try:
@@ -227,12 +227,12 @@ class Archive:
 
 
 class _Gathering:
-    """Copies all that several sequences and checkpoints hold out of a memory. Blocks that they share are copied once.
+    """Copies out of a memory all that several sequences and checkpoints hold. Shared blocks are copied once.
 
-    Bytes that belong to no token of any of them become zeros. Cost: the bytes, once.
+    Bytes that belong to no token of any of these sequences become zeros. Cost: the bytes are copied once.
 
     Attributes:
-        saved: what was copied, by the memory's own names of layer memories and pools.
+        saved: what was copied. Layer memories and pools have the memory's own names in it.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class _Gathering:
             self._places.append(coordinator.host_pages.place)
         self._slots = [sequence.slot for _, _, sequence in chosen]
         self._n_blocks = dict[str, int]()
-        # These dicts map place and pool to the number that each block of the pool has in the file, and to its live
+        # These dicts map place and pool to an array: the number in the file of each block of the pool, and its live
         # rows.
         self._numbers = dict[tuple[int, str], Int64s]()
         self._live = dict[tuple[int, str], Bools]()
@@ -255,8 +255,8 @@ class _Gathering:
         self.saved = SavedFamily("", {}, [], [], {})
         for kind, name, sequence in chosen:
             slot, tokens = sequence.slot, ledger.tokens(sequence.slot)
-            # Tokens of one buffer begin at one address. All empty ones would, too, so each family has a number of its
-            # own for them.
+            # Tokens of one buffer begin at one address. Empty arrays would all share an address, so each family gets a
+            # number of its own for them.
             address = tokens.ctypes.data if len(tokens) else -1 - sequence.lineage
             buffer = buffers.setdefault(address, len(buffers))
             drops = tuple((position, ranks[number]) for position, number in ledger.drops(slot))
@@ -271,7 +271,7 @@ class _Gathering:
                 self.saved.tokens[buffer] = tokens
 
     def _note_live_rows(self) -> None:
-        """Mark the rows of all blocks that are of tokens of at least one of the sequences."""
+        """Mark the rows of all blocks that belong to tokens of at least one of the sequences."""
         ledger = self._coordinator.ledger
         for slot in self._slots:
             if ledger.is_away[slot]:
@@ -286,7 +286,7 @@ class _Gathering:
                             np.logical_or.at(self._live.setdefault((place, pool.name), empty), ids, rows)
 
     def _held_by(self, slot: int) -> Held:
-        """Return the records and the blocks of a slot. Copy the blocks that no slot before it held."""
+        """Return the records and the blocks of a slot. Copy those blocks that no earlier slot held."""
         if self._coordinator.ledger.is_away[slot]:
             snapshot = self._swapping.snapshot(slot)
             return Held(snapshot.records, {pool: self._add(pool, blocks) for pool, blocks in snapshot.blocks.items()})
@@ -309,7 +309,7 @@ class _Gathering:
         return Held(records, numbers)
 
     def _add(self, pool: str, blocks: Tensor) -> Int64s:
-        """Add blocks to those of a pool, and return their numbers."""
+        """Add blocks to a pool of the file, and return their numbers."""
         start = self._n_blocks.get(pool, 0)
         self._n_blocks[pool] = start + len(blocks)
         self.saved.blocks.setdefault(pool, []).append(blocks)

@@ -1,9 +1,9 @@
 """Computes the checksums of saved files.
 
-They find damage by disks and transfers, not changes that somebody made on purpose.
-Whoever changes a file can write its checksum anew, so it need not be a cryptographic one: it is XXH3 of 128 bits
-(https://xxhash.com), which runs at the speed of memory. The checksum of a tensor is made of those of its pieces of
-1 MiB, so that several threads compute it, each while its piece is in the processor's cache.
+The checksums find damage by disks and transfers, not changes that somebody made on purpose. Whoever changes a file can
+also write its checksum anew, so it need not be a cryptographic one: it is XXH3 with 128 bits (https://xxhash.com),
+which is as fast as memory can be read. The checksum of a tensor is computed from those of its pieces of 1 MiB. So
+several threads can work on it, each while its piece is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xxhash import xxh3_64_digest, xxh3_128
 
 PIECE_BYTES = 1 << 20
 _LEAST_JOBS = 4
-"""A thread is worth its start for at least this many jobs."""
+"""Another thread is started only for at least this many jobs, because starting a thread takes time."""
 NOTHING_KNOWN: Mapping[str, bytes] = MappingProxyType({})
 JobT = TypeVar("JobT")
 ResultT = TypeVar("ResultT")
@@ -34,9 +34,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def in_threads(work: Callable[[JobT], ResultT], jobs: Seq[JobT]) -> list[ResultT]:
-    """Do jobs on a piece each. Use a thread for each of the machine's processors, at most 8, or none for few jobs.
+    """Call `work` for each job, in a thread per processor of the machine, at most 8, or without threads for few jobs.
 
-    Each thread does jobs that follow each other, because starting a thread takes longer than a job.
+    Each thread gets consecutive jobs, because starting a thread takes longer than a job.
     """
     n_threads = min(8, os.cpu_count() or 1, len(jobs) // _LEAST_JOBS)
     if n_threads < 2:
@@ -51,10 +51,10 @@ def in_threads(work: Callable[[JobT], ResultT], jobs: Seq[JobT]) -> list[ResultT
 def checksum_of(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], known: Mapping[str, bytes] = NOTHING_KNOWN
 ) -> str:
-    """Return the checksum of a file's content, 32 hexadecimal digits.
+    """Return the checksum of a file's content as 32 hexadecimal digits.
 
     Args:
-        known: name of a tensor -> the checksums of its pieces, where they have been computed.
+        known: name of a tensor -> the checksums of its pieces, for tensors whose pieces have been checksummed already.
     """
     digest = xxh3_128(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
@@ -64,7 +64,7 @@ def checksum_of(
 
 
 def checksum_of_piece(piece: memoryview) -> bytes:
-    """Return the checksum, which has 8 bytes, of a piece of at most PIECE_BYTES."""
+    """Return the checksum (8 bytes) of a piece of at most PIECE_BYTES."""
     return xxh3_64_digest(piece)
 
 
@@ -74,17 +74,17 @@ def _pieces_of(content: memoryview) -> bytes:
 
 
 class RangesChecksum:
-    """Computes the checksum of ranges of several tensors that come in parts of any size, 32 hexadecimal digits."""
+    """Computes one checksum, 32 hexadecimal digits, of ranges of several tensors that come in parts of any size."""
 
     def __init__(self) -> None:
         self._digest = xxh3_128()
 
     def begin(self, name: str, start: int, end: int) -> None:
-        """Go on with the rows [start, end) of the tensor of this name."""
+        """Start the rows [start, end) of the tensor `name`."""
         self._digest.update(f"{name} {start} {end} ".encode())
 
     def update(self, rows: Tensor) -> None:
-        """Add the next rows."""
+        """Add the next rows of the range."""
         if len(rows):
             self._digest.update(bytes_of(rows))
 

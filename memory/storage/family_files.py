@@ -1,13 +1,13 @@
-"""Writes a sequence, with its checkpoints and forks, to one safetensors file, and reads it. Shared data is in it once.
+"""Writes and reads one safetensors file for a sequence with its checkpoints and forks. Shared data is stored once.
 
 
     tensors    tokens/N (n,) int64, the tokens of one buffer; blocks/NAME OF A POOL (n, block_bytes) uint8;
                passages/N (rows, bytes of a row) uint8, the rows of embeddings of a picture
     metadata   format, version, about (the signature of the memory), members, passages, checksum over all of this
 
-Each member is a sequence or a checkpoint: its length, its record, and which blocks of each pool it refers to. Tokens
-and blocks that no member before it has are its own. Its entry has a checksum over these. So damaged bytes cost only the
-members that refer to them. The first member is the sequence that the file was saved for.
+Each member is a sequence or a checkpoint. The file has its length, its record, and which blocks of each pool it refers
+to. Tokens and blocks that no earlier member has are the member's own, and its entry has a checksum over these. So
+damaged bytes cost only the members that refer to them. The first member is the sequence for which the file was saved.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Member:
 
     Attributes:
         name: the name under which a fork was saved.
-        family: a number. Members with equal numbers are one family, so that one may be rolled back to a checkpoint
-            among the others.
-        buffer: the number of the buffer of its tokens. The member has the first `length` of them.
+        family: a number. Members with equal numbers belong to one family, so a member may be rolled back to a
+            checkpoint among them.
+        buffer: the number of the buffer with its tokens. The member has the first `length` tokens of it.
         drops: what `Ledger.drops` returns, with drops numbered from 1.
-        held: its records, and the blocks of the file to which it refers.
+        held: the member's records, and the blocks of the file to which it refers.
     """
 
     kind: MemberKind
@@ -72,9 +72,10 @@ class SavedFamily:
     """Holds the content of a file.
 
     Attributes:
-        about: facts about the memory that saved it, as JSON values. A file that was read also has its `version` here.
+        about: facts about the memory that saved the file, as JSON values. After reading, the file's `version` is here,
+            too.
         members: all members that are not damaged.
-        tokens: the tokens of each buffer, as many as its longest member has.
+        tokens: the tokens of each buffer, as many as the longest member in the buffer has.
         blocks: pool -> the blocks in pieces, each (n, block_bytes).
         damaged: a text that says which members of a file were left out.
         passages: the rows of pictures in the tokens.
@@ -94,7 +95,7 @@ class SavedFamily:
         return replace(self, members=members, blocks=names.of_pools(self.blocks))
 
     def blocks_for(self, members: Seq[Member]) -> tuple[list[Held], dict[str, Tensor]]:
-        """Return the blocks that some of the members refer to, and what each of them holds of these."""
+        """Return the blocks to which some of the members refer, and which of these blocks each member holds."""
         blocks, numbers = dict[str, Tensor](), dict[str, Int64s]()
         for pool, pieces in self.blocks.items():
             whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -111,7 +112,7 @@ class SavedFamily:
 
 
 def write_family(saved: SavedFamily) -> None:
-    """Write a file, whole or not at all. Raises what `write_tensors` raises, and SpecError in a dry run."""
+    """Write a file completely or not at all. Raises what `write_tensors` raises, and SpecError in a dry run."""
     require_bytes(piece for pieces in saved.blocks.values() for piece in pieces)
     tensors = {BLOCKS + pool: pieces for pool, pieces in saved.blocks.items()}
     tensors |= {f"{_TOKENS}{i}": [torch.from_numpy(tokens)] for i, tokens in enumerate(saved.tokens)}
@@ -134,10 +135,10 @@ def read_family(path: str) -> SavedFamily:
 
 
 def family_in(content: Content, *, only_first: bool = False) -> SavedFamily:
-    """Return what a file of `write_family` holds, from what `read_content` has read. Raises FormatError.
+    """Return the family in a file of `write_family`, given what `read_content` returned. Raises FormatError.
 
     Args:
-        only_first: leave all members but the first out.
+        only_first: leave out all members except the first.
     """
     content.check(covers_tensors=False)
     path, tensors, metadata = content.path, content.tensors, content.metadata
@@ -186,9 +187,9 @@ def _read_entry(entry: dict[str, Any], most: int) -> Member:
 
 
 def _runs(numbers: Int64s) -> list[list[int]]:
-    """Return [first, how many] of each stretch of consecutive numbers.
+    """Return [first, count] of each stretch of consecutive numbers.
 
-    They are few, because most blocks are in order.
+    There are few stretches, because most blocks are in order.
     """
     starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
     counts = np.diff(starts, append=len(numbers))
@@ -197,7 +198,7 @@ def _runs(numbers: Int64s) -> list[list[int]]:
 
 
 def _numbers(runs: list[list[int]], most: int) -> Int64s:
-    """Return the numbers that `_runs` has written. No block is in them twice, so there are at most `most`."""
+    """Return the numbers that `_runs` has encoded. No block occurs twice, so there are at most `most`."""
     starts, counts = np.array(runs, np.int64).reshape(-1, 2).T
     if ((counts < 0) | (counts > most)).any() or counts.sum() > most:
         raise ValueError(f"runs of blocks {runs!r:.80}")
@@ -205,7 +206,7 @@ def _numbers(runs: list[list[int]], most: int) -> Int64s:
 
 
 def _check(saved: SavedFamily) -> None:
-    """Raise ValueError unless every member is within the tokens and the blocks, and the first is the sequence."""
+    """Raise ValueError unless each member lies within the tokens and blocks, and the first is the sequence."""
     if any(tokens.ndim != 1 for tokens in saved.tokens):
         raise ValueError("tokens of several axes")
     if wrong := [pool for pool, (own,) in saved.blocks.items() if own.dtype != torch.uint8]:
@@ -224,7 +225,7 @@ def _check(saved: SavedFamily) -> None:
 
 
 def _ends(saved: SavedFamily) -> dict[str, Int64s]:
-    """Return, for each pool and each buffer of tokens, where each member's own part ends, (members,) ascending."""
+    """Return, for each pool and each buffer of tokens, where each member's own part ends: (members,), ascending."""
     n = len(saved.members)
     ends = {BLOCKS + pool: np.zeros(n, np.int64) for pool in saved.blocks}
     ends |= {f"{_TOKENS}{i}": np.zeros(n, np.int64) for i in range(len(saved.tokens))}
@@ -236,7 +237,7 @@ def _ends(saved: SavedFamily) -> dict[str, Int64s]:
 
 
 def _checksums(saved: SavedFamily) -> list[str]:
-    """Return the checksum of each member's own tokens and blocks, as hexadecimal text."""
+    """Return for each member the checksum of its own tokens and blocks, as hexadecimal text."""
     digests = [RangesChecksum() for _ in saved.members]
     pieces = {BLOCKS + pool: of for pool, of in saved.blocks.items()}
     pieces |= {f"{_TOKENS}{i}": [torch.from_numpy(tokens)] for i, tokens in enumerate(saved.tokens)}
@@ -254,7 +255,7 @@ def _checksums(saved: SavedFamily) -> list[str]:
 
 
 def _needed(saved: SavedFamily) -> list[set[int]]:
-    """Return for each member the members whose own tokens or blocks it refers to, itself among them."""
+    """Return for each member the set of members to whose own tokens or blocks it refers, itself included."""
     ends = _ends(saved)
     found = []
     for i, member in enumerate(saved.members):

@@ -3,13 +3,14 @@
     tensors    blocks/NAME OF A POOL (n, block_bytes) uint8; tokens (n,) int64, or those of several sequences
     metadata   format, version, about (JSON), checksum of all else; of saved sequences also members
 
-Saved sequences are those of `memory.storage.family_files`. Blocks alone are what is swapped out and what a prefix cache
-keeps in a folder, whose list is a file of this format without blocks. `memory.storage.reading` reads both.
+`memory.storage.family_files` describes the files of saved sequences. Files of blocks alone hold what is swapped out,
+and what a prefix cache keeps in a folder. The list of such a folder is a file of this format without blocks.
+`memory.storage.reading` reads both formats.
 
-The bytes of blocks are those of the arena, so a loaded sequence continues bit for bit as the saved one would; a memory
-of another signature refuses them. Equal sequences make equal files. So the header is written here, with its names
-sorted: safetensors' own writer puts metadata in an order that changes from call to call. Paths are those of fsspec: a
-local file, or a URL such as s3://bucket/name. fsspec is imported only when a file is saved or loaded.
+The bytes of blocks are those of the arena, so a loaded sequence continues bit for bit as the saved one would. A memory
+of another signature refuses them. Equal sequences make equal files. So this module writes the header itself, with
+sorted names: safetensors' own writer puts metadata in an order that changes from call to call. Paths are those of
+fsspec: a local file, or a URL such as s3://bucket/name. fsspec is imported only when a file is saved or loaded.
 """
 
 from __future__ import annotations
@@ -76,18 +77,18 @@ def write_tensors(
     *,
     is_lasting: bool = True,
 ) -> None:
-    """Write a safetensors file, whole or not at all: an older file stays until the new one is complete.
+    """Write a safetensors file completely or not at all: an older file stays until the new one is complete.
 
     `written_whole` writes a local file. An object store shows an upload only when it is complete.
 
     Args:
         tensors: name -> the tensor in pieces, which are joined along the first axis.
-        checksum: returns the checksum of all of it, as hexadecimal text, for the metadata. The header of a
-            local file is written last, so the checksum is computed while the disk is busy with the tensors.
-        is_lasting: wait until a local file has reached the disk. False is for a file that is worth nothing after a
+        checksum: a function that returns the checksum of all content, as hexadecimal text, for the metadata. The header
+            of a local file is written last, so the checksum is computed while the disk is busy with the tensors.
+        is_lasting: True to wait until a local file has reached the disk. False is for a file that is useless after a
             crash.
     Raises:
-        SpecError: the path is a folder, or leads into one that does not exist. OSError: the file system fails.
+        SpecError: the path is a folder, or its folder does not exist. OSError: the file system fails.
     """
     from fsspec.core import url_to_fs
 
@@ -128,7 +129,7 @@ def is_local(path: str) -> bool:
 
 
 def local_place(path: str) -> str | None:
-    """Return where a path or URL leads on this machine's file systems, or None if it does not lead there."""
+    """Return the place on this machine's file systems to which a path or URL leads, or None if it leads elsewhere."""
     from fsspec.core import url_to_fs
 
     fs, place = url_to_fs(path)
@@ -136,7 +137,7 @@ def local_place(path: str) -> str | None:
 
 
 def check_url(option: str, path: str) -> str:
-    """Return the path or URL of a folder, which need not be there yet.
+    """Return the path or URL of a folder, which need not exist yet.
 
     Raises SpecError for a file, and for a URL that fsspec cannot open, such as one whose plugin is missing.
     """
@@ -145,7 +146,7 @@ def check_url(option: str, path: str) -> str:
 
         try:
             url_to_fs(path)
-        except Exception as error:  # Each store raises errors of its own.
+        except Exception as error:  # Each kind of store raises its own errors.
             raise SpecError(f"{option}={path!r} cannot be opened: {error}") from error
     elif Path(path).is_file():
         raise SpecError(f"{option}={path!r} is a file; give the path of a folder")
@@ -154,7 +155,7 @@ def check_url(option: str, path: str) -> str:
 
 @contextmanager
 def as_os_errors(path: str) -> Iterator[None]:
-    """Turn a store's own errors into OSError, which files raise."""
+    """Turn a store's own errors into OSError, which local files raise as well."""
     try:
         yield
     except OSError:
@@ -200,9 +201,9 @@ def remove_file(path: str) -> None:
 
 
 def list_names(folder: str) -> list[str]:
-    """Return the names of what is in a folder.
+    """Return the names of all entries in a folder.
 
-    If there is no such folder, as in a store without such files, return none.
+    If the folder does not exist, or the store has no files with this prefix, return none.
     """
     from fsspec.core import url_to_fs
 
@@ -240,5 +241,5 @@ def _pieces(contents: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def _in_order(tensors: Mapping[str, Seq[Tensor]]) -> list[str]:
-    """Return the names, widest elements first, so that tensors are aligned as in files of safetensors' own writer."""
+    """Return the names, widest elements first. So tensors are aligned as in files of safetensors' own writer."""
     return sorted(tensors, key=lambda name: (-tensors[name][0].element_size(), name))

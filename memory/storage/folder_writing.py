@@ -1,4 +1,4 @@
-"""Writes checkpoints and their blocks to a folder, and notes what its list says; see `memory.storage.folders`."""
+"""Writes checkpoints and their blocks to a folder, and makes the folder's list; see `memory.storage.folders`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hybridmem.memory.storage.parcels import Places, count_bytes
 from hybridmem.memory.storage.swapping import Swapping
 
 LOT_BYTES = 64 << 20
-"""How many bytes of blocks are copied at once, while others wait for the memory. Then they are written."""
+"""How many bytes of blocks are copied, while other threads wait for the memory, before they are written."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class Entry:
     """Describes a checkpoint in a folder.
 
     Attributes:
-        parent: the number of the entry whose tokens it continues; -1 for none. Parents come before their children.
-        label: what the folder's user wants to know of the checkpoint, as JSON values.
+        parent: the number of the entry whose tokens this one continues; -1 for none. Parents come before their
+            children.
+        label: what the folder's user stores about the checkpoint, as JSON values.
     """
 
     checkpoint: Sequence
@@ -42,9 +43,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class BlocksFile:
-    """Says which blocks of a checkpoint a file in a folder holds, in their order.
+    """Lists the blocks of a checkpoint that are in a file of a folder, in the file's order.
 
-    Neither the file nor the blocks change.
+    Neither the file nor these blocks change.
     """
 
     place: str
@@ -56,10 +57,10 @@ class BlocksFile:
 
 
 class FolderWriting:
-    """Writes the blocks of one checkpoint after the other, each once, and notes what the list says of them.
+    """Writes the blocks of checkpoints one after the other, each block once, and collects their places for the list.
 
-    It works in lots. `copy` reads the memory, which nobody else may change meanwhile. `write` does the slower part, and
-    does not need the memory.
+    It works in lots. `copy` reads the memory, which no other thread may change meanwhile. `write` does the slower part,
+    and does not need the memory.
     """
 
     def __init__(
@@ -72,18 +73,19 @@ class FolderWriting:
         self._memory, self._swapping, self._place, self._files = memory, swapping, place, files
         self._sizes = {pool.name: pool.block_bytes for pool, _ in memory.layers.pools}
         self._names_in_files = names_in_files(memory.layers)
-        # For each entry: pool -> (2, n), the entry whose file has a block, and its row there.
+        # For each entry: pool -> (2, n), for each block the entry whose file has it, and its row in that file.
         self._written: list[Places] = []
-        self._keys: list[dict[str, Int64s]] = []  # For each entry: keys that tell the blocks of this memory apart.
+        # For each entry: keys by which the blocks of this memory can be recognized.
+        self._keys: list[dict[str, Int64s]] = []
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
         self._there = set(list_names(place))
         self._checkpoints: list[Sequence] = []  # The checkpoint of each entry.
         self._numbers: list[int] = []  # Maps each given entry to the number of its written entry, or -1.
-        # These were copied, but are not written yet.
+        # These entries were copied, but are not written yet.
         self._copied: list[tuple[int, dict[str, Bools], dict[str, Tensor]]] = []
 
     def copy(self, waiting: deque[Entry]) -> None:
-        """Take some of the waiting entries, and copy those of their blocks that earlier entries do not have.
+        """Take some of the waiting entries, and copy those of their blocks that no earlier entry has.
 
         A checkpoint that is damaged or closed is left out. Its children then continue from its parent.
         """
@@ -101,14 +103,14 @@ class FolderWriting:
             n_bytes = sum(count_bytes(blocks) for _, _, blocks in self._copied)
 
     def write(self) -> None:
-        """Write what was copied. Raises OSError."""
+        """Write the copied entries. Raises OSError."""
         for number, wanted, blocks in self._copied:
             if (name := self._write(blocks)) is not None:
                 self._note(number, name, wanted)
         self._copied.clear()
 
     def _know_again(self) -> None:
-        """Find out anew which blocks of the memory earlier entries have: some were closed, moved or used again."""
+        """Find out anew which blocks of the memory earlier entries have: some were freed, moved or used again."""
         self._known.clear()
         for number, checkpoint in enumerate(self._checkpoints):
             keys = {} if checkpoint.closed else self._swapping.block_keys(checkpoint)
@@ -118,16 +120,16 @@ class FolderWriting:
                 self._known |= {(pool, key): tuple(at) for key, at in zip(own.tolist(), places.T.tolist(), strict=True)}
 
     def _note(self, number: int, name: str, wanted: dict[str, Bools]) -> None:
-        """Note that a file holds the wanted blocks of an entry."""
+        """Remember that a file holds the wanted blocks of an entry."""
         self.entries[number]["file"] = name
         self._files[self._checkpoints[number]] = BlocksFile(self._place, name, wanted)
         self.names.add(name)
         self.n_bytes += sum(int(of.sum()) * self._sizes[pool] for pool, of in wanted.items())
 
     def _add(self, entry: Entry) -> int:
-        """Copy an entry's blocks that earlier entries do not have.
+        """Copy those blocks of an entry that earlier entries do not have.
 
-        Return its number. Raises FormatError if it is damaged.
+        Return the entry's number. Raises FormatError if the entry is damaged.
         """
         memory, number = self._memory, len(self.entries)
         slot = entry.checkpoint.slot
@@ -175,7 +177,7 @@ class FolderWriting:
         return number
 
     def _write(self, blocks: dict[str, Tensor]) -> str | None:
-        """Write blocks to a file, unless it exists. Return its name, or None if there are no blocks."""
+        """Write blocks to a file, unless it exists. Return the file's name, or None if there are no blocks."""
         if not blocks:
             return None
         blocks = self._names_in_files.of_pools(blocks)
@@ -190,7 +192,7 @@ class FolderWriting:
 
 
 def _as_runs(places: Int64s) -> list[list[int]]:
-    """Return places (2, n) as runs of rows that follow each other in one file: [entry, first row, rows]."""
+    """Return places (2, n) as runs of consecutive rows of one file: [entry, first row, number of rows]."""
     if not places.shape[1]:
         return []
     breaks = ((places[0][1:] != places[0][:-1]) | (places[1][1:] != places[1][:-1] + 1)).nonzero()[0] + 1

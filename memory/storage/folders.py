@@ -1,11 +1,11 @@
-"""Keeps checkpoints of a memory in a folder, across restarts. Blocks that several of them share are there once.
+"""Keeps checkpoints of a memory in a folder, across restarts. Blocks that several checkpoints share are stored once.
 
-    checkpoints.safetensors       the checkpoints, each with the one that it goes on from, and where its blocks are
+    checkpoints.safetensors       the checkpoints, each with the one that it continues, and where its blocks are
     blocks-SHA256.safetensors     blocks that a checkpoint does not share with those before it; the name is their digest
 
-The folder is written in this order: new blocks, then the list, whole or not at all, then blocks that it no longer names
-are removed. So it can be read at any time, by any process, and a save that fails or is killed leaves the one before.
-Loading reads the list alone. A checkpoint's blocks are read when it is used.
+A save writes new blocks first, then replaces the list as a whole, then removes the blocks that the list no longer
+names. So any process can read the folder at any time, and a save that fails or is killed leaves the earlier content.
+Loading reads only the list. A checkpoint's blocks are read when it is used.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from hybridmem.memory.storage.swapping import Swapping
 
 CHECKPOINTS_FILE = "checkpoints.safetensors"
 _MOST_BLOCKS = 1 << 24
-"""The most blocks of one kind that a checkpoint may have. More would be some hundred million tokens."""
+"""The most blocks of one kind that a checkpoint may have. More blocks would hold some hundred million tokens."""
 _NO_LOCK = nullcontext()
 _BLOCKS = r"blocks-[0-9a-f]{64}\.safetensors"
 
 
 class Folders:
-    """Writes checkpoints of one memory to folders, and opens those of a folder as swapped-out ones."""
+    """Writes checkpoints of one memory to folders, and opens the checkpoints of a folder as swapped-out sequences."""
 
     def __init__(self, coordinator: Coordinator, swapping: Swapping, page_tokens: int, rules: TailRules) -> None:
         self._memory, self._swapping = coordinator, swapping
         self._page_tokens, self._rules = page_tokens, rules
-        self._folders: dict[str, int | None] = {}  # Maps a local folder in use to the descriptor that shares it.
-        # The file of each checkpoint that was written or read last.
+        self._folders: dict[str, int | None] = {}  # Maps a local folder in use to the file descriptor that shares it.
+        # For each checkpoint, the file that was written or read last.
         self._files = weakref.WeakKeyDictionary[Sequence, BlocksFile]()
         weakref.finalize(self, _release_all, self._folders, os.getpid())
 
@@ -63,15 +63,16 @@ class Folders:
         self, folder: str | os.PathLike[str], entries: Iterable[Entry],
         lock: AbstractContextManager[object] = _NO_LOCK,
     ) -> int:  # fmt: skip
-        """Write checkpoints of whole sequences to a folder in place of those that it holds. Return the bytes of blocks.
+        """Write checkpoints of whole sequences to a folder, replacing those there. Return the bytes of all blocks.
 
-        A checkpoint outside of the budget whose file is damaged is left out, and so is one that was closed meanwhile.
+        A checkpoint is left out if it is outside of the budget and its file is damaged, or if it was closed meanwhile.
 
         Args:
             lock: this call holds it while it reads the memory, but not while it writes files. The caller must not hold
                 it.
-        Raises SequenceError if a handle is bad, SpecError in a dry run or if this is no folder, or OSError: then the
-        folder holds what it held before. Cost: the bytes of blocks that are not there yet, copied, hashed and written.
+        Raises SequenceError if a handle is bad, SpecError in a dry run or if `folder` is no folder, or OSError: then
+        the folder holds what it held before. Cost: blocks that are not in the folder yet are copied, hashed and
+        written.
         """
         place = read_path("folder", folder, "a folder, such as 'prefixes'")
         make_folder(place)
@@ -99,12 +100,12 @@ class Folders:
             return writing.n_bytes
 
     def _clean(self, place: str, names: set[str]) -> None:
-        """Remove blocks that the list does not name, and what killed processes left half-written.
+        """Remove blocks that the list does not name, and half-written files of killed processes.
 
-        Where others read the folder, or write to it, its blocks stay: the next save removes them.
+        If others read the folder, or write to it, its old blocks stay. The next save removes them.
         """
         if not is_local(place):
-            # Another process may be reading or writing there. Whoever keeps prefixes in a store must remove old files.
+            # Another process may be reading or writing there. In a store, users must remove old files themselves.
             return
         remove_abandoned(Path(place), f"{_BLOCKS}|{re.escape(CHECKPOINTS_FILE)}")
         with alone_in(self._folders[place]) as is_alone:
@@ -114,7 +115,7 @@ class Folders:
 
     @contextmanager
     def _held(self, place: str) -> Iterator[None]:
-        """Share a local folder with others while the block runs, so that nobody removes what they do not know."""
+        """Share a local folder with other processes while the block runs, so that none removes files unknown to it."""
         is_new = place not in self._folders and is_local(place)
         if is_new:
             self._folders[place] = hold_folder(place)
@@ -125,20 +126,20 @@ class Folders:
                 os.close(descriptor)
 
     def load(self, folder: str | os.PathLike[str], made: list[Sequence]) -> list[Entry]:
-        """Open the checkpoints of a folder as swapped-out ones. Their blocks are read when they are used.
+        """Open the checkpoints of a folder as swapped-out sequences. Their blocks are read when they are used.
 
         Args:
-            made: a list to which each checkpoint is added before it counts. If an exception comes, the caller finds
-                them there.
+            made: a list to which each checkpoint is added before it is opened. After an exception, the caller finds the
+                checkpoints there.
 
-        Raises FormatError if there is no such folder, or if its list is damaged or comes from a memory that is not like
-        this one. Then nothing has changed. Cost: reading the list. Tokens with which several checkpoints begin are in
-        host memory once.
+        Raises FormatError if there is no such folder, or if its list is damaged or comes from a memory with another
+        signature. Then nothing has changed. Cost: reading the list. Leading tokens that several checkpoints have in
+        common are in host memory once.
         """
         place = read_path("folder", folder, "the folder of saved checkpoints", FormatError)
         path = join_path(place, CHECKPOINTS_FILE)
         if is_local(place) and place not in self._folders and Path(place).is_dir():
-            # The folder is held from now on, because its blocks are read later.
+            # The folder stays shared from now on, because its blocks are read later.
             self._folders[place] = hold_folder(place)
         _, about = read_blocks(path)
         check_signature(path, about, self._memory.spec, self._page_tokens, self._rules)
@@ -155,7 +156,10 @@ class Folders:
 
 
 def _renamed(names: Names, sizes: dict[str, int], blocks: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the blocks of a file under this memory's names. Raises FormatError if they are not of its sizes."""
+    """Return the blocks of a file under this memory's names.
+
+    Raises FormatError if their sizes are not this memory's.
+    """
     found = names.of_pools(blocks)
     for pool, own in found.items():
         if own.dtype != torch.uint8 or own.dim() != 2 or own.shape[1] != sizes.get(pool):
@@ -179,7 +183,7 @@ class _Reading:
         self._sizes = {pool.name: pool.block_bytes for pool, _ in memory.layers.pools}
 
     def open(self) -> list[Entry]:
-        """Open all, in a change that the caller has begun."""
+        """Open all checkpoints, inside a change that the caller has begun."""
         parents, places = [int(about["parent"]) for about in self._entries], self._places()
         if any(not -1 <= parent < i for i, parent in enumerate(parents)):
             raise ValueError("a checkpoint comes before the one that it goes on from")
@@ -224,7 +228,7 @@ class _Reading:
         return own
 
     def _places(self) -> list[Places]:
-        """Return for each entry pool -> (2, n): the entry whose file has the block, and the row of the block there."""
+        """Return for each entry pool -> (2, n): for each block the entry whose file has it, and its row there."""
         places = list[Places]()
         for i, about in enumerate(self._entries):
             parent, own = int(about["parent"]), Places()
@@ -242,7 +246,7 @@ class _Reading:
     def _with_tokens(self, parents: list[int]) -> list[Sequence]:
         """Open all checkpoints with their tokens.
 
-        A checkpoint shares the buffer of one that continues it, if there is one.
+        If another checkpoint continues this one, both share a buffer of tokens.
         """
         ledger, n_tokens = self._memory.ledger, [int(about["n_tokens"]) for about in self._entries]
         bounds = np.cumsum([0, *(n - (n_tokens[p] if p >= 0 else 0) for n, p in zip(n_tokens, parents, strict=True))])
@@ -275,7 +279,7 @@ class _Reading:
 
 
 def _from_runs(runs: list[list[int]]) -> Int64s:
-    """Return the places (2, n) that `_as_runs` has written."""
+    """Return the places (2, n) that `_as_runs` has encoded."""
     if any(not 0 <= n <= _MOST_BLOCKS for _, _, n in runs):
         raise ValueError(f"runs of blocks {runs!r:.80}")
     parts = [np.stack([np.full(n, entry), first + np.arange(n)]) for entry, first, n in runs]
@@ -283,7 +287,7 @@ def _from_runs(runs: list[list[int]]) -> Int64s:
 
 
 def _numbers_of(parcels: list[int | None], entries: Int64s) -> Int64s:
-    """Return the parcel of each entry. Raises ValueError for an entry that has none."""
+    """Return the parcel of each entry. Raises ValueError for an entry without a parcel."""
     table = np.array([-1 if parcel is None else parcel for parcel in parcels], np.int64)
     numbers = table[entries]
     if (numbers < 0).any():

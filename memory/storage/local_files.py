@@ -1,9 +1,9 @@
-"""Writes local files whole or not at all, readable by their owner only, and removes those that killed processes left.
+"""Writes local files completely or not at all, readable by their owner only, and removes those of killed processes.
 
-A file is written beside its final path, under a name that ends in ".part", and then renamed. Meanwhile its writer holds
-a lock on it. The operating system releases the lock when the process ends, so an abandoned file can be told from one
-that is being written. In the same way, files of running processes in a folder are told from files of processes that
-have ended. Without such locks (on Windows, on some network file systems) nothing is removed.
+A file is written next to its final path, under a name that ends in ".part", and then renamed. Meanwhile its writer
+holds a lock on it. The operating system releases the lock when the process ends. So an abandoned file can be told from
+one that is being written. In the same way, a folder's files of running processes are told from those of ended
+processes. Without such locks (on Windows, and on some network file systems) nothing is removed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _OWNER_ONLY = 0o600
 
 @contextmanager
 def written_whole(path: Path, *, is_lasting: bool = True) -> Iterator[BinaryIO]:
-    """Write a new file with mode 0600; it replaces the old one when the block ends without an error.
+    """Write a new file with mode 0600. It replaces the old one when the block ends without an error.
 
-    Then file and folder have reached the disk, if it `is_lasting`. Half-written files that other processes left on the
-    way to this path are removed. Raises OSError.
+    With `is_lasting`, file and folder have then reached the disk. Half-written files of this path that other processes
+    left are removed. Raises OSError.
     """
     remove_abandoned(path.parent, re.escape(path.name))
     beside, file = _open_beside(path)
@@ -52,7 +52,7 @@ def written_whole(path: Path, *, is_lasting: bool = True) -> Iterator[BinaryIO]:
             file.flush()
             if is_lasting:
                 os.fsync(file.fileno())
-            # It is renamed while it is locked. Without the lock, another process could remove it as abandoned.
+            # The file is renamed while it is locked. Otherwise another process could remove it as abandoned.
             beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -62,10 +62,10 @@ def written_whole(path: Path, *, is_lasting: bool = True) -> Iterator[BinaryIO]:
 
 
 def reserve_space(file: BinaryIO, n_bytes: int) -> None:
-    """Let the file system find the place of a new file's bytes at once, not piece by piece while it is written.
+    """Let the file system allocate a new file's bytes at once, not piece by piece while it is written.
 
-    Raises OSError if the disk has too little space. Where the system or the file system has no such call, nothing
-    happens.
+    Raises OSError if the disk has too little space. Where the operating system or the file system has no such call,
+    nothing happens.
     """
     if _fallocate is not None and n_bytes and _fallocate(file.fileno(), 0, 0, n_bytes):
         number = ctypes.get_errno()
@@ -74,18 +74,18 @@ def reserve_space(file: BinaryIO, n_bytes: int) -> None:
 
 
 def begin_flush(file: BinaryIO, begin: int, n_bytes: int) -> None:
-    """Let the disk begin to write bytes that were just written to a file, without waiting. Only fsync completes it.
+    """Let the disk begin to write bytes that were just written to a file, without waiting. Only fsync completes that.
 
-    So the disk works while the next bytes are written. Where the system has no such call, nothing happens.
+    So the disk works while the next bytes are prepared. Where the system has no such call, nothing happens.
     """
     if _sync_file_range is not None:
         _sync_file_range(file.fileno(), begin, n_bytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def remove_abandoned(folder: Path, names: str) -> bool:
-    """Remove half-written files whose writers have ended, of paths in `folder` whose names match the pattern `names`.
+    """Remove half-written files in `folder` whose final names match the pattern `names` and whose writers have ended.
 
-    Returns True if any is still being written.
+    Returns True if any such file is still being written.
     """
     is_busy = False
     for part in [folder / name for name in _names_in(folder) if re.fullmatch(f"(?:{names}){_PART}", name)]:
@@ -95,7 +95,7 @@ def remove_abandoned(folder: Path, names: str) -> bool:
                     part.unlink()
                 else:
                     is_busy = True
-        except FileNotFoundError:  # Its writer has renamed it, or another process has removed it.
+        except FileNotFoundError:  # The file's writer has renamed it, or another process has removed it.
             continue
         except OSError:  # The file belongs to another user.
             is_busy = True
@@ -105,8 +105,8 @@ def remove_abandoned(folder: Path, names: str) -> bool:
 def share_folder(folder: Path, names: str) -> int | None:
     """Make a folder, and share it with other processes until the returned descriptor is closed.
 
-    If no other process shares it, files whose names match the pattern `names` were left by processes that have ended:
-    they are removed. Returns None where folders cannot be locked.
+    If no other process shares the folder, files whose names match the pattern `names` were left by processes that have
+    ended, so they are removed. Returns None if folders cannot be locked here.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if fcntl is None:
@@ -123,7 +123,7 @@ def share_folder(folder: Path, names: str) -> int | None:
 def hold_folder(folder: str) -> int | None:
     """Share a folder with others that read its files, until the returned descriptor is closed.
 
-    None if locks do not work.
+    Returns None if locks do not work.
     """
     if fcntl is None:
         return None
@@ -134,7 +134,7 @@ def hold_folder(folder: str) -> int | None:
 
 @contextmanager
 def alone_in(descriptor: int | None) -> Iterator[bool]:
-    """Yield True if nobody else holds a folder of `hold_folder`, and nobody can while the block runs."""
+    """Yield True if no other process holds a folder of `hold_folder`, and none can while the block runs."""
     try:
         yield descriptor is not None and _lock(descriptor, shared=False, waits=False)
     finally:
@@ -143,7 +143,7 @@ def alone_in(descriptor: int | None) -> Iterator[bool]:
 
 
 def _open_beside(path: Path) -> tuple[Path, BinaryIO]:
-    """Open and lock a new file beside `path`, with a name of its own."""
+    """Open and lock a new file next to `path`, under a unique name."""
     while True:
         beside = path.with_name(f"{path.name}.{uuid4().hex}.part")
         file = open(beside, "xb", opener=lambda name, flags: os.open(name, flags, _OWNER_ONLY))
@@ -155,13 +155,13 @@ def _open_beside(path: Path) -> tuple[Path, BinaryIO]:
             file.close()
             beside.unlink(missing_ok=True)
             raise
-        file.close()  # Another process removed it as abandoned before it was locked.
+        file.close()  # Another process removed the file as abandoned before it was locked.
 
 
 def _names_in(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - names are all that is wanted
-    except OSError:  # Writing there will raise the same error, and name a better place.
+    except OSError:  # Writing to this folder will raise the same error, with a better message.
         return []
 
 
@@ -177,7 +177,7 @@ def _lock(descriptor: int, *, shared: bool, waits: bool) -> bool:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Write a folder to the disk: only then a new name in it survives a crash."""
+    """Write a folder's entries to the disk, because otherwise a new name in it may not survive a crash."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

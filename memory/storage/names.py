@@ -1,6 +1,6 @@
-"""Holds the names of layer memories, pools, policies and storages in saved files: constants of the format.
+"""Holds the names of layer memories, pools, policies and storages in saved files, which never change.
 
-If the code renames its classes, fields or pools, the table here maps the new names to those in files. So files stay
+If the code renames its classes, fields or pools, the table here maps the new names to those in files. So old files stay
 readable.
 """
 
@@ -30,7 +30,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True)
 class Named:
-    """Holds the name in files of a policy's or a storage's class, and of its parameters (field -> name in files)."""
+    """Holds the names in files of a policy's or a storage's class and of its parameters (field -> name in files)."""
 
     name: str
     parameters: dict[str, str]
@@ -84,31 +84,31 @@ def pools_in_files(memory: LayerSpec) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Names:
-    """Maps names of layer memories and of pools to others.
+    """Maps names of layer memories and of pools to other names.
 
     Attributes:
-        records: maps names of layer memories, which have one record each.
-        pools: maps names of pools.
+        records: old name -> new name of layer memories, each of which has one record.
+        pools: old name -> new name of pools.
     """
 
     records: dict[str, str]
     pools: dict[str, str]
 
     def renamed(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot under other names. Names that are not in the table stay."""
+        """Return the snapshot under the new names. Names that are not in the table stay."""
         return Snapshot(_renamed(snapshot.records, self.records), self.of_pools(snapshot.blocks))
 
     def renamed_held(self, held: Held) -> Held:
-        """Return what a slot holds under other names, as `renamed` does for snapshots."""
+        """Return what a slot holds under the new names, as `renamed` does for snapshots."""
         return Held(_renamed(held.records, self.records), self.of_pools(held.numbers))
 
     def of_pools(self, values: dict[str, ValueT]) -> dict[str, ValueT]:
-        """Return a dict whose keys are names of pools with other names, as `renamed` does."""
+        """Return the same values under the new names of their pools."""
         return _renamed(values, self.pools)
 
     @property
     def reversed(self) -> Names:
-        """Return the table from the new names to the old ones."""
+        """Return the table that maps the new names back to the old ones."""
         return Names({new: old for old, new in self.records.items()}, {new: old for old, new in self.pools.items()})
 
 
@@ -117,10 +117,11 @@ def _renamed(values: dict[str, ValueT], table: dict[str, str]) -> dict[str, Valu
 
 
 def names_in_files(layers: LayerMemories) -> Names:
-    """Return the table from a memory's own names of layer memories and pools to those in files.
+    """Return the table from a memory's own names of layer memories and pools to the names in files.
 
     The name of a layer memory is KIND LAYER NAME of the first attention or recurrence that it serves, such as
-    "attention 3 attention". The name of a pool is that, a slash, and its name by `pools_in_files`.
+    "attention 3 attention". The name of a pool is the name of its layer memory, a slash, and its name by
+    `pools_in_files`.
     """
     names = Names({}, {})
     for own, memory in layers.items():

@@ -1,7 +1,7 @@
-"""Parcels hold blocks that left the budget together, in host memory or in a file, until nothing refers to them.
+"""Defines parcels: blocks that left the budget together, in host memory or in a file, until nothing refers to them.
 
-What is kept of a slot names each of its blocks by its place, which is a parcel and a row in it. So blocks that several
-checkpoints shared in the arena are in one parcel once. Yet each checkpoint can leave and return alone.
+The copy of a slot refers to each of its blocks by a place, which is a parcel and a row in it. So a block that several
+checkpoints shared in the arena is in one parcel once, and yet each checkpoint can leave and return alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Blocks = dict[str, Tensor]
 """Maps a pool to the bytes of blocks, (n, block_bytes) uint8."""
 
 Places = dict[str, Int64s]
-"""Maps a pool to (2, n): the parcel of each block of a slot, and its row there."""
+"""Maps a pool to (2, n): for each block of a slot, the parcel that holds it, and its row there."""
 
 
 @dataclass(eq=False)
@@ -30,13 +30,13 @@ class Parcel:
     """Holds blocks of one or more pools, in host memory or in a file.
 
     Attributes:
-        blocks: the blocks while they are in host memory. It is empty while they are in a file.
+        blocks: the blocks, if they are in host memory. Empty if they are in a file.
         path: the file that holds the blocks, if there is one.
-        is_own: True if the file is removed with the parcel. Files of saved caches stay.
+        is_own: True if the file is removed together with the parcel. Files of saved caches stay.
         n_bytes: the bytes of its blocks.
-        rename: gives blocks that are read from the file this memory's names of pools.
-        n_holders: how many slots have places in it.
-        arriving: the blocks that another thread is reading from its file.
+        rename: a function that gives blocks read from the file this memory's names of pools.
+        n_holders: how many slots have blocks in the parcel.
+        arriving: the blocks that another thread is reading from the file.
     """
 
     blocks: Blocks
@@ -50,7 +50,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Kept:
-    """Says what is kept of a slot: the records of its layer memories, and the places of its blocks."""
+    """Holds the copy of a slot: the records of its layer memories, and the places of its blocks."""
 
     records: dict[str, Record]
     places: Places
@@ -62,25 +62,26 @@ class Kept:
 
 
 class Twins:
-    """Says, for blocks of one pool in the arena, at which place outside the same bytes are.
+    """Maps blocks of one pool in the arena to their twins: the places outside that have the same bytes.
 
-    A block of the arena may be written or used again once nothing holds it. So its twin is known only while a
-    checkpoint guards the block. A checkpoint never changes; it guards a block if it holds it and has said so.
+    A block of the arena may be written or used again when nothing holds it any more. So its twin is known only while a
+    checkpoint guards the block. Checkpoints never change. A checkpoint guards a block if it holds the block and `guard`
+    was called for it.
     """
 
     def __init__(self) -> None:
-        # This and the two arrays below have an element for each block id.
+        # This array and the two below have one element for each block id.
         self._places = np.full((2, 16), -1, np.int64)
         self._live = np.zeros(16, np.int64)
         self._n_guards = np.zeros(16, np.int64)
         self._guarded: dict[int, Int64s] = {}  # Maps a slot to the blocks that it guards.
 
     def guard(self, slot: int, ids: Int64s, live: Int64s, places: Int64s) -> None:
-        """Let a checkpoint guard blocks whose twins lie in these places (2, n).
+        """Let a checkpoint guard blocks whose twins are at these places (2, n).
 
         Args:
-            live: (n,) which rows of each block the twin has, as `live_keys` writes it. A block that already has a twin
-                with other rows is left out.
+            live: (n,) which rows of each block the twin has, in the form of `live_keys`. A block that already has a
+                twin with other rows is left out.
         """
         self._grow_to(int(ids.max(initial=-1)) + 1)
         guarded = self._guarded.get(slot, EMPTY)
@@ -98,16 +99,16 @@ class Twins:
             self._n_guards[self._guarded.pop(slot)] -= 1
 
     def places_of(self, ids: Int64s, live: Int64s, is_kept: Callable[[Int64s], Bools]) -> Int64s:
-        """Return (2, n) the places of these blocks, or (-1, -1) for blocks without a twin in a parcel that is kept."""
+        """Return (2, n) the places of these blocks' twins, or (-1, -1) for a block without a twin that is kept."""
         self._grow_to(int(ids.max(initial=-1)) + 1)
         places = self._places[:, ids]
         is_twin = (ids >= 0) & (self._n_guards[ids] > 0) & (self._live[ids] == live) & is_kept(places[0])
         return np.where(is_twin, places, -1)
 
     def ids_of(self, places: Int64s) -> Int64s:
-        """Return (n,) the blocks in the arena whose twins are at these places (2, n), or -1 where there is none.
+        """Return (n,) the blocks in the arena whose twins are at these places (2, n), or -1 for a place without one.
 
-        Cost: O(blocks that are guarded).
+        Cost: O(guarded blocks).
         """
         ids = self._n_guards.nonzero()[0]
         keys, wanted = as_keys(self._places[:, ids]), as_keys(places)
@@ -125,7 +126,7 @@ class Twins:
 
 
 def live_keys(live: Bools) -> Int64s:
-    """Return (n,) a number for each block that says which of its rows are live. `live` is (n, rows)."""
+    """Return (n,) a number for each block that encodes which of its rows are live. `live` is (n, rows)."""
     weights = np.random.default_rng(0).integers(1, 1 << 62, live.shape[1])
     return np.asarray(live @ weights, np.int64)
 
@@ -133,7 +134,7 @@ def live_keys(live: Bools) -> Int64s:
 def gather(places: Int64s, blocks_of: Callable[[int], Tensor]) -> Tensor | None:
     """Return (n, block_bytes) the blocks at these places (2, n), in this order, or None if there are none.
 
-    They are copied unless they are rows that follow each other in one parcel.
+    They are copied unless they are consecutive rows of one parcel.
     """
     if not places.shape[1]:
         return None
@@ -151,6 +152,6 @@ def count_bytes(blocks: Mapping[str, Tensor]) -> int:
 
 
 def as_keys(places: Int64s) -> Int64s:
-    """Return (n,) one number for each place."""
+    """Return (n,) one number that identifies each place."""
     keys: Int64s = (places[0] << 32) + places[1]
     return keys

@@ -1,7 +1,7 @@
 """Reads the safetensors files of `memory.storage.files`, and checks that every byte is as it was written.
 
-A local file is read in pieces into the memory where its tensors lie; the checksum of each is computed right then, while
-it is in the processor's cache.
+A local file is read in pieces directly into the memory of its tensors. The checksum of each piece is computed right
+after it is read, while the piece is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from hybridmem.memory.storage.files import (
 )
 
 _BEGINNING_BYTES = 1 << 16
-"""How many bytes are read first. The headers of most files are shorter."""
+"""How many bytes are read first. The headers of most files are shorter than this."""
 _reading = Lock()
 _CONTRADICTIONS = (ValueError, KeyError, TypeError, RuntimeError, OverflowError)
 
 
 @dataclass(frozen=True)
 class Content:
-    """Holds what is in a file.
+    """Holds the content of a file.
 
     Attributes:
-        checksums: name of a tensor -> the checksums of its pieces, if they were computed while it was read.
+        checksums: name of a tensor -> the checksums of its pieces, if they were computed while the file was read.
     """
 
     path: str
@@ -53,11 +53,11 @@ class Content:
     checksums: Mapping[str, bytes] = field(default_factory=dict)
 
     def check(self, *, covers_tensors: bool = True) -> None:
-        """Raise FormatError unless the checksum in the metadata fits the rest of the metadata and the tensors."""
+        """Raise FormatError unless the checksum in the metadata fits the other metadata and the tensors."""
         others = {name: text for name, text in self.metadata.items() if name != CHECKSUM}
         try:
             found = checksum_of(self.tensors if covers_tensors else {}, others, self.checksums)
-        except TypeError as error:  # Numpy lacks the tensor's dtype.
+        except TypeError as error:  # Numpy does not have the tensor's dtype.
             raise _never_written(self.path, error) from error
         if found != self.metadata.get(CHECKSUM):
             raise FormatError(
@@ -66,7 +66,7 @@ class Content:
 
 
 def read_blocks(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file of `write_blocks`: its blocks, and `about` with `tokens` as an array and the file's `version`.
+    """Read a file of `write_blocks`. Return its blocks and `about`, which has `tokens` as an array, and the `version`.
 
     Raises FormatError unless every byte is as it was written.
     """
@@ -84,7 +84,7 @@ def read_blocks(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_content(path: str, format: str) -> Content:
-    """Read a file of one of the two formats. Compares no checksum. Raises FormatError."""
+    """Read a file of one of the two formats, without comparing checksums. Raises FormatError."""
     try:
         place = local_place(path)
         return _read_from_store(path, format) if place is None else _read_locally(path, Path(place), format)
@@ -109,7 +109,7 @@ def _read_from_store(path: str, format: str) -> Content:
 
 
 def _read_locally(path: str, place: Path, format: str) -> Content:
-    """Read into memory of its own: a mapped file would end the process where its disk fails. Raises OSError."""
+    """Read a local file into new memory. If it were mapped, a failing disk would end the process. Raises OSError."""
     with place.open("rb", buffering=0) as file:
         n_bytes = os.fstat(file.fileno()).st_size
         beginning = np.empty(min(n_bytes, _BEGINNING_BYTES), np.uint8)
@@ -147,7 +147,7 @@ def _fill(descriptor: int, data: NDArray[np.uint8], begin: int) -> None:
 
 
 def _read_at(descriptor: int, part: memoryview, begin: int) -> int:
-    """Read into a part of what a file holds from `begin` on; return how many bytes were read."""
+    """Read bytes of a file from `begin` on into a part of an array. Return how many bytes were read."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [part], begin)
     with _reading:  # Windows has no such call: threads take turns at the one position of the file
@@ -166,8 +166,8 @@ class _Header:
     """Holds the beginning of a file.
 
     Attributes:
-        n_bytes: the bytes of the header, and of the 8 bytes before it that say how long it is.
-        entries: name of a tensor -> what the header says of it, which may be anything.
+        n_bytes: the bytes of the header, and of the 8 bytes before it that contain its length.
+        entries: name of a tensor -> the header's unchecked entry for it, which may have any type.
     """
 
     path: str
@@ -177,7 +177,7 @@ class _Header:
 
     @staticmethod
     def of(path: str, data: NDArray[np.uint8], format: str) -> _Header:
-        """Read a file's header. Raises FormatError unless it is one of this format and of a version that is read."""
+        """Read a file's header. Raises FormatError unless format and version are ones that this library reads."""
         n_bytes = 8 + _header_bytes(data)
         try:
             header = json.loads(data[8:n_bytes].tobytes())
@@ -197,9 +197,9 @@ class _Header:
         return _Header(path, n_bytes, header, metadata)
 
     def tensors_in(self, data: NDArray[np.uint8]) -> dict[str, Tensor]:
-        """Return the tensors, views of these bytes. Raises FormatError."""
+        """Return the tensors as views of these bytes. Raises FormatError."""
         dtypes = {name: dtype for dtype, name in DTYPES.items()}
-        # For numpy, an empty array has no stride.
+        # Numpy gives an empty array no stride that torch can use.
         whole = torch.from_numpy(data) if len(data) else torch.empty(0, dtype=torch.uint8)
 
         def view(name: str, begin: int, end: int) -> Tensor:
@@ -209,9 +209,9 @@ class _Header:
             return {name: view(name, *place) for name, place in self.places(len(data)).items()}
 
     def places(self, n_bytes: int) -> dict[str, tuple[int, int]]:
-        """Return where each tensor begins and ends within the `n_bytes` of all of them, in their order.
+        """Return where each tensor begins and ends within the `n_bytes` bytes of all tensors, in their order.
 
-        Raises FormatError unless each begins where the one before ends, and nothing else is there.
+        Raises FormatError unless each tensor begins where the one before ends, and no other bytes are there.
         """
         with self._refusing():
             places = {name: _offsets_in(entry) for name, entry in self.entries.items()}
@@ -227,7 +227,7 @@ class _Header:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Turn errors about what a file says into FormatError."""
+        """Turn errors about a file's content into FormatError."""
         try:
             yield
         except _CONTRADICTIONS as error:

@@ -1,7 +1,6 @@
-"""Makes the signature of a memory, in plain JSON: a saved sequence can be loaded by a memory of the same signature.
+"""Makes the signature of a memory, as plain JSON. A saved sequence can be loaded by a memory of the same signature.
 
-Nothing in it follows from the name of a class or a variable of this library: `memory.storage.names` has their names in
-files.
+Nothing in it depends on names of classes or variables of this library: `memory.storage.names` has their names in files.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Signature = dict[str, Any]
 
 
 def signature_of(spec: MemorySpec, page_tokens: int, rules: TailRules) -> Signature:
-    """Return all that decides whether the bytes of one memory mean the same in another, except the weights."""
+    """Return everything that decides whether the bytes of one memory mean the same in another, except the weights."""
     return {
         "vocab_size": spec.vocab_size, "dtype": _dtype(spec.dtype), "page_tokens": page_tokens,
         "rollback_window": rules.rollback_window, "fold": rules.mode.value,
@@ -64,7 +63,10 @@ def _memory(memory: LayerSpec, rules: TailRules) -> dict[str, Any]:
 
 
 def _rotation(rotation: Rotation | None) -> dict[str, Any] | None:
-    """Return how keys were rotated, because rotated keys are kept. The frequencies, which may be many, are a digest."""
+    """Return how keys were rotated, because rotated keys are stored.
+
+    Frequencies are given as a digest: there may be many.
+    """
     if rotation is None:
         return None
     digest = hashlib.sha256(json.dumps(rotation.frequencies).encode()).hexdigest()
@@ -79,12 +81,13 @@ def _rotation(rotation: Rotation | None) -> dict[str, Any] | None:
 def _choice(choice: Any) -> Any:
     """Return a policy or a storage as the name of its class and its parameters.
 
-    One of this library has the names of `CHOICES`. One of a user's has the module and the qualified name of its class,
-    which must stay, and each field of the dataclass that takes part in comparisons (`compare=True`, the default), or,
-    of a class that is no dataclass, each public attribute. A value counts as follows, also within lists, tuples, sets
-    and dicts: numbers, texts, dtypes, paths and bytes by value; tensors and arrays by dtype, shape and a digest of
-    their elements; members of an enum, functions and classes by module and name, so code is not compared; objects as
-    policies and storages are; objects without attributes by their repr, without addresses.
+    A policy or storage of this library has its names of `CHOICES`. One of a user has the module and the qualified name
+    of its class, which must not change, and its fields: for a dataclass, each field that takes part in comparisons
+    (`compare=True`, the default); for another class, each public attribute. Values count as follows, also inside lists,
+    tuples, sets and dicts. Numbers, texts, dtypes, paths and bytes count by value. Tensors and arrays count by dtype,
+    shape and a digest of their elements. Members of an enum, functions and classes count by module and name, so code is
+    not compared. Other objects count as policies and storages do, or, if they have no attributes, by their repr without
+    addresses.
     """
     if choice is None:
         return None
@@ -93,7 +96,7 @@ def _choice(choice: Any) -> Any:
     owner = type(choice)
     if is_dataclass(choice):
         names = [field.name for field in fields(choice) if field.compare]
-    else:  # Cached properties are left out: they are in `vars` only after they have been read.
+    else:  # Cached properties are left out, because they appear in `vars` only after they have been read.
         names = [
             n
             for n in sorted(vars(choice))
@@ -150,7 +153,7 @@ def _text(value: Any) -> str:
 
 
 def check_signature(path: str, about: dict[str, Any], spec: MemorySpec, page_tokens: int, rules: TailRules) -> None:
-    """Raise FormatError unless the signature in a file is that of such a memory."""
+    """Raise FormatError unless the signature in a file is that of a memory with this spec and these options."""
     theirs, ours = about.get("signature"), signature_of(spec, page_tokens, rules)
     if not isinstance(theirs, dict):
         raise FormatError(f"{path} lacks the signature of its memory; save it again")
@@ -172,7 +175,7 @@ def check_signature(path: str, about: dict[str, Any], spec: MemorySpec, page_tok
 
 
 def check_weights(path: str, about: dict[str, Any], spec: MemorySpec) -> None:
-    """Raise MismatchError if a file says that other weights have computed it. None means that it does not say."""
+    """Raise MismatchError if a file says that it was computed with other weights. None means that it does not say."""
     theirs, ours = about.get("weights"), spec.weights
     if theirs is None or ours is None or theirs == ours:
         return
@@ -189,7 +192,7 @@ def check_weights(path: str, about: dict[str, Any], spec: MemorySpec) -> None:
 
 
 def _difference(theirs: Any, ours: Any, where: str = "") -> tuple[str, Any, Any] | None:
-    """Find the first entry that differs: where it is, and both values."""
+    """Find the first entry that differs. Return its place and both values, or None."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         pairs = [
             (f"{where}.{name}" if where else name, theirs.get(name), ours.get(name))

@@ -21,13 +21,13 @@ from hybridmem.memory.sequences.locking import locked
 
 
 class Swapping:
-    """Moves what slots hold between a memory's arena and what keeps it outside."""
+    """Moves the blocks of slots between a memory's arena and the tiers outside of it."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._memory = coordinator
 
     def snapshot(self, slot: int, wanted: dict[str, Bools] | None = None) -> Snapshot:
-        """Copy everything that a slot holds, or its wanted blocks, from wherever they are."""
+        """Copy all blocks of a slot, or only the wanted ones, from the arena or from outside."""
         if self._memory.ledger.is_away[slot]:
             return self._memory.swapped.get(slot, wanted)
         length = int(self._memory.ledger.lengths[slot])
@@ -35,7 +35,7 @@ class Swapping:
             return self._memory.layers.snapshot(slot, length, self._memory.store, wanted)
         snapshot = self._memory.layers.snapshot(
             slot, length, self._memory.store
-        )  # Such a slot shares no blocks with swapped-out ones.
+        )  # Such a slot shares no blocks with swapped-out slots.
         snapshot.blocks.update(self._memory.host_pages.snapshot(slot, length).blocks)
         return snapshot
 
@@ -55,7 +55,7 @@ class Swapping:
     def block_keys(self, checkpoint: Sequence) -> dict[str, Int64s]:
         """Return a key for each block of a checkpoint. Only blocks with the same bytes have the same key.
 
-        The keys of several checkpoints can be compared as long as none of them is swapped in or out.
+        Keys of several checkpoints can be compared as long as none of these checkpoints is swapped in or out.
         """
         if self._memory.ledger.is_away[checkpoint.slot]:
             return self._memory.swapped.keys_of(checkpoint.slot)
@@ -63,7 +63,7 @@ class Swapping:
 
     @locked
     def swap_out(self, sequence: Sequence, relatives: Iterable[Sequence]) -> None:
-        """See `HybridMemory.swap_out`."""
+        """Move a sequence out of the budget. See `HybridMemory.swap_out`."""
         memory, relatives = self._memory, list(relatives)
         memory.ledger.check_usable(sequence, to_advance=False)
         while True:
@@ -73,7 +73,7 @@ class Swapping:
                     self._swap_out(sequence, near)
                 return
             except CapacityError as error:
-                # All reclaimers are called, not only the first that frees something. They may close or swap in
+                # All reclaimers are called, not only the first that frees some bytes. They may close or swap in
                 # relatives.
                 if not any([reclaim(error.needed) for reclaim in memory.swapped.reclaimers]):  # noqa: C419
                     raise
@@ -89,7 +89,7 @@ class Swapping:
 
     @locked
     def swap_in(self, sequence: Sequence) -> None:
-        """See `HybridMemory.swap_in`."""
+        """Move a sequence back into the budget. See `HybridMemory.swap_in`."""
         self._memory.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         slot = sequence.slot
         if not self._memory.ledger.is_away[slot]:
@@ -97,7 +97,8 @@ class Swapping:
         memory, found = self._memory, dict[str, Snapshot]()
 
         def attempt() -> None:
-            # Making room may close the checkpoints that hold the shared blocks. Then these blocks are read instead.
+            # Making room may close the checkpoints that hold the shared blocks. Then these blocks are read from outside
+            # instead.
             shared = memory.swapped.shared_with(slot)
             wanted = {pool: ids < 0 for pool, ids in shared.items()}
             key = str([(pool, of.tobytes()) for pool, of in wanted.items()])
@@ -122,7 +123,7 @@ class Swapping:
 
     @locked
     def move(self, sequence: Sequence, *, to_host: bool) -> None:
-        """See `HybridMemory.to_host` and `to_device`."""
+        """Move a sequence's pages to host memory or back. See `HybridMemory.to_host` and `to_device`."""
         self._memory.ledger.check_usable(sequence, to_advance=False)
         if (pages := self._memory.host_pages) is None:
             raise SpecError('this memory has no place for pages in host memory; make it with host_pages="8GiB", say')

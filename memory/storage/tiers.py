@@ -1,8 +1,9 @@
 """Keeps swapped-out sequences in host memory and, when that is full, in files.
 
-A sequence's blocks are copied, those that it shares with others included, so it can be swapped in even if all others
-are closed. There is one exception: what it shares with checkpoints that are named as its relatives. That is copied once
-for all of them. While one of them is in the budget, swapping in refers to it again and does not copy it back.
+All blocks of a sequence are copied, including those that it shares with others. So it can be swapped in even if all
+others are closed. There is one exception: blocks that it shares with checkpoints named as its relatives are copied once
+for all of them. While one of these checkpoints is in the budget, swapping in refers to its blocks again instead of
+copying them back.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ _PREFIX = "swapped-"
 _NAMES = rf"{_PREFIX}[0-9a-f]{{32}}\.safetensors"
 
 _ODD = np.int64(0x9E3779B97F4A7C15 - (1 << 64))
-"""Spreads block ids over all numbers of 64 bits."""
+"""The factor that spreads block ids over all 64-bit numbers."""
 
 Copy = Callable[[dict[str, Bools]], Snapshot]
-"""Takes which blocks of each pool are wanted, and returns a snapshot with only these."""
+"""A function that takes masks of the wanted blocks of each pool, and returns a snapshot with only these blocks."""
 
 
 class Tiers:
-    """Keeps swapped-out sequences by slot, in host memory or in files. Its `len` is their number.
+    """Keeps swapped-out sequences by slot, in host memory or in files. `len` returns their number.
 
     Attributes:
-        n_to_host, n_to_disk: how many sequences were swapped out so far without, and with, new bytes in files.
+        n_to_host, n_to_disk: how many sequences were swapped out so far without new bytes in files, and how many with
+            them.
         n_back: how many sequences were swapped in so far.
         seconds_a_byte: the time per byte that the last read took. None before the first read.
         reclaimers: functions that free optional bytes of these tiers before a sequence is refused for lack of room.
-            Each takes the number of missing bytes, and returns True if it has freed any. The caller of `put` calls
-            them.
+            Each takes the number of missing bytes, and returns True if it has freed any. `put` does not call them, but
+            its caller does.
 
     Args:
         host_bytes: the most bytes that swapped-out sequences may take in host memory. None: there is no limit.
@@ -80,14 +82,14 @@ class Tiers:
         self.reclaimers: list[Callable[[int], bool]] = []
         self._held: dict[int, Kept] = {}
         self._twins: defaultdict[str, Twins] = defaultdict(Twins)  # Maps a pool to its twins.
-        self._parcels: OrderedDict[int, Parcel] = OrderedDict()  # Those that were used least recently come first.
+        self._parcels: OrderedDict[int, Parcel] = OrderedDict()  # The least recently used parcels come first.
         self._numbers = count()
         self._used_host_bytes = self._file_bytes = 0
         self._has_joined = False
         self._reader: ThreadPoolExecutor | None = None
         self.n_to_host = self.n_to_disk = self.n_back = 0
         self.seconds_a_byte: float | None = None
-        # Without this object no sequence can be swapped in from the files, so they are removed with it.
+        # Without this object nothing can be swapped in from the files, so they are removed together with it.
         weakref.finalize(self, _unlink_all, self._parcels, os.getpid())
 
     def __len__(self) -> int:
@@ -95,20 +97,21 @@ class Tiers:
 
     @property
     def used_bytes(self) -> tuple[int, int]:
-        """Return the bytes in host memory, and those in files."""
+        """Return the bytes in host memory, and the bytes in files."""
         return self._used_host_bytes, self._file_bytes
 
     # Moving sequences out
 
     def put(self, leaving: Leaving, sizes: dict[str, int], copy: Copy, relatives: Iterable[Leaving] = ()) -> int:
-        """Keep a slot's blocks, in host memory if they fit there. Return the bytes that were copied.
+        """Copy a slot's blocks, into host memory if they fit there. Return the number of copied bytes.
 
         Raises CapacityError if neither tier has room, before anything has changed. The caller may try again if a
-        reclaimer has freed some. If writing a file raises an error, no sequence is lost.
+        reclaimer has freed some bytes. If writing a file raises an error, no sequence is lost.
 
         Args:
             sizes: pool -> the bytes of a block.
-            relatives: checkpoints in the arena that share blocks with it. They remember where these blocks are now.
+            relatives: checkpoints in the arena that share blocks with this slot. They remember where these blocks are
+                copied.
         """
         slot, relatives, file_bytes = leaving.slot, list(relatives), self._file_bytes
         live = {pool: live_keys(rows) for pool, rows in leaving.live.items()}
@@ -136,12 +139,13 @@ class Tiers:
         return np.isin(parcels, np.fromiter(self._parcels, np.int64, len(self._parcels)))
 
     def _make_room(self, n_bytes: int) -> None:
-        """Make room in host memory, by moving what was used least recently into files. Raises CapacityError."""
+        """Make room in host memory by moving the least recently used parcels into files. Raises CapacityError."""
         while n_bytes > self._free_host_bytes():
             oldest = next((parcel for parcel in self._parcels.values() if parcel.blocks), None)
             if self._fits_on_disk(n_bytes if oldest is None else oldest.n_bytes):
                 if oldest is None:
-                    break  # It is larger than all of host memory, so `_pack` writes it at once.
+                    # The blocks do not fit even into empty host memory, so `_pack` writes them to a file at once.
+                    break
                 self._to_file(oldest)
                 self._used_host_bytes -= oldest.n_bytes
             else:
@@ -167,9 +171,9 @@ class Tiers:
         return self.disk_bytes is None or self._file_bytes + n_bytes <= self.disk_bytes
 
     def _pack(self, blocks: Blocks, *, apart: bool) -> dict[str, int]:
-        """Put blocks into a new parcel, or with `apart` into one for each pool.
+        """Put blocks into a new parcel, or with `apart` into one parcel for each pool.
 
-        Return each pool's number of a parcel.
+        Return the number of each pool's parcel.
         """
         numbers = dict[str, int]()
         try:
@@ -195,7 +199,7 @@ class Tiers:
         self._held[slot] = held
 
     def _introduce(self, relative: Leaving, ids: dict[str, Int64s], live: dict[str, Int64s], places: Places) -> None:
-        """Let a checkpoint guard the blocks that it shares with a slot whose blocks are at these places now."""
+        """Let a checkpoint guard the blocks that it shares with a slot whose blocks are now copied to these places."""
         for pool, own in relative.ids.items():
             common, at, at_own = np.intersect1d(ids[pool], own, return_indices=True)
             is_same = live[pool][at] == live_keys(relative.live[pool][at_own])
@@ -210,7 +214,7 @@ class Tiers:
         return {pool: self._twins[pool].ids_of(places) for pool, places in self._held[slot].places.items()}
 
     def get(self, slot: int, wanted: Mapping[str, Bools] | None = None) -> Snapshot:
-        """Return a slot's snapshot, or its wanted blocks. The slot stays swapped out.
+        """Return a slot's snapshot, or only its wanted blocks. The slot stays swapped out.
 
         Raises FormatError if one of its files was damaged or removed.
         """
@@ -239,7 +243,10 @@ class Tiers:
         return _read_file(parcel.path, parcel.rename) if arriving is None else arriving.result()
 
     def fetch(self, slot: int) -> bool:
-        """Begin to read a slot's files in another thread. True if `get` need not wait for any of them."""
+        """Begin to read a slot's files in another thread.
+
+        Return True if `get` would not have to wait for any of them.
+        """
         waits = False
         for number in self._held[slot].parcels if slot in self._held else ():
             parcel = self._parcels[number]
@@ -252,9 +259,9 @@ class Tiers:
         return not waits
 
     def returned(self, slot: int, back: Leaving, *, is_checkpoint: bool) -> None:
-        """Forget what is kept of a slot that is in the arena again.
+        """Forget the copy of a slot that is in the arena again.
 
-        If it is a checkpoint, it guards its blocks with twins.
+        If it is a checkpoint, it guards those of its blocks that have twins.
         """
         places = self._held[slot].places
         self._release(slot)
@@ -264,7 +271,7 @@ class Tiers:
             self._twins[pool].guard(slot, ids[is_kept], live_keys(back.live[pool][is_kept]), of[:, is_kept])
 
     def drop(self, slot: int) -> None:
-        """Forget a slot: what is kept of it, and which blocks it guards."""
+        """Forget a slot: its copy, and which blocks it guards."""
         self.forget_twins(slot)
         if slot in self._held:
             self._release(slot)
@@ -281,14 +288,14 @@ class Tiers:
         self._journal.after(self._let_go, held.parcels)
 
     def _let_go(self, numbers: list[int]) -> None:
-        """Count one holder less for each of these parcels, and remove parcels without a holder."""
+        """Count one holder less for each of these parcels, and remove the parcels without a holder."""
         gone = list[Parcel]()
         for number in numbers:
             parcel = self._parcels[number]
             parcel.n_holders -= 1
             if not parcel.n_holders:
                 gone.append(self._parcels.pop(number))
-        for parcel in gone:  # This comes last, because a file system may refuse.
+        for parcel in gone:  # This comes last, because a file system may raise an error.
             self._remove(parcel)
 
     def _remove(self, parcel: Parcel) -> None:
@@ -299,17 +306,17 @@ class Tiers:
             remove_file(parcel.path)
 
     def rebuild(self) -> None:
-        """Compute anew what follows from what is held of each slot: which parcels are needed, and their bytes.
+        """Compute from the records of all slots which parcels are needed, and how many bytes they have.
 
-        Twins are forgotten, so the next sequence that is swapped out is copied as a whole.
+        Twins are forgotten, so all blocks of the next sequence that is swapped out are copied.
         """
         self._twins.clear()
         holders = Counter(number for held in self._held.values() for number in held.parcels)
         for number, parcel in [*self._parcels.items()]:
             parcel.n_holders = holders[number]
             if parcel.is_own and parcel.path is not None and (parcel.blocks or not parcel.n_holders):
-                # Its file was being written, or nothing refers to it. If the file system refuses, it stays until the
-                # end.
+                # The file was being written, or nothing refers to it. If the file system refuses to remove it, it stays
+                # until the process ends.
                 with suppress(OSError):
                     remove_file(parcel.path)
                     parcel.path = None
@@ -322,24 +329,24 @@ class Tiers:
     # Parcels for files that other processes have written
 
     def add_file(self, path: str, n_bytes: int, rename: Callable[[Blocks], Blocks]) -> int:
-        """Return the number of a new parcel for a file with `n_bytes` of blocks.
+        """Add a parcel for a file with `n_bytes` of blocks, and return its number.
 
         The file is not removed with the parcel.
 
         Args:
-            rename: gives blocks that are read from it this memory's names of pools.
+            rename: a function that gives blocks read from the file this memory's names of pools.
         """
         number = next(self._numbers)
         self._parcels[number] = Parcel({}, n_bytes, path, is_own=False, rename=rename)
         return number
 
     def adopt(self, slot: int, held: Kept) -> None:
-        """Keep a slot whose blocks are in parcels of `add_file`."""
+        """Keep a slot whose blocks are in parcels that `add_file` made."""
         self._hold(slot, held)
 
     @property
     def other_files(self) -> set[str]:
-        """Return the names of the files of `add_file` that are still needed."""
+        """Return the names of those files of `add_file` that are still needed."""
         return {Path(of.path).name for of in self._parcels.values() if of.path is not None and not of.is_own}
 
     def keys_of(self, slot: int) -> dict[str, Int64s]:
@@ -347,7 +354,7 @@ class Tiers:
         return {pool: as_keys(places) for pool, places in self._held[slot].places.items()}
 
     def inside_keys(self, leaving: Leaving) -> dict[str, Int64s]:
-        """Return a key for each block of a slot in the arena: the key of its twin outside, or else one of its own.
+        """Return a key for each block of a slot in the arena: the key of its twin outside, or else a new one.
 
         Blocks with the same bytes, zeros after a slot's length included, have the same key.
         """
@@ -357,7 +364,7 @@ class Tiers:
             places = self._twins[pool].places_of(ids, live, self._are_kept)
             mixed = ids * _ODD + live
             keys[pool] = np.where(places[0] < 0, np.minimum(mixed, ~mixed), as_keys(places))
-            if is_far:  # Its pages are in host memory, so it shares nothing here.
+            if is_far:  # The slot's pages are in host memory, so it shares none of these blocks.
                 keys[pool] = -1 - np.arange(len(ids)) - (leaving.slot << 32)
         return keys
 
@@ -373,19 +380,19 @@ class Tiers:
         return np.array([sum(parcel.n_bytes for parcel in own if parcel.n_holders == 1) for own in parcels], np.int64)
 
     def is_in_files(self, slot: int) -> bool:
-        """True if any of what is kept of a slot must be read from a file."""
+        """True if any block of a slot must be read from a file."""
         return any(not self._parcels[number].blocks for number in self._held[slot].parcels)
 
     def _free_host_bytes(self) -> float:
         return float("inf") if self.host_bytes is None else self.host_bytes - self._used_host_bytes
 
     def _to_file(self, parcel: Parcel) -> None:
-        """Write a parcel to a file. Host memory no longer holds it, and the caller subtracts its bytes."""
+        """Write a parcel to a file, and remove it from host memory. The caller subtracts its bytes."""
         assert self.folder is not None, "the caller has looked"
         if not self._has_joined:
             self._join_folder()
         path = join_path(self.folder, f"{_PREFIX}{uuid4().hex}.safetensors")
-        parcel.path = path  # The path is set first: a parcel with both a path and blocks may be half written.
+        parcel.path = path  # The path is set first, so that a parcel with both a path and blocks may be half written.
         try:
             write_blocks(path, parcel.blocks, {}, is_lasting=False)
         except OSError:
@@ -395,7 +402,7 @@ class Tiers:
         self._file_bytes += parcel.n_bytes
 
     def _join_folder(self) -> None:
-        """Make the folder. Share a local one with other processes, so that none removes files that are in use."""
+        """Create the folder. Share a local folder with other processes, so that none removes files in use."""
         assert self.folder is not None, "the caller has looked"
         if (place := local_place(self.folder)) is None:
             make_folder(self.folder)

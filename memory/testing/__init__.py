@@ -1,7 +1,7 @@
-"""Tests whether any memory of sequences that has an adapter keeps the promises of this library.
+"""Tests whether a memory of sequences keeps the promises of this library. Any memory with an adapter can be tested.
 
-`python -m hybridmem.memory.testing MODULE:FACTORY` prints which promises are kept;
-`docs/how-to/testing-a-memory.md` shows how.
+`python -m hybridmem.memory.testing MODULE:FACTORY` prints which promises are kept. `docs/how-to/testing-a-memory.md`
+shows how to use it.
 """
 
 from hybridmem.memory.testing.adapter import AbsentError, Adapter, Agreement, Factory, InjectedError, RefusedError

@@ -13,7 +13,7 @@ from hybridmem.memory.testing.promises import PROMISES
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check subjects, print a table for each and return the exit status: 1 if a promise is broken or refused."""
+    """Check subjects, print a table for each, and return the exit status: 1 if a promise is broken or refused."""
     asked = make_parser().parse_args(arguments)
     try:
         factories, allowed = _factories(asked.subjects + asked.subject), allowed_refusals(asked.allow_refused)
@@ -39,14 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def own_refusals(name: str) -> frozenset[str]:
-    """Return the promises that a subject of this library's own may refuse."""
+    """Return the promises that one of this library's own subjects may refuse."""
     from hybridmem.memory.testing.subjects import REFUSED
 
     return REFUSED.get(name, frozenset())
 
 
 def table(name: str, results: list[Result], allowed: frozenset[str] = frozenset()) -> str:
-    """Return the results of a subject as text: how to reproduce each failure, and what never happened."""
+    """Return the results of a subject as text: how to reproduce each failure, and which operations never happened."""
     width = max(len(result.promise.name) for result in results)
     lines = [name, f"{'promise':{width}}  verdict  histories  effective  refused  operations  outputs compared"]
     for r in results:

@@ -1,4 +1,4 @@
-"""Defines the adapter, which a memory needs to be tested: some eight calls, and the model whose layers it serves."""
+"""Defines the adapter that a memory needs to be tested: some eight calls, and the model whose layers it serves."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Handle = Hashable
-"""Whatever a memory names a sequence by."""
+"""The object by which a memory identifies a sequence."""
 Logits = NDArray[np.float32]
-"""Outputs of a model, (n_tokens, vocab)."""
+"""The outputs of a model, (n_tokens, vocab)."""
 
 
 class RefusedError(Exception):
-    """A memory refuses a call and says so. Nothing may have changed then."""
+    """A memory refuses a call with an error of its own. Nothing may have changed then."""
 
 
 class AbsentError(RefusedError):
-    """A memory has no such call."""
+    """A memory does not have this call."""
 
 
 class InjectedError(Exception):
@@ -31,15 +31,15 @@ class InjectedError(Exception):
 
 @dataclass(frozen=True)
 class Agreement:
-    """Says how closely outputs must agree with recomputed ones.
+    """Says how closely outputs must agree with recomputed outputs.
 
     Attributes:
-        rounding: the largest difference that is allowed, as a part of the spread of the logits.
+        rounding: the largest difference that is allowed, divided by the spread of the logits.
         cuts_matter: True if outputs depend on how tokens were cut into steps, as with eviction policies. Then outputs
-            are recomputed in the same steps, else all at once.
-        same_bits: True if equal steps must give equal bits, whatever else is in the batch or was taken back. If a part
-            of a step was taken back, rounding is allowed, unless the adapter can `accept` that part, because then the
-            recomputed step has the same shape.
+            are recomputed in the same steps, otherwise in one step.
+        same_bits: True if equal steps must give equal bits, whatever other requests are in the batch, and whatever was
+            taken back. If a part of a step was taken back, rounding is allowed, unless the adapter can `accept` that
+            part, because then the recomputed step has the same shape.
     """
 
     rounding: float = 1e-5
@@ -55,9 +55,9 @@ class Agreement:
 class Adapter(ABC):
     """Passes the kit's calls on to one memory, which is empty at first, and to its model.
 
-    A call that a memory cannot do, or cannot do now, raises `RefusedError` and changes nothing. A call that an adapter
-    does not override raises `AbsentError`. Any other error counts as a fault of the memory, or of a model or policy in
-    it.
+    A call that a memory does not support, or cannot do now, raises `RefusedError` and changes nothing. A call that an
+    adapter does not override raises `AbsentError`. Any other error counts as a fault of the memory, or of a model or
+    policy that it runs.
     """
 
     vocab_size: int
@@ -69,11 +69,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
-        """Feed new tokens of several sequences, in one pass of the model where the memory can.
+        """Feed new tokens of several sequences, in one pass of the model if the memory can.
 
         Args:
-            fail_after: raise `InjectedError` out of the model when this many of its layers have run. If it has no more
-                layers, nothing is raised. Raise `AbsentError` if this adapter cannot let a layer fail.
+            fail_after: raise `InjectedError` from the model when this many of its layers have run. If the model has no
+                more layers, raise nothing. Raise `AbsentError` if this adapter cannot let a layer fail.
         Returns the logits of each request's tokens, (n, vocab), in the order of the requests.
         """
 
@@ -82,16 +82,16 @@ class Adapter(ABC):
         """Forget a sequence, or a checkpoint."""
 
     def accept(self, sequence: Any, tokens: list[int], n_kept: int) -> Logits:
-        """Feed tokens in one step, and let only the first `n_kept` of them count, which is at least 1.
+        """Feed tokens in one step, and keep only the first `n_kept` of them, at least 1.
 
-        Where cuts matter, the kit recomputes with it steps that were taken back in part. A step of the same length
-        rounds as the first one did. With another rounding, a storage of few bits could differ by a whole code. Returns
-        the logits of all the tokens, (n, vocab).
+        If cuts matter, the kit uses it to recompute steps that were taken back in part. A step of the same length has
+        the same rounding as the first one. With another rounding, numbers in few bits could differ by a whole code.
+        Returns the logits of all the tokens, (n, vocab).
         """
         raise AbsentError("it cannot keep a part of a step")
 
     def length(self, sequence: Any) -> int:
-        """Return how many tokens the memory says that a sequence has."""
+        """Return how many tokens a sequence has, according to the memory."""
         raise AbsentError("it does not say how long a sequence is")
 
     def rollback(self, sequence: Any, to: int) -> None:
@@ -99,19 +99,19 @@ class Adapter(ABC):
         raise AbsentError("it has no rollback")
 
     def checkpoint(self, sequence: Any) -> Handle:
-        """Remember where a sequence is until the checkpoint is closed. What is fed later does not change it."""
+        """Make a checkpoint of a sequence, which stays until it is closed. Later tokens do not change it."""
         raise AbsentError("it has no checkpoints")
 
     def return_to(self, sequence: Any, checkpoint: Any) -> None:
-        """Let a sequence continue from a checkpoint of it, of the one that it was forked from, or of a fork."""
+        """Let a sequence continue from a checkpoint of itself, of the one that it was forked from, or of a fork."""
         raise AbsentError("it has no checkpoints")
 
     def fork(self, sequence: Any) -> Handle:
-        """Open a new sequence that goes on where this one is."""
+        """Open a new sequence that continues from this one."""
         raise AbsentError("it has no forks")
 
     def reorder(self, moves: Mapping[Any, Any]) -> None:
-        """Let each key go on as its value was, all at once."""
+        """Let each key continue from the memory of its value, all at once."""
         raise AbsentError("it has no reorder")
 
     def save(self, sequence: Any, path: Path) -> None:
@@ -119,7 +119,7 @@ class Adapter(ABC):
         raise AbsentError("it saves nothing")
 
     def load(self, path: Path) -> Handle:
-        """Open a sequence that goes on where the saved one was."""
+        """Open a sequence that continues from the saved one."""
         raise AbsentError("it loads nothing")
 
     def usage(self) -> int:
@@ -131,14 +131,15 @@ class Adapter(ABC):
         return None
 
     def events(self) -> Mapping[str, int]:
-        """Return how often each event has happened inside of the memory that histories ought to reach, such as folds
-        and evictions. What stays 0 is reported as never exercised.
+        """Return how often each inner event has happened that histories should reach, such as folds and evictions.
+
+        Events that stay at 0 are reported as never exercised.
         """
         return {}
 
     def check(self) -> None:  # noqa: B027 - a memory need not have one
-        """Raise any error if the memory's own books do not balance."""
+        """Raise any error if the memory's own bookkeeping contradicts itself."""
 
 
 Factory = Callable[[], Adapter]
-"""Makes an adapter over a new, empty memory, each time with the same model."""
+"""A function that makes an adapter over a new, empty memory, each time with the same model."""

@@ -1,4 +1,4 @@
-"""Checks promises one by one, makes failing histories smaller, and returns the results."""
+"""Checks promises one by one, reduces failing histories, and returns the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridmem.memory.testing.tally import Tally
 from hybridmem.memory.testing.trial import BrokenPromiseError, Oracle, Trial
 
 _MOST_TRIES = 150
-"""How many histories are tried to make a failing one smaller."""
+"""How many smaller histories are tried to reduce a failing one."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Result:
     """Says whether a promise is kept.
 
     Attributes:
-        verdict: "refused" if the memory refused anything that the promise asks of it, or if there is a history in
-            which it did not do what the promise is about.
-        why: what is broken and a history that shows it, or the reason for refusals.
-        seed: the seed of the history that broke it, before that was made smaller.
+        verdict: "refused" if the memory refused an operation that the promise requires, or if it did not do in some
+            history what the promise is about.
+        why: what is broken, with a history that shows it; or the reason for refusals.
+        seed: the seed of the failing history before it was reduced.
         n_effective: in how many histories the memory did what the promise is about.
-        n_refused: how many operations it refused. Those that it may refuse, such as far rollbacks, do not count.
-        exercised: what happened in the histories, and how often. What never happened has 0.
+        n_refused: how many operations it refused, without those that it may refuse, such as far rollbacks.
+        exercised: operation or event -> how often it happened in the histories, with 0 for those that never did.
     """
 
     promise: Promise
@@ -49,9 +49,9 @@ class Result:
 
 
 def load_factory(name: str) -> Factory:
-    """Return the factory that "module:factory" names, also of a file in the current folder.
+    """Return the factory that "module:factory" names. The module may be a file in the current folder.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is no such factory.
     """
     module, _, attribute = name.partition(":")
     if not {"", str(Path.cwd())} & {*sys.path}:  # Unlike python -m, pytest does not search the current folder.
@@ -70,7 +70,7 @@ def load_factory(name: str) -> Factory:
 def allowed_refusals(names: Iterable[str]) -> frozenset[str]:
     """Return the names of promises that a memory may refuse.
 
-    Raises ValueError if a name is not that of a promise.
+    Raises ValueError if a name is that of no promise.
     """
     allowed = frozenset(names)
     if unknown := sorted(allowed - PROMISES.keys()):
@@ -91,10 +91,10 @@ def check(
     n_examples: int = 20,
     setting: Setting | None = None,
 ) -> Iterator[Result]:
-    """Yield the result of each promise, checked with `n_examples` histories of seeds from `seed` on.
+    """Yield the result of each promise, checked with `n_examples` histories whose seeds begin at `seed`.
 
     Args:
-        setting: how large histories are. By default it has the vocabulary of the factory's model.
+        setting: how large histories are. The default has the vocabulary of the factory's model.
     """
     setting = setting or Setting(_made(factory).vocab_size)
     oracle = Oracle(partial(_made, factory))
@@ -103,7 +103,7 @@ def check(
 
 
 def check_for(factory: Factory, seconds: float, *, seed: int = 0, n_operations: int = 40) -> Result:
-    """Do anything in any order, history after history, for this many seconds or until something is broken."""
+    """Check operations in any order, history after history, for `seconds` or until a promise is broken."""
     promise, vocab_size, oracle = (
         PROMISES["anything, in any order"],
         _made(factory).vocab_size,
@@ -117,7 +117,8 @@ def check_for(factory: Factory, seconds: float, *, seed: int = 0, n_operations: 
 def _made(factory: Factory) -> Adapter:
     """Return a new adapter.
 
-    Raises RuntimeError if it cannot be made, even if the reason would end this process quietly.
+    Raises RuntimeError if it cannot be made, even if the factory raises an exception that would end this process
+    quietly.
     """
     try:
         return factory()
@@ -154,7 +155,7 @@ def _check_one(factory: Factory, oracle: Oracle, promise: Promise, setting: Sett
 def _shrunk(
     factory: Factory, oracle: Oracle, history: History, broken: BrokenPromiseError, window_tokens: int
 ) -> tuple[History, BrokenPromiseError]:
-    """Return a smaller history that breaks something as well, and what it breaks."""
+    """Return a smaller history that also breaks a promise, and what it breaks."""
     history, n_tries = history[: broken.at + 1], 0
     while True:
         for less in smaller(history):

@@ -1,4 +1,4 @@
-"""Defines what is done to a memory: operations on named sequences, and the tokens that each sequence has after them."""
+"""Defines histories: operations on named sequences, and the tokens that each sequence has after them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Parts = tuple[Fed, ...]
 
 
 def head(parts: Parts, to: int) -> Parts:
-    """Return the first `to` tokens, cut as they were. What is left of a step that is taken back in part is a step."""
+    """Return the first `to` tokens, cut as they were.
+
+    The remaining part of a step that is taken back in part is a step.
+    """
     found, start = list[Fed](), 0
     for part in parts:
         if start >= to:
@@ -35,12 +38,12 @@ def head(parts: Parts, to: int) -> Parts:
 
 
 def joined(parts: Parts) -> tuple[int, ...]:
-    """Return the tokens that count, joined."""
+    """Return the tokens that count, joined over all steps."""
     return tuple(token for part in parts for token in part.tokens)
 
 
 def length_of(parts: Parts) -> int:
-    """Return how many tokens count."""
+    """Return how many tokens count in all steps."""
     return sum(len(part.tokens) for part in parts)
 
 
@@ -56,7 +59,7 @@ class Step:
     """Feeds tokens to several sequences at once.
 
     Attributes:
-        fail_after: the model raises an error after this many layers. None: it raises none.
+        fail_after: after how many layers the model raises an error. None: it raises none.
     """
 
     requests: tuple[tuple[str, tuple[int, ...]], ...]
@@ -73,7 +76,7 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Remembers where a sequence is, by a name of its own."""
+    """Makes a checkpoint of a sequence, with a name of its own."""
 
     source: str
     name: str
@@ -81,7 +84,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class ReturnTo:
-    """Lets a sequence continue as it was when the checkpoint of that name was taken."""
+    """Lets a sequence continue as it was when the checkpoint with this name was made."""
 
     name: str
     checkpoint: str
@@ -89,7 +92,7 @@ class ReturnTo:
 
 @dataclass(frozen=True)
 class Fork:
-    """Opens a sequence that continues from where another one is."""
+    """Opens a sequence that continues from another one."""
 
     source: str
     name: str
@@ -97,7 +100,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class Reorder:
-    """Lets each first name continue as the second one was, all at once."""
+    """Lets each first name continue from the sequence of the second name, all at once."""
 
     moves: tuple[tuple[str, str], ...]
 
@@ -106,7 +109,7 @@ class Reorder:
 class Reload:
     """Saves a sequence, closes it, and loads it from the file.
 
-    With `anew`, all sequences are loaded into another memory.
+    With `anew`, all sequences are reloaded, into another memory.
     """
 
     name: str
@@ -122,12 +125,12 @@ class Close:
 
 @dataclass(frozen=True)
 class CloseAll:
-    """Forgets every sequence and checkpoint: then no byte may be in use."""
+    """Forgets every sequence and checkpoint. Then no bytes may be in use."""
 
 
 @dataclass(frozen=True)
 class Misuse:
-    """Asks for what makes no sense. The memory must refuse it, in whatever words, and change nothing.
+    """Makes a call that is invalid. The memory must refuse it, with any message, and change nothing.
 
     Attributes:
         how: "no tokens", "a negative token", "a token too large", "a position too large" or "a negative position".
@@ -142,7 +145,7 @@ History = tuple[Operation, ...]
 
 
 def smaller(history: History) -> list[History]:
-    """Return histories that do less. Those that leave out most come first."""
+    """Return histories that do less. Those with the fewest operations come first."""
     n = len(history)
     found, size = [], n // 2
     while size:
@@ -170,5 +173,5 @@ def _lesser(operation: Operation) -> list[Operation]:
 
 
 def describe(history: History) -> str:
-    """Return one line for each operation."""
+    """Return the history as text, with one line for each operation."""
     return "\n".join(f"    {i}. {operation!r}" for i, operation in enumerate(history))

@@ -22,7 +22,7 @@ from hybridmem.memory.step import Step
 from hybridmem.memory.testing.adapter import Adapter, Agreement, InjectedError, Logits, RefusedError
 
 _ROUNDING = {torch.float32: 1e-5}
-"""The largest difference that is allowed, as a part of the logits' spread. For dtypes of 16 bits it is 2e-2."""
+"""The largest difference that is allowed, divided by the spread of the logits. For dtypes of 16 bits it is 2e-2."""
 
 
 class HybridAdapter(Adapter):
@@ -30,11 +30,11 @@ class HybridAdapter(Adapter):
 
     Args:
         model: step -> logits.
-        spec: what the memory is made for, such as a spec with policies or storages. By default it is the model's.
-        same_bits: True if a row of the model's outputs has the same bits in any batch; see `Agreement`. Otherwise
-            rounding may be 1e-5 for float32 and 2e-2 for other dtypes. How tokens are cut matters with policies or
-            storages.
-        encoder: what each sequence is opened with, for a model that has an encoder.
+        spec: the spec of the memory, for example with policies or storages. The default is the model's spec.
+        same_bits: True if a row of the model's outputs has the same bits in any batch; see `Agreement`. If False,
+            differences up to 1e-5 for float32 and 2e-2 for other dtypes are allowed. With policies or storages, it
+            matters how tokens are cut into steps.
+        encoder: the encoder's output with which each sequence is opened, for a model with an encoder.
         options: arguments of `HybridMemory`. The defaults are budget="2MiB", rollback_window=8, page_tokens=4,
             poison=True.
     """
@@ -76,8 +76,9 @@ class HybridAdapter(Adapter):
 
     @contextmanager
     def _entered(self, requests: Mapping[Any, list[int]]) -> Iterator[Step]:
-        """Enter a step, which the memory may refuse. What is raised within is a fault of the model, or of a policy or a
-        recurrence that it runs.
+        """Enter a step, which the memory may refuse.
+
+        An error inside the step is a fault of the model, or of a policy or a recurrence that it runs.
         """
         before = {sequence: self.length(sequence) for sequence in requests}
         with ExitStack() as stack:
@@ -131,7 +132,7 @@ class HybridAdapter(Adapter):
 
 
 def forgets(spec: MemorySpec) -> bool:
-    """Return True if old rows are evicted or rounded, so that outputs depend on how tokens are cut into steps."""
+    """Return True if old rows are evicted or rounded, because outputs then depend on how tokens are cut into steps."""
     attention = [memory for layer in spec.layers for memory in layer if isinstance(memory, AttentionSpec)]
     return any(isinstance(spec.policy, EvictionPolicy) or spec.storage is not None for spec in attention)
 
@@ -161,8 +162,9 @@ def _passed(points: FoldPoints, length: int) -> int:
 
 
 def _ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call the memory. That it has no room, or does not reach so far back, is a refusal; every other error is a fault:
-    the kit has asked for nothing else that may be refused.
+    """Call the memory. A lack of room, or a rollback that does not reach, is a refusal.
+
+    Every other error is a fault, because the kit makes no other call that may be refused.
     """
     try:
         return call(*arguments, **options)

@@ -1,4 +1,7 @@
-"""Lists the promises of a memory. Each is a set of random histories that would show that it is broken."""
+"""Lists the promises of a memory.
+
+Each is a set of random histories, of which one would fail if the promise were broken.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ from hybridmem.memory.testing.histories import (
 
 @dataclass(frozen=True)
 class Setting:
-    """Says how large the histories of a subject are.
+    """Says how large the histories for a subject are.
 
     Attributes:
-        vocab_size: tokens are below this.
+        vocab_size: token ids are below this number.
         window: how many tokens a memory must be able to take back, counted from the furthest position that a sequence
-            reached. Histories also ask for more, which the memory may refuse.
-        n_operations: how many operations the history with all kinds of them has.
+            has reached. Histories also ask for longer rollbacks, which the memory may refuse.
+        n_operations: how many operations the history of mixed operations has.
     """
 
     vocab_size: int
@@ -43,10 +46,10 @@ class Promise:
     """Describes a promise.
 
     Attributes:
-        group: the invariant of the design that it belongs to.
-        needs: what each history must have done: the class name of an operation, "Fault" (of a layer), "Answer" (to the
-            question whether it can), or "Return" (a rollback of what was loaded).
-        make: draws a history.
+        group: the invariant of the design to which the promise belongs.
+        needs: what each history must have done: the class name of an operation, "Fault" (a layer failed), "Answer" (the
+            memory said whether it can), or "Return" (a loaded sequence was rolled back).
+        make: a function that draws a history.
     """
 
     name: str
@@ -72,7 +75,7 @@ class Draw:
         return [self.feed(name, 1) for _ in range(n_tokens)]
 
     def prompt(self, name: str = "a", least: int = 9, most: int = 40) -> list[Operation]:
-        """Open a sequence and feed its prompt in one step, as every memory can."""
+        """Open a sequence and feed its prompt in one step, which every memory can do."""
         return [Open(name), self.feed(name, self.random.randint(least, most))]
 
     def back(self) -> int:

@@ -25,7 +25,7 @@ from hybridmem.memory.testing.hybrid_adapter import HybridAdapter
 from hybridmem.memory.testing.toys import FamilyToy, Toy
 
 POLICIES: dict[str, Budget] = {
-    # Rows fold, but none is forgotten, so what is remembered does not depend on when they fold.
+    # Rows fold, but none is evicted, so outputs do not depend on when rows fold.
     "sparse": H2O(512, every=4),
     "h2o": H2O(9, recent=2, every=4),
     "recent": Recent(9, sinks=2, every=4),
@@ -35,7 +35,7 @@ POLICIES: dict[str, Budget] = {
     "snapkv": SnapKV(9, recent=2, observed=3, kernel=3, every=4),
     "pyramid": PyramidKV(9, recent=1, observed=3, kernel=3, every=4),
     "expected": ExpectedAttention(9, recent=2, every=4),
-    # Queries read far less than everything. A position and the rows up to it decide what they read.
+    # Queries read a small part of the rows. Which part depends only on a query's position and the rows up to it.
     "quest": Quest(16, recent=1, select_up_to=10**6),
 }
 STORAGES: dict[str, Storage] = {
@@ -65,7 +65,7 @@ def hybrid(policy: str | None = None, storage: str | None = None, **options: Any
 
 
 def attention(**options: Any) -> HybridAdapter:
-    """Make a memory of attention only."""
+    """Make a memory with attention layers only."""
     return HybridAdapter(_toy(recurrent=False), same_bits=True, **options)
 
 
@@ -75,17 +75,17 @@ def indexed(**options: Any) -> HybridAdapter:
 
 
 def recurrent(**options: Any) -> HybridAdapter:
-    """Make a memory of recurrences only."""
+    """Make a memory with recurrent layers only."""
     return HybridAdapter(_toy(attention=False), same_bits=True, **options)
 
 
 def family(name: str, **options: Any) -> HybridAdapter:
-    """Make two layers of one registered recurrence."""
+    """Make a memory of two layers with one registered recurrence."""
     return HybridAdapter(_family_toy(name), same_bits=FAMILIES[name].is_exact, **options)
 
 
 def all_subjects() -> dict[str, Callable[[], Adapter]]:
-    """Return name -> factory of every kind, policy, storage, way to fold and registered recurrence."""
+    """Return name -> factory for every kind, policy, storage, fold mode and registered recurrence."""
     found: dict[str, Callable[[], Adapter]] = {
         "hybrid": hybrid,
         "hybrid, window": partial(hybrid, window=5),
@@ -122,8 +122,8 @@ _BACK = frozenset(
     }
 )
 REFUSED: dict[str, frozenset[str]] = {
-    "hybrid, no rollback window": _BACK,  # It takes nothing back but everything.
-    "hybrid, small budget": frozenset({"anything, in any order"}),  # Eight sequences do not fit.
+    "hybrid, no rollback window": _BACK,  # It can only take back all tokens.
+    "hybrid, small budget": frozenset({"anything, in any order"}),  # Eight sequences do not fit into this budget.
 }
 """Maps a subject to the promises that it refuses, at least in part."""
 _DEFERRING = ("gated_delta", "mamba1", "rwkv7", "ssd")

@@ -1,4 +1,4 @@
-"""Counts what a memory has done, has refused and does not have, so that a report can say what it never showed."""
+"""Counts what a memory has done, has refused and does not have, so that a report can name what was never tested."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ EXERCISED = {
     "Fed": "tokens fed",
     "TakenBack": "tokens taken back",
 }
-"""Maps what is counted as done to words for it."""
+"""Maps each counted operation or event to words for it."""
 _REQUIRED = frozenset({"Open", "Step", "Close"})
-"""The calls that every memory has. A memory that says that one is absent refuses it."""
+"""The calls that every memory must have. If one of them is absent, that counts as a refusal."""
 
 
 @dataclass
 class Tally:
-    """Counts the outcomes of the operations of a promise's histories.
+    """Counts the outcomes of the operations in a promise's histories.
 
     Attributes:
-        done: the operations that had an effect, and what else `EXERCISED` names.
-        refused: the operations that a memory must do, but refused.
-        absent: the operations that it does not have.
-        events: what happened inside of the memory, by the adapter's words.
-        why: the first reason for each of "refused", "absent" and "out of reach", which a memory may refuse.
+        done: the operations that had an effect, and the other events that `EXERCISED` names.
+        refused: the operations that the memory must do, but refused.
+        absent: the operations that the memory does not have.
+        events: what happened inside of the memory, under the adapter's names.
+        why: for each of "refused", "absent" and "out of reach" (which a memory may refuse), the first reason.
     """
 
     operations: int = 0
@@ -54,23 +54,23 @@ class Tally:
         self.why.setdefault("absent", why)
 
     def refuse(self, kind: str, why: str, *, is_allowed: bool = False) -> None:
-        """Count a refusal. With `is_allowed`, a memory need not do what it refused."""
+        """Count a refusal. With `is_allowed`, the memory need not do what it refused."""
         if not is_allowed:
             self.refused[kind] += 1
         self.why.setdefault("out of reach" if is_allowed else "refused", why)
 
     @property
     def n_refused(self) -> int:
-        """Return how many required operations were refused, or were absent at some times and done at others."""
+        """Return how many required operations were refused, or were absent sometimes although they worked elsewhere."""
         return self.refused.total() + sum(n for kind, n in self.absent.items() if self.done[kind])
 
     @property
     def first_reason(self) -> str:
-        """Return the reason that says most about why a promise was not shown."""
+        """Return the reason that best explains why a promise was not shown."""
         found = (self.why.get(kind) for kind in ("refused", "absent", "out of reach"))
         return next(filter(None, found), "it does not say, or has nothing that could fail")
 
     @property
     def exercised(self) -> dict[str, int]:
-        """Return how often each thing happened, 0 for what never did."""
+        """Return how often each operation or event happened, with 0 for those that never did."""
         return {words: self.done[kind] for kind, words in EXERCISED.items()} | self.events

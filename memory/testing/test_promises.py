@@ -1,6 +1,6 @@
 """Lets pytest check each promise of each subject.
 
-Its options are those of `pytest --pyargs hybridmem.memory.testing --subject MODULE:FACTORY`.
+The options are those of `pytest --pyargs hybridmem.memory.testing --subject MODULE:FACTORY`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridmem.memory.testing.subjects import REFUSED, all_subjects
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    """Take each subject that the command line names."""
+    """Parametrize the test with each subject that the command line names."""
     names = metafunc.config.getoption("subject")
     try:
         subjects = {name: load_factory(name) for name in names} if names else all_subjects()
@@ -30,7 +30,7 @@ def pytest_generate_tests(metafunc: Any) -> None:
 
 
 def test_a_promise_is_kept(factory: Factory, allowed: frozenset[str], promise: str, pytestconfig: Any) -> None:
-    """Fails if the promise is broken, or refused; skips if it may be refused, and is."""
+    """Fail if the promise is broken, or is refused although it must be kept. Skip if it may be refused, and is."""
     seed, n_examples = pytestconfig.getoption("subject_seed"), pytestconfig.getoption("subject_examples")
     (result,) = check(factory, [promise], seed=seed, n_examples=n_examples)
     if result.verdict == "refused" and promise in allowed:

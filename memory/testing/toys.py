@@ -1,8 +1,9 @@
-"""Defines a tiny hybrid model on the public API, with every shape of memory that a model may have.
+"""Defines a tiny hybrid model on the public API, with every kind of memory that a model may have.
 
-Layer 0 is grouped-query attention; layer 1 owns two recurrences; layer 2 runs attention, over a window if there is one,
-and a recurrence side by side; layer 3 remembers nothing. There is no matrix product: each output row is computed from
-its own row alone, in the same order whatever else is in the batch, so that equal histories must give equal bits.
+Layer 0 is grouped-query attention. Layer 1 has two recurrences. Layer 2 runs attention (over a window if there is one)
+and a recurrence side by side. Layer 3 remembers nothing. There is no matrix product: each output row is computed from
+its own input row alone, in the same order whichever rows are in the batch, so that equal histories must give equal
+bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HOST = torch.device("cpu")
 
 
 def moved(x: Any, device: torch.device) -> Any:
-    """Return a recurrence whose weights, wherever they are in it, are all on the device."""
+    """Return a recurrence with all its weights, wherever they are in it, on the device."""
     if isinstance(x, torch.Tensor):
         return x.to(device)
     if isinstance(x, tuple):
@@ -35,12 +36,12 @@ def moved(x: Any, device: torch.device) -> Any:
 
 
 def project(x_TM: Tensor, weight_OM: Tensor) -> Tensor:
-    """Compute x W^T by a sum over each row."""
+    """Compute x W^T as a sum over each row."""
     return (x_TM[:, None, :] * weight_OM).sum(-1)
 
 
 def average(state: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Keep two tensors: a decaying mean of the rows, and the largest row so far, which does not start at zero."""
+    """Keep two tensors: a decaying mean of the rows, and the largest row so far, whose initial value is not zero."""
     mean, highest = state
     mean = 0.9 * mean + 0.1 * row
     highest = torch.maximum(highest, row)
@@ -57,8 +58,10 @@ def delta(state: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], T
 
 
 class FamilyToy:
-    """A model around one recurrence: rows between -1 and 1 from the tokens and from a convolution-free mix of what came
-    out before.
+    """Is a model around one recurrence.
+
+    Its rows, between -1 and 1, are computed from the tokens and from a mix, without a convolution, of the outputs
+    before.
     """
 
     def __init__(self, family: Family, device: torch.device = HOST) -> None:
@@ -69,7 +72,7 @@ class FamilyToy:
         n_row = math.prod(spec.row_shape)
         self._embedding, self._rows = (torch.randn(n, N_MODEL, generator=generator).to(device) for n in (VOCAB, n_row))
         self._out_seed, self._outs = generator.initial_seed(), dict[int, Tensor]()
-        # There are two layers, so that rows of the second depend on what the first remembers.
+        # There are two layers, so that rows of the second depend on the memory of the first.
         self.memory_spec = MemorySpec(((spec,), (spec,)), VOCAB, model=family.name, device=device)
 
     def __call__(self, step: Step) -> Tensor:
@@ -82,7 +85,8 @@ class FamilyToy:
         return project(step.select(x), self._embedding)
 
     def _out(self, n_outputs: int) -> Tensor:
-        if n_outputs not in self._outs:  # It is copied to the device only once, so that later steps can be captured.
+        # The weights are copied to the device only once, so that later steps can be captured.
+        if n_outputs not in self._outs:
             generator = torch.Generator().manual_seed(self._out_seed + n_outputs)
             weights = torch.randn(N_MODEL, n_outputs, generator=generator)
             self._outs[n_outputs] = weights.to(self._embedding.device)
@@ -90,7 +94,7 @@ class FamilyToy:
 
 
 class Toy:
-    """Is called like any model of this library: `logits = model(step)`."""
+    """Is a toy model that is called like any model of this library: `logits = model(step)`."""
 
     def __init__(
         self, *, attention: bool = True, recurrent: bool = True, window: int | None = None,
@@ -124,7 +128,7 @@ class Toy:
         return AttentionSpec(6, 2, 4, n_chosen=n_chosen), *index
 
     def require_gradients(self) -> None:
-        """Let outputs of the model, and what its first attention is given, require gradients."""
+        """Make the model's outputs, and the inputs of its first attention, require gradients."""
         for weight in (self._embedding, self._qkv0):
             weight.requires_grad_()
 

@@ -39,8 +39,8 @@ class BrokenPromiseError(Exception):
 
     Attributes:
         at: the index of the operation in its history.
-        kind: the first words of the message, up to a number. A smaller history must show the same words, or it shows
-            another fault.
+        kind: the first words of the message, up to a number. A smaller history must give the same words. Otherwise it
+            shows another fault.
     """
 
     def __init__(self, why: str, at: int) -> None:
@@ -50,7 +50,7 @@ class BrokenPromiseError(Exception):
 
 
 class Oracle:
-    """Recomputes outputs in a memory of its own, one sequence at a time, which never goes back."""
+    """Recomputes outputs in a memory of its own, one sequence at a time, without rollbacks."""
 
     def __init__(self, factory: Factory) -> None:
         self._adapter = factory()
@@ -67,7 +67,7 @@ class Oracle:
     def logits(self, steps: Parts) -> Logits:
         """Return the logits (n, vocab) of a sequence that saw only these tokens.
 
-        If a step was taken back in part, the sequence was fed that part too, but it did not count.
+        If a step was taken back in part, that part was fed to the sequence too, but it does not count.
         """
         if steps not in self._known:
             if len(self._known) > 4096:
@@ -87,7 +87,7 @@ class Oracle:
 
 @dataclass(frozen=True)
 class _Row:
-    """Holds outputs that must still be compared: those of the last tokens of `parts`, made by operation `at`."""
+    """Holds outputs that are yet to be compared: those of the last tokens of `parts`, from operation number `at`."""
 
     parts: Parts
     logits: Logits
@@ -108,9 +108,9 @@ class Trial:
     """Runs one history on a new memory.
 
     Args:
-        oracle: may serve many trials of the same factory.
-        window_tokens: how far a memory must go back from the furthest position of a sequence. It may refuse to go
-            further.
+        oracle: recomputes outputs. It may serve many trials of the same factory.
+        window_tokens: how far a memory must be able to go back from the furthest position of a sequence. It may refuse
+            to go further.
     """
 
     def __init__(self, factory: Factory, oracle: Oracle, tally: Tally, window_tokens: int = 8) -> None:
@@ -128,7 +128,7 @@ class Trial:
         self._unused = self._usage()
 
     def run(self, history: History) -> None:
-        """Raise `BrokenPromiseError` at the first operation that does not do what it must."""
+        """Run the operations. Raise `BrokenPromiseError` at the first one with a wrong result."""
         for self._at, operation in enumerate(history):
             before, kind = self._usage(), type(operation).__name__
             self._is_out_of_reach = False
@@ -152,9 +152,9 @@ class Trial:
 
     @contextmanager
     def _guarded(self, who: str) -> Iterator[None]:
-        """Turn what the subject raises into a fault, unless it is a refusal.
+        """Turn an exception of the subject into a fault, unless it is a refusal.
 
-        That includes what would end this process, or make a test runner skip.
+        That includes exceptions that would end this process, or make a test runner skip the test.
         """
         try:
             yield
@@ -190,7 +190,7 @@ class Trial:
             self._tally.lack("Length", str(error))
 
     def _do(self, operation: Operation) -> bool:
-        """Do an operation. Return False if it cannot be asked for."""
+        """Carry out an operation. Return False if the memory cannot be asked for it."""
         match operation:
             case Open(name) if name not in self._handles:
                 self._handles[name], self._parts[name], self._peaks[name] = self._adapter.open(), (), 0
@@ -266,7 +266,7 @@ class Trial:
         self._parts[name], self._peaks[name] = mark.parts, mark.peak
 
     def _forget_marks(self, name: str) -> None:
-        """Close the checkpoints that were taken of a sequence, because it becomes another one."""
+        """Close the checkpoints of a sequence, because the sequence is replaced by another one."""
         for mark in [mark for mark, its in self._marks.items() if its.source == name]:
             self._adapter.close(self._marks.pop(mark).handle)
 
@@ -286,7 +286,7 @@ class Trial:
         return any(a != b for a, b in moves.items())
 
     def _copy(self, moves: dict[str, str]) -> None:
-        """Note that each key is now what its value was."""
+        """Record that each key now has the tokens of its value."""
         self._parts |= {a: self._parts[b] for a, b in moves.items()}
         self._peaks |= {a: self._peaks[b] for a, b in moves.items()}
 
@@ -326,7 +326,7 @@ class Trial:
                 adapter.rollback(sequence, length + 1 if how == "a position too large" else -1)
         except (AbsentError, KeyboardInterrupt):
             raise
-        except BaseException:  # It may refuse with any error.
+        except BaseException:  # A memory may refuse with any error.
             if self._usage() != before:
                 raise self._broken(f"it refused {how}, and uses {self._usage()} bytes, not {before}") from None
             return
@@ -338,7 +338,7 @@ class Trial:
     def _compare(self) -> None:
         """Compare all outputs of the history.
 
-        The longest texts come first, because they answer for all their prefixes.
+        The longest texts are recomputed first, because their outputs include those of all their prefixes.
         """
         in_steps, known = self._adapter.agreement.is_in_steps, list[tuple[tuple[object, ...], Logits]]()
         for row in sorted(self._rows, key=lambda row: -length_of(row.parts)):
@@ -368,7 +368,7 @@ class Trial:
             raise BrokenPromiseError(f"its text, fed alone, raised {type(error).__name__}: {error}", row.at) from error
 
     def _agree(self, row: _Row, expected: Logits, spread: float, is_alike: bool) -> None:
-        """Compare outputs. With `is_alike`, the recomputed steps are as long as those that were fed."""
+        """Compare outputs. With `is_alike`, the recomputed steps have the same lengths as those that were fed."""
         self._tally.compared += len(row.logits)
         if row.logits.shape != expected.shape:
             raise BrokenPromiseError(f"outputs are of shape {row.logits.shape}, not {expected.shape}", row.at)
@@ -376,7 +376,7 @@ class Trial:
             raise BrokenPromiseError("outputs of a text that is fed alone are no numbers", row.at)
         if not np.array_equal(np.isfinite(row.logits), np.isfinite(expected)):
             raise BrokenPromiseError("outputs are not finite: memory was read that nobody wrote", row.at)
-        # Infinite numbers, such as those of masked tokens, are either equal or differ in sign.
+        # Infinite numbers, such as those of masked tokens, are equal and left out, or differ in sign and by infinity.
         differs = row.logits != expected
         worst = float(np.abs(row.logits[differs] - expected[differs]).max(initial=0.0))
         agreement = self._adapter.agreement
@@ -388,7 +388,7 @@ class Trial:
 
 
 def _absent_part(operation: Operation) -> str:
-    """Return which of an operation's calls the memory does not have."""
+    """Return which of the calls that an operation needs the memory does not have."""
     match operation:
         case Step(fail_after=int()):
             return "Fault"

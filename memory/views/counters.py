@@ -1,4 +1,4 @@
-"""Counts the bytes of a memory that are in use, swapped out, needed or shared: for planners and pictures."""
+"""Counts bytes of a memory that are in use, swapped out, needed or shared, for planners and pictures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hybridmem.memory.sequences.room import Need, Room, need_of
 from hybridmem.memory.views.usage import Inventory, Usage, measure
 
 _MOST_TOKENS = 1 << 40
-"""The most tokens of a plan. The bytes of more would not fit into 64 bits."""
+"""The most tokens of a plan. The bytes of a longer plan would not fit into 64 bits."""
 
 
 class CountedLayers(Holders, Protocol):
-    """Declares what the counters read of the layer memories: a part of `memory.layer_memories.LayerMemories`."""
+    """Declares what the counters read of the layer memories. `memory.layer_memories.LayerMemories` has more."""
 
     @property
     def least_bytes(self) -> int: ...
@@ -51,7 +51,7 @@ class CountedSwaps(Protocol):
 
 
 class Counted(Protocol):
-    """Declares what the counters read of a memory: a part of `memory.coordinator.Coordinator`."""
+    """Declares what the counters read of a memory. `memory.coordinator.Coordinator` has more."""
 
     store: Store
     ledger: Ledger
@@ -86,7 +86,7 @@ class Counters:
 
     @property
     def budget_bytes(self) -> int:
-        """Return the bytes that the memory may use at most, a multiple of 64."""
+        """Return the most bytes that the memory may use, a multiple of 64."""
         return self._memory.store.arena.capacity_bytes
 
     @property
@@ -101,7 +101,7 @@ class Counters:
 
     @property
     def moved_bytes(self) -> int:
-        """Return how many bytes of the budget were moved so far to join free ranges."""
+        """Return how many bytes of the budget have been moved so far to join free ranges."""
         return self._memory.room.compactors[BUDGET_UNIT].moved_bytes
 
     def bytes_by_pool(self) -> dict[str, int]:
@@ -115,17 +115,17 @@ class Counters:
 
     @property
     def swaps(self) -> CountedSwaps:
-        """Return how many swaps there were: out to host memory, out so that files grew, and back in.
+        """Return how many swaps there were: out to host memory, out to new bytes in files, and back in.
 
-        The result has them as `n_to_host`, `n_to_disk` and `n_back`. Its `len` is how many sequences are swapped out
-        now.
+        The result has these numbers as `n_to_host`, `n_to_disk` and `n_back`. Its `len` is the number of sequences that
+        are swapped out now.
         """
         swaps: CountedSwaps = self._memory.swapped
         return swaps
 
     @property
     def swapped_bytes(self) -> tuple[int, int]:
-        """Return the bytes of sequences that are swapped out: in host memory, and in files."""
+        """Return the bytes of swapped-out sequences: in host memory, and in files."""
         return self.swaps.used_bytes
 
     # These methods count the bytes of single sequences.
@@ -138,7 +138,7 @@ class Counters:
     def private_bytes(self, sequences: list[Sequence]) -> Int64s:
         """Return (S,) the bytes that closing each of these sequences alone would free.
 
-        Raises SequenceError. Cost: little more for many than for one.
+        Raises SequenceError. Cost: for many sequences little more than for one.
         """
         for sequence in sequences:
             self._memory.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
@@ -153,24 +153,28 @@ class Counters:
         return self._memory.ledger.checkpoints(sequence)
 
     def inventory(self, *sequences: Sequence) -> Inventory:
-        """Return all blocks, and those to which these sequences (or all) refer. It is valid until the memory changes.
+        """Return all blocks, and which of them these sequences (or all) refer to. It is valid until the memory changes.
 
-        `usage` counts it, and `memory.pictures` draws it. Raises SequenceError if a sequence is closed or belongs to
-        another memory.
+        `usage` counts the inventory's bytes, and `memory.pictures` draws it. Raises SequenceError if a sequence is
+        closed or belongs to another memory.
         """
         for sequence in sequences:
             self._memory.ledger.check_open(sequence)
         return self._memory.inventory(*sequences)
 
     def host_inventory(self, *sequences: Sequence) -> Inventory | None:
-        """Return the inventory of pages in host memory and of the sequences that have theirs there.
+        """Return the inventory of pages in host memory and of the sequences whose pages are there.
+
         None without `host_pages`.
         """
         return self._memory.host_inventory(*sequences)
 
     @property
     def lock(self) -> MemoryLock:
-        """Return the lock of the memory's books. While a thread holds it, all its counts describe the same moment."""
+        """Return the lock of the memory's books.
+
+        While a thread holds it, all counts of this object describe the same moment.
+        """
         return self._memory.lock
 
     def version(self) -> object:
@@ -182,7 +186,7 @@ class Counters:
             return self.used_bytes, self.swapped_bytes, len(ledger.handles), newest_id, ledger.lengths.tobytes()
 
     def usage(self) -> Usage:
-        """See `HybridMemory.usage`."""
+        """Return what `HybridMemory.usage` returns."""
         with self.lock:
             return measure(self.inventory(), self.swapped_bytes, self.host_inventory(), self.token_bytes)
 
@@ -190,7 +194,7 @@ class Counters:
 
     @property
     def least_bytes(self) -> int:
-        """Return the smallest budget of such a memory, in which one sequence can take a step of one token."""
+        """Return the smallest budget for a memory of this kind, in which one sequence can take a step of one token."""
         return self._layers.least_bytes
 
     def needed_bytes(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> int:
@@ -201,9 +205,9 @@ class Counters:
         return self._need(n_tokens, n_held, max_tokens, on_grid=self._memory.room.on_grid).total_bytes
 
     def require_possible(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> None:
-        """Raise CapacityError if the whole budget is too small.
+        """Raise CapacityError if the whole budget is too small for a sequence of so many tokens.
 
-        It assumes steps that cut anywhere. Any thread may call it.
+        The check assumes that steps may be cut anywhere. Any thread may call it.
         """
         need = self._need(n_tokens, n_held, max_tokens, on_grid=False)
         if need.total_bytes > self.budget_bytes:
@@ -218,19 +222,19 @@ class Counters:
     def lack_of_room(
         self, slots: Int64s, counts: Int64s, max_tokens: int, error: CapacityError | None = None
     ) -> CapacityError:  # fmt: skip
-        """Return the error for a run that does not fit, with the bytes that all requests need together.
+        """Return the error for a run that does not fit, with the bytes that all its requests need together.
 
         Args:
-            error: the error of one of its steps, if one was refused.
+            error: the error of one of the run's steps, if one was refused.
         """
         return self._memory.room.lack(slots, counts, max_tokens, error)
 
     def bytes_at(self, n_tokens: int) -> int:
-        """Return the bytes that a sequence of `n_tokens` tokens holds between steps if it shares none."""
+        """Return the bytes that a sequence of `n_tokens` tokens holds between steps if it shares no blocks."""
         return int(self._bytes_at(n_tokens)[0])
 
     def shared_bytes_at(self, n_tokens: int) -> int:
-        """Return the bytes that forks of such a sequence share however far each advances: full pages, but no states."""
+        """Return the bytes that forks of a sequence of this length share for ever: full pages, but no states."""
         return int(self._bytes_at(n_tokens)[3])
 
     def _bytes_at(self, n_tokens: int) -> Int64s:

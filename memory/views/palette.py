@@ -1,7 +1,7 @@
-"""Names the one colour of each concept, wherever it is drawn: the pictures, the page, and tables in notebooks.
+"""Defines the one color of each concept for all places that draw it: pictures, the web page, and tables in notebooks.
 
-Most hues are those of Okabe and Ito (2008). Colours that stand in one view differ for colour-blind readers as well, on
-light and on dark pages; a test computes how much.
+Most hues are those of Okabe and Ito (2008). Colours that occur together in one view also differ for colour-blind
+readers, on light and on dark pages. A test computes by how much.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SCHEMES: dict[str, tuple[str, str]] = {
 }
 """Maps a concept to its colours on light and on dark pages.
 
-What is swapped out or shared is hatched or crossed as well.
+Bytes that are swapped out or shared are hatched or crossed in addition.
 """
 COLOURS = {concept: light for concept, (light, _) in SCHEMES.items()}
-"""Maps a concept to its colour in pictures, which suits white and black pages."""
+"""Maps a concept to its colour in pictures, which is readable on white and on black pages."""
 VIEWS: dict[str, tuple[str, ...]] = {
     "the page's memory": (
         "pages", "states", "tail", "body", "head", "reused", "replayed", "computed", "chosen", "free",
@@ -41,7 +41,10 @@ VIEWS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Maps a view to the concepts that it shows at once."""
 _SHARES = (1.0, 0.65, 0.4)
-"""How much of its colour the first, second and third pool of a kind keep; the rest is black, or white on dark pages."""
+"""How much of the color the first, second and third pool of a kind keep.
+
+The other part is black, or white on dark pages.
+"""
 
 
 def kind_of(pool: str) -> str:
@@ -50,14 +53,14 @@ def kind_of(pool: str) -> str:
 
 
 def pool_colours(pools: Sequence[str]) -> list[str]:
-    """Return a name of `shades` for each pool: pools of one kind share its hue, "pages", "pages-1", "pages-2"."""
+    """Return a name in `shades` for each pool. Pools of one kind share a hue: "pages", "pages-1", "pages-2"."""
     kinds = [kind_of(pool) for pool in pools]
     numbers = [kinds[:i].count(kind) % len(_SHARES) for i, kind in enumerate(kinds)]
     return [f"{kind}-{number}" if number else kind for kind, number in zip(kinds, numbers, strict=True)]
 
 
 def shades(*, is_dark: bool = False) -> dict[str, str]:
-    """Return name -> colour of every concept, and of the second and third pool of a kind."""
+    """Return name -> colour of every concept, and of the second and third pool of each kind."""
     found = {concept: pair[is_dark] for concept, pair in SCHEMES.items()}
     for kind in ("pages", "states", "tail"):
         found |= {f"{kind}-{i}": _mixed(found[kind], share, is_dark) for i, share in enumerate(_SHARES) if i}

@@ -1,4 +1,4 @@
-"""Shows one sequence or checkpoint in a notebook: its bytes, and to where it can roll back."""
+"""Shows one sequence or checkpoint in a notebook: its bytes, and the positions to which it can roll back."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def sequence_html(inventory: Inventory, checkpoints: list[Sequence], host_invent
     """Return a view of one open sequence for notebooks.
 
     Args:
-        inventory, host_inventory: the inventories of only this sequence, on the device and in host memory.
-        checkpoints: the checkpoints of its family, to which it can roll back.
+        inventory, host_inventory: inventories of this sequence alone, on the device and in host memory.
+        checkpoints: the checkpoints to which it can roll back.
     """
     (sequence,) = inventory.sequences
     usage = measure(inventory, (0, 0)).by_sequence[sequence.id]
@@ -49,7 +49,7 @@ def _blocks(title: str, inventory: Inventory, usage: SequenceUsage, parts: list[
 
 
 def _facts(sequence: Sequence, usage: SequenceUsage, checkpoints: list[Sequence]) -> Iterator[str]:
-    """Generate lines of text: length and horizon, the reach of a rollback, bytes."""
+    """Generate lines of text: length and horizon, the positions that a rollback reaches, and bytes."""
     length, horizon = usage.n_tokens, sequence.horizon
     yield f"{count(length, 'token', 'tokens')}, horizon {horizon:,}"
     if not sequence.is_checkpoint:

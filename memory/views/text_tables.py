@@ -1,7 +1,7 @@
 """Prints small tables of text and numbers: as plain text, in a terminal by rich, and as HTML in a notebook.
 
-The HTML stands alone: no script, no style sheet, nothing to load. It takes the text colour of the page around it and
-lays translucent grey over its background, so it can be read on dark and on light pages. Every string is escaped.
+The HTML is self-contained: it loads no script and no style sheet. It takes the text colour of the page around it and
+lays translucent grey over the page's background, so it can be read on dark and on light pages. Every string is escaped.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Table:
 
 
 def as_rich(heading: str, tables: list[Table]) -> Group:
-    """Return a heading and tables for `__rich__`. Needs rich, which calls that method."""
+    """Return a heading and tables for `__rich__`, which only rich calls. Needs rich."""
     from rich import box
     from rich.console import Group
     from rich.table import Table as RichTable
@@ -107,7 +107,7 @@ def as_html(title: str, lines: list[str], bar: dict[str, int], total_bytes: int,
 
     Args:
         lines: text below the title.
-        bar: part -> bytes, drawn to the scale of `total_bytes`. The rest of the bar stays empty.
+        bar: part -> bytes, drawn to the scale of `total_bytes`. The remaining bytes are an empty part of the bar.
     """
     pieces, keys = [], []
     for part, n_bytes in bar.items():

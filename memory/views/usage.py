@@ -30,11 +30,11 @@ _MOST_ROWS = {"text": 20, "html": 50}
 
 
 class Place(NamedTuple):
-    """Names one use of bytes: by which layer memory, in which pool, as which part of a sequence.
+    """Identifies one use of bytes: by which layer memory, in which pool, as which part of a sequence.
 
     group, kind: names of a layer memory ("attention", "recurrence" ...) and of a pool ("pages", "states", "tails" ...).
-    part: "body", "tail" or "head". The usage of a whole memory also has "checkpoints", blocks to which only checkpoints
-    refer, and "steps", blocks that open steps have set aside.
+    part: "body", "tail" or "head". The usage of a whole memory has two more parts: "checkpoints" are blocks to which
+    only checkpoints refer, and "steps" are blocks that open steps have allocated.
     """
 
     group: str
@@ -59,12 +59,12 @@ class Group:
 
     @property
     def shares(self) -> dict[str, tuple[int, ...]]:
-        """Return, for each pool, the bytes that each member has in one of the pool's blocks."""
+        """Return, for each pool, how many bytes each member has in a block of the pool."""
         return {pool.name: layout.shares for pool, layout in self.pools}
 
 
 class Layers(Protocol):
-    """Declares what an inventory reads of all layer memories: a part of `memory.layer_memories.LayerMemories`."""
+    """Declares what an inventory reads of all layer memories. `memory.layer_memories.LayerMemories` has more."""
 
     members: dict[str, list[tuple[int, LayerSpec]]]
 
@@ -76,8 +76,8 @@ class Inventory:
     """Lists all blocks and the sequences that refer to them. It is a view, valid until the memory changes.
 
     Attributes:
-        sequences, lengths, away_bytes: (S,) open sequences and checkpoints, their numbers of tokens, and their bytes
-            that are swapped out.
+        sequences, lengths, away_bytes: (S,) open sequences and checkpoints, how many tokens each has, and how many
+            bytes of each are swapped out.
     """
 
     arena: Arena
@@ -95,7 +95,7 @@ class Inventory:
         return Inventory(arena, sequences, lengths, away_bytes, groups)
 
     def frozen(self) -> Inventory:
-        """Return a copy that stays valid while the memory changes. Cost: O(blocks), two numbers for each."""
+        """Return a copy that stays valid while the memory changes. Cost: O(blocks), with two numbers for each block."""
         groups = [
             replace(group, pools=[(pool.frozen(), layout) for pool, layout in group.pools]) for group in self.groups
         ]
@@ -103,7 +103,7 @@ class Inventory:
 
 
 class _Held:
-    """Sums bytes by one field of their place."""
+    """Sums bytes by one field of their `Place`."""
 
     held: Mapping[Place, int]
 
@@ -135,8 +135,8 @@ class SequenceUsage(_Held):
 
     Attributes:
         held: bytes by place, shared ones included.
-        shared_bytes: the part of these bytes to which others refer as well.
-        swapped_bytes: its bytes outside of the budget, if it is swapped out.
+        shared_bytes: how many of these bytes other sequences refer to as well.
+        swapped_bytes: the sequence's bytes outside of the budget, if it is swapped out.
     """
 
     id: int
@@ -158,7 +158,7 @@ class SequenceUsage(_Held):
 
 @dataclass(frozen=True, eq=False)
 class BySequence(Mapping[int, SequenceUsage]):
-    """Maps the ids of S sequences to their usage. A usage is made when it is read: of thousands, few are read.
+    """Maps the ids of S sequences to their usage. A usage is made when it is read, because few of thousands are read.
 
     Attributes:
         index: id -> the row in the arrays, which are (S,) or (S, P).
@@ -187,7 +187,7 @@ class BySequence(Mapping[int, SequenceUsage]):
 
     @property
     def counted(self) -> str:
-        """Return their number in words: "2 sequences and 1 checkpoint"."""
+        """Return the number of sequences and checkpoints in words: "2 sequences and 1 checkpoint"."""
         n_checkpoints = int(self.is_checkpoint.sum())
         sequences = count(len(self) - n_checkpoints, "sequence", "sequences")
         return f"{sequences} and {count(n_checkpoints, 'checkpoint', 'checkpoints')}" if n_checkpoints else sequences
@@ -195,21 +195,24 @@ class BySequence(Mapping[int, SequenceUsage]):
 
 @dataclass(frozen=True, repr=False)
 class Usage(_Held):
-    """Counts the bytes of a memory. Each block counts once in `held`, however many share it: it sums to `used_bytes`.
+    """Counts the bytes of a memory.
+
+    Each block counts once in `held`, even if it is shared, so `held` sums to `used_bytes`.
 
     Attributes:
-        budget_bytes: bytes that the memory may use at most: used_bytes + free_bytes.
-        held: bytes by place. A block that belongs to different parts of different sequences counts as the first of
-            body, tail, head. Rows of attention stay in their pages when they leave the tail, so all of its pages count
-            as body. With an eviction policy or a storage, rows move when they fold, so there are tails.
+        budget_bytes: the most bytes that the memory may use, which are used_bytes + free_bytes.
+        held: bytes by place. A block that is different parts of different sequences counts as the first of body, tail,
+            head. Without a policy or storage, all pages of attention count as body, because rows stay in their pages
+            when they leave the tail. With an eviction policy or a storage, rows move when they fold, so there are
+            tails.
         shared, block_bytes: pool -> the bytes of blocks to which several sequences refer, and the bytes of one block.
-        padding_bytes: the part of `used_bytes` that alignment adds.
-        layers: layer memory -> its layers.
-        by_sequence: usage of open sequences and checkpoints by id.
+        padding_bytes: how many of the `used_bytes` are added by alignment.
+        layers: name of a layer memory -> the layers that it serves.
+        by_sequence: id of an open sequence or checkpoint -> its usage.
         host_bytes, disk_bytes: bytes of swapped-out sequences in host memory, and in files.
         on_host: the usage of pages in host memory and of their sequences. None without `host_pages`.
         token_bytes, book_bytes: bytes of host memory for token ids, and for the tables that say where blocks are and
-            whose.
+            what refers to them.
     """
 
     budget_bytes: int
@@ -229,7 +232,7 @@ class Usage(_Held):
 
     @property
     def host(self) -> dict[str, int]:
-        """Return, for each use, the bytes of host memory that the memory takes beside its budget."""
+        """Return, for each use, the bytes of host memory that the memory takes in addition to its budget."""
         pages = {} if self.on_host is None else {"offloaded pages": self.on_host.used_bytes}
         return {"swapped out": self.host_bytes, **pages, "tokens": self.token_bytes, "books": self.book_bytes}
 
@@ -268,7 +271,10 @@ class Usage(_Held):
         return as_html(title, [self.summary], self.by_part, self.budget_bytes, self.tables("html"))
 
     def tables(self, medium: str) -> list[Table]:
-        """Return tables of bytes by pool and by sequence, then the same of host memory. `medium`: "text" or "html"."""
+        """Return tables of bytes by pool and by sequence, first of the budget, then of host memory.
+
+        `medium`: "text" or "html".
+        """
         most, on_host = _MOST_ROWS[medium], self.on_host
         own = [*([self._places("kind")] if self.held else []), *self._sequences(most, "sequence")]
         if on_host is None or not on_host.by_sequence:
@@ -305,7 +311,7 @@ class Usage(_Held):
 def use_name(group: str, kind: str, n_layers: int) -> str:
     """Return the title of a row: "attention: pages, 4 layers".
 
-    If a pool's name contains the group's, it stands alone.
+    If the pool's name contains the group's name, the title has only the pool's name.
     """
     return f"{kind if group in kind else f'{group}: {kind}'}, {count(n_layers, 'layer', 'layers')}"
 
@@ -320,7 +326,8 @@ def measure(
     """Count the bytes of all blocks, by place and by sequence.
 
     Args:
-        inventory, host_inventory: the inventories of all sequences, and of those whose pages are in host memory.
+        inventory, host_inventory: the inventory of all sequences, and the inventory of those whose pages are in host
+            memory.
         swapped_bytes: bytes of swapped-out sequences in host memory, and in files.
         token_bytes: bytes of all token ids.
     Cost: O(blocks in use).

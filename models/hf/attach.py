@@ -2,8 +2,8 @@
 
 While a model is attached, a forward call with a `HybridCache` is one step of the cache's memory. Attention passes its
 queries, keys and values to the step through transformers' `AttentionInterface`. Recurrent modules are run by
-`models.hf.mixers`, because only the memory can start a recurrence from a sequence's state and roll it back. Everything
-else is transformers' code.
+`models.hf.mixers`, because only the memory can start a recurrence from a sequence's state and roll it back. All other
+code that runs is transformers'.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ NOT_ATTACHED = {
 """Classes that `load_model` loads and `attach` refuses, and why."""
 
 _TAKE_NO_OTHER_CACHE = ("MiniMaxForCausalLM",)
-"""Classes that refuse a cache of another class, unless they are told to use none; then they hand it on all the same."""
+"""Classes that refuse a cache of another class. If they are told to use none, they pass the cache on all the same."""
 
 _HAVE_OWN_CACHE = ("xLSTMForCausalLM",)
 """Classes that read the states of their own class of cache, and so run without one; outputs name the given cache."""
@@ -85,22 +85,22 @@ _ATTENTION = "hybrid_memory"
 def attach(hf_model: PreTrainedModel) -> Attached:
     """Prepare a loaded transformers model for `HybridCache`, until `detach`.
 
-    Use it as `attach(m)` or `with attach(m) as attached:`. It changes this object only. `forward` of the model and of
+    Use it as `attach(m)` or `with attach(m) as attached:`. It changes only this object. `forward` of the model and of
     its recurrent modules checks whether the call has a `HybridCache`, and runs the original if not. `generate` no
-    longer refuses assisted generation, which such a cache supports. While a forward with such a cache runs,
+    longer refuses assisted generation, which a HybridCache supports. While a forward with a HybridCache runs,
     `config._attn_implementation` names another implementation.
 
-    Large matrices are used in place. Small tensors of recurrences (taps, decays, norms) are read now, so attach again
+    Large matrices are used in place. Small tensors of recurrences (taps, decays, norms) are copied now, so attach again
     if they change.
 
     Returns:
-        An object with `.memory_spec`, which `HybridMemory` needs, and `.detach()`, which undoes all of this.
+        An object with `.memory_spec`, which `HybridMemory` needs, and `.detach()`, which undoes all changes.
     Raises:
-        UnsupportedModelError: the class neither is in `ATTACHABLE` nor descends from one that is; a recurrent module's
-            outputs on a few random rows differ from ours; weights are quantised or on several devices; or the model is
+        UnsupportedModelError: the class is not in `ATTACHABLE` and descends from none of these; a recurrent module's
+            outputs on a few random rows differ from ours; weights are quantized or on several devices; or the model is
             compiled.
         StepError: the model is attached already.
-    Cost: only those small tensors are copied; recurrent modules run over five tokens, twice.
+    Cost: only the small tensors are copied. Recurrent modules run over five tokens, twice.
     """
     return Attached(hf_model)
 
@@ -109,7 +109,7 @@ class Attached:
     """Holds a transformers model that is prepared for `HybridCache`.
 
     Attributes:
-        memory_spec: the spec of its memory, on its device and in its dtype. It equals
+        memory_spec: the spec of the model's memory, on the model's device and in its dtype. It equals
             `from_transformers(hf_model).memory_spec`, so both models can use the same sequences.
     """
 
@@ -161,7 +161,7 @@ class Attached:
     def detach(self) -> None:
         """Restore the model as it was before `attach`.
 
-        Raises StepError if something else has replaced a `forward` since.
+        Raises StepError if something else has replaced a `forward` since `attach`.
         """
         for forward in self._forwards:
             forward.check()
@@ -190,7 +190,8 @@ class Attached:
         caches = (kwargs.get(name) for name in (self._cache_name, "past_key_values"))
         cache = next((cache for cache in caches if isinstance(cache, HybridCache)), None)
         mask = kwargs.get("attention_mask")
-        is_whole = mask is None or mask.shape[1] == input_ids.shape[1]  # else these are a chunk of a prompt
+        # Otherwise these tokens are a chunk of a prompt.
+        is_whole = mask is None or mask.shape[1] == input_ids.shape[1]
         if cache is not None and is_whole and kwargs.get("is_first_iteration"):
             cache.check_prompt(input_ids)
         return self._prepare(input_ids, *args, **kwargs)
@@ -207,7 +208,7 @@ class Attached:
         try:
             self._check(given, cache) if isinstance(cache, HybridCache) else self._check_other(given)
         except HybridMemoryError:
-            # Early-exit assisted generation changes it for a while, and does not restore it after an error.
+            # Early-exit assisted generation changes this number for a while, and does not restore it after an error.
             self._model.config.num_hidden_layers = len(self.memory_spec.layers)
             raise
         if not isinstance(cache, HybridCache):
@@ -222,7 +223,7 @@ class Attached:
         ):
             current.step.check_model(spec)
             if type(self._model).__name__ in _TAKE_NO_OTHER_CACHE:
-                given["use_cache"] = False  # Else it refuses caches that are not its own.
+                given["use_cache"] = False  # Otherwise the model would refuse caches of other classes.
             if "position_ids" in self._parameters:
                 given["position_ids"] = current.position_ids
             taken = self._cache_name
@@ -241,7 +242,7 @@ class Attached:
         cache = given.get(self._cache_name)
         cache = given.get("cache_params") if cache is None else cache
         if isinstance(cache, HybridCache):
-            # Under that name, generate would feed a prompt again that is cached already.
+            # Under this name, `generate` would feed a cached prompt again.
             raise BatchError("give a HybridCache as past_key_values=, to Mamba models too, not as cache_params=")
         for name in (self._cache_name, "position_ids"):
             if name not in self._parameters and given.pop(name, None) is not None and name == self._cache_name:
@@ -290,7 +291,7 @@ class Attached:
 
 
 def _rename_cache(given: dict[str, Any]) -> None:
-    """Let the names by which caches were given before transformers 5.24 mean `cache`. Raises BatchError for two."""
+    """Let the names for caches from before transformers 5.24 mean `cache`. Raises BatchError if two are given."""
     for name in ("past_key_values", "cache_params"):
         if (cache := given.pop(name, None)) is not None:
             if given.get("cache", cache) is not cache and given["cache"] is not None:
@@ -302,7 +303,7 @@ class _Forward:
     """Replaces a module's `forward` by `run(original, *args, **kwargs)`.
 
     Args:
-        extra: parameters that its signature has beside the original's; `generate` inspects the signature.
+        extra: parameters that its signature has in addition to the original's. `generate` inspects the signature.
     """
 
     def __init__(self, module: Module, run: Callable[..., Any], *extra: str) -> None:
@@ -342,7 +343,7 @@ def _known(module: Module) -> Callable[[Module], Mix | MixMany] | None:
 def _is_compiled() -> bool:
     """True if torch.compile traces this call, or runs it uncompiled after a graph break.
 
-    The second case can be found by a private name only.
+    The second case can be detected only by a private name of torch.
     """
     if torch.compiler.is_compiling():
         return True
@@ -350,7 +351,7 @@ def _is_compiled() -> bool:
 
 
 def _signature_of(module: Module) -> inspect.Signature:
-    """Return the signature of the class's `forward`; on the object there may be a wrapper without parameter names."""
+    """Return the signature of the class's `forward`. The object's own may be a wrapper without parameter names."""
     signature = inspect.signature(type(module).forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -395,7 +396,7 @@ def _attend(
 
 
 def _check_attention(module: Module, layer: int, current: Pass, options: dict[str, Any]) -> None:
-    """Raise StepError for attention options that the memory does not have, and so would silently ignore."""
+    """Raise StepError for attention options that the memory does not have, and would ignore."""
     (spec,) = (spec for spec in current.memory.spec.layers[layer] if isinstance(spec, AttentionSpec))
     what = f"{type(module).__name__} of layer {layer}"
     if (window := options.get("sliding_window")) != spec.window:
@@ -406,9 +407,9 @@ def _check_attention(module: Module, layer: int, current: Pass, options: dict[st
 
 
 class _AttentionOf:
-    """Makes modules of this config call `_attend`, without masks, while blocks run: `with attention.taken(): ...`.
+    """Makes modules with this config call `_attend`, without masks, while blocks run: `with attention.taken(): ...`.
 
-    Several threads may be inside at the same time.
+    Several threads may be inside of such blocks at the same time.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -420,9 +421,9 @@ class _AttentionOf:
         return _Taken(self)
 
     def mend(self, left: ref[Any] | None = None) -> None:
-        """Put the config back if no block runs but the one that is left.
+        """Restore the config if no block runs except the one that is being left.
 
-        An exception may have come before the end of the last one could do so.
+        An exception may have kept the end of the last block from doing so.
         """
         with self._lock:
             self._blocks = [b for b in self._blocks if b is not None and b is not left and b() is not None]
@@ -438,7 +439,7 @@ class _AttentionOf:
 
 
 class _Taken:
-    """Is a block of `_AttentionOf`."""
+    """Is the context manager that `_AttentionOf.taken` returns."""
 
     def __init__(self, attention: _AttentionOf) -> None:
         self._attention = attention

@@ -1,4 +1,4 @@
-"""Implements `HybridCache`: sequences of a memory behind the interface of transformers' `Cache`."""
+"""Implements `HybridCache`: sequences of a memory with the interface of transformers' `Cache`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from hybridmem.models.hf.passes import CURRENT_PASS, Pass, open_pass
 
 
 def cache_argument(hf_model: PreTrainedModel) -> str:
-    """Return the name by which `forward` of this model takes caches, which transformers 5.24 has changed."""
+    """Return the name of the argument by which `forward` of this model takes caches.
+
+    Transformers 5.24 has changed it.
+    """
     parameters = inspect.signature(type(hf_model).forward).parameters
     return next(name for name in ("cache", "cache_params", "past_key_values") if name in parameters)
 
@@ -25,13 +28,13 @@ def cache_argument(hf_model: PreTrainedModel) -> str:
 class HybridCache(Cache):  # type: ignore[misc]
     """Lets sequences of a memory be the cache of a transformers model that `models.attach` has prepared.
 
-    Use it as `hf_model.generate(input_ids, cache=HybridCache(memory, [alice, bob]))`; before transformers 5.24 the
-    argument is `past_key_values=`. Row i of every batch belongs to sequence i. The sequences stay the caller's: between
-    calls they can be rolled back, checkpointed, saved and swapped out as usual, and closed one by one or by `close`. A
-    forward is a step of the memory: all rows advance, or none.
+    Use it as `hf_model.generate(input_ids, cache=HybridCache(memory, [alice, bob]))`. Before transformers 5.24 the
+    argument is `past_key_values=`. Row i of every batch belongs to sequence i. The sequences still belong to the
+    caller: between calls they can be rolled back, checkpointed, saved and swapped out as usual, and closed one by one
+    or by `close`. A forward is one step of the memory: all rows advance, or none.
 
     Args:
-        sequences: one for each row, of any lengths; shorter rows have padding on their left.
+        sequences: one for each row, of any lengths. Shorter rows have padding on their left.
     Raises:
         SequenceError: a handle cannot take part in a step.
         BatchError: there is no sequence, or one is given twice.
@@ -64,11 +67,11 @@ class HybridCache(Cache):  # type: ignore[misc]
         return f"<HybridCache of {self._sequences} for {self.memory.spec.model}>"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns so far: the longest row, and columns in which every row has padding."""
+        """Return the number of columns so far: those of the longest row, and columns in which every row has padding."""
         return max(sequence.length for sequence in self._sequences) + self._n_padding_columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: there is no limit but the memory's budget."""
+        """Return -1, because there is no limit except the memory's budget."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -76,7 +79,7 @@ class HybridCache(Cache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        """Return False for each layer: `generate` feeds only what a row does not hold, as for no linear attention."""
+        """Return False for each layer, so that `generate` feeds only the tokens that a row does not hold yet."""
         return [False] * len(self.memory.spec.layers)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -84,23 +87,23 @@ class HybridCache(Cache):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:
-        """True if `crop` can take tokens back exactly, which it does within the rollback window."""
+        """True if `crop` can take tokens back exactly, as it does within the rollback window."""
         return self.memory.rollback_window > 0
 
     def activate_past_recording(self) -> None:
-        """Does nothing: what `crop` needs is always kept, for the memory's `rollback_window` tokens."""
+        """Do nothing, because `crop` always has what it needs, for the memory's `rollback_window` tokens."""
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    # Going back, and rows
+    # Going back, and choosing rows
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest -n columns (n < 0) or keep the first n (n > 0) of all rows, exactly; 0 does nothing.
+        """Take back the newest -n columns (n < 0), or keep the first n (n > 0), of all rows, exactly; 0 does nothing.
 
         Raises:
-            RollbackError: a row cannot be rolled back so far (rollback window, no checkpoint there), or there are fewer
-                columns. Nothing has changed then.
+            RollbackError: a row cannot be rolled back so far (it is beyond the rollback window, without a checkpoint
+                there), or there are fewer columns. Nothing has changed then.
         """
         n_columns = self.get_seq_length()
         n_removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, n_columns - tokens_to_remove)
@@ -122,7 +125,7 @@ class HybridCache(Cache):  # type: ignore[misc]
         rows = list(zip(self._sequences, lengths, strict=True))
         for sequence, length in rows:
             if not self.memory.can_rollback(sequence, length):
-                self.memory.rollback(sequence, to=length)  # raises, with the reason
+                self.memory.rollback(sequence, to=length)  # This raises an error with the reason.
         for sequence, length in rows:
             self.memory.rollback(sequence, to=length)
         self._keep_columns(n_columns)
@@ -132,7 +135,7 @@ class HybridCache(Cache):  # type: ignore[misc]
         self._n_padding_columns = n_columns - max(sequence.length for sequence in self._sequences)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give row i the memory of row beam_idx[i], for all rows at once; nothing is copied."""
+        """Give row i the memory of row beam_idx[i], for all rows at once. Nothing is copied."""
         sources = self._read_rows(beam_idx)
         if len(sources) != len(self._sequences):
             raise BatchError(
@@ -143,9 +146,10 @@ class HybridCache(Cache):  # type: ignore[misc]
         self._keep_columns(n_columns)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Make row i what row indices[i] is.
+        """Make row i a copy of row indices[i].
 
-        A row that is chosen again is forked; a row that is not chosen leaves the cache, and its sequence stays open.
+        A row that is chosen more than once is forked. A row that is not chosen leaves the cache, and its sequence stays
+        open.
         """
         chosen = self._read_rows(indices)
         if not chosen:
@@ -161,12 +165,12 @@ class HybridCache(Cache):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace each row by itself and `repeats` - 1 forks of it, one after the other.
 
-        It is for `num_beams` or `num_return_sequences` of a prompt that is cached already.
+        It is for `num_beams` or `num_return_sequences` of a prompt that is already cached.
         """
         self.batch_select_indices(torch.arange(len(self._sequences)).repeat_interleave(repeats))
 
     def fork(self) -> HybridCache:
-        """Return another cache whose rows are forks of these; nothing is copied. `copy.deepcopy` calls it."""
+        """Return another cache whose rows are forks of these rows. Nothing is copied. `copy.deepcopy` calls it."""
         fork = HybridCache(self.memory, self._forks(self._sequences))
         fork._n_padding_columns = self._n_padding_columns
         return fork
@@ -194,7 +198,7 @@ class HybridCache(Cache):  # type: ignore[misc]
         return rows
 
     def close(self) -> None:
-        """Close the sequences of all rows; blocks that no other sequence shares are free at once."""
+        """Close the sequences of all rows. Blocks that no other sequence shares are freed at once."""
         for sequence in self._sequences:
             if not sequence.closed:
                 self.memory.close(sequence)
@@ -202,9 +206,9 @@ class HybridCache(Cache):  # type: ignore[misc]
     # A forward
 
     def check_prompt(self, input_ids: Tensor) -> None:
-        """Raise BatchError unless a prompt of `generate` (B, columns) begins with what the rows remember, and goes on.
+        """Raise BatchError unless a prompt of `generate` (B, columns) continues what the rows remember.
 
-        `generate` feeds what stands behind the columns that the cache counts, whatever stands before.
+        `generate` feeds the columns after those that the cache counts, whatever the columns before contain.
         """
         n_columns, n_given = self.get_seq_length(), input_ids.shape[1]
         remedy = (
@@ -214,7 +218,7 @@ class HybridCache(Cache):  # type: ignore[misc]
         if n_columns and n_given <= n_columns:
             raise BatchError(f"a prompt of {n_given} columns for a cache that holds {n_columns}; {remedy}")
         if len(input_ids) != len(self._sequences):
-            return  # `open_pass` refuses it
+            return  # `open_pass` refuses such a prompt.
         for row, (sequence, ids) in enumerate(zip(self._sequences, input_ids.cpu().numpy(), strict=True)):
             held, given = sequence.tokens, ids[n_columns - sequence.length : n_columns]
             if (differs := held != given).any():
@@ -237,7 +241,7 @@ class HybridCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values unchanged: `Step.attend` adds the remembered ones."""
+        """Return keys and values unchanged, because `Step.attend` adds the remembered ones."""
         current = CURRENT_PASS.get()
         if current is None or current.memory is not self.memory:
             self._not_attached()
@@ -276,7 +280,8 @@ def _check_rows(memory: HybridMemory, sequences: Iterable[Sequence]) -> list[Seq
             raise SequenceError(
                 f"{row!r} is no sequence; give HybridCache what memory.open() or memory.fork(...) returns"
             )
-        memory.resume_point(row, 0)  # raises for a handle that is closed, a checkpoint, swapped out or another memory's
+        # This raises an error for a handle that is closed, a checkpoint, swapped out or of another memory.
+        memory.resume_point(row, 0)
     if len(set(rows)) < len(rows):
         twice = next(row for row in rows if rows.count(row) > 1)
         raise BatchError(f"{twice!r} cannot be two rows of a cache; fork it: memory.fork(...)")

@@ -1,6 +1,6 @@
-"""Runs recurrent modules of transformers on a memory: their own projections and norms around one of our recurrences.
+"""Runs recurrent modules of transformers on a memory: the modules' projections and norms with one of our recurrences.
 
-Large matrices stay in the modules and are read there at each call; small tensors of the recurrence (taps, decays,
+Large matrices stay in the modules and are read there at each call. Small tensors of the recurrence (taps, decays,
 biases) are copied once.
 """
 
@@ -32,10 +32,10 @@ from hybridmem.models.layers.query_key_conv import QueryKeyConv, around
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 Module = Any
-"""A module of transformers; its attributes have no static types."""
+"""A module of transformers. Its attributes have no static types."""
 
 Mix = Callable[[Tensor, Step], Tensor]
-"""Packed inputs of a mixer (N, M) -> its outputs (N, M)."""
+"""A function that maps packed inputs of a mixer (N, M) to the mixer's outputs (N, M)."""
 
 MixMany = Callable[[Tensor, Step], tuple[Tensor, ...]]
 """The same, with several outputs (N, ...)."""
@@ -44,7 +44,7 @@ MixMany = Callable[[Tensor, Step], tuple[Tensor, ...]]
 def _weights_of(module: Module) -> Module:
     """Return a module whose tensors are read instead of calling it.
 
-    Raises UnsupportedModelError if an adapter is around it.
+    Raises UnsupportedModelError if an adapter is around the module.
     """
     if hasattr(module, "base_layer"):
         raise UnsupportedModelError(
@@ -72,7 +72,7 @@ def mamba(module: Module, *, norms: SplitNorm | None = None) -> Mix:
     recurrence = Mamba1(
         conv=_conv_of(module.conv1d),
         x_proj=module.x_proj,
-        dt_proj=lambda dt_TR: F.linear(dt_TR, dt_proj.weight),  # its bias is the recurrence's
+        dt_proj=lambda dt_TR: F.linear(dt_TR, dt_proj.weight),  # The bias of this product belongs to the recurrence.
         dt_bias_E=dt_proj.bias.detach(),
         a_NE=_decay_of(module).T.contiguous(),
         d_E=module.D.detach().float(),
@@ -124,7 +124,7 @@ def mamba2(module: Module) -> Mix:
 
 
 def falcon_h1_mamba(module: Module) -> Mix:
-    """Return the mix of a Mamba-2 mixer whose input and projections are scaled, and whose norm may be missing."""
+    """Return the mix of a Mamba-2 mixer whose input and projections are scaled, and which may have no norm."""
     recurrence = _ssd_of(module)
     shape = recurrence.shape
 
@@ -140,7 +140,7 @@ def falcon_h1_mamba(module: Module) -> Mix:
 
 
 def zamba_mamba(module: Module) -> Mix:
-    """Return the mix of a Mamba-1 mixer in heads, whose rows of x and of the gate are stored in turns."""
+    """Return the mix of a Mamba-1 mixer with heads, whose rows of x and of the gate alternate."""
     heads, weights, n_each = module.n_mamba_heads, _weights_of(module), module.mamba_head_dim
     x_proj, dt_proj = weights.x_proj_weight.detach(), weights.dt_proj_weight.detach()
     rates, direct, dt_bias = _decay_of(module), module.D.detach().float(), module.dt_proj_bias.detach()
@@ -188,9 +188,9 @@ def _delta(
     """Return the mix of a gated delta rule's mixer.
 
     Args:
-        project: returns queries, keys and values in one tensor, the gate, b and a, (N, ...) each.
-        most_beta: what beta is below.
-        norm, out: names of the norm and of the last product.
+        project: a function that returns queries, keys and values in one tensor, the gate, b and a, (N, ...) each.
+        most_beta: the number below which beta stays.
+        norm, out: the names of the norm and of the last product.
     """
     shape = DeltaRuleShape(
         module.num_v_heads, module.num_k_heads, module.head_v_dim, module.head_k_dim, module.conv_kernel_size
@@ -211,7 +211,7 @@ def _delta(
 
 
 def olmo_hybrid_delta(module: Module) -> Mix:
-    """Return the mix of a gated delta rule whose states may be turned around."""
+    """Return the mix of a gated delta rule in which a token may flip the sign of what the state holds along its key."""
 
     def project(x_TM: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         qkv = torch.cat([module.q_proj(x_TM), module.k_proj(x_TM), module.v_proj(x_TM)], -1)
@@ -221,7 +221,7 @@ def olmo_hybrid_delta(module: Module) -> Mix:
 
 
 def qwen3_5_delta(module: Module) -> Mix:
-    """Return the mix of a gated delta rule with a product for each input."""
+    """Return the mix of a gated delta rule with a separate product for each input."""
     return _delta(
         module, lambda x: (module.in_proj_qkv(x), module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x))
     )
@@ -320,7 +320,7 @@ MIXERS: dict[str, Callable[[Module], Mix | MixMany]] = {
     "ZayaCCAProjection": zaya_projection,
     "xLSTMLayer": xlstm_layer,
 }
-"""Name of the class of a recurrent module of transformers -> the function that makes its mix."""
+"""Maps the class name of a recurrent module of transformers to the function that makes its mix."""
 
 WITH_SECOND_OUTPUT = ("MiniMaxLightningAttention", "xLSTMLayer")
 """Classes of `MIXERS` that return a second value beside their outputs, of which their layers make no use."""

@@ -1,6 +1,6 @@
 """Turns a forward call of a transformers model into a step of a memory.
 
-For transformers a batch is a rectangle of rows and columns; a memory holds sequences of any lengths. This module
+For transformers, a batch is a rectangle of rows and columns. A memory holds sequences of any lengths. This module
 translates between the two: padding never enters the memory, and each row ends in the newest column:
 
     columns      0 1 2 3 4 5
@@ -31,10 +31,10 @@ class Pass:
 
     Attributes:
         shape: (B, T).
-        rows: (N,) index of each packed token in the flattened rectangle; None if all are packed, in order.
+        rows: (N,) index of each packed token in the flattened rectangle; None if all tokens are packed, in order.
         position_ids: (B, T) int64, 0 where there is padding.
-        attending: index of the layer whose keys and values the cache was given last. Modules that several layers share
-            know no index of their own.
+        attending: the index of the layer whose keys and values were last given to the cache. Modules that several
+            layers share do not know their layer's index.
     """
 
     memory: HybridMemory
@@ -50,30 +50,31 @@ class Pass:
         return flat if self.rows is None else flat[self.rows]
 
     def unpack(self, y: Tensor) -> Tensor:
-        """Return (B, T, ...) of packed rows (N, ...), with zeros where there is padding."""
+        """Return packed rows (N, ...) as (B, T, ...), with zeros where there is padding."""
         if self.rows is not None:
             y = y.new_zeros(self.shape[0] * self.shape[1], *y.shape[1:]).index_copy_(0, self.rows, y)
         return y.reshape(*self.shape, *y.shape[1:])
 
 
 CURRENT_PASS = Scoped["Pass | None"]("forward pass on a HybridCache", None)
-"""The pass of the forward call that runs now; None outside of one."""
+"""The pass of the forward call that is running, or None."""
 
 
 @contextmanager
 def open_pass(
     memory: HybridMemory, sequences: list[Sequence], n_columns: int, inputs: tuple[Tensor, Tensor | None, Tensor | None]
 ) -> Iterator[Pass]:
-    """Open a step over the tokens of a forward call: when it ends, all rows advance, or none.
+    """Open a step over the tokens of a forward call. When it ends, all rows advance, or none.
 
     Args:
         sequences: the sequence of each row.
-        n_columns: number of earlier columns, padding included.
-        inputs: input_ids (B, T); attention_mask (B, n_columns + T), 0 for padding on the left, or None if there is none
-            in these T columns; and position_ids (..., B or 1, T), which are compared with the memory's, or None.
+        n_columns: the number of earlier columns, padding included.
+        inputs: three tensors. input_ids is (B, T). attention_mask is (B, n_columns + T) with 0 for padding on the left,
+            or None if these T columns have no padding. position_ids is (..., B or 1, T) and is compared with the
+            memory's positions, or None.
     Raises:
-        BatchError: the number of rows is another one, padding is not on the left, or mask or positions contradict what
-            is remembered. Nothing has changed then.
+        BatchError: the number of rows differs from that of the sequences, padding is not on the left, or mask or
+            positions contradict what is remembered. Nothing has changed then.
         Other errors: those of `HybridMemory.step`.
     """
     (input_ids, attention_mask, position_ids), (n_rows, n_new) = inputs, inputs[0].shape
@@ -101,7 +102,7 @@ def open_pass(
 
 
 def _read_mask(mask: Tensor, lengths: NDArray[np.int64], n_columns: int, n_new: int) -> Bools:
-    """Return which of the new tokens are no padding, (B, T)."""
+    """Return which of the new tokens are not padding, (B, T)."""
     expected = (len(lengths), n_columns + n_new)
     if not isinstance(mask, Tensor) or mask.shape != expected:
         found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -146,7 +147,7 @@ def _check_positions(given: Tensor, positions: NDArray[np.int64], is_new: Bools)
 
 
 def _rows_of(step: Step, is_new: Bools) -> Tensor | None:
-    """Return `Pass.rows`. Requests are the rows of the rectangle, and the step may have reordered them."""
+    """Return `Pass.rows`. A request is a row of the rectangle, and the step may have reordered the requests."""
     flat = torch.from_numpy(is_new.reshape(-1).nonzero()[0])
     place = step.select(torch.arange(len(flat)))
     rows = torch.empty_like(flat)

@@ -14,11 +14,11 @@ from hybridmem.models.hf.mixers import Mix, MixMany, Module
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 _N_ROWS = 5
-"""Number of rows: more than the taps of a usual convolution."""
+"""How many rows run, which are more than the taps of a usual convolution."""
 _MOST_OFF = 0.05
-"""Greatest accepted difference, as a share of the outputs' norm.
+"""The greatest accepted difference, divided by the norm of the outputs.
 
-In 16 bits rounding is about a hundredth of it; another formula differs by most of it.
+In 16 bits, rounding gives about a hundredth of the norm. Another formula gives a difference of most of the norm.
 """
 
 
@@ -28,7 +28,7 @@ def check_mixer(module: Module, mix: Mix | MixMany, spec: MemorySpec, n_model: i
 
     Args:
         spec: the spec of the whole model.
-    Cost: the module's forward over five tokens, twice, and a memory of 64 MiB meanwhile.
+    Cost: the module's forward runs over five tokens, twice. A memory of 64 MiB exists meanwhile.
     """
     x_TM = torch.randn(_N_ROWS, n_model, generator=torch.Generator().manual_seed(1)).to(spec.device, spec.dtype)
     theirs = module(x_TM[None], *[None] * (_n_needed(module) - 1))

@@ -1,1 +1,1 @@
-"""Layers that several model families share."""
+"""Contains layers that several model families share."""

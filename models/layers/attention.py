@@ -21,14 +21,15 @@ _FIXED_TYPES = ("linear", "yarn", "llama3", "proportional")
 class Rotary:
     """Rotates the first part of each head by its token's position (rotary position embedding, Su et al. 2021).
 
-    Of R elements that are rotated, i is paired with i + R / 2 ("half" pairing). One object serves all layers of a
-    model: the angles of a step are computed once, and kept in its notes. `rotation` describes the same to a memory.
+    Of R elements that are rotated, element i is paired with element i + R / 2 ("half" pairing). One object serves all
+    layers of a model: the angles of a step are computed once, and kept in the step's notes. `rotation` describes the
+    same rotation for a memory.
 
     Args:
         config: its `rope_parameters` name the base, the scaling, and the share of a head that is rotated.
-        layer_type: the type whose parameters are used, where each type of layer has its own.
+        layer_type: the type of layer whose parameters are used, if each type of layer has its own.
         is_partial: whether `partial_rotary_factor` is the share of a head that is rotated. Architectures that rotate
-            whole heads ignore it, as transformers does, except in types of scaling that use it.
+            whole heads ignore it, as transformers does, except for types of scaling that use it.
     Raises:
         UnsupportedModelError: the type of scaling, or the share of a head, is not implemented.
     """
@@ -105,10 +106,11 @@ class Attention:
 
     Attributes:
         layer: index in the model's memory spec.
-        qkv: one product for queries, keys and values, in this order.
-        norms: norms of queries and of keys (T, H, D), before they are rotated.
-        gate: its output multiplies the attention's, before `out`: one number for each element, or for each head.
-        softcap: cap of the scores; see `Step.attend`.
+        qkv: a single product for queries, keys and values, in this order.
+        norms: the norms of queries and of keys (T, H, D), which run before the rotation.
+        gate: a product whose output multiplies the attention's output before `out`: one number for each element, or for
+            each head.
+        softcap: the cap of the scores; see `Step.attend`.
     """
 
     layer: int
@@ -139,7 +141,7 @@ class Attention:
         return add_product(x_TM, self.out, self._attend(qkv, step), gate, scale=scale)
 
     def _spread(self, gate: Tensor) -> Tensor:
-        """Return a number for each element of gates that are for elements, or for heads."""
+        """Return gates with one number for each element, given gates for elements or for heads."""
         n_elements = self.spec.n_query_heads * self.spec.head_dim
         return gate if gate.shape[1] == n_elements else gate.repeat_interleave(self.spec.head_dim, -1)
 
@@ -157,7 +159,7 @@ class Attention:
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
-    """Return the size of a head, which many configs leave to be computed from the model's size."""
+    """Return the size of a head. In many configs it must be computed from the model's size."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -175,7 +177,7 @@ def load_projections(
     """Load `qkv` and `out` of an `Attention`, from `q_proj`, `k_proj`, `v_proj` and `out` below `prefix`.
 
     Args:
-        n_in: number of inputs of queries, keys and values, if it is not n_model.
+        n_in: the number of inputs of queries, keys and values, if it is not n_model.
     """
     n_q, n_kv = spec.n_query_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     sizes = {"q_proj": n_q, "k_proj": n_kv, "v_proj": n_kv}

@@ -26,7 +26,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Mixer(Protocol):
-    """Mixes tokens: it is attention, a recurrence, or both."""
+    """Mixes tokens. It is attention, a recurrence, or both."""
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
@@ -77,7 +77,7 @@ class Normed:
 
 
 def in_turn(first: Function, second: Function) -> Function:
-    """Return what computes second(first(x))."""
+    """Return the function that computes second(first(x))."""
 
     def both(x_TM: Tensor) -> Tensor:
         return second(first(x_TM))
@@ -90,7 +90,7 @@ class Block:
     """Computes x + s mixer(norm(x)), then x + s feed_forward(norm(x)); either part may be missing.
 
     Attributes:
-        mixer, feed_forward: each with the norm before it.
+        mixer, feed_forward: the two parts, each with the norm before it.
         scale: the factor s.
     """
 
@@ -110,7 +110,7 @@ class Block:
         return x_TM
 
     def _add(self, x_TM: Tensor, norm: Function, part: Callable[..., Tensor], *arguments: Step) -> Tensor:
-        """Return x + s part(norm(x)); by `add_to` of parts that compute this in fewer calls."""
+        """Return x + s part(norm(x)). Parts with `add_to` compute this in fewer calls."""
         if (add_to := getattr(part, "add_to", None)) is not None:
             return add_to(x_TM, norm, *arguments, scale=self.scale)  # type: ignore[no-any-return]
         return add_scaled(x_TM, part(norm(x_TM), *arguments), self.scale)
@@ -120,7 +120,7 @@ ForwardT = TypeVar("ForwardT", bound=Callable[..., Tensor])
 
 
 def on_step(forward: ForwardT) -> ForwardT:
-    """Decorate a model's `__call__(self, step)`: it runs without gradients, on an open step of its own memory.
+    """Decorate a model's `__call__(self, step)`, so that it runs without gradients, on an open step of its own memory.
 
     Any other argument raises StepError, whose message shows the right call.
     """
@@ -129,7 +129,7 @@ def on_step(forward: ForwardT) -> ForwardT:
     def call(model: Any, *args: Any, **kwargs: Any) -> Tensor:
         if (
             len(args) != 1 or kwargs or not callable(getattr(args[0], "check_model", None))
-        ):  # a step, or what stands for one
+        ):  # The argument is a step, or an object that is used like one.
             given = ", ".join(
                 [*map(reprlib.repr, args), *(f"{name}={reprlib.repr(value)}" for name, value in kwargs.items())]
             )
@@ -151,7 +151,7 @@ HIDDEN_STATES = "hidden states"
 class Decoder:
     """Computes `logits = model(step)`: (n_requests, vocab) or (n_tokens, vocab) float, in the caller's order.
 
-    Subclasses load the parts. `residual_dtype` is the dtype of the residual stream, if it is not that of the weights.
+    Subclasses load the parts. `residual_dtype` is the dtype of the residual stream if it is not that of the weights.
     """
 
     def __init__(
@@ -182,13 +182,13 @@ class Decoder:
             self.pictures = pictures
             self.memory_spec = replace(self.memory_spec, soft_tokens=pictures.soft_tokens)
 
-    if not TYPE_CHECKING:  # a type checker would otherwise accept any name
+    if not TYPE_CHECKING:  # Without this condition, a type checker would accept any name.
 
         def __getattr__(self, name: str) -> object:
             refuse_attribute(self, "Decoder", name)
 
     is_recordable = True
-    """Says that a step's logits depend on its tensors alone, so that `memory.recorded` may replay other steps."""
+    """Declares that a step's logits depend only on its tensors, so that `memory.recorded` may replay them."""
 
     @on_step
     def __call__(self, step: Step) -> Tensor:

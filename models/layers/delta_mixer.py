@@ -1,4 +1,4 @@
-"""Implements the mixer of Qwen3-Next and Qwen3.5: a gated delta rule after a short convolution, normed and gated."""
+"""Implements the mixer of Qwen3-Next and Qwen3.5: a gated delta rule after a short convolution, with norm and gate."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DeltaInputs:
 
     @staticmethod
     def take(checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
-        """Load them as Qwen3.5 stores them, each as a matrix of its own."""
+        """Load the weights as Qwen3.5 stores them, each as a separate matrix."""
         sizes = {"qkv": shape.n_channels, "z": shape.n_heads * shape.value_dim, "b": shape.n_heads, "a": shape.n_heads}
         return DeltaInputs(
             *(checkpoint.take(f"{prefix}.in_proj_{name}.weight", size, n_model) for name, size in sizes.items())
@@ -57,7 +57,7 @@ class DeltaInputs:
 
     @staticmethod
     def take_by_key_head(checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
-        """Load them as Qwen3-Next stores them: in two matrices, whose rows are grouped by key head."""
+        """Load the weights as Qwen3-Next stores them: in two matrices, whose rows are grouped by key head."""
         n_per_key, n_groups = shape.n_heads // shape.n_key_heads, shape.n_key_heads
         n_values = n_per_key * shape.value_dim
         n_qkvz = shape.n_channels + shape.n_heads * shape.value_dim
@@ -76,9 +76,10 @@ class DeltaMixer:
     Yang et al. 2024, Fig. 1.
 
     Args:
-        most_beta: what beta is below: with 2, a token may also turn what the state holds along its key around
-            (Grazzini et al. 2024, "Unlocking State-Tracking in Linear RNNs through Negative Eigenvalues").
-        norm, out: names of the norm and of the last product.
+        most_beta: the number below which beta stays. If it is 2, a token may also flip the sign of what the state holds
+            along its key (Grazzini et al. 2024, "Unlocking State-Tracking in Linear RNNs through Negative
+            Eigenvalues").
+        norm, out: the names of the norm and of the last product.
         conv_parts: see `load_conv`.
     """
 
@@ -131,7 +132,7 @@ class DeltaMixer:
         return add_product(x_TM, self._out, self._mix(rows_TR, step), gate, scale=scale)
 
     def _mix(self, rows_TR: Tensor, step: Step) -> Tensor:
-        """Return the recurrence's outputs, normed; the rows are changed."""
+        """Return the recurrence's outputs after the norm. The rows are changed."""
         shape = self._recurrence.shape
         beta_TH = rows_TR[:, shape.n_channels : shape.n_channels + shape.n_heads].sigmoid_()
         if self._most_beta != 1.0:

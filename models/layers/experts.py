@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _FEW_TOKENS = 256
-"""Number of tokens up to which a GPU may run all experts on all tokens.
+"""The number of tokens up to which a GPU may run all experts on all tokens.
 
-Products of so few rows take hardly longer than reading the weights, and all weights are read if most experts are
+Products of so few rows hardly take longer than reading the weights, and all weights are read anyway if most experts are
 chosen.
 """
 
 Function = Callable[[Tensor], Tensor]
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Logits (T, experts) in float32 -> weights and indices of the chosen experts, (T, K) each."""
+"""Maps logits (T, experts) in float32 to weights and indices of the chosen experts, (T, K) each."""
 
 
 def softmax_then_choose(
@@ -36,10 +36,10 @@ def softmax_then_choose(
 ) -> Route:
     """Return a route that takes the softmax over all experts and chooses the best.
 
-    Their weights need not sum to one unless they are renormalised.
+    The weights of the chosen experts sum to less than one unless they are renormalized.
 
     Args:
-        n_groups, n_chosen_groups: experts are chosen from the best groups only; a group is ranked by its best expert
+        n_groups, n_chosen_groups: experts are chosen only from the best groups. Groups are ranked by their best expert
             (DeepSeek-AI 2024, "DeepSeek-V2").
     """
 
@@ -51,7 +51,7 @@ def softmax_then_choose(
 
 
 def _close_groups(ranks: Tensor, n_groups: int, n_chosen_groups: int, *, n_judged: int) -> Tensor:
-    """Return ranks (T, experts), -inf outside the groups whose `n_judged` best experts have the highest sums."""
+    """Return ranks (T, experts), with -inf outside of the groups whose `n_judged` best experts sum highest."""
     if n_chosen_groups >= n_groups:
         return ranks
     grouped = ranks.view(len(ranks), n_groups, -1)
@@ -82,12 +82,12 @@ def sigmoid_then_choose(
 ) -> Route:
     """Return a route that weights each expert by its own sigmoid.
 
-    A bias that balances the loads of experts (Wang et al. 2024) is added for the choice, not in the weights.
+    A bias that balances the loads of experts (Wang et al. 2024) is added when experts are chosen, but not to weights.
 
     Args:
-        n_groups, n_chosen_groups: experts are chosen from the best groups only; a group is ranked by its two best
+        n_groups, n_chosen_groups: experts are chosen only from the best groups. Groups are ranked by their two best
             experts.
-        eps: added to the sum of weights by which they are divided when they are renormalised.
+        eps: a number that is added to the sum of weights by which the weights are divided when they are renormalized.
     """
 
     def route(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ class Experts:
         """Return the sums (T, M) for tokens x (T, M); weights and indices of experts are (T, K)."""
         if x_TM.is_cuda and len(self._experts) <= experts_TK.numel() and len(x_TM) <= _FEW_TOKENS:
             return self._run_all(x_TM, weights_TK, experts_TK)
-        # Sorted by expert, the (token, choice) pairs of each expert are contiguous.
+        # After sorting by expert, the (token, choice) pairs of each expert are contiguous.
         order = experts_TK.flatten().argsort(stable=True)
         counts = experts_TK.flatten().bincount(minlength=len(self._experts)).tolist()
         y_TM = torch.zeros_like(x_TM)
@@ -135,7 +135,7 @@ class Experts:
         )
         y_TM = torch.zeros_like(x_TM)
         for expert, weight_T in zip(self._experts, weights_TE.unbind(1), strict=True):
-            # The output of an expert for a token that was not routed to it may be infinite, so 0 * output is not 0.
+            # The output of an expert for a token that was not routed to it may be infinite, and 0 * infinity is not 0.
             y_TM += torch.where(weight_T[:, None] == 0, 0, expert(x_TM) * weight_T[:, None])
         return y_TM
 
@@ -169,10 +169,10 @@ class MixtureOfExperts:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """Computes mixture(x) + gate(x) * shared(x): a mixture, and an expert that every token passes through.
+    """Computes mixture(x) + gate(x) * shared(x), where every token passes through the expert `shared`.
 
     Attributes:
-        gate: one number for each token, after its sigmoid.
+        gate: a product that gives one number for each token, after a sigmoid.
     """
 
     mixture: MixtureOfExperts
@@ -184,15 +184,15 @@ class SharedExpert:
 
 
 def check_groups(config: PreTrainedConfig, *, least: int, experts: str = "n_routed_experts") -> None:
-    """Raise FormatError if experts cannot be chosen by these groups; each is ranked by its `least` best experts.
+    """Raise FormatError if these groups cannot be used. Each group is ranked by its `least` best experts.
 
     Args:
-        experts: the config's name of the number of experts.
+        experts: the config's name for the number of experts.
     """
     n_experts, n_groups, n_chosen_groups = getattr(config, experts), config.n_group, config.topk_group
     n_chosen, size = config.num_experts_per_tok, n_experts // n_groups
     if n_experts % n_groups or size < least or not 1 <= n_chosen <= n_chosen_groups * size <= n_experts:
-        # Names as they stand in config.json, which may not be those of the attributes.
+        # These are the names in config.json, which may differ from those of the attributes.
         chosen, all_of_them, groups = (
             config.attribute_map.get(name, name) for name in ("num_experts_per_tok", experts, "n_group")
         )
@@ -207,7 +207,7 @@ def load_experts(
     checkpoint: Checkpoint, prefix: str, n_experts: int, n_model: int, n_inner: int, activation: str, *,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[GatedMLP]:  # fmt: skip
-    """Load experts stored one by one, as in most checkpoints, or stacked in `gate_up_proj` and `down_proj`."""
+    """Load experts that are stored one by one, as in most checkpoints, or stacked in `gate_up_proj` and `down_proj`."""
     if f"{prefix}.gate_up_proj" not in checkpoint:
         return [
             GatedMLP.load(checkpoint, f"{prefix}.{i}", n_model, n_inner, activation, names=names)

@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _NORM_EPS = 1e-6
-"""Epsilon of the norms inside this attention, whatever the config's: as in transformers and in the training code."""
+"""The epsilon of the norms in this attention, whatever the config says, as in transformers and in the training code."""
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Computes `y = attention(x, step)`; a token is stored as a latent of L elements and a rotary key of R elements.
+    """Computes `y = attention(x, step)`. A token is stored as a latent of L elements and a rotary key of R elements.
 
-    For the latent c, a head's key is K c and the rotary key, its value V c. Neither is ever computed: K is applied to
-    the query and V to the weighted sum of latents instead (the paper's "absorption"), so a step reads L + R elements
-    for each token. With many queries at once that is more work than computing keys and values would be: in
-    DeepSeek-V2's sizes 1,088 products for each head, query and row, against 320.
+    For a latent c, a head's key is K c with the rotary key appended, and its value is V c. Neither is ever computed: K
+    is applied to the query, and V to the weighted sum of latents (the paper's "absorption"), so a step reads L + R
+    elements for each token. With many queries at once, this is more work than computing keys and values would be: in
+    DeepSeek-V2's sizes, 1,088 multiplications for each head, query and row, instead of 320.
 
     Attributes:
         layer: index in the model's memory spec.
-        inputs: one product for queries (or their compressed form), latent and rotary key, in this order.
-        queries: norm and product that compute queries, H (N + R) elements, from their compressed form, if there is one.
-        norm: norm of latents, before they are stored.
+        inputs: a single product for queries (or their compressed form), latent and rotary key, in this order.
+        queries: the norm and the product that compute queries, H (N + R) elements, from their compressed form, or None.
+        norm: the norm of latents, which runs before they are stored.
         keys_HNL, values_HVL: K and V of each head.
-        scale: factor of the scores.
-        gate: its output, a number for each head, multiplies the head's.
+        scale: the factor on the scores.
+        gate: a product with one output for each head, which multiplies the head's output; or None.
     """
 
     layer: int
@@ -106,10 +106,10 @@ def load_latent_attention(
     """Load a latent attention from the tensors below `prefix`, named as in DeepSeek's checkpoints.
 
     Args:
-        rotary: pairs the first half of the elements that it rotates with the second ("half" pairing); None where the
-            "rotary" part of heads is not rotated.
-        is_interleaved: whether the checkpoint pairs neighbours instead; then rows are reordered for `rotary`.
-        out, has_gate: name of the last product, and whether each head's output is gated.
+        rotary: pairs the first half of the elements that it rotates with the second half ("half" pairing). It is None
+            if the "rotary" part of heads is not rotated.
+        is_interleaved: whether the checkpoint pairs neighbours. If so, rows are reordered for `rotary`.
+        out, has_gate: the name of the last product, and whether each head's output has a gate.
     """
     n_model = config.hidden_size
     n_heads = config.num_attention_heads
@@ -121,7 +121,7 @@ def load_latent_attention(
     n_q = n_heads * (n_plain + n_rotary)
 
     def in_order(rows: Tensor, n_before: int) -> Tensor:
-        """Return rows (n_before + R, ...), the last R of them in half pairing."""
+        """Return rows (n_before + R, ...), of which the last R are in half pairing."""
         before, rotary_rows = rows.split_with_sizes([n_before, n_rotary])
         return joined(before, rotary_rows[0::2], rotary_rows[1::2]) if is_interleaved else rows
 
@@ -165,7 +165,7 @@ def load_latent_rotary(config: PreTrainedConfig, checkpoint: Checkpoint) -> Rota
 
 
 def _score_scale(config: PreTrainedConfig) -> float:
-    """Return the scale of scores: 1 / sqrt(size of a head's queries), times a factor with scaled positions.
+    """Return the scale of scores: 1 / sqrt(size of a head's queries), times a factor if positions are scaled.
 
     The factor is the square of YaRN's attention scale, by which DeepSeek-V2 scales whole heads (Peng et al. 2023,
     "YaRN", section 3.4).

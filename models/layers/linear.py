@@ -1,4 +1,4 @@
-"""Computes matrix products with weights that are laid out, or rounded, ahead for the processor."""
+"""Computes matrix products with weights that are laid out, or rounded, for the processor when they are loaded."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""Activations of the supported families, as transformers computes them."""
+"""Maps names of activations of the supported families to the functions that transformers computes."""
 
 
 @cache
 def activation_by(name: str) -> Callable[[Tensor], Tensor]:
     """Return an activation by its name in transformers' configs.
 
-    There is one object for each name: making a torch module takes longer than everything else about one of a thousand
-    experts.
+    There is one object for each name, because making a torch module takes longer than all other work for one of a
+    thousand experts.
     """
     if name in _ACTIVATIONS:
         return _ACTIVATIONS[name]
-    from transformers.activations import ACT2FN  # transformers does not export it, and imports much for it
+    # transformers does not export it, and importing its module takes long, so that is done only if needed.
+    from transformers.activations import ACT2FN
 
     function: Callable[[Tensor], Tensor] = ACT2FN[name]
     return function
@@ -50,17 +51,18 @@ def activation_by(name: str) -> Callable[[Tensor], Tensor]:
 class Linear:
     """Computes y = activation(x W^T + b).
 
-    On the CPU the weights are laid out once, for compiled products (`BlockedWeight`) or, where these are not the
-    fastest, for oneDNN (`PackedWeight`); the plain weights are not kept. bfloat16 stays so where the processor
-    multiplies it; elsewhere 16 bits are laid out as float32 (`packed_dtype`). Other dtypes and devices, and a torch
-    built without oneDNN, use `F.linear`. Within `weights_in("int8")`, or "int4", the weights are rounded to integers
-    instead (`QuantisedWeight`).
+    On the CPU the weights are laid out once, for compiled products (`BlockedWeight`) or, if these are not the fastest,
+    for oneDNN (`PackedWeight`). The plain weights are not kept. bfloat16 stays bfloat16 if the processor can multiply
+    it. Otherwise 16-bit weights are laid out as float32 (`packed_dtype`). Other dtypes and devices, and a torch built
+    without oneDNN, use `F.linear`. Within `weights_in("int8")` or "int4", the weights are rounded to integers instead
+    (`QuantisedWeight`).
 
     Args:
-        weights: (n_out, n_in), or several that share their input, (n_out_i, n_in): their outputs are concatenated.
+        weights: (n_out, n_in), or several weights (n_out_i, n_in) that share their input. Their outputs are
+            concatenated.
         bias: (n_out,) or None.
         activation: its name in transformers' configs, or None.
-        format: of the weights; by default what `weights_in` asks for.
+        format: the format of the weights. The default is what `weights_in` asks for.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Linear:
 
     @property
     def rows(self) -> Tensor | QuantisedWeight | None:
-        """Return what single rows of the weight can be read from; None if it is packed so that they cannot."""
+        """Return an object from which single rows can be read, or None if the packed form does not allow that."""
         return rows_of(self._weight)
 
     @staticmethod
@@ -114,7 +116,7 @@ class Linear:
 
 
 def normed_products(x_TM: Tensor, norm: Callable[[Tensor], Tensor], *linears: Linear) -> list[Tensor]:
-    """Return linear(norm(x)) of one or two: of few rows in one call, to the same bits."""
+    """Return linear(norm(x)) for each of one or two products. For few rows it is one call, with the same bits."""
     plans = [linear.compiled for linear in linears]
     if None not in plans and isinstance(norm, RMSNorm):
         if (found := plans[0].normed(x_TM, norm, *plans[1:])) is not None:  # type: ignore[union-attr]
@@ -127,7 +129,7 @@ def add_product(
     residual_TM: Tensor, linear: Linear, y_TE: Tensor, gate_TE: Tensor | None = None, norm: GatedNorm | None = None,
     *, scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Return residual + s linear(y * gate), or of norm(y, gate): of few rows in one call, to the same bits."""
+    """Return residual + s linear(y * gate), or of norm(y, gate). For few rows it is one call, with the same bits."""
     plan = linear.compiled
     if plan is not None and scale == 1.0 and (found := plan.gated(y_TE, gate_TE, norm, residual_TM)) is not None:
         return found
@@ -141,7 +143,7 @@ def add_product(
 def add_gated_mlp(
     x_TM: Tensor, norm: Callable[[Tensor], Tensor], gate: Linear, up: Linear, down: Linear, *, scale: float
 ) -> Tensor:
-    """Add a gated MLP, x + s down(gate(norm(x)) * up(norm(x))): of few rows in one call, to the same bits."""
+    """Return x + s down(gate(norm(x)) * up(norm(x))). For few rows it is one call, with the same bits."""
     plan, up_plan, down_plan = gate.compiled, up.compiled, down.compiled
     if plan is not None and up_plan is not None and down_plan is not None and isinstance(norm, RMSNorm):
         if scale == 1.0 and (found := plan.gated_mlp(x_TM, norm, up_plan, down_plan)) is not None:

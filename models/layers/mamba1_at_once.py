@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hybridmem.memory.recurrences import Mamba1
 
 PASSES_ADDRESSES = True
-"""Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
+"""Declares that arrays and addresses taken from tensors here go only to kernels (`memory.kernels.cpu.recording`)."""
 
 
 class Mamba1AtOnce:
@@ -50,13 +50,16 @@ class Mamba1AtOnce:
         self._last: tuple[np.dtype | None, _Call | None] = None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the call: a copy has its weights at other addresses."""
+        """Leave out the cached call, because a copy's weights are at other addresses."""
         return {**vars(self), "_last": (None, None)}
 
     def __call__(self, recurrence: Mamba1, states: States, rows_TE: Tensor) -> Tensor | None:
-        """Return outputs (T, E) in the rows' dtype, and write the end states; None if that is not for this kernel."""
+        """Return outputs (T, E) in the rows' dtype, and write the end states.
+
+        Return None for cases not for this kernel.
+        """
         if states.kernels is not cpu or states.tails is not None or len(states.flats) != 2:
-            return None  # a single tap has no window
+            return None  # A convolution with a single tap has no window.
         if rows_TE.dtype is not self._x_proj.dtype or not self._x_proj.takes(rows_TE):
             return None
         window: np.ndarray = as_array(states.flats[0])
@@ -85,18 +88,18 @@ _X, _DT = 0, FIELDS
 _TAPS, _N_TAPS, _N_CHANNELS, _CONV_BIAS, _NORM, _DT_RANK, _DT_BIAS, _A, _N_STATES, _D, _CONVOLVE, _SCAN = range(
     2 * FIELDS, 2 * FIELDS + 12
 )
-"""Places of what `_advance` reads: two products' fields, addresses of weights and kernels, and sizes."""
+"""Indices of what `_advance` reads: the fields of two products, addresses of weights and kernels, and sizes."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """Holds what all calls of a recurrence have in common.
+    """Holds those arguments of a recurrence's calls that stay the same.
 
     Attributes:
-        arrays: kept, because `fields` has their addresses.
-        fields: as `_advance` reads them.
-        codes_like, taps_like, bias_like: arrays of the types of codes, of taps and of dt's bias.
-        n_multiplications: for one row.
+        arrays: arrays that are kept alive, because `fields` contains their addresses.
+        fields: the integers that `_advance` reads.
+        codes_like, taps_like, bias_like: arrays with the dtypes of codes, of taps and of dt's bias.
+        n_multiplications: how many multiplications one row takes.
     """
 
     arrays: tuple[np.ndarray | None, ...]
@@ -111,7 +114,10 @@ class _Call:
     def of(
         recurrence: Mamba1, x_proj: CompiledProduct, dt_proj: CompiledProduct, dtype: torch.dtype, window: np.dtype
     ) -> _Call | None:
-        """Make it for rows of this dtype and a window of another; None if the recurrence is not for `_advance`."""
+        """Make it for rows of this dtype and a window of another dtype.
+
+        Return None if `_advance` cannot run the recurrence.
+        """
         norms, like = recurrence.norms, LIKE[dtype]
         taps, conv_bias = map(_whole, recurrence.conv.prepared(cpu))
         dt_bias, a, d = map(_whole, recurrence.prepared(cpu))
@@ -151,7 +157,7 @@ def _whole(array: Prepared | None) -> np.ndarray | None:
 
 @cache
 def _addresses(rows: torch.dtype, taps: np.dtype, window: np.dtype, bias: np.dtype) -> tuple[int, int]:
-    """Return the addresses of the convolution's and the scan's kernel for these dtypes."""
+    """Return the addresses of the convolution kernel and the scan kernel for these dtypes."""
     i, x, like, ids = 0, np.float32(0.0), LIKE[rows], np.empty(0, np.int64)
     table, row, biases = np.empty((0, 0), np.float32), np.empty(0, np.float32), np.empty(0, bias)
     places = np.empty(0, window), ids, ids
@@ -166,7 +172,7 @@ def _advance(
     fields, codes_like, taps_like, bias_like, like, rows_at, n_rows, eps, activation, cu_rows, window, window_sources,
     window_targets, window_initial, state, sources, targets, initial, shape, n_threads, at_once, y_at,
 ):  # fmt: skip
-    """Advance a window and a state by rows of the type of `like`."""
+    """Advance a window and a state by rows, whose dtype is that of `like`."""
     n_channels, n_states, dt_rank = fields[_N_CHANNELS], fields[_N_STATES], fields[_DT_RANK]
     n_parts, n_dt_padded = dt_rank + 2 * n_states, fields[_DT + N_PADDED]
     x, n_taps = np.empty(n_rows * n_channels, like.dtype), fields[_N_TAPS]

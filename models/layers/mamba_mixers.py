@@ -1,4 +1,4 @@
-"""Implements Mamba's mixers of both generations; convolution windows and states are in the step's memory."""
+"""Implements the mixers of Mamba and Mamba-2. Convolution windows and states are in the step's memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_conv(
     """Load a depthwise convolution from torch's layout, (channels, 1, taps).
 
     Args:
-        parts: names that stand for `prefix` in files that hold the channels in several tensors, in this order.
+        parts: names that replace `prefix` if the files hold the channels in several tensors, in this order.
     """
     if activation not in (None, "silu", "swish"):
         raise UnsupportedModelError(
@@ -67,10 +67,11 @@ def read_dt_limits(config: PreTrainedConfig) -> tuple[float, float]:
 
 
 def mamba1_at_once(x_proj: Linear, dt_proj: Linear) -> Callable[[Mamba1, States, Tensor], Tensor | None] | None:
-    """Return what runs a Mamba-1 recurrence over few rows in one call, to the same bits; None if nothing does."""
+    """Return a function that runs a Mamba-1 recurrence over few rows in one call, with the same bits; or None."""
     if x_proj.compiled is None or dt_proj.compiled is None:
         return None
-    from hybridmem.models.layers.mamba1_at_once import Mamba1AtOnce  # it needs numba, which others do without
+    # The import is here because the module needs numba, and other models work without it.
+    from hybridmem.models.layers.mamba1_at_once import Mamba1AtOnce
 
     return Mamba1AtOnce(x_proj.compiled, dt_proj.compiled)
 
@@ -80,8 +81,8 @@ class MambaShape:
     """Holds sizes of a Mamba-1 mixer.
 
     Attributes:
-        norm_eps: epsilon of the norms of dt, B and C, as in Jamba; None if they are not normed.
-        has_norm_weights: whether these norms have weights, which those of FalconMamba have not.
+        norm_eps: the epsilon of the norms of dt, B and C, as in Jamba; None if there are no such norms.
+        has_norm_weights: whether these norms have weights. Those of FalconMamba have none.
     """
 
     n_model: int
@@ -106,7 +107,7 @@ class MambaMixer:
     def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, shape: MambaShape) -> None:
         n_model, n_channels, d_state, take = shape.n_model, shape.n_channels, shape.d_state, checkpoint.take
         in_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.in_proj.bias", 2 * n_channels)
-        # Two products, not one: rows and gate are used apart, and would have to be copied out of a common result.
+        # These are two products, because rows and gate are used apart and would have to be copied out of one result.
         self._rows, self._gate = (
             Linear(weight, bias=bias, activation=activation)
             for weight, bias, activation in zip(
@@ -167,8 +168,8 @@ class Mamba2Options:
     """Holds sizes and options of a Mamba-2 mixer.
 
     Attributes:
-        norm_eps: epsilon of the gated norm after the recurrence; None where there is only the gate.
-        n_norm_groups: number of parts of a row, each with a norm of its own.
+        norm_eps: the epsilon of the gated norm after the recurrence; None if there is a gate without a norm.
+        n_norm_groups: how many parts a row has, each with a norm of its own.
         norms_before_gate: whether the output is norm(y) * silu(gate) instead of norm(y * silu(gate)).
     """
 
@@ -231,7 +232,7 @@ class Mamba2Mixer:
         return add_product(x_TM, self._out, y_TI, gate, self._norm, scale=scale)
 
     def _norm_before(self, y_TI: Tensor) -> Tensor:
-        """Norm outputs where that is done before they are gated."""
+        """Apply the norm to outputs, if it comes before the gate."""
         options, weight = self._options, self._norm_weight
         if weight is None or options.norm_eps is None or not options.norms_before_gate:
             return y_TI

@@ -51,7 +51,7 @@ class GatedMLP:
         checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: str, *, has_bias: bool = False,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> GatedMLP:  # fmt: skip
-        """Load the products below `prefix` that `names` calls gate, up and down."""
+        """Load the products below `prefix` that `names` gives as gate, up and down."""
 
         def linear(name: str, n_out: int, n_in: int, activation: str | None = None) -> Linear:
             return Linear.load(checkpoint, f"{prefix}.{name}", n_out, n_in, has_bias=has_bias, activation=activation)
@@ -63,7 +63,7 @@ class GatedMLP:
 
     @staticmethod
     def of(gate_up: Tensor, down: Tensor, activation: str) -> GatedMLP:
-        """Make it from weights (2 n_inner, n_model), the rows of the gate first, and (n_model, n_inner)."""
+        """Make the MLP from weights (2 n_inner, n_model), with the rows of the gate first, and (n_model, n_inner)."""
         gate, up = gate_up.chunk(2)
         return GatedMLP(Linear(gate, activation=activation), Linear(up), Linear(down))
 

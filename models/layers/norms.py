@@ -1,4 +1,4 @@
-"""Implements norms. Shape legend: `memory.interface`."""
+"""Implements norms. `memory.interface` has the legend of shapes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RowNorm:
 
 @dataclass(frozen=True)
 class GatedNorm:
-    """Computes an `RMSNorm` of y * gate, in each of n parts of a row (Dao & Gu 2024, section 7)."""
+    """Computes an `RMSNorm` of y * gate, separately for each of n parts of a row (Dao & Gu 2024, section 7)."""
 
     weights: Weights
     eps: float
@@ -61,7 +61,8 @@ class SplitNorm:
 
     @cached_property
     def weights(self) -> Weights:
-        return Weights(torch.cat(self._parts))  # not before they are used: joining on "meta" imports torch._dynamo
+        # They are joined only when they are used, because joining on "meta" imports torch._dynamo.
+        return Weights(torch.cat(self._parts))
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Return the parts of x (T, E), (T, size) each."""

@@ -1,4 +1,4 @@
-"""Implements what the generations of RWKV share: layers of two parts, both of which also read the token before."""
+"""Implements what the generations of RWKV share: layers with two parts, both of which also read the previous token."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SHIFT = TokenShift()
 
 
 class TokenMix:
-    """Computes weighted means of a token and the token before it, channel by channel: one mixture for each use.
+    """Computes weighted means of a token and the previous token, channel by channel: one mixture for each use.
 
     Args:
-        weights: (M,) each, the weight of the token before.
-        name: name of the memory of that token in its layer.
+        weights: (M,) each, the weights of the previous token.
+        name: the name, in its layer, of the memory of the previous token.
     """
 
     def __init__(self, layer: int, name: str, *weights: Tensor) -> None:
@@ -40,7 +40,8 @@ class TokenMix:
 class ChannelMix:
     """Computes W_value(relu(W_key x)^2) of a mixture of tokens.
 
-    With `receptance` it is multiplied by sigmoid(W_receptance x) of a second mixture. Peng et al. 2023, eq. 19-21.
+    With `receptance`, the result is multiplied by sigmoid(W_receptance x) of a second mixture. See Peng et al. 2023,
+    eq. 19-21.
 
     Args:
         mix: one mixture for `key`, and one for `receptance` if it is given.
@@ -63,9 +64,9 @@ class RWKVLayer:
     """Computes x + time_mix(norm(x)), then x + channel_mix(norm(x)).
 
     Attributes:
-        time_mix, channel_mix: each with the norm before it.
-        first_norm: norm of the embeddings, before the first layer.
-        scale: factor of the layer's output.
+        time_mix, channel_mix: the two parts, each with the norm before it.
+        first_norm: the norm of the embeddings, before the first layer.
+        scale: the factor on the layer's output.
     """
 
     time_mix: tuple[Function, Mixer]
@@ -86,6 +87,6 @@ class RWKVLayer:
 
 
 def take_mixture(checkpoint: Checkpoint, name: str, *shape: int, is_of_token: bool = False) -> Tensor:
-    """Load (M,) weights for `TokenMix`; with `is_of_token` the checkpoint holds the weights of the token itself."""
+    """Load (M,) weights for `TokenMix`. With `is_of_token`, the checkpoint holds the weights of the token itself."""
     weights = checkpoint.take(name, *shape, dtype=torch.float32).flatten()
     return (1 - weights if is_of_token else weights).to(checkpoint.dtype)

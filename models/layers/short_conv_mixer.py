@@ -1,4 +1,4 @@
-"""Implements LFM2's mixer: a short convolution between two gates; its window is in the step's memory."""
+"""Implements LFM2's mixer: a short convolution between two gates. Its window is in the step's memory."""
 
 from __future__ import annotations
 

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from hybridmem.models.products.quantised import QuantisedWeight
 
 HEAD = "lm_head.weight"
-"""Name of the head's weights in the checkpoints of most families."""
+"""The name of the head's weights in the checkpoints of most families."""
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """Looks up the embeddings of tokens, in `dtype` and times `scale`.
+    """Looks up the embeddings of tokens, in `dtype`, multiplied by `scale`.
 
     Attributes:
-        weight: (vocabulary, M), in any dtype; or what holds such a weight for products too.
+        weight: (vocabulary, M), in any dtype; or an object that holds such a weight for products as well.
     """
 
     weight: Tensor | QuantisedWeight
@@ -36,17 +36,17 @@ class Embedding:
     scale: float = 1.0
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
-        """Return (T, M)."""
+        """Return the embeddings (T, M) of tokens."""
         rows = self.weight[token_ids_T] if isinstance(self.weight, Tensor) else self.weight.rows(token_ids_T)
         x_TM = rows.to(self.dtype)
         return x_TM if self.scale == 1.0 else x_TM * self.scale
 
 
 class Vocabulary:
-    """Holds the token embedding and the output head, as one matrix if they are tied.
+    """Holds the token embedding and the output head, as a single matrix if they are tied.
 
-    Single rows cannot be read from a head of packed floats. Then the embedding stays mapped from the file, where a
-    lookup reads single rows.
+    A head of packed floats does not allow reading single rows. In that case the embedding stays mapped from the file,
+    where a lookup reads single rows.
 
     Args:
         name, head: names of the embedding and of the head's weights; the same if they are one matrix.
@@ -78,7 +78,7 @@ class Vocabulary:
         return Vocabulary(checkpoint, config, name, head, **options)
 
     def embedding_of(self, checkpoint: Checkpoint, name: str) -> Embedding:
-        """Return the embedding of this name, with the same scale: of an encoder, say, beside the decoder's."""
+        """Return the embedding with this name and the same scale, for example an encoder's."""
         return self.embed if name == self._name else replace(self.embed, weight=self._take_rows(checkpoint, name))
 
     def _take_rows(self, checkpoint: Checkpoint, name: str) -> Tensor | QuantisedWeight:

@@ -1,6 +1,6 @@
 """Lists the architectures that can be loaded, each with its module, which is imported when the architecture is used.
 
-Every module needs the config class of its own architecture, and transformers takes seconds to import all of them.
+Every module needs the config class of its architecture, and importing all of these from transformers takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LanguageModel(Protocol):
-    """Holds the weights of a model that runs on a memory; everything that it remembers is in the step's memory."""
+    """Holds the weights of a model that runs on a memory. Everything that it remembers is in the step's memory."""
 
     config: PreTrainedConfig
     memory_spec: MemorySpec
@@ -84,11 +84,11 @@ REFUSED = {
     "InklingForCausalLM": "each query computes a bias for each distance, which no attention kernel here adds to scores",
     "Qwen4ExpForCausalLM": "it has indexed attention, and embeddings of several tokens",
 }
-"""Classes of transformers with recurrent states that are not implemented, and why."""
+"""Maps a class of transformers with recurrent states that is not implemented to the reason why."""
 
 
 class Architectures(Mapping[str, ModelClass]):
-    """Maps names of architectures, as config.json says them, to model classes."""
+    """Maps names of architectures, as they are in config.json, to model classes."""
 
     def __init__(self) -> None:
         self._classes: dict[str, ModelClass] = {}
@@ -108,7 +108,7 @@ class Architectures(Mapping[str, ModelClass]):
         return len(_MODULES | self._classes)
 
     def add(self, architecture: str, model_class: ModelClass) -> None:
-        """Let this class, in place of another if there was one, implement the architecture."""
+        """Let this class implement the architecture, in place of an earlier class if there was one."""
         self._classes[architecture] = model_class
 
 

@@ -1,7 +1,8 @@
-"""Keeps torch's compiler from being imported for marks that nobody may ever read.
+"""Keeps torch's compiler from being imported for functions that are only marked for it.
 
-Some configs of transformers, such as Llama's, import code that marks functions with `torch.compiler.disable`, which
-imports torch._dynamo at once: that takes a second, and triton, which it imports, writes pages when the process ends.
+Some configs of transformers, such as Llama's, import code that marks functions with `torch.compiler.disable`. This
+imports torch._dynamo at once, which takes a second. torch._dynamo imports triton, which writes pages of text when the
+process ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 @contextmanager
 def compiler_when_called() -> Iterator[None]:
-    """Let functions that are marked with `torch.compiler.disable` meanwhile be marked when they are called first."""
+    """Inside the block, delay `torch.compiler.disable`: a function is marked when it is first called."""
     at_once: Any = torch.compiler.disable
 
     def when_called(function: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Stands for checkpoints whose numbers are not read: models of them have shapes, and take no memory."""
+"""Stands for checkpoints whose numbers are not read. Models made from them have shapes, but take no memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _MOST_NUMBERS = 1 << 60
-"""Numbers that no tensor has: torch counts its bytes in 64 bits."""
+"""More numbers than any tensor can have, because torch counts a tensor's bytes in 64 bits."""
 
 
 class DryCheckpoint(Checkpoint):
-    """Reads no numbers: every tensor that is taken exists, has the shape that is expected, and takes no memory.
+    """Reads no numbers. Every tensor that is taken exists, has the expected shape, and takes no memory.
 
     Args:
-        files: a checkpoint of the same model, which says what is tied, and stored in few bits; without it the config
-            says what is tied.
+        files: a checkpoint of the same model, which says what is tied, and what is stored in few bits. Without it, the
+            config says what is tied.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, files: Checkpoint | None = None) -> None:
@@ -55,7 +55,7 @@ class DryCheckpoint(Checkpoint):
         return sources[0] if is_tied else block
 
     def scale(self, name: str, factor: float | Tensor) -> None:
-        """Does nothing: there are no numbers to scale."""
+        """Do nothing, because there are no numbers to scale."""
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if math.prod(shape) >= _MOST_NUMBERS:
@@ -71,7 +71,7 @@ class DryCheckpoint(Checkpoint):
         return self.take(name, *shape)
 
     def _coded(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """Return a tensor that the files hold in few bits."""
+        """Return a tensor that the files hold in few bits, or None."""
         if self._stored is None or name not in self._stored:
             return None
         try:
@@ -82,7 +82,7 @@ class DryCheckpoint(Checkpoint):
 
 
 def find_files(place: Path, config: PreTrainedConfig) -> Checkpoint | None:
-    """Return the checkpoint of a folder or GGUF file, unread; None if there is none that can be read."""
+    """Return the unread checkpoint of a folder or GGUF file, or None if there is none that can be read."""
     try:
         if is_gguf(place):
             return GgufCheckpoint(GgufFile(place), config, torch.device("meta"), torch.float32)

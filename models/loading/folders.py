@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
-"""Folder of the small Jamba that ships with the library; `training/train_embedded.py` makes it."""
+"""The folder of the small Jamba that ships with the library. `training/train_embedded.py` makes it."""
 
 _DOWNLOAD_ERRORS = (OSError, ValueError)
-"""What the hub's library raises: for a failed request or nothing in its cache, and for a name that it cannot have."""
+"""The errors of the hub's library: for a failed request, for a model not in its cache, and for an impossible name."""
 _WANTED = "give a checkpoint's folder, a GGUF file, 'embedded', or a hub id such as 'owner/name'"
 
 
 def find_folder(path_or_hub_id: str | Path) -> Path:
-    """Return the local folder of a checkpoint, or a model's GGUF file; a hub id is downloaded first."""
+    """Return the local folder of a checkpoint, or a model's GGUF file. The model of a hub id is downloaded first."""
     if not isinstance(path_or_hub_id, str | Path) or not str(path_or_hub_id):
         raise FormatError(f"{path_or_hub_id!r} is no path and no hub id; {_WANTED}")
     if str(path_or_hub_id) == "embedded":
@@ -52,9 +52,9 @@ def _is_hub_id(name: str) -> bool:
 
 
 def find_config(path_or_hub_id: str | Path) -> Path:
-    """Return the path of a checkpoint's config: in a folder, such a file itself, or of a hub id.
+    """Return the path of a checkpoint's config, given its folder, the config file itself, or a hub id.
 
-    Of a hub id nothing but the config is downloaded.
+    For a hub id, only the config is downloaded.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_file():
@@ -75,7 +75,7 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
     """Return a config as transformers' object, with all defaults, and the model class that implements it.
 
     Args:
-        place: the folder of a checkpoint, or its config.json, by any name; or a GGUF file.
+        place: the folder of a checkpoint; or its config.json, under any name; or a GGUF file.
     """
     if is_gguf(place):
         config = read_gguf_config(GgufFile(place))
@@ -99,11 +99,12 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
         raise unsupported(architectures[0])
     from transformers import AutoConfig
 
-    model_class = ARCHITECTURES[architectures[0]]  # first: its module may register a config class
+    # This comes first, because the class's module may register a config class.
+    model_class = ARCHITECTURES[architectures[0]]
     try:
         with compiler_when_called():
             config = AutoConfig.from_pretrained(place)
-    except Exception as error:  # its validators raise types of their own, of several libraries
+    except Exception as error:  # Validators of configs raise errors of several libraries.
         raise FormatError(f"{path} does not describe a {architectures[0]}: {error}") from error
     return config, model_class
 

@@ -1,4 +1,4 @@
-"""Reads generation_config.json, in which a checkpoint's authors say how replies are drawn and where they end."""
+"""Reads generation_config.json, where a checkpoint's authors say how to sample replies and which tokens end them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hybridmem.memory import FormatError
 
 
 def read_generation_config(tokenizer: Any) -> dict[str, Any]:
-    """Return the options in generation_config.json, from the folder of a tokenizer; none if there is no such file.
+    """Return the options in generation_config.json in a tokenizer's folder, or none if there is no such file.
 
-    Raises FormatError: the file cannot be read, or holds no object.
+    Raises FormatError if the file cannot be read, or holds no object.
     """
     path = Path(str(getattr(tokenizer, "name_or_path", ""))) / "generation_config.json"
     if not path.is_file():

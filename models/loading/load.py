@@ -1,6 +1,6 @@
 """Loads models that run on a memory, from a folder, a hub id, or a loaded transformers model.
 
-transformers, the hub and progress bars are imported when they are needed: `import models` does not wait for them.
+transformers, the hub's library and progress bars are imported when they are needed, so `import models` is fast.
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _PROGRESS_FROM_TENSORS = 200
-"""Fewest tensors with a progress bar; for fewer it would disappear at once."""
+"""The fewest tensors for which a progress bar is shown. With fewer, it would disappear at once."""
 
 _MOST_PARTS, _PARTS_OF_A_LAYER = 1 << 17, 16
-"""Experts of all layers, and as how many of them the rest of a layer counts; far more than any model has."""
+"""The most experts of all layers, and how many experts the other parts of a layer count as.
+
+No model has nearly so many.
+"""
 
 
 def load_model(
@@ -60,18 +63,18 @@ def load_model(
         path_or_hub_id: a folder with config.json and safetensors; a GGUF file, or a folder with one; "embedded" for the
             model that ships with the library; or a model id on the Hugging Face hub, downloaded once.
         dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto" takes the checkpoint's own.
-        weights: how products hold weights. "auto" keeps the bits of the files on the CPU, also those of quantised
-            ones; "dense" makes them floats in `dtype`. "int8" or "int4" rounds what has more bits to integers while it
-            is read, on the CPU; heads and embeddings have 8 bits with "int4" too.
-        progress: whether to show a bar on stderr; by default on a terminal, for larger checkpoints.
+        weights: how products hold weights. "auto" keeps the bits of the files on the CPU, also for quantized weights.
+            "dense" makes all weights floats in `dtype`. "int8" or "int4" rounds weights that have more bits to integers
+            while they are read, on the CPU. With "int4", heads and embeddings still have 8 bits.
+        progress: whether to show a bar on stderr. The default is to show it on a terminal, for larger checkpoints.
     Raises:
-        FormatError: files are missing, damaged, or do not fit the config; the message names the tensor.
-        UnsupportedModelError: the architecture, an option of it, or the format of quantised weights is not implemented.
-        SpecError: the device, dtype or format does not exist, or the format not for this device.
-    Warns of tensors that nothing uses, and of heads and embeddings that differ although the config ties them: what the
-    files hold is used.
-    Cost: reads every tensor once. On the CPU matrices are laid out for their kernels one by one: memory holds the model
-    and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped.
+        FormatError: files are missing, damaged, or do not fit the config. The message names the tensor.
+        UnsupportedModelError: the architecture, an option of it, or the format of quantized weights is not implemented.
+        SpecError: the device, dtype or format does not exist, or the format is not for this device.
+    Warns of tensors that nothing uses, and of heads and embeddings that differ although the config ties them. The
+    tensors in the files are then used as they are.
+    Cost: every tensor is read once. On the CPU, matrices are laid out for their kernels one by one, so memory holds the
+    model and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped.
     """
     if unknown:
         refuse_arguments("load_model", (), unknown)
@@ -92,25 +95,25 @@ def load_model(
             model = build(model_class, config, checkpoint)
     checkpoint.warn_of_surprises()
     if device.type == "cpu":
-        compile_ahead(kinds)  # so that no step waits for it
+        compile_ahead(kinds)  # Compile kernels now, so that no step waits for it.
     return model
 
 
 def from_transformers(
     hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "auto", weights: WeightFormat = "auto"
 ) -> LanguageModel:
-    """Make this library's model from the weights of a loaded transformers model, on its device; no file is written.
+    """Make this library's model from a loaded transformers model, on the model's device. No file is written.
 
-    Tensors that are used as they are stay shared with `hf_model`: embeddings, norms and, on other devices than the CPU,
+    Tensors that are used unchanged stay shared with `hf_model`: embeddings, norms and, on devices other than the CPU,
     most matrices. Tensors that our layers need in another form are copied: queries, keys and values in one matrix, taps
     and decays of recurrences and, on the CPU, every matrix of a product, which is laid out for its kernel. So do not
     change `hf_model`'s weights afterwards.
 
     Args:
-        dtype: as for `load_model`; "auto" takes the model's own. With another one everything is copied.
+        dtype: as for `load_model`. "auto" takes the model's own dtype. With another dtype, everything is copied.
         weights: as for `load_model`.
     Raises:
-        UnsupportedModelError: the architecture, or an option of it, is not implemented; weights are quantised or on
+        UnsupportedModelError: the architecture, or an option of it, is not implemented; weights are quantized or on
             several devices; or adapters (PEFT) are not merged.
     """
     check_is_of_transformers(hf_model)
@@ -134,14 +137,14 @@ def from_transformers(
         model = build(model_class, hf_model.config, checkpoint)
     checkpoint.warn_of_surprises()
     if device.type == "cpu":
-        compile_ahead(kinds)  # so that no step waits for it
+        compile_ahead(kinds)  # Compile kernels now, so that no step waits for it.
     return model
 
 
 def _open(
     folder: Path, device: torch.device, dtype: str | torch.dtype
 ) -> tuple[PreTrainedConfig, ModelClass, Checkpoint]:
-    """Return the config of a model's folder or GGUF file, the class that implements it, and its tensors."""
+    """Return the config of a model's folder or GGUF file, the class that implements it, and the checkpoint."""
     if is_gguf(folder):
         file = GgufFile(folder)
         config = read_gguf_config(file)
@@ -158,9 +161,9 @@ def _open(
 
 
 def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a model's tensors by the names that they have in files."""
+    """Return a model's tensors under the names that they have in files."""
     try:
-        # No public function of transformers does this without writing files.
+        # No public function of transformers converts names without writing files.
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError as error:
         import transformers
@@ -181,17 +184,17 @@ def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _undo_rescaling(checkpoint: Checkpoint, prefix: str, config: PreTrainedConfig) -> None:
-    """Undo what transformers does to RWKV-4's weights: its first forward halves them in place, every few layers."""
+    """Undo transformers' rescaling of RWKV-4's weights, whose first forward halves them in place every few layers."""
     for i in range(config.num_hidden_layers):
         for name in ("attention.output", "feed_forward.value"):
             checkpoint.scale(f"{prefix}.{i}.{name}.weight", 2.0 ** (i // config.rescale_every))
 
 
 def find_adapter(hf_model: torch.nn.Module) -> str | None:
-    """Return the first place with a PEFT adapter around a module, or around the whole model; None without any.
+    """Return the first place with a PEFT adapter around a module, or around the whole model, or None if there is none.
 
-    Adapters are recognised by their attributes: PEFT need not be installed, and what it notes on a model stays there
-    after a merge.
+    Adapters are recognized by their attributes, because PEFT need not be installed, and because what it stores on a
+    model stays there after a merge.
     """
     from transformers import PreTrainedModel
 
@@ -204,7 +207,7 @@ def find_adapter(hf_model: torch.nn.Module) -> str | None:
 
 
 def check_is_of_transformers(hf_model: object) -> None:
-    """Raise UnsupportedModelError for an object that is no torch module at all."""
+    """Raise UnsupportedModelError if an object is no torch module."""
     if not isinstance(hf_model, torch.nn.Module):
         raise UnsupportedModelError(
             f"{hf_model!r} is no model of transformers; give AutoModelForCausalLM.from_pretrained(...), "
@@ -237,7 +240,7 @@ def _check_unquantised(config: PreTrainedConfig) -> None:
 def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> MemorySpec:
     """Return the memory spec of a model of this config, without reading its weights.
 
-    It is what a dry run needs, `HybridMemory(..., device="meta")`.
+    A dry run needs it: `HybridMemory(..., device="meta")`.
 
     Args:
         architecture: the class that `config.json` names, such as "BambaForCausalLM".
@@ -249,9 +252,10 @@ def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | tor
 
 
 def spec_of_loaded(hf_model: PreTrainedModel, architecture: str) -> MemorySpec:
-    """Return the memory spec that `from_transformers` would give the model, without copying its weights.
+    """Return the memory spec that `from_transformers` would give the model, without copying the model's weights.
 
-    Where transformers cannot name its tensors, the spec has no signature of them. Raises as `plan_memory`.
+    If transformers cannot name the model's tensors, the spec has no signature of weights. Raises what `plan_memory`
+    raises.
     """
     spec = plan_memory(hf_model.config, architecture, dtype=hf_model.dtype)
     try:
@@ -267,8 +271,8 @@ def dry_model(
 ) -> LanguageModel:  # fmt: skip
     """Make a model whose weights are on "meta": they have shapes but no numbers, so it cannot run.
 
-    Arguments and errors are those of `plan_memory`; `weights` as for `load_model`. `files` are the model's own, if
-    there are any: they say whether it has a head of its own (`Checkpoint.tie`).
+    Arguments and errors are those of `plan_memory`; `weights` is as for `load_model`. `files` is the model's own
+    checkpoint, if there is one: it says whether the model has a separate head (`Checkpoint.tie`).
     """
     from transformers import PreTrainedConfig
 
@@ -282,12 +286,14 @@ def dry_model(
 
 
 def weight_bytes(model: LanguageModel) -> int:
-    """Return the bytes of all tensors that a model holds, each counted once; packed ones count as they are packed.
+    """Return the bytes of all tensors that a model holds.
 
-    On the CPU, a tensor whose dtype is the file's own is mapped, not copied: it counts here, but takes memory only for
-    the parts that are read. So a tied embedding costs little beside the head that is packed from it: a lookup reads
-    single rows. Linux may count up to 2 MiB of the file around each row as memory of the process; it takes these pages
-    back when memory is short.
+    Each tensor counts once, and packed ones with their packed size.
+
+    On the CPU, a tensor whose dtype is the file's own is mapped, not copied. It counts here, but takes memory only for
+    the parts that are read. So a tied embedding costs little in addition to the head that is packed from it, because a
+    lookup reads single rows. Linux may count up to 2 MiB of the file around each row as memory of the process. It takes
+    these pages back when memory is short.
     """
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
@@ -317,7 +323,7 @@ def weight_bytes(model: LanguageModel) -> int:
 def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpoint) -> LanguageModel:
     """Make the model, with the signature of its weights in its memory spec.
 
-    An error that a config with impossible values causes on the way becomes a FormatError.
+    If a config with impossible values causes an error on the way, the error becomes a FormatError.
     """
     _check_parts(config)
     try:
@@ -330,13 +336,13 @@ def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpo
             raise
         odd = _odd_sizes(config)
         if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and not odd):
-            raise  # a fault of the device or of torch, not of the config
+            raise  # The error is a fault of the device or of torch, not of the config.
         place, said = checkpoint.folder / "config.json", f"; it says {odd}" if odd else ""
         raise FormatError(f"{place} contradicts itself: {type(error).__name__}: {error}{said}") from error
 
 
 def _check_parts(config: PreTrainedConfig) -> None:
-    """Raise FormatError if a config has more layers and experts than any model: a dry run makes objects of each."""
+    """Raise FormatError if a config has more layers and experts than any model: a dry run makes all of them."""
     said = config.get_text_config()
     names = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
     n_layers, *experts = (n if type(n := getattr(said, name, 0)) is int else 0 for name in names)
@@ -345,7 +351,7 @@ def _check_parts(config: PreTrainedConfig) -> None:
 
 
 def _odd_sizes(config: PreTrainedConfig) -> str:
-    """Return, as text, the config's integers below one that are not defaults of its class."""
+    """Return, as text, those integers in the config that are below one and not defaults of its class."""
     chosen = config.get_text_config().to_diff_dict().items()
     odd = {name: value for name, value in chosen if type(value) is int and value < 1 and not name.endswith("_token_id")}
     return ", ".join(f"{name}={value}" for name, value in odd.items())
@@ -359,6 +365,6 @@ def _read_device(device: str | torch.device) -> torch.device:
 
 def _read_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
     if isinstance(dtype, str) and dtype == "auto":
-        # The config of a model of several parts may name a dtype only in its part for text.
+        # The config of a model with several parts may name a dtype only in its text part.
         dtype = config.dtype or config.get_text_config().dtype or torch.float32
     return read_dtype("dtype", dtype, "'auto', ")

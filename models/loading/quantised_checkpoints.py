@@ -1,8 +1,8 @@
-"""Reads weights of checkpoints that store them quantised: compressed-tensors, GPTQ, AWQ and FP8.
+"""Reads weights of checkpoints that store them quantized: compressed-tensors, GPTQ, AWQ and FP8.
 
-Every format comes down to codes, a grid of scales and perhaps one of zero points (`stored_codes`).
-What is stored decides which tensors are quantised, so lists of modules to leave out are not needed. Activations are
-not quantised, whatever the config says of them.
+Every format consists of codes, a grid of scales, and perhaps a grid of zero points (`stored_codes`). Which tensors are
+quantized is decided by what is stored, so lists of modules to leave out are not needed. Activations are not quantized,
+whatever the config says of them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _UNUSED: tuple[str, ...] = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point",
     ".activation_scale",
 )  # fmt: skip
-"""Ends of the names of what is stored about activations."""
+"""The ends of the names of tensors about activations."""
 
 
 def find_coding(config: PreTrainedConfig) -> Coding | None:
-    """Return the coding of a checkpoint's quantised tensors; None if its config names none.
+    """Return the coding of a checkpoint's quantized tensors, or None if its config names none.
 
     Raises:
-        UnsupportedModelError: the format, or an option of it, is not implemented; the message names it.
+        UnsupportedModelError: the format, or an option of it, is not implemented. The message names it.
         FormatError: the config contradicts itself.
     """
     for part in (config, config.get_text_config()):
-        for name in ("quantization_config", "compression_config"):  # the latter in older files
+        for name in ("quantization_config", "compression_config"):  # Older files use the second name.
             if not (stored := getattr(part, name, None)):
                 continue
             try:
@@ -68,7 +68,7 @@ def _refusal(stored: Mapping[str, Any], *names: str) -> UnsupportedModelError:
 
 
 def _check(stored: Mapping[str, Any], name: str, *wanted: object) -> Any:
-    """Return an option of a config; raise UnsupportedModelError unless it is one of the `wanted`."""
+    """Return an option of a config. Raise UnsupportedModelError unless it is one of the `wanted`."""
     if not any(stored.get(name) == value and type(stored.get(name)) is type(value) for value in wanted):
         raise UnsupportedModelError(
             f"quantization_config has quant_method={stored.get('quant_method')!r}, {name}={stored.get(name)!r}, "
@@ -78,14 +78,14 @@ def _check(stored: Mapping[str, Any], name: str, *wanted: object) -> Any:
 
 
 def _read_size(stored: Mapping[str, Any], name: str) -> int | None:
-    """Return the columns of a group; None for all of them, which files say as -1."""
+    """Return the number of columns of a group, or None for all columns, which files write as -1."""
     size = stored.get(name)
     if not is_integer(size) or (size < 1 and size != -1):
         raise _refusal({**stored, name: repr(size)}, name)
     return None if size == -1 else int(size)
 
 
-# Codes, scales and zero points to weights
+# From codes, scales and zero points to weights
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
@@ -98,7 +98,7 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _gather(names: Collection[str], key: str, dense: str, ends: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield, for each name that ends in `key`, its dense tensor's name and those of its parts that exist."""
+    """Yield, for each name that ends in `key`, the name of its dense tensor, and the names of its parts that exist."""
     for name in names:
         if name.endswith(key):
             root = name.removesuffix(key)
@@ -112,7 +112,7 @@ def _need(name: str, parts: Mapping[str, Tensor], *wanted: str) -> None:
 
 
 def _part(name: str, parts: Mapping[str, Tensor], part: str, *dtypes: torch.dtype, n_dims: int | None = None) -> Tensor:
-    """Return a part of a tensor, of one of these dtypes; of any floating-point one without any."""
+    """Return a part of a tensor, of one of these dtypes. If no dtypes are given, any floating-point dtype will do."""
     _need(name, parts, part)
     found = parts[part]
     if (found.dtype not in dtypes) if dtypes else not found.is_floating_point():
@@ -128,12 +128,12 @@ def _part(name: str, parts: Mapping[str, Tensor], part: str, *dtypes: torch.dtyp
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How a group of modules is stored.
+    """Says how a group of modules is stored.
 
     Attributes:
-        bits: of each packed code.
-        block: rows and columns that share a scale.
-        needed: parts without which scales and codes would give wrong numbers.
+        bits: how many bits a packed code has.
+        block: how many rows and columns share a scale.
+        needed: the names of parts without which scales and codes would give wrong numbers.
     """
 
     targets: tuple[str, ...]
@@ -166,7 +166,7 @@ class _Scheme:
         )
 
     def rank(self, module: str) -> int:
-        """Return how well the targets name a module: 3 by name or pattern, 2 by a likely class, 1 by another."""
+        """Return how well the targets name a module: 3 by name or pattern, 2 by a likely class, 1 by another one."""
         for target in self.targets:
             pattern = target.removeprefix("re:")
             if target == module or (pattern != target and re.match(pattern, module)):
@@ -177,7 +177,7 @@ class _Scheme:
 
 def _read_block(stored: Mapping[str, Any], name: str) -> tuple[int, int]:
     size = stored.get(name)
-    if isinstance(size, str):  # older files say "128x128"
+    if isinstance(size, str):  # Older files say "128x128".
         size = [int(part) if part.isdigit() else part for part in size.split("x")]
     if not (isinstance(size, list | tuple) and len(size) == 2 and all(is_integer(n) and n > 0 for n in size)):
         raise _refusal({**stored, name: repr(size)}, name)
@@ -185,7 +185,7 @@ def _read_block(stored: Mapping[str, Any], name: str) -> tuple[int, int]:
 
 
 class CompressedTensors:
-    """Reads what the compressed-tensors library writes (llm-compressor): packed or plain integers, and FP8."""
+    """Reads the files of the compressed-tensors library (llm-compressor): packed or plain integers, and FP8."""
 
     FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
     unused = _UNUSED
@@ -225,7 +225,8 @@ class CompressedTensors:
             if len(shape) < 2 or list(words.shape) != [*shape[:-1], ceil_div(shape[-1] * bits, 32)]:
                 raise FormatError(f"{name} of shape {shape} cannot be {list(words.shape)} words of {32 // bits} codes")
             codes = _unpack(words, bits)[..., : shape[-1]]
-            # Packed codes and zero points have an offset that makes them unsigned; without zero points it is the zero.
+            # Packed codes and zero points have an offset that makes them unsigned. Without zero points, the offset is
+            # the zero point.
             offset = 1 << bits - 1
             if zero is None:
                 return StoredCodes(name, codes, scale, offset, scheme.block, parts.get("g_idx"), bits)
@@ -237,7 +238,7 @@ class CompressedTensors:
         return StoredCodes(name, codes, scale, zero, scheme.block, parts.get("g_idx"))
 
 
-# The others; GPTQ and AWQ store weights with axes (columns, rows): products are x W
+# The other formats. GPTQ and AWQ store weights with axes (columns, rows), because their products are x W
 
 
 @dataclass(frozen=True)
@@ -245,8 +246,9 @@ class Gptq:
     """Reads GPTQ checkpoints: codes are packed along the columns, zero points along the rows.
 
     Attributes:
-        one: what was subtracted from zero points before they were packed.
-        is_ordered: columns were quantised by their activations' sizes, so that g_idx says the group of each.
+        one: the number that was subtracted from zero points before they were packed.
+        is_ordered: True if columns were quantized in the order of their activations' sizes. Then g_idx has the group of
+            each column.
     """
 
     bits: int
@@ -272,7 +274,7 @@ class Gptq:
     def join(self, name: str, parts: Mapping[str, Tensor]) -> StoredCodes:
         codes = _unpack(_part(name, parts, "qweight", torch.int32, n_dims=2).t(), self.bits)
         zero = _unpack(_part(name, parts, "qzeros", torch.int32, n_dims=2), self.bits)
-        # They were subtracted from modulo 2^bits: a zero point of 0 is stored as the largest code.
+        # The subtraction was modulo 2^bits: a zero point of 0 is stored as the largest code.
         zero = (zero + self.one) & (1 << self.bits) - 1
         scale = _part(name, parts, "scales", n_dims=2)
         _need(name, parts, *["g_idx"] * self.is_ordered)
@@ -286,7 +288,7 @@ class Awq:
     size: int | None
     unused = _UNUSED
     _NIBBLE_OF = (0, 4, 1, 5, 2, 6, 3, 7)
-    """Where each of eight rows lies in a word: from the lowest bits on, a word holds rows 0, 2, 4, 6, 1, 3, 5, 7."""
+    """The place of each of eight rows in a word: from the lowest bits on, a word holds rows 0, 2, 4, 6, 1, 3, 5, 7."""
 
     @staticmethod
     def read(stored: dict[str, Any]) -> Awq:

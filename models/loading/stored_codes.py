@@ -1,4 +1,4 @@
-"""Holds a weight of a quantised checkpoint as its codes, scales and zero points: weight = (code - zero) * scale."""
+"""Holds a weight of a quantized checkpoint as codes, scales and zero points: weight = (code - zero) * scale."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hybridmem.models.weights.coded import CodedTensor, plain_form
 from hybridmem.models.weights.layouts import GROUP, Layout
 
 _MOST_ELEMENTS = 1 << 23
-"""Elements that are multiplied at once: their float32 products take 32 MiB beside the dense tensor."""
+"""How many elements are multiplied at once. Their float32 products take 32 MiB in addition to the dense tensor."""
 
 _MOST_SHARING = 256
-"""Inputs that share a scale in few bits; where more do, each of these has a copy of it."""
+"""How many inputs may share a scale in few bits. If more share one, each group of so many inputs has a copy of it."""
 
 _SCALES: dict[torch.dtype, Literal["bfloat16", "float16", "float32"]] = {
     torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32",
@@ -31,15 +31,15 @@ _FLOATS: dict[torch.dtype, Literal["float8_e4m3fn", "float8_e5m2"]] = {
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """Holds the parts of a tensor. Those on "meta" have shapes alone.
+    """Holds the parts of a tensor. Parts on "meta" have only shapes.
 
     Attributes:
         codes: (..., rows, columns), uint8, int8 or a float of 8 bits.
-        scale, zero: one for each block of rows and columns; without trailing axes of one element, if they like. A
+        scale, zero: one for each block of rows and columns. Trailing axes of one element may be left out. A single
             number is the zero of all codes.
-        block: rows and columns that share a scale; None for all of them.
+        block: how many rows and columns share a scale; None for all of them.
         group_of: (columns,) the group of each column, if a group's columns are not neighbours.
-        bits: of a code that is not negative.
+        bits: how many bits a code has, if codes are not negative.
     """
 
     name: str
@@ -75,7 +75,7 @@ class StoredCodes:
         return weight.view(*lead, n_rows, n_columns)
 
     def coded(self, dtype: torch.dtype) -> CodedTensor | None:
-        """Return the weight in its own bits, as floats of `dtype` for others; None if no product reads it so."""
+        """Return the weight in its own bits, which count as `dtype` elsewhere; None if no product reads them."""
         *lead, n_rows, n_columns = self._grid_of_codes
         columns = self.block[1] or _MOST_SHARING
         group = min(columns, _MOST_SHARING)
@@ -86,7 +86,7 @@ class StoredCodes:
         n_groups = ceil_div(ceil_div(n_columns, GROUP) * GROUP, group)
 
         def by_group(part: str, stored: Tensor) -> Tensor:
-            """(..., rows, groups) of (..., blocks of rows, blocks of columns)."""
+            """Return (..., rows, groups) from `stored`, which is (..., blocks of rows, blocks of columns)."""
             found = self._by_row(part, stored).view(*lead, n_rows, -1)
             if self.block[1] is None:
                 return found.expand(*lead, n_rows, n_groups)
@@ -106,11 +106,11 @@ class StoredCodes:
 
     @property
     def _offset(self) -> int:
-        """What is subtracted from codes of 8 bits, which are signed in few bits of our own."""
+        """Return what is subtracted from codes of 8 bits, because our own layouts hold these as signed integers."""
         return 128 if self.codes.dtype is torch.uint8 and self.bits == 8 else 0
 
     def _layout(self, group: int) -> Layout | None:
-        """Return the layout of the weight; None if there is none."""
+        """Return the layout of the weight, or None if there is none."""
         scale = _SCALES.get(self.scale.dtype)
         if scale is None:
             return None
@@ -130,13 +130,13 @@ class StoredCodes:
 
     @cached_property
     def _grid(self) -> tuple[int, ...]:
-        """The shape of scales."""
+        """Return the shape of scales."""
         *lead, n_rows, n_columns = self._grid_of_codes
         rows, columns = self.block[0] or n_rows, self.block[1] or n_columns
         return (*lead, ceil_div(n_rows, rows), ceil_div(n_columns, columns))
 
     def _by_row(self, part: str, stored: Tensor) -> Tensor:
-        """Return (all rows, groups) of (..., blocks of rows, groups)."""
+        """Return (all rows, groups) from (..., blocks of rows, groups)."""
         *_, n_rows, _ = self._grid_of_codes
         shaped, rows = stored.reshape(stored.shape + (1,) * (len(self._grid) - stored.dim())), self.block[0] or n_rows
         if shaped.shape != self._grid and not (self.block == (None, None) and stored.numel() == 1):

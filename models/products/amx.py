@@ -1,10 +1,10 @@
-"""Emits instructions of AMX, a unit of some processors that multiplies small matrices, and says whether it is there.
+"""Emits instructions of AMX, a unit of some processors that multiplies small matrices, and detects the unit.
 
-Linux gives it to a process that asks (arch_prctl, ARCH_REQ_XCOMP_PERM): all its threads, and its children, may use it
-then. What a thread has in the registers is saved when the thread is interrupted; kernels shape them and empty them
-within one part of a parallel loop, so nothing is left to other code of the thread, such as oneDNN's.
+Linux gives AMX to a process that asks for it (arch_prctl, ARCH_REQ_XCOMP_PERM). Then all threads and children of the
+process may use it. The registers of a thread are saved when the thread is interrupted. Kernels configure and empty the
+registers within one part of a parallel loop, so nothing is left to other code of the thread, such as oneDNN's.
 
-It has eight registers, each for a tile of up to 16 rows of 64 bytes: 16 x 32 bfloat16 of the rows, 32 x 16 of the
+AMX has eight registers. Each holds a tile of up to 16 rows of 64 bytes: 16 x 32 bfloat16 of the rows, 32 x 16 of the
 weights, as pairs, or 16 x 16 float32 of the sums. One instruction adds the product of two tiles to a third (Intel,
 Architecture Instruction Set Extensions, chapter 3: TDPBF16PS). Here registers 0 to 3 hold sums, 4 and 5 rows, and 6 and
 7 weights.
@@ -25,7 +25,7 @@ from numba.core.registry import cpu_target
 from hybridmem.memory.kernels.cpu.parts import element_at, untyped_intrinsic
 
 ROWS = 16
-"""Most rows of a tile."""
+"""The most rows of a tile."""
 
 TILE_BYTES = 1024
 _LINE_BYTES = 64
@@ -37,9 +37,9 @@ _I8, _I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 @cache
 def multiplies_tiles() -> bool:
-    """True if compiled code may use AMX for bfloat16; Linux is asked for it, once a process.
+    """True if compiled code may use AMX for bfloat16. Linux is asked for it once in a process.
 
-    It is not where numba is told to do without (NUMBA_CPU_FEATURES).
+    It may not if numba is told to do without AMX (NUMBA_CPU_FEATURES).
     """
     features = str(cpu_target.target_context.codegen().magic_tuple())
     wanted = ("+amx-tile", "+amx-bf16", "+avx512bf16", "+avx512bw", "+avx512vnni")
@@ -47,9 +47,9 @@ def multiplies_tiles() -> bool:
 
 
 def _shapes() -> list[np.ndarray]:
-    """Return how the registers are shaped for 0 ... 16 rows, 64 bytes each, as `ldtilecfg` reads it."""
+    """Return the configurations of the registers for 0 ... 16 rows, 64 bytes each, as `ldtilecfg` reads them."""
     found = np.zeros((ROWS + 1, 64), np.uint8)
-    found[:, 0] = 1  # the only palette
+    found[:, 0] = 1  # There is only one palette.
     found[:, 16:32].view(np.uint16)[:] = _LINE_BYTES
     found[:, 48 : WEIGHTS_AT + 48] = np.arange(ROWS + 1)[:, None]
     found[:, WEIGHTS_AT + 48 : 56] = ROWS
@@ -60,13 +60,13 @@ _SHAPES = _shapes()
 
 
 def shape(n_rows: int) -> np.ndarray:
-    """Return how the registers are shaped for a product of so many rows, at least one."""
+    """Return the configuration of the registers for a product of so many rows, at least one."""
     return _SHAPES[min(n_rows, ROWS)]
 
 
 @untyped_intrinsic
 def configure(typing_context, shape):
-    """Shape this thread's registers by what `shape` returns."""
+    """Configure this thread's registers with the result of `shape`."""
 
     def codegen(context, builder, signature, arguments):
         _call(builder, "ldtilecfg", pointer(context, builder, signature, arguments, 0, I64(0)))
@@ -77,7 +77,7 @@ def configure(typing_context, shape):
 
 @untyped_intrinsic
 def release(typing_context):
-    """Empty this thread's registers: while they are in use, each switch of threads saves 8 KiB."""
+    """Empty this thread's registers, because each switch of threads saves 8 KiB while they are in use."""
 
     def codegen(context, builder, signature, arguments):
         _call(builder, "tilerelease")
@@ -105,15 +105,16 @@ def load_weights(builder: ir.IRBuilder, tile: int, at: ir.Value) -> None:
 
 
 def multiply_add(builder: ir.IRBuilder, sums: int, rows: int, weights: int) -> None:
-    """Add the products of bfloat16. A row's sums do not depend on other rows; what is denormal counts as zero."""
+    """Add the products of bfloat16. A row's sums do not depend on other rows. Denormal numbers count as zero."""
     _call(builder, "tdpbf16ps", *map(_I8, (sums, rows, weights)))
 
 
 def prefetch(builder: ir.IRBuilder, at: ir.Value) -> None:
-    """Ask for a line of memory, which is not waited for, and may lie anywhere."""
+    """Prefetch a cache line without waiting for it. The address may be invalid."""
     kind = ir.FunctionType(ir.VoidType(), [at.type, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    builder.call(function, [at, _I32(0), _I32(3), _I32(1)])  # to read it, into the nearest cache, as data
+    # The numbers mean: for reading, into the nearest cache, as data.
+    builder.call(function, [at, _I32(0), _I32(3), _I32(1)])
 
 
 def _call(builder: ir.IRBuilder, name: str, *values: ir.Value) -> None:
@@ -122,14 +123,14 @@ def _call(builder: ir.IRBuilder, name: str, *values: ir.Value) -> None:
 
 
 def pointer(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any, i: int, at: ir.Value) -> ir.Value:
-    """Return where element `at` of the array in argument i lies."""
+    """Return the address of element `at` of the array in argument i."""
     place = element_at(context, builder, signature.args[i], arguments[i], at)
     return builder.bitcast(place, _I8.as_pointer())
 
 
 @njit(error_model="numpy")
 def aligned(n_words):
-    """Return an array of so many float32 that begins at a line of the cache."""
+    """Return an array of so many float32 that begins at a cache line."""
     whole = np.zeros(n_words + 16, np.float32)
     first = (-whole.ctypes.data % 64) // 4
     return whole[first : first + n_words]

@@ -16,7 +16,7 @@ from hybridmem.models.products.kernels import kernel_of
 from hybridmem.models.weights.layouts import BLOCK
 
 PASSES_ADDRESSES = True
-"""Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
+"""Declares that arrays and addresses taken from tensors here go only to kernels (`memory.kernels.cpu.recording`)."""
 
 
 _OUTPUTS = blocked_kernels.BLOCKS * BLOCK
@@ -25,13 +25,13 @@ _CODES = {torch.float32: np.float32, torch.bfloat16: np.uint32}
 
 
 class BlockedWeight:
-    """Holds a weight (n_out, n_in) in float32 or bfloat16, as `blocked_kernels` and `tile_kernels` read it.
+    """Holds a weight (n_out, n_in) in float32 or bfloat16, in the layout of `blocked_kernels` and `tile_kernels`.
 
-    Tiles of bfloat16 are multiplied where the processor does that. A row's result has the same bits in any company.
+    bfloat16 is multiplied in tiles if the processor can. A row's result has the same bits in any batch.
 
     Args:
         dtype: float32, or bfloat16.
-        kernel: its name in `KERNELS`.
+        kernel: the kernel's name in `KERNELS`.
     """
 
     FUSED = epilogue.FUSED
@@ -46,12 +46,12 @@ class BlockedWeight:
         n_rows, n_codes = ceil_div(self.n_out, _OUTPUTS) * _OUTPUTS, rows.shape[1] // _PER_CODE[dtype]
         self.codes = huge_pages.empty(n_rows, n_codes, dtype=torch.float32 if dtype is torch.float32 else torch.int32)
         self._codes = self.codes.numpy().reshape(-1).view(_CODES[dtype])
-        # rows have the model's dtype, whose 16 bits may be laid out as float32
+        # Rows have the model's dtype, whose 16 bits may be laid out as float32.
         self._kind = ProductKind(self._codes.dtype, weight.dtype, kernel)
         blocked_kernels.lay_out(as_array(rows).view(_CODES[dtype]), use_threads(rows.numel()), self._codes)
 
     def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct:
-        """Return the product for few rows; arguments are those of `multiply`."""
+        """Return the product for few rows. The arguments are those of `multiply`."""
         return CompiledProduct(
             (self._codes,), epilogue.NO_BIAS if bias is None else bias.numpy(),
             epilogue.ACTIVATIONS[activation], self.n_in, self.n_out,
@@ -76,7 +76,7 @@ class BlockedWeight:
 
 
 def _as_codes(x: Tensor, dtype: torch.dtype, n_multiple: int) -> Tensor:
-    """Return x (T, n) as contiguous rows of a multiple of `n_multiple` inputs, that begin where a code may."""
+    """Return x (T, n) as contiguous rows of a multiple of `n_multiple` inputs, at an address where a code may begin."""
     rows = x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()
     if n_more := -rows.shape[1] % n_multiple:
         rows = F.pad(rows, (0, n_more))
@@ -84,5 +84,5 @@ def _as_codes(x: Tensor, dtype: torch.dtype, n_multiple: int) -> Tensor:
 
 
 def pairs_of(x: Tensor, n_multiple: int) -> Tensor:
-    """Return x (T, n) as contiguous rows of bfloat16, of a multiple of `n_multiple` inputs, that begin at a pair."""
+    """Return x (T, n) as contiguous bfloat16 rows of a multiple of `n_multiple` inputs, at an address of a pair."""
     return _as_codes(x, torch.bfloat16, n_multiple)

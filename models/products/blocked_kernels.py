@@ -1,13 +1,13 @@
 """Compiles products with weights in float32 or bfloat16, for processors with AVX-512.
 
-In float32 they take two thirds of oneDNN's time for one row, .85 for a dozen, and about the same for hundreds. Weights
-in bfloat16 are multiplied as pairs (AVX512_BF16), in 0.7 of its time for up to eight rows, and 0.93 to 0.98 for many.
-Each row's sums are formed in the same order in any company.
+In float32 they take two thirds of oneDNN's time for one row, 0.85 of it for a dozen rows, and about the same time for
+hundreds. Weights in bfloat16 are multiplied as pairs (AVX512_BF16), in 0.7 of oneDNN's time for up to eight rows, and
+in 0.93 to 0.98 of it for many. Each row's sums are formed in the same order in any batch.
 
 Layout: a block of sixteen outputs is read from its first code to its last. A code is an input in float32, or a pair of
-inputs in bfloat16, and has sixteen outputs. Four blocks are computed at once: there are always whole fours. Rows are
-taken by six: those of six lie side by side in a panel, code by code, because a row's place for each would need more
-registers for addresses than there are.
+inputs in bfloat16, for each of sixteen outputs. Four blocks are computed at once, so blocks are padded to whole fours.
+Rows are taken six at a time. Six rows are copied side by side into a panel, code by code, because separate rows would
+need more address registers than there are.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hybridmem.models.products.integer_vectors import FLOATS, PAIRS_OF_BFLOAT, Z
 from hybridmem.models.weights.layouts import BLOCK
 
 BLOCKS = 4
-"""Blocks of outputs that are computed at once; outputs are padded to as many."""
+"""How many blocks of outputs are computed at once. Outputs are padded to a multiple of this."""
 
 UNROLLED = 16
-"""Codes are padded to a multiple of this."""
+"""The number of codes is padded to a multiple of this."""
 
 SHORTS = np.empty(0, np.uint16)
-"""The type of arrays of bfloat16."""
+"""An empty array with the dtype that stands for bfloat16."""
 
 _PANEL_ROWS = 6
-"""Rows of a panel: with four blocks their sums fill 24 of the 32 registers."""
+"""How many rows a panel has: with four blocks, their sums fill 24 of the 32 registers."""
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
@@ -43,7 +43,7 @@ def _tile(n_rows: int) -> Any:
 
     @untyped_intrinsic
     def tile(typing_context, codes, first_code, block_codes, x, first, n, ahead, sums):
-        """Set sums[block, row] (16 each, flat) to the sums of rows and four blocks; not checked.
+        """Set sums[block, row] (16 each, flat) to the sums of rows and four blocks. Nothing is checked.
 
         A block has `block_codes` codes, uint32 for pairs or float32. x has n codes for each row, of the same type, one
         row after the other from `first` on, or a panel of six, which also asks for the block at `ahead`.
@@ -99,7 +99,7 @@ def _tile(n_rows: int) -> Any:
 
 
 def _ask_for(b: ir.IRBuilder, weights: ir.Value, at: ir.Value) -> None:
-    """Ask for a line of weights to be brought to the second cache."""
+    """Prefetch a line of weights into the second-level cache."""
     place = b.bitcast(b.gep(weights, [at]), ir.IntType(8).as_pointer())
     call(b, "llvm.prefetch.p0", ir.VoidType(), place, _I32(0), _I32(2), _I32(1))
 
@@ -124,12 +124,12 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
     """Set out = activation(x W^T + bias).
 
     Args:
-        codes: float32, or uint32 for pairs of bfloat16; see the module.
-        x_at: address of rows of n codes, a multiple of `UNROLLED`.
+        codes: float32, or uint32 for pairs of bfloat16; see the module's docstring.
+        x_at: the address of rows of n codes, where n is a multiple of `UNROLLED`.
         bias: (outputs,) or empty.
-        activation: its number in `epilogue.ACTIVATIONS`.
-        n_parts: into how many parts the outputs are divided, one for each thread.
-        out_at: address of (n_rows, n_out) numbers of the type that `like` holds: float32, or uint16 with pairs.
+        activation: the activation's number in `epilogue.ACTIVATIONS`.
+        n_parts: how many parts the outputs are divided into, one for each thread.
+        out_at: the address of (n_rows, n_out) numbers of the dtype of `like`: float32, or uint16 with pairs.
     """
     x, block_codes = array_at(x_at, n_rows * n, codes), n * BLOCK
     out = array_at(out_at, n_rows * n_out, like)
@@ -137,7 +137,8 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
     panels = np.empty(n_panels * _PANEL_ROWS * n, codes.dtype)
     for panel in prange(n_panels):
         _fill(panels, x, panel * _PANEL_ROWS * n, n)
-    has_few_outputs = n_groups < 4 * n_parts and n_panels >= n_parts  # then the rows are divided
+    # In this case the rows are divided among threads instead.
+    has_few_outputs = n_groups < 4 * n_parts and n_panels >= n_parts
     for part in prange(n_parts):
         sums = np.empty(BLOCKS * _PANEL_ROWS * BLOCK, np.float32)
         first_group, last_group = part * n_groups // n_parts, (part + 1) * n_groups // n_parts
@@ -152,7 +153,8 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
                 left, at, ahead = last_row - t, t * n, code
                 if left >= _PANEL_ROWS:
                     n_tile = _PANEL_ROWS
-                    # The first panel waits for weights from main memory. The next four ask for a block each for later.
+                    # The first panel waits for weights from main memory. Each of the next four prefetches a block for
+                    # later.
                     n_panels_before = (t - first_row) // _PANEL_ROWS
                     if 0 < n_panels_before <= BLOCKS:
                         ahead += (BLOCKS + n_panels_before - 1) * block_codes
@@ -174,7 +176,7 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
 
 @njit(error_model="numpy")
 def _fill(panels, x, first, n):
-    """Set a panel to six rows of x: it takes as much room as they do."""
+    """Set a panel to six rows of x. It takes as many bytes as they do."""
     for code in range(0, n, UNROLLED):
         for row in range(_PANEL_ROWS):
             for i in range(UNROLLED):
@@ -183,7 +185,7 @@ def _fill(panels, x, first, n):
 
 @compiled(parallel=True, error_model="numpy")
 def lay_out(weight_OP, n_parts, codes):
-    """Fill codes from rows of codes (outputs, codes), of one type; outputs beyond the last are zero."""
+    """Fill codes from rows of codes (outputs, codes) of the same type. Codes of outputs beyond the last are zero."""
     n_out, n = weight_OP.shape
     n_blocks = len(codes) // (n * BLOCK)
     for part in prange(n_parts):

@@ -1,4 +1,4 @@
-"""Chooses how the weights of a product are held, and compiles ahead what multiplies them."""
+"""Chooses how the weights of a product are held, and compiles the kernels that multiply them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """Says how a weight is held.
+    """Describes how a weight is held.
 
     Attributes:
-        layout: of its integers; None for floats.
-        dtype: of the floats, or those for which the integers stand.
-        stored: the form in which its file has it; None for floats, and for what was made of floats.
+        layout: the layout of its integers; None for floats.
+        dtype: the dtype of the floats, or of the floats for which the integers stand.
+        stored: the form of the weight in its file; None for floats, and for weights made from floats.
     """
 
     layout: Layout | None
@@ -44,7 +44,7 @@ class Kind:
     stored: Form | None = None
 
     def __str__(self) -> str:
-        """Say in which bits weights are held, and in which they are stored if these are others."""
+        """Return in which bits weights are held, and in which bits they are stored if these differ."""
         floats = str(self.dtype).removeprefix("torch.")
         if self.stored is None:
             return floats if self.layout is None else f"{self.layout.n_bits} bits"
@@ -57,14 +57,14 @@ _kinds = Scoped[Counter[Kind] | None]("kinds of weights", None)
 
 
 def noting_kinds(kinds: Counter[Kind]) -> AbstractContextManager[None]:
-    """Count, by their kind, the numbers of all weights that are held meanwhile."""
+    """Count the numbers of all weights that are held inside of the block, by their kind."""
     return _kinds.set_to(kinds)
 
 
 def hold(weight: Tensor, format: WeightFormat) -> OneWeight | None:
-    """Return a weight (n_out, n_in) as the fastest product reads it; None if that is torch's own.
+    """Return a weight (n_out, n_in) in the form that the fastest product reads; None if that is torch's product.
 
-    Modules that need numba are imported when they are used: others do without it.
+    Modules that need numba are imported when they are used, because other products work without it.
     """
     form: Form | None = None
     if isinstance(weight, CodedTensor):
@@ -90,13 +90,13 @@ def hold(weight: Tensor, format: WeightFormat) -> OneWeight | None:
 
 
 def hold_rows(weight: Tensor, format: WeightFormat) -> Tensor | QuantisedWeight:
-    """Return a weight of which single rows are read, in the bits in which it is stored if `format` keeps them."""
+    """Return a weight from which single rows are read, in its stored bits if `format` keeps them."""
     kept = _keep(weight, format) if isinstance(weight, CodedTensor) else None
     return as_floats(weight) if kept is None else kept
 
 
 def rows_of(held: HeldWeight | Tensor) -> Tensor | QuantisedWeight | None:
-    """Return a weight if single rows of it can be read as it is held, else None."""
+    """Return a weight if single rows can be read from its held form, else None."""
     if isinstance(held, Tensor):
         return held
     if isinstance(held, PackedWeight):
@@ -107,7 +107,7 @@ def rows_of(held: HeldWeight | Tensor) -> Tensor | QuantisedWeight | None:
 
 
 def _keep(weight: CodedTensor, format: WeightFormat) -> QuantisedWeight | None:
-    """Return a weight in the bits in which it is stored; None if others are wanted, or no kernel is for these."""
+    """Return a weight in its stored bits, or None if other bits are wanted or no kernel reads these."""
     from hybridmem.models.products.quantised import LAYOUTS, QuantisedWeight
 
     if format == "dense" or (format != "auto" and weight.form.layout.n_bits > LAYOUTS[format].n_bits):
@@ -123,9 +123,9 @@ def _note(kind: Kind, weight: Tensor) -> None:
 
 
 def hold_joined(weights: Sequence[Tensor], format: WeightFormat) -> HeldWeight | Tensor:
-    """Return weights (n_out_i, n_in) as one, as the fastest product reads it; a tensor for torch's own product.
+    """Return weights (n_out_i, n_in) joined, in the form of the fastest product, or as a tensor for torch's product.
 
-    Those that are stored alike become one weight. Others are joined as they are held.
+    Weights that are stored alike become one weight. Others are joined in their held forms.
     """
     alike = [list(group) for _, group in groupby(weights, _stored_as)]
     if len(alike) > 1:
@@ -144,7 +144,7 @@ def _stored_as(weight: Tensor) -> str | None:
 
 
 def kinds_of(dtype: torch.dtype) -> list[Kind]:
-    """Return the kinds of weights of all formats, and of all forms in which GGUF files store few bits."""
+    """Return the kinds of weights of all formats, and of all forms of few bits in GGUF files."""
     from hybridmem.models.products.quantised import LAYOUTS
 
     layouts = dict.fromkeys((*LAYOUTS.values(), *(form.layout for form in FORMS.values())))
@@ -152,7 +152,7 @@ def kinds_of(dtype: torch.dtype) -> list[Kind]:
 
 
 def compile_ahead(kinds: Iterable[Kind]) -> None:
-    """Compile what products with weights of these kinds need, or load it from disk."""
+    """Compile the kernels that products with weights of these kinds need, or load them from disk."""
     for layout, dtype in dict.fromkeys((kind.layout, kind.dtype) for kind in kinds):
         held: OneWeight | None
         if layout is None:

@@ -1,6 +1,6 @@
-"""Emits the epilogue of products: bias, activation and rounding of their sums, in vectors of 16 outputs.
+"""Emits the epilogue of products (bias, activation and rounding of their sums) in vectors of 16 outputs.
 
-Every compiled product ends with it, so a row's result has the same bits whichever kernel formed its sums.
+Every compiled product ends with it, so a row's result has the same bits whichever kernel computed its sums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridmem.models.products.integer_vectors import (
 from hybridmem.models.weights.layouts import BLOCK
 
 ACTIVATIONS = {None: 0, "silu": 1, "swish": 1, "relu": 2, "sigmoid": 3}
-"""Numbers the activations that products apply to their sums, by names in transformers' configs."""
+"""Maps transformers' names of the activations that products apply to their sums to numbers."""
 
 FUSED, NO_BIAS = tuple(name for name in ACTIVATIONS if name is not None), np.empty(0, np.float32)
 
@@ -36,11 +36,11 @@ _LANES = ir.Constant(INTS, list(range(BLOCK)))
 
 
 def epilogue_of(n_blocks: int) -> Any:
-    """Return a function that writes the results of rows and one block of outputs, or of two side by side."""
+    """Return a function that writes the results of rows, for one block of outputs or for two adjacent blocks."""
 
     @untyped_intrinsic
     def epilogue(typing_context, sums, at, n_rows, bias, activation, channel, out, place, n_out):
-        """Set n_rows of `out`, from `place` on, to activation(sums + bias) of outputs from `channel` on; not checked.
+        """Set n_rows of `out`, from `place` on, to activation(sums + bias) of outputs from `channel` on.
 
         Rows of sums lie one after the other from `at` on, 16 each; those of the second block 256 behind. Rows of `out`
         have `n_out` numbers, float32, or uint16 and int16 for 16 bits; outputs that they do not have are left out.
@@ -63,9 +63,9 @@ class Rows:
     """Emits the results of single rows.
 
     Args:
-        first: which argument is the bias, followed by the activation, the first output, `out`, the place in it, and
-            its number of outputs: those of `epilogue`.
-        sums: where they begin, how far apart those of two blocks are, and the number of blocks.
+        first: the index of the argument `bias`. The arguments activation, first output, `out`, its place and its number
+            of outputs follow, as for `epilogue`.
+        sums: where the sums begin, how far apart those of two blocks are, and the number of blocks.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Rows:
             self._store(values, mask, b.gep(out, [I64(BLOCK * v)]))
 
     def _activated(self, sums: list[ir.Value]) -> list[ir.Value]:
-        """Return activation(sums). One division serves silu, x / (1 + exp(-x)), and sigmoid."""
+        """Return activation(sums). A single division serves silu, x / (1 + exp(-x)), and sigmoid."""
         b = self._b
         divides, others, end = (b.append_basic_block(name) for name in ("divides", "others", "activated"))
         switch = b.switch(self._activation, others)

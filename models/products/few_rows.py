@@ -1,4 +1,4 @@
-"""Computes a layer's norms, gates and sums together with its products, in one call each, where there are few rows."""
+"""Computes a layer's norms, gates and sums together with its products, in one call for each, if there are few rows."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from hybridmem.models.products.fields import SHORTS, product_fields
 from hybridmem.models.products.kernels import kernel_of
 
 PASSES_ADDRESSES = True
-"""Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
+"""Declares that arrays and addresses taken from tensors here go only to kernels (`memory.kernels.cpu.recording`)."""
 
 
 MOST_ROWS, _MOST_NUMBERS = 32, 1 << 16
-"""Rows, and numbers in them, up to which one thread computes norms and gates while the others wait: that takes less
-time than calls of their own would."""
+"""The most rows, and the most numbers in them, for which one thread computes norms and gates while the others wait.
+
+Up to these limits, this takes less time than separate calls would.
+"""
 
 
 class Norm(Protocol):
-    """Says what kernels read of a norm, x / rms(x) * weight."""
+    """Declares what kernels read of a norm, x / rms(x) * weight."""
 
     @property
     def weights(self) -> Weights: ...
@@ -37,7 +39,7 @@ class Norm(Protocol):
 
 
 class GroupedNorm(Norm, Protocol):
-    """Says what kernels read of such a norm of each of n parts of a row."""
+    """Declares what kernels read of a norm that is applied to each of n parts of a row."""
 
     @property
     def n_groups(self) -> int: ...
@@ -45,14 +47,15 @@ class GroupedNorm(Norm, Protocol):
 
 @dataclass(frozen=True)
 class _Call:
-    """Holds what all calls of some products with one norm have in common.
+    """Holds those arguments of calls of products with one norm that stay the same.
 
     Attributes:
-        norm, weight, others: kept, because `fields` has their addresses; the product that has the call is not, so that
-            a model is freed as soon as nobody needs it.
-        fields: as `few_rows_kernels` reads them.
-        codes_like: an array of the type of codes, the same one for all products: one of each would not be cached.
-        n_multiplications: for one row.
+        norm, weight, others: kept alive, because `fields` contains their addresses. The product that has the call is
+            not kept, so that a model is freed as soon as nobody needs it.
+        fields: the integers that `few_rows_kernels` reads.
+        codes_like: an array with the dtype of codes, which all products share. With one array for each, nothing would
+            be cached.
+        n_multiplications: how many multiplications one row takes.
     """
 
     norm: Norm | None
@@ -78,10 +81,10 @@ class _Call:
 
 @dataclass(eq=False)
 class CompiledProduct:
-    """Holds a product as `few_rows_kernels` takes it.
+    """Holds a product in the form that `few_rows_kernels` takes.
 
     Attributes:
-        weight: arrays of codes, and of scales if they are integers.
+        weight: the array of codes, and the array of scales if codes are integers.
         bias: (n_out,) float32, or empty.
         activation: its number in `epilogue.ACTIVATIONS`.
         n_multiple, n_per_code: inputs are padded to a multiple, and one code holds so many.
@@ -102,31 +105,31 @@ class CompiledProduct:
     _of_gated: _Call | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out calls: a copy has its weights at other addresses."""
+        """Leave out cached calls, because a copy's weights are at other addresses."""
         return {**vars(self), "_fields_of_pieces": None, "_behind_norm": None, "_of_gated": None}
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the rows that it reads and writes."""
+        """Return the dtype of the rows that the product reads and writes."""
         return self.kind.rows
 
     @property
     def n_padded(self) -> int:
-        """The number of inputs with those that are added to reach a multiple."""
+        """Return the number of inputs, including those that are added to reach a multiple."""
         return -(-self.n_in // self.n_multiple) * self.n_multiple
 
     @property
     def reads(self) -> torch.dtype:
-        """The dtype in which its kernel reads rows."""
+        """Return the dtype in which the product's kernel reads rows."""
         return self.pieces[0].reads if self.pieces else kernel_of(self.kind.kernel).rows
 
     def fields(self) -> list[int]:
-        """Describe this product in integers: see `few_rows_kernels.product_fields`."""
+        """Describe this product as integers: see `few_rows_kernels.product_fields`."""
         n, kernel_at = self.n_padded // self.n_per_code, few_rows_kernels.product_address(self.kind)
         return product_fields(self.arrays(), self.bias, self.activation, n, self.n_out, self.n_padded, kernel_at)
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Return the arrays that kernels are given: the weight's own, or the fields of its pieces."""
+        """Return the arrays that kernels get: those of the weight, or the fields of its pieces."""
         if not self.pieces:
             return self.weight
         if self._fields_of_pieces is None:
@@ -134,7 +137,7 @@ class CompiledProduct:
         return self._fields_of_pieces.view(np.uint8), SHORTS
 
     def compile(self) -> None:
-        """Compile what is called for few rows, or load it from disk."""
+        """Compile the functions that are called for few rows, or load them from disk."""
         x, ones = torch.zeros(1, self.n_in, dtype=self.dtype), Weights(torch.ones(self.n_in, dtype=self.dtype))
         norm: Any = SimpleNamespace(weights=ones, eps=1.0)
         self.normed(x, norm, self)
@@ -143,7 +146,7 @@ class CompiledProduct:
             self.gated_mlp(x, norm, self, self)
 
     def normed(self, x_TM: Tensor, norm: Norm, other: CompiledProduct | None = None) -> list[Tensor] | None:
-        """Return the product with norm(x), and another's with it; None if that is not for these kernels."""
+        """Return the product with norm(x), and another's product with it; None if these kernels cannot compute it."""
         call = self._call_behind(norm, *(() if other is None else (other,)))
         if call is None or not self.takes(x_TM):
             return None
@@ -160,7 +163,7 @@ class CompiledProduct:
     def gated(
         self, y_TE: Tensor, gate_TE: Tensor | None, norm: GroupedNorm | None, residual_TM: Tensor
     ) -> Tensor | None:
-        """Return residual + product with y * gate, or with norm(y, gate); None if that is not for these kernels."""
+        """Return residual + product with y * gate, or with norm(y, gate); None if these kernels cannot compute it."""
         if y_TE.dtype is not self.dtype or not self.takes(y_TE):
             return None
         if residual_TM.dtype not in LIKE or not residual_TM.is_contiguous():
@@ -178,7 +181,7 @@ class CompiledProduct:
         return out
 
     def gated_mlp(self, x_TM: Tensor, norm: Norm, up: CompiledProduct, down: CompiledProduct) -> Tensor | None:
-        """Return x + down(this(norm(x)) * up(norm(x))); None if that is not for these kernels."""
+        """Return x + down(this(norm(x)) * up(norm(x))); None if these kernels cannot compute it."""
         call = self._call_behind(norm, up, down)
         if call is None or not self.takes(x_TM) or x_TM.shape[0] * self.n_out > _MOST_NUMBERS:
             return None
@@ -190,7 +193,7 @@ class CompiledProduct:
         return out
 
     def _call_behind(self, norm: Norm, *others: CompiledProduct) -> _Call | None:
-        """Return what calls of a norm and products of its rows have in common; None if kernels are not for them."""
+        """Return constant arguments for calls of a norm and products of its rows; None if kernels cannot do them."""
         call = self._behind_norm
         if call is None or call.norm is not norm or call.others != others:
             if not all(other.kind.is_called_like(self.kind) for other in others):
@@ -202,7 +205,7 @@ class CompiledProduct:
         return call
 
     def _call_of_gated(self, norm: GroupedNorm | None) -> _Call | None:
-        """Return what calls of this product of gated rows have in common; None if these kernels are not for them."""
+        """Return the constant arguments of calls of this product of gated rows; None if kernels cannot compute them."""
         call = self._of_gated
         if call is None or call.norm is not norm:
             weight, n_part, eps = None, self.n_in, 0.0
@@ -215,13 +218,13 @@ class CompiledProduct:
         return call
 
     def _prepared(self, weights: Weights) -> np.ndarray | None:
-        """Return a norm's weights as an array; None unless there is one for each input, in their dtype."""
+        """Return a norm's weights as an array; None unless there is one for each input, in the same dtype."""
         weight: np.ndarray = as_array(weights.prepared(cpu)[0])
         is_own = weight.dtype == LIKE[self.dtype].dtype and weight.shape == (self.n_in,)
         return np.ascontiguousarray(weight) if is_own else None
 
     def takes(self, x: Tensor) -> bool:
-        """True if these kernels may read x: few whole rows of floats, and HYBRID_MEMORY_KERNELS names no others."""
+        """True if these kernels may read x: few whole rows of floats, unless HYBRID_MEMORY_KERNELS names others."""
         if x.dim() != 2:
             return False
         n_rows, n_inputs = x.shape
@@ -235,5 +238,5 @@ class CompiledProduct:
         )
 
     def shape(self, n_rows: int) -> np.ndarray | None:
-        """Return the shape of tiles, or None."""
+        """Return the configuration of tiles, or None."""
         return amx.shape(n_rows) if self.kind.has_tiles else None

@@ -1,8 +1,8 @@
-"""Compiles what lies between two steps of a model's layer for few rows: norms, gates and sums, with their products.
+"""Compiles, for few rows, the norms, gates and sums between two steps of a layer, together with their products.
 
-For one sequence a call from Python takes as long as the norm that it computes. And the weights that a product reads
-push everything else out of the second-level cache, Python's objects too, so that a call takes twice as long as in a
-loop of its own. All results have the bits of the separate functions.
+For one sequence, a call from Python takes as long as the norm that it computes. In addition, the weights that a product
+reads push everything else out of the second-level cache, also Python's objects, so that a call takes twice as long as
+in a loop of its own. All results have the same bits as those of the separate functions.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from hybridmem.models.products.kernels import kernel_of
 
 @dataclass(frozen=True)
 class ProductKind:
-    """Says which kernel of `KERNELS` multiplies rows by a weight, and the types of both.
+    """Says which kernel of `KERNELS` multiplies rows by a weight, and the dtypes of rows and weight.
 
-    Rows of 16 bits whose codes are float32, because the processor cannot multiply them, are converted before and after.
+    16-bit rows whose codes are float32, because the processor cannot multiply 16 bits, are converted before and after.
     """
 
     codes: np.dtype
@@ -63,7 +63,7 @@ class ProductKind:
         return kernel_of(self.kernel).has_tiles
 
     def is_called_like(self, other: ProductKind) -> bool:
-        """True if kernels of both are given the same types of arguments, so that one call may reach either."""
+        """True if the kernels of both kinds take arguments of the same types, so that one call can reach either."""
         if self == other:
             return True
         are_integers = self.codes.itemsize == other.codes.itemsize == 1
@@ -72,9 +72,10 @@ class ProductKind:
 
 @cache
 def codes_like(dtype: np.dtype) -> np.ndarray:
-    """Return an empty array of a type of codes, by which kernels know it.
+    """Return an empty array with the dtype of codes, by which kernels recognize it.
 
-    Kernels of all layouts of integers are called alike, at addresses: what calls them does not know the layout.
+    Kernels of all layouts of integers are called in the same way, by address, so their callers need not know the
+    layout.
     """
     return np.empty(0, np.uint8 if dtype.itemsize == 1 else dtype)
 
@@ -100,15 +101,15 @@ def _by_any_weight(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_
 
 
 product_by: Any = _by_any_weight
-"""Multiplies rows by the weight whose fields begin at `first`, in compiled code only: see `_choose`."""
+"""Multiplies rows by the weight whose fields begin at `first`. It works in compiled code only: see `_choose`."""
 
 
 @overload(_by_any_weight)
 def _choose(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like) -> Callable[..., Any]:
-    """Choose how a product is called by the types of codes and of `shape`.
+    """Choose how a product is called, by the types of codes and of `shape`.
 
-    It writes (n_rows, n_out) numbers as in `like` at `out_at`. `codes_like` is an array of the type of codes, `shape`
-    that of `amx`, or None where there are no tiles.
+    The call writes (n_rows, n_out) numbers of the dtype of `like` to `out_at`. `codes_like` is an array with the dtype
+    of codes. `shape` is that of `amx`, or None if there are no tiles.
     """
     has_tiles = shape != types.none
     if codes_like.dtype.bitwidth == 8:
@@ -197,7 +198,7 @@ def _gated(y, gate, n_rows, n_inputs, norm_weight, eps, n_part, n_padded, like):
 
 @njit(error_model="numpy")
 def _add_product(fields, first, codes_like, x_at, n_rows, shape, n_parts, like, residual_at, out_at, out_like):
-    """Multiply rows by the weight whose fields begin at `first`, and set out to residual plus the results."""
+    """Multiply rows by the weight whose fields begin at `first`, and set `out` to residual plus the results."""
     n = n_rows * fields[first + N_OUT]
     product = np.empty(n, like.dtype)
     product_by(fields, first, codes_like, x_at, n_rows, shape, n_parts, product.ctypes.data, like)
@@ -209,12 +210,13 @@ def _add_product(fields, first, codes_like, x_at, n_rows, shape, n_parts, like, 
 
 @compiled(error_model="numpy")
 def normed_products(fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, like, out_at, other_at):
-    """Set out = activation(norm(x) W^T + bias), and the same with other weights unless `other_at` is 0.
+    """Set out = activation(norm(x) W^T + bias), and the same with another product's weights unless `other_at` is 0.
 
     Args:
-        fields: the norm's address and the number of inputs; those of the product, and of the other one.
-        codes_like, like: arrays of the types of codes and of rows.
-        x_at: address of rows as in `x_like`, which are rounded to the type of `like` first.
+        fields: the norm's address and the number of inputs, then the fields of the product, then those of the other
+            one.
+        codes_like, like: arrays with the dtypes of codes and of rows.
+        x_at: the address of rows of the dtype of `x_like`, which are first rounded to the dtype of `like`.
         others: see `_choose`.
     """
     normed = _normed(x_at, n_rows, fields[1], x_like, fields[0], eps, fields[2 + N_PADDED], like)
@@ -227,13 +229,13 @@ def normed_products(fields, codes_like, x_at, n_rows, x_like, eps, shape, n_part
 
 @compiled(error_model="numpy")
 def gated_product(fields, codes_like, y_at, gate_at, n_rows, eps, shape, n_parts, like, residual_at, out_at, out_like):
-    """Set out = residual + W (y * gate) + bias; or norm(y * gate) where there is a norm's weight.
+    """Set out = residual + W (y * gate) + bias, or with norm(y * gate) if there is a norm's weight.
 
     Args:
-        fields: the norm's address, 0 without, the numbers of inputs and of those that are normed together; those of the
-            product.
-        y_at, gate_at: addresses of rows as in `like`; no gate at 0.
-        residual_at, out_at: of rows as in `out_like`.
+        fields: the norm's address (0 without a norm), the number of inputs, and the number of inputs that are
+            normalized together; then the fields of the product.
+        y_at, gate_at: the addresses of rows of the dtype of `like`. If gate_at is 0, there is no gate.
+        residual_at, out_at: the addresses of rows of the dtype of `out_like`.
         others: as for `normed_products`.
     """
     n_inputs = fields[1]
@@ -251,8 +253,8 @@ def gated_mlp(fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, lik
     """Set out = x + W_down(act(W_gate norm(x)) * W_up norm(x)), with biases.
 
     Args:
-        fields: the norm's address and the number of inputs; those of the products: gate, up, down.
-        x_at, out_at: addresses of rows as in `x_like`.
+        fields: the norm's address and the number of inputs, then the fields of three products: gate, up, down.
+        x_at, out_at: the addresses of rows of the dtype of `x_like`.
         others: as for `normed_products`.
     """
     up_at, down_at = 2 + FIELDS, 2 + 2 * FIELDS

@@ -1,8 +1,8 @@
-"""Allocates memory for the weights of products, in huge pages where the system has them.
+"""Allocates memory for the weights of products, in huge pages if the system has them.
 
-A step reads every weight once. In pages of 4 KiB the processor has to look up an address for each of these; a huge page
-has 2 MiB. A step of an LFM2 with 120 million weights takes 2 to 9 % less time by that, one of a Jamba with three
-billion as long as before. Memory of a deleted model goes back to the system.
+A step reads every weight once. With pages of 4 KiB, the processor must look up an address for each page; a huge page
+has 2 MiB. With huge pages, a step of an LFM2 with 120 million weights takes 2 to 9 % less time, and one of a Jamba with
+three billion weights takes the same time. Memory of a deleted model goes back to the system.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from hybridmem.memory.blocks import reserve
 
 _PAGE_BYTES = 2 << 20
 _MAPPED_BYTES = 256 << 20
-"""What is mapped at once. Weights share it, for most are no multiple of a page, and it is given back with the last of
-them. What no weight has been written to takes no memory."""
+"""How many bytes are mapped at once. Weights share a mapping, because most are no multiple of a page.
+
+It is released together with its last weight. Bytes to which no weight was written take no memory.
+"""
 
 _LINE_BYTES = 64
-"""Weights begin at a line of the caches, which is also a whole vector register of AVX-512."""
+"""Weights begin at a cache line, whose size is also that of a vector register of AVX-512."""
 
 _lock = threading.Lock()
 _last: tuple[ref[np.ndarray] | None, int] = None, 0
-"""The mapping from which the last weight was taken, as long as there is one, and its first free byte."""
+"""The mapping from which the last weight was taken, if it still exists, and its first free byte."""
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Allocate a tensor on the CPU, of any content, as `torch.empty` does."""
+    """Allocate a tensor on the CPU without initializing it, as `torch.empty` does."""
     n_bytes = math.prod(shape) * dtype.itemsize
     if not n_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
@@ -42,11 +44,11 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _take(n_bytes: int) -> np.ndarray:
-    """Return so many bytes of a mapping that nobody has yet."""
+    """Return so many unused bytes of a mapping."""
     global _last
     mapped, first = None if _last[0] is None else _last[0](), _last[1]
     if mapped is None or first + n_bytes > len(mapped):
-        mapped_bytes = max(_MAPPED_BYTES, n_bytes) + _PAGE_BYTES  # the first address may lie within a page
+        mapped_bytes = max(_MAPPED_BYTES, n_bytes) + _PAGE_BYTES  # The first address may be inside of a page.
         mapped = reserve(mapped_bytes, torch.device("cpu")).numpy()
         first = -mapped.ctypes.data % _PAGE_BYTES
     _last = ref(mapped), first + -(-n_bytes // _LINE_BYTES) * _LINE_BYTES

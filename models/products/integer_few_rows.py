@@ -1,10 +1,12 @@
-"""Multiplies one to four rows by weights of 8 and 4 bits in integers; results have the bits that tiles (`amx`) give.
+"""Multiplies one to four rows by weights of 8 and 4 bits as integers.
 
-Both read the same rows, whose sums over a group of inputs are exact (`row_units`).
+The results have the same bits as with tiles (`amx`).
 
-A tile of one row takes as long as one of sixteen: its weights are written to the cache and loaded again. Here they go
-from memory through registers alone, 32 of them in two instructions, so that few rows wait for the weights' bytes only.
-Processors without tiles use the same (`integer_row_kernels`).
+This module and tiles read the same rows, whose sums over a group of inputs are exact (`row_units`).
+
+A tile of one row takes as long as one of sixteen rows, because its weights are written to the cache and loaded again.
+Here weights go from memory only through registers, 32 of them in two instructions, so that few rows wait only for the
+weights' bytes. Processors without tiles use the same code (`integer_row_kernels`).
 """
 
 from __future__ import annotations
@@ -39,42 +41,43 @@ from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS
 binding.initialize_native_asmparser()  # LLVM needs this parser for the assembly text in `_add_pairs`.
 
 MOST_ROWS = 4
-"""The most rows of a product for which vectors were measured to be faster than tiles."""
+"""The most rows for which vectors were measured to be faster than tiles."""
 
 AHEAD_BYTES = 2048
-"""The distance at which weights are prefetched, ahead of those that are being read, beside tiles."""
+"""How many bytes ahead of the read position weights are prefetched, on processors with tiles."""
 
 _NOTHING = every(0)
 
 
 def _add_pairs(b: ir.IRBuilder, sums: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
-    """Add the products of pairs of 16-bit integers, in one instruction.
+    """Add the products of pairs of 16-bit integers, in a single instruction.
 
-    LLVM would make two of its intrinsic, which wait less for each other, but of these there are several sums.
+    LLVM would make two instructions of its intrinsic. Those wait less for each other, but there are several sums
+    anyway.
     """
     return b.asm(ir.FunctionType(INTS, [INTS] * 3), "vpdpwssd $3, $2, $0", "=v,0,v,v", [sums, x, y], False)
 
 
 def _add_pair_in_memory(b: ir.IRBuilder, sums: ir.Value, weights: ir.Value, row: ir.Value, pair: int) -> ir.Value:
-    """Do the same with one pair of a row, which the instruction reads itself for all lanes.
+    """Do the same as `_add_pairs` with one pair of a row, which the instruction itself reads for all lanes.
 
-    LLVM does not know that: the row must have been written by another function.
+    LLVM does not know of this read, so the row must have been written by another function.
     """
     kind = ir.FunctionType(INTS, [INTS, INTS, row.type])
     return b.asm(kind, f"vpdpwssd {4 * pair}($3){{1to16}}, $2, $0", "=v,0,v,r", [sums, weights, row], False)
 
 
 _Chains = dict[tuple[int, int], ir.Value]
-"""Sums of integers, by how far their weights are shifted and a number."""
+"""Maps (the shift of the weights, a number) to sums of integers."""
 
 
 class _Groups:
     """Emits the sums of rows over groups of 32 inputs of blocks, in vectors of a block's sixteen outputs.
 
     Args:
-        blocks: addresses of codes and scales.
-        rows: addresses of integers, units and sums of integers.
-        ahead_bytes: how far ahead weights are asked for; None if they are not.
+        blocks: the addresses of codes and scales.
+        rows: the addresses of integers, units and sums of integers.
+        ahead_bytes: how far ahead weights are prefetched; None if they are not.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class _Groups:
         self._n_chains = max(1, 4 // (len(blocks) * len(rows)))
 
     def add(self, group: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-        """Return totals plus the sums of a group: of the first block's rows, then of the next block's."""
+        """Return totals plus the sums of a group: those of the first block's rows, then those of the next block's."""
         b, emitter, own = self._emitter.b, self._emitter, iter(totals)
         units = [in_every_lane(b, b.load(b.gep(unit, [group]), align=4)) for _, unit, _ in self._rows]
         rows_sums = [self._sums_of_row(row, group) for _, _, row in self._rows]
@@ -106,7 +109,7 @@ class _Groups:
         return found
 
     def _sums_of_row(self, row: ir.Value, group: ir.Value) -> list[ir.Value | None]:
-        """Return the sums of a row's integers that share a scale; nothing where these do not count."""
+        """Return the sums of a row's integers that share a scale, or None where these sums are not needed."""
         b, layout, halves = self._emitter.b, self._emitter.layout, self._emitter.layout.n_parts
         if not layout.zero and layout.minimum is None:
             return [None] * halves
@@ -114,10 +117,10 @@ class _Groups:
         return list(both) if halves == 2 else [b.add(*both)]
 
     def _sums(self, group: ir.Value, rows_sums: list[list[ir.Value | None]]) -> list[list[list[ir.Value]]]:
-        """Return vectors of integers for each block and row: one for all inputs that share a scale.
+        """Return vectors of integers for each block and row: one for each scale.
 
-        Each product waits for the one before it in its sum, so where there are few they have several sums each. Codes
-        that are taken from the higher bits of their words have sums of their own, which count so much more.
+        Each product waits for the one before it in its sum, so if there are few sums, each is divided into several.
+        Codes taken from the higher bits of their words have separate sums, which count correspondingly more.
         """
         b, layout, halves = self._emitter.b, self._emitter.layout, self._emitter.layout.n_parts
         codes = [b.gep(own, [b.mul(group, I64(layout.code_bytes))]) for own, _ in self._blocks]
@@ -144,7 +147,10 @@ class _Groups:
         return [[[self._sum(place) for place in row] for row in own] for own in chains]
 
     def _start(self, row_sum: ir.Value | None) -> _Chains:
-        """Return the sum with which products begin: codes are more than weights by that of zero."""
+        """Return the sum from which products start.
+
+        Codes are greater than weights by the code of zero, which it subtracts.
+        """
         if not self._emitter.layout.zero:
             return {}
         zero = self._emitter.b.mul(row_sum, I32(-self._emitter.layout.zero))
@@ -169,10 +175,10 @@ def sums_of(n_rows: int, n_blocks: int, ahead_bytes: int | None = AHEAD_BYTES) -
     def multiply(
         typing_context, codes, first_code, n_groups, scales, first_scale, block_scales, rows, row, units, row_sums, sums
     ):  # fmt: skip
-        """Multiply rows from `row` on by blocks of 16 outputs, and store their sums; not checked.
+        """Multiply rows from `row` on by blocks of 16 outputs, and store their sums. Nothing is checked.
 
-        `rows`, `units` and `row_sums` are those of `row_units.as_integers`. `sums` gets 16 numbers for each row of the
-        first block, then those of the next block.
+        `rows`, `units` and `row_sums` are results of `row_units.as_integers`. `sums` gets 16 numbers for each row of
+        the first block, then those of the next block.
         """
 
         def codegen(context, builder, signature, arguments):
@@ -213,14 +219,14 @@ def multiply_blocks(
     codes, scales, integers, units, row_sums, factors, first, last, n_groups, block_codes, bias, activation, out,
     n_rows, n_out,
 ):  # fmt: skip
-    """Set out = activation(x W^T + bias) of at most `MOST_ROWS` rows, for outputs of blocks from `first` to `last`.
+    """Set out = activation(x W^T + bias) for at most `MOST_ROWS` rows and the outputs of blocks from `first` to `last`.
 
-    Several blocks at once share what is loaded of the rows, and their weights come in as many streams.
+    Several blocks at once share what is loaded of the rows, and their weights come from as many addresses in parallel.
 
     Args:
-        integers, units, row_sums: what `row_units.as_integers` returns.
-        factors: from `row_ranges.in_range`.
-        block_codes: codes of a block.
+        integers, units, row_sums: the results of `row_units.as_integers`.
+        factors: a result of `row_ranges.in_range`.
+        block_codes: how many codes a block has.
         others: as for `integer_tile_kernels.product`.
     """
     sums, o = np.empty(16 * BLOCK, np.float32), first

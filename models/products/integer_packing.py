@@ -1,4 +1,4 @@
-"""Lays out integers as kernels read them: codes as files store them become codes of the same weights, one for one."""
+"""Lays out integers for kernels: codes in a file's form become codes of the same weights in a kernel's layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _FORMS: dict[str, Form] = {}
 
 @cache
 def _stored_dtype(form: Form) -> np.dtype:
-    """Return the type of arrays of what a file stores, by whose field compiled code knows the form."""
+    """Return the dtype of arrays of a file's blocks.
+
+    Compiled code recognizes the form by the name of the dtype's field.
+    """
     where = form.terms, form.floats, form.factors, form.bias, form.is_exponent
     name = f"{form.block_bytes} bytes: {hashlib.sha256(repr(where).encode()).hexdigest()[:32]}"
     _FORMS[name] = form
@@ -35,7 +38,7 @@ def _stored_dtype(form: Form) -> np.dtype:
 
 @untyped_intrinsic
 def _sizes(typing_context, stored):
-    """Return the inputs of a block, and its bytes."""
+    """Return how many inputs a block has, and how many bytes."""
     form = _FORMS[next(iter(stored.dtype.fields))]
 
     def codegen(context, builder, signature, arguments):
@@ -46,7 +49,7 @@ def _sizes(typing_context, stored):
 
 @untyped_intrinsic
 def _read_block(typing_context, stored, at, group, row):
-    """Set group[32 i : 32 (i + 1)] of a row, for each 32 inputs i of a block at `at`, to their codes; not checked.
+    """Set group[32 i : 32 (i + 1)] of a row to the codes of 32 inputs, for each i in a block at `at`.
 
     The 16 rows of 32 inputs lie one after the other.
     """
@@ -79,7 +82,7 @@ def _term(b: ir.IRBuilder, block: ir.Value, term: Term) -> ir.Value:
 
 
 def _shifted(b: ir.IRBuilder, bytes_: ir.Value, term: Term) -> ir.Value:
-    """Return the bits of a term, where they belong in a code or factor."""
+    """Return the bits of a term, shifted to their place in a code or factor."""
     bits = b.lshr(bytes_, ir.Constant(_BYTES, [term.shift] * BLOCK))
     bits = b.and_(bits, ir.Constant(_BYTES, [term.mask - (term.mask >> 7 << 8)] * BLOCK))
     return b.shl(bits, ir.Constant(_BYTES, [term.up] * BLOCK))
@@ -87,7 +90,7 @@ def _shifted(b: ir.IRBuilder, bytes_: ir.Value, term: Term) -> ir.Value:
 
 @untyped_intrinsic
 def _write_group(typing_context, group, first, codes, at):
-    """Write the codes of a block's 32 inputs, which lie in 16 rows from `first` on, to `codes`; not checked."""
+    """Write the codes of 32 inputs of a block, from 16 rows that begin at `first`, to `codes`. Nothing is checked."""
     n_bits = layout_of_codes(codes).n_bits
 
     def codegen(context, builder, signature, arguments):
@@ -119,10 +122,10 @@ def _write_group(typing_context, group, first, codes, at):
 
 @compiled(parallel=True, error_model="numpy")
 def _lay_out(stored, n_out, table, n_parts, codes):
-    """Write the codes of all rows of `stored`; those of outputs that there are not are zero.
+    """Write the codes of all rows of `stored`. Codes of outputs that do not exist are zero.
 
     Args:
-        table: what is written for each code, or empty.
+        table: what is written for each code, or an empty array to write the codes themselves.
     """
     n_block, block_bytes = _sizes(stored)
     n_blocks, per_row = (n_out + BLOCK - 1) // BLOCK, len(stored) // n_out // block_bytes
@@ -150,11 +153,11 @@ def _look_up(codes, table):
 
 
 def lay_out_codes(form: Form, stored: Tensor, layout: Layout, n_parts: int, codes: np.ndarray) -> None:
-    """Write codes of a form's first part (rows, bytes), which stand for the same integers in another layout.
+    """Write codes of a form's first part (rows, bytes) in another layout. They stand for the same integers.
 
     Args:
-        layout: the form's own, or one of 8 bits without a table.
-        codes: of the layout's type.
+        layout: the form's own layout, or one of 8 bits without a table.
+        codes: the output, of the layout's type.
     """
     table: list[int] = []
     if layout != form.layout:
@@ -165,9 +168,9 @@ def lay_out_codes(form: Form, stored: Tensor, layout: Layout, n_parts: int, code
 
 
 def lay_out_scales(form: Form, parts: Sequence[Tensor], layout: Layout, n_in: int, n_parts: int, out: Tensor) -> None:
-    """Write scales of a form's parts, of one row for each output, to `out`, int16.
+    """Write scales of a form's parts, which have one row for each output, to `out`, int16.
 
-    Those of inputs that there are not are zero.
+    Scales of inputs that do not exist are zero.
     """
     if not form.floats:
         _write_scales(layout, form.scales(parts), n_in, out)
@@ -178,7 +181,7 @@ def lay_out_scales(form: Form, parts: Sequence[Tensor], layout: Layout, n_in: in
 
 @untyped_intrinsic
 def _write_unit(typing_context, stored, first, row_bytes, n_rows, out, place):
-    """Write the floats and factors of a block of the file, of 16 rows of which there are `n_rows`; not checked."""
+    """Write floats and factors of a block of the file, for 16 rows of which `n_rows` exist. Nothing is checked."""
     form = _FORMS[next(iter(stored.dtype.fields))]
 
     def codegen(context, builder, signature, arguments):
@@ -199,7 +202,7 @@ def _write_unit(typing_context, stored, first, row_bytes, n_rows, out, place):
         at = 0
         for offset in form.floats:
             low = b.zext(columns[offset], _SHORTS)
-            if form.is_exponent:  # half of the power of two, in bfloat16
+            if form.is_exponent:  # This is half of the power of two, in bfloat16.
                 one, many = (ir.Constant(_SHORTS, [n] * BLOCK) for n in (1, 7))
                 small = b.shl(ir.Constant(_SHORTS, [0x20] * BLOCK), low)
                 number = b.select(b.icmp_unsigned(">", low, one), b.shl(b.sub(low, one), many), small)
@@ -219,7 +222,7 @@ def _write_unit(typing_context, stored, first, row_bytes, n_rows, out, place):
 
 
 def _columns(b: ir.IRBuilder, rows: list[ir.Value], form: Form) -> dict[int, ir.Value]:
-    """Return the bytes of blocks that scales are made of: offset -> that byte of each row."""
+    """Return those bytes of blocks from which scales are made: offset -> the byte at this offset of each row."""
     width = 1 if form.is_exponent else 2
     wanted = {offset + i for offset in form.floats for i in range(width)}
     wanted |= {term.offset for group in form.factors for terms in group for term in terms}
@@ -235,7 +238,7 @@ def _columns(b: ir.IRBuilder, rows: list[ir.Value], form: Form) -> dict[int, ir.
 
 @compiled(parallel=True, error_model="numpy")
 def _lay_out_scales(stored, n_out, n_parts, out):
-    """Write the floats and factors of blocks in which both are among the codes."""
+    """Write floats and factors of blocks in which both are stored among the codes."""
     _, block_bytes = _sizes(stored)
     n_blocks, row_bytes = (n_out + BLOCK - 1) // BLOCK, len(stored) // n_out
     per_row = row_bytes // block_bytes
@@ -248,12 +251,12 @@ def _lay_out_scales(stored, n_out, n_parts, out):
 
 
 def _write_scales(layout: Layout, scales: Scales, n_in: int, out: Tensor) -> None:
-    """Write scales that are in tensors of their own."""
+    """Write scales that are stored in separate tensors."""
     n_blocks, n_units = ceil_div(len(scales.floats), BLOCK), layout.n_units(n_in)
     per_unit = 1 if layout.is_by_row else layout.unit_inputs // layout.group
     own = out.view(n_blocks, n_units, layout.unit_shorts)
     n_shorts = layout.n_floats * layout.float_shorts
-    floats = _by_block(scales.floats, n_blocks, n_units)  # block, unit, float, lane
+    floats = _by_block(scales.floats, n_blocks, n_units)  # The axes are block, unit, float and lane.
     own[:, :, :n_shorts] = floats.flatten().view(torch.int16).view(n_blocks, n_units, -1)
     if layout.n_factors:
         factors = _by_block(scales.factors, n_blocks, n_units * per_unit).flatten()
@@ -261,7 +264,7 @@ def _write_scales(layout: Layout, scales: Scales, n_in: int, out: Tensor) -> Non
 
 
 def _by_block(numbers: Tensor, n_blocks: int, n: int) -> Tensor:
-    """Return (blocks, n, k, 16) of (rows, up to n, k): zeros where there are none."""
+    """Return (blocks, n, k, 16) from (rows, up to n, k), with zeros for missing rows and units."""
     if numbers.shape[:2] != (n_blocks * BLOCK, n):
         whole = numbers.new_zeros(n_blocks * BLOCK, n, numbers.shape[2])
         whole[: len(numbers), : numbers.shape[1]] = numbers
@@ -270,7 +273,7 @@ def _by_block(numbers: Tensor, n_blocks: int, n: int) -> Tensor:
 
 
 def read_codes(layout: Layout, codes: Tensor, n_out: int, n_in: int) -> Tensor:
-    """Return codes as they are laid out, (n_out, n_in): the plain torch with which kernels are compared."""
+    """Return the laid-out codes as (n_out, n_in). This is the plain torch code with which kernels are compared."""
     n_blocks, n_groups, n_bits = ceil_div(n_out, BLOCK), ceil_div(n_in, GROUP), layout.n_bits
     if n_bits == 8:
         found = codes.view(torch.int8).view(n_blocks, n_groups, PAIRS, BLOCK, 2)
@@ -289,7 +292,7 @@ def read_codes(layout: Layout, codes: Tensor, n_out: int, n_in: int) -> Tensor:
 
 
 def read_scales(layout: Layout, scales: Tensor, n_out: int, n_in: int) -> Scales:
-    """Return scales as they are laid out."""
+    """Return the laid-out scales as `Scales`."""
     n_blocks, n_units = ceil_div(n_out, BLOCK), layout.n_units(n_in)
     own = scales.view(n_blocks, n_units, layout.unit_shorts)
     n_shorts = layout.n_floats * layout.float_shorts

@@ -1,8 +1,8 @@
 """Compiles the rounding of weights to integers of 8 and 4 bits, for the CPU.
 
-8 bits: the scale is a group's largest weight / 127. 4 bits: of some scales the one with the least squared error is
-taken, and what minimises it for the integers that come out. Sixteen outputs are rounded side by side, in the lanes of
-vectors, so their sums have the same order on every processor.
+With 8 bits, the scale is a group's largest weight / 127. With 4 bits, several scales are tried, and the one with the
+least squared error is taken; then the scale is replaced by the best one for the resulting integers. Sixteen outputs are
+rounded side by side, in the lanes of vectors, so their sums have the same order on every processor.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LEAST_SCALE = np.float32(2.0**-126)
 """Weights with smaller scales, which are denormal, count as zeros."""
 
 _DIVISORS = 7.0, 7.25, 7.5, 7.75, 8.0, 8.25, 8.5, 9.0
-"""Quotients of a group's largest weight and its scale that are tried for 4 bits."""
+"""The quotients of a group's largest weight and its scale that are tried for 4 bits."""
 
 _RANGES = {8: (-127.0, 127.0), 4: (-8.0, 7.0)}
-"""Limits the integers of 8 and of 4 bits: the least and the largest."""
+"""The least and the largest integer of 8 and of 4 bits."""
 
 
 def _floats(x: float) -> ir.Constant:
@@ -43,7 +43,7 @@ def _nearest(b: ir.IRBuilder, x: ir.Value, n_bits: int) -> ir.Value:
 
 
 def transposed(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
-    """Return sixteen vectors of which each has one lane of all the given ones, by exchanges of ever smaller squares."""
+    """Return sixteen vectors: vector i has lane i of all given vectors. Ever smaller squares are exchanged."""
     step = BLOCK // 2
     while step:
         low, high = (
@@ -60,14 +60,18 @@ def transposed(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
 
 @untyped_intrinsic
 def _read(typing_context, weight, first, n_in, group):
-    """Set group[16 i + lane] to input i of sixteen outputs, whose weights begin at `first`, n_in each; not checked."""
+    """Set group[16 i + lane] to input i of sixteen outputs, which have n_in weights each from `first` on.
+
+    Nothing is checked.
+    """
 
     def codegen(context, builder, signature, arguments):
         b, n_bytes = builder, weight.dtype.bitwidth // 8
         source = b.bitcast(element_at(context, b, weight, arguments[0], arguments[1]), I8.as_pointer())
         target = element_at(context, b, group, arguments[3], I64(0))
         rows = [b.gep(source, [b.mul(arguments[2], I64(n_bytes * lane))]) for lane in range(BLOCK)]
-        for part in range(n_bytes // 2):  # of 64 bytes: sixteen numbers of 32 bits, or sixteen pairs of 16 bits
+        # Each part has 64 bytes: sixteen numbers of 32 bits, or sixteen pairs of 16 bits.
+        for part in range(n_bytes // 2):
             places = (b.bitcast(b.gep(row, [I64(64 * part)]), INTS.as_pointer()) for row in rows)
             for i, x in enumerate(transposed(b, [b.load(place, align=n_bytes) for place in places])):
                 if n_bytes == 4:
@@ -91,9 +95,9 @@ def _vectors(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> l
 
 @untyped_intrinsic
 def _find_largest(typing_context, group, largest, spoilt):
-    """Find the weight with the largest size of each output, and make `spoilt` NaN where a weight is NaN or infinite.
+    """Find the weight with the largest size of each output. Make `spoilt` NaN if a weight is NaN or infinite.
 
-    Both arrays hold what was found in the groups before.
+    Before the call, both arrays hold what was found in earlier groups.
     """
 
     def codegen(context, builder, signature, arguments):
@@ -113,7 +117,7 @@ def _find_largest(typing_context, group, largest, spoilt):
 
 
 def _power_of_two(b: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Return the power of two of each lane's size, of those whose inverse is no denormal number, and its inverse."""
+    """Return the power of two of each lane's size, limited so that its inverse is not denormal, and this inverse."""
     exponent = b.and_(b.lshr(b.bitcast(x, INTS), every(23)), every(0xFF))
     for sign, end in (("<", every(1)), (">", every(253))):
         exponent = b.select(b.icmp_unsigned(sign, exponent, end), end, exponent)
@@ -123,9 +127,9 @@ def _power_of_two(b: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 @untyped_intrinsic
 def _search_scale(typing_context, group, largest, scale):
-    """Search the scale of each output for 4 bits: of those from `_DIVISORS` the one with the least squared error.
+    """Find the scale of each output for 4 bits: of those from `_DIVISORS` the one with the least squared error.
 
-    Weights count in units of the power of two of the largest, since squares of very small ones would be zero.
+    Weights are measured in units of the largest one's power of two, because squares of very small ones would be zero.
     """
 
     def codegen(context, builder, signature, arguments):
@@ -142,7 +146,8 @@ def _search_scale(typing_context, group, largest, scale):
                 products = b.fadd(products, b.fmul(x, integer))
                 squares = b.fadd(squares, b.fmul(integer, integer))
             gain = b.fdiv(b.fmul(products, products), squares)
-            is_better = b.fcmp_ordered(">", gain, best)  # not where all weights are zero, and it is NaN
+            # The comparison is false if all weights are zero, because gain is then NaN.
+            is_better = b.fcmp_ordered(">", gain, best)
             best, found = (
                 b.select(is_better, new, old) for new, old in ((gain, best), (b.fdiv(products, squares), found))
             )
@@ -155,7 +160,7 @@ def _search_scale(typing_context, group, largest, scale):
 def _writer(n_bits: int) -> Any:
     @untyped_intrinsic
     def write(typing_context, group, factor, codes, first):
-        """Write the integers nearest to x * factor as codes, from `first` on, as `integer_vectors` reads them."""
+        """Write the integers nearest to x * factor as codes, from `first` on, in the layout of `integer_vectors`."""
 
         def codegen(context, builder, signature, arguments):
             b = builder
@@ -192,9 +197,11 @@ _write_8, _write_4 = _writer(8), _writer(4)
 
 @compiled(parallel=True, error_model="numpy")
 def round_to_codes(weight, n_out, n_in, n_bits, n_parts, codes, scales):
-    """Fill codes (uint8) and scales from a flat weight of float32 or 16 bits; what lies beyond its edges is zero.
+    """Fill codes (uint8) and scales from a flat weight of float32 or 16 bits.
 
-    There are 16 scales for each group of a block, or for each block; the latter with 8 bits only.
+    What is beyond the weight's edges is zero.
+
+    There are 16 scales for each group of a block, or for each block. The latter is possible only with 8 bits.
     """
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, (n_in + GROUP - 1) // GROUP
     is_by_row = len(scales) == n_blocks * BLOCK
@@ -241,7 +248,7 @@ def _fill(weight, n_out, n_in, first_output, first_input, group):
 
 @njit(error_model="numpy")
 def _choose_scale(group, largest, spoilt, n_bits, scale):
-    """Set the scale of each lane; NaN where a weight is NaN or infinite."""
+    """Set the scale of each lane, or NaN if a weight of the lane is NaN or infinite."""
     if n_bits == 8:
         for lane in range(BLOCK):
             scale[lane] = largest[lane] / np.float32(127.0)

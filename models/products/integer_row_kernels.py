@@ -1,9 +1,9 @@
-"""Compiles products with weights of 2 to 8 bits for processors that add products of integers (AVX512_VNNI), not tiles.
+"""Compiles products with weights of 2 to 8 bits for processors with AVX512_VNNI (sums of integers), not tiles.
 
-Weights of few rows go from memory through registers as integers, in two instructions for 32 of them, where turning them
-into bfloat16 takes six: so few rows wait for memory only. Many rows are multiplied as pairs of bfloat16, if the
-processor can (AVX512_BF16). Both read rows of which sums over a group of inputs are exact (`row_units`), so a row has
-the same bits in any company: those that tiles give, too.
+For few rows, weights go from memory through registers as integers, in two instructions for 32 of them. Turning them
+into bfloat16 takes six. So few rows wait only for memory. Many rows are multiplied as pairs of bfloat16, if the
+processor can (AVX512_BF16). Both ways read rows whose sums over a group of inputs are exact (`row_units`), so a row has
+the same bits in any batch, and the same as with tiles.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from hybridmem.models.products.row_units import as_integers, in_units
 from hybridmem.models.weights.layouts import BLOCK, GROUP
 
 _AHEAD_BYTES = 4096
-"""The distance at which weights are prefetched for few rows; many keep the processor busy until they come."""
+"""How many bytes ahead weights are prefetched for few rows.
+
+Many rows keep the processor busy until the weights come.
+"""
 
 _AT_ONCE = 8
-"""Rows at once: their sums of integers, two each at 4 bits, and of numbers stay in registers."""
+"""Rows that are multiplied at once: their sums of integers (two each with 4 bits) and floats stay in registers."""
 
 _MOST_AS_INTEGERS = MOST_ROWS if multiplies_pairs() else 1 << 62
-"""The most rows of a product whose numbers become integers; without pairs those of any."""
+"""The most rows that are multiplied as integers. Without pairs of bfloat16 there is no limit."""
 
 _one, _two, _four = (sums_of(n, 1, _AHEAD_BYTES) for n in (1, 2, 4))
 _all_at_once = sums_of(_AT_ONCE, 1, _AHEAD_BYTES)
@@ -68,7 +71,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
 def _multiply_part(
     codes, scales, integers, units, row_sums, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out
 ):
-    """Multiply all rows, rounded to integers by `as_integers`, by the weights of one part of the outputs."""
+    """Multiply all rows, which `as_integers` has rounded to integers, by the weights of one part of the outputs."""
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
     block_codes, block_scales = len(codes) // n_blocks, len(scales) // n_blocks
     sums = np.empty(_AT_ONCE * BLOCK, np.float32)
@@ -95,7 +98,7 @@ def _multiply_part(
 
 @njit(error_model="numpy")
 def _never_called(codes, scales, x, row_sums, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out):
-    """Take the place of `multiply_part` where compiled code must not name AVX512_BF16; nothing calls it there."""
+    """Stands in for `multiply_part` where compiled code must not contain AVX512_BF16. It is never called there."""
 
 
 _multiply_many = multiply_part if multiplies_pairs() else _never_called

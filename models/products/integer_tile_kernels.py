@@ -1,9 +1,9 @@
 """Compiles products with weights of 2 to 8 bits for processors that multiply tiles (`amx`).
 
-The layout is that of `quantised_kernels`. A group of 32 inputs of a block's 16 outputs is a tile: its integers become
-bfloat16, which is exact, and the sums of each group are multiplied by its scales; if all groups of a block have the
-same, their sums are formed first. A row has the same bits in any company; up to four take another way
-(`integer_few_rows`).
+The layout is that of `quantised_kernels`. A group of 32 inputs of a block's 16 outputs is a tile. Its integers become
+bfloat16, which is exact, and the sums of each group are multiplied by its scales. If all groups of a block have the
+same scales, the sums of groups are added first. A row has the same bits in any batch. Up to four rows are multiplied by
+`integer_few_rows`.
 """
 
 from __future__ import annotations
@@ -36,26 +36,31 @@ from hybridmem.models.products.tile_kernels import CACHED_ROW_BYTES, add_while, 
 from hybridmem.models.weights.layouts import BLOCK, PAIRS
 
 _GROUPS = 4
-"""Groups of a block that are unpacked at once. More would fit into the first-level cache, but memory is read while they
-are unpacked, and waits while their sums are formed: with few groups the two take turns so fast that both go on.
+"""How many groups of a block are unpacked at once.
+
+More would fit into the first-level cache, but memory is read while groups are unpacked, and idle while their sums are
+formed. With few groups the two alternate so fast that both keep going.
 """
 
 _GROUPS_BY_ROW = 16
-"""The same for weights with one scale an output: their sums leave the registers less often."""
+"""The same number for weights with one scale for each output.
+
+It is larger, so that sums leave the registers less often.
+"""
 
 _AT_ONCE = 4
-"""Groups whose sums are formed side by side, because each waits for its tiles."""
+"""How many groups have their sums formed side by side, because each group waits for its tiles."""
 
 
 _HALVES = np.empty(0, np.uint16)
-"""The type of rows' numbers."""
+"""An empty array with the dtype of rows' numbers."""
 
 
 @untyped_intrinsic
 def _sizes(typing_context, codes):
-    """Return the tiles of 32 inputs of a block, and the inputs whose sums count times minima; 0 if there are none.
+    """Return how many tiles 32 inputs of a block have, and how many inputs are summed for minima (0 if there are none).
 
-    No tiles stand for weights of which all inputs of an output share a scale.
+    The number of tiles is 0 for weights in which all inputs of an output share a scale.
     """
     layout = layout_of_codes(codes)
     numbers = 0 if layout.is_by_row else layout.n_parts, layout.summed_inputs
@@ -68,9 +73,9 @@ def _sizes(typing_context, codes):
 
 @untyped_intrinsic
 def _unpack(typing_context, codes, first_code, n_groups, panel):
-    """Set panel to the integers of a block's groups, as pairs of bfloat16; not checked.
+    """Set `panel` to the integers of a block's groups, as pairs of bfloat16. Nothing is checked.
 
-    A tile has zeros for inputs that do not share its scale.
+    A tile has zeros for inputs that do not have its scale.
     """
 
     def codegen(context, builder, signature, arguments):
@@ -102,7 +107,7 @@ class _Groups:
     """Emits sums over groups of a panel, for the rows of a tile, in vectors of a block's outputs.
 
     Attributes:
-        scales: where those of the block begin.
+        scales: the address of the block's scales.
         first_group: the number, in the block, of the panel's first group.
         row_sums, row_stride: sums of the first row's inputs from the panel's first group on; the next row's are so far
             after them.
@@ -119,7 +124,7 @@ class _Groups:
     parts: ir.Value
 
     def add(self, first: ir.Value, n: int, totals: list[ir.Value]) -> list[ir.Value]:
-        """Return totals plus the sums of n groups, in their order."""
+        """Return totals plus the sums of n groups, added in the groups' order."""
         b, n_tiles, totals = self.emitter.b, self.emitter.layout.n_parts, list(totals)
         for i in range(n * n_tiles):
             group = b.add(first, I64(i // n_tiles))
@@ -150,7 +155,10 @@ def _add_groups(
     typing_context, codes, panel, first_group, n_groups, scales, first_scale, x, first_pair, n_pairs, row_sums,
     first_sum, row_stride, parts, sums, at,
 ):  # fmt: skip
-    """Add to sums[at : at + 256] those of a tile of rows over groups of a panel, each times its scale; not checked."""
+    """Add to sums[at : at + 256] the sums of a tile of rows over groups of a panel, times their scales.
+
+    Nothing is checked.
+    """
 
     def codegen(context, builder, signature, arguments):
         b, zero, emitter = builder, I64(0), Emitter(builder, layout_of_codes(codes), is_paired=True)
@@ -178,7 +186,10 @@ def _add_groups(
 
 @untyped_intrinsic
 def _add_products(typing_context, panel, n_groups, x, first_pair, n_pairs, parts, sums, at):
-    """Add to sums[at : at + 256] those of a tile of rows over groups of a panel, without scales; not checked."""
+    """Add to sums[at : at + 256] the sums of a tile of rows over groups of a panel, without scales.
+
+    Nothing is checked.
+    """
 
     def codegen(context, builder, signature, arguments):
         b, zero = builder, I64(0)
@@ -230,10 +241,10 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
 
     Args:
         codes, scales: as for `quantised_kernels.product`.
-        x_at: address of rows of bfloat16, n_pairs of them, a multiple of 16.
-        shape: `amx.shape` for the number of rows, at least one.
+        x_at: the address of rows of bfloat16, with n_pairs pairs each, a multiple of 16.
+        shape: the result of `amx.shape` for the number of rows, at least one.
         bias, activation, n_parts: as for `blocked_kernels.product`.
-        out_at: address of (n_rows, n_out) numbers of the type that `like` holds.
+        out_at: the address of (n_rows, n_out) numbers of the dtype of `like`.
     """
     rows, factors = in_range(array_at(x_at, 2 * n_rows * n_pairs, _HALVES), n_rows, 2 * n_pairs)
     x, out = rows.view(np.uint32), array_at(out_at, n_rows * n_out, like)
@@ -295,13 +306,13 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
 
 @njit(inline="always")
 def _first_row(start, end, at):
-    """Return the first row of a tile: the last tile begins earlier, so that it has as many rows as the others."""
+    """Return the first row of a tile. The last tile begins earlier, so that it has as many rows as the others."""
     return max(start, min(start + at, end - ROWS))
 
 
 @njit(error_model="numpy")
 def _scale(sums, first, scales, first_scale):
-    """Multiply a tile's sums by its outputs' scales."""
+    """Multiply the sums of a tile by the scales of its outputs."""
     for row in range(ROWS):
         for lane in range(BLOCK):
             sums[first + row * BLOCK + lane] *= get(scales, first_scale + lane)

@@ -1,6 +1,7 @@
-"""Emits the code that turns integers of a few bits into vectors of numbers, and multiplies these.
+"""Emits code that turns integers of a few bits into vectors of numbers, and multiplies these vectors.
 
-Sixteen outputs form a block, and lie in the lanes of a vector; `models.weights.layouts` says how codes and scales lie.
+Sixteen outputs form a block, one in each lane of a vector. `models.weights.layouts` describes how codes and scales are
+stored.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _BYTES, _SHORTS, INTS, FLOATS = (ir.VectorType(kind, BLOCK) for kind in (I8, I16
 _WORDS, _PAIRS_OF_BYTES = ir.VectorType(I16, 2 * BLOCK), ir.VectorType(I8, 2 * BLOCK)
 ZEROS = ir.Constant(FLOATS, [0.0] * BLOCK)
 ROUNDER = ir.Constant(FLOATS, [12582912.0] * BLOCK)
-"""Rounds to integers, of two to the even one, where it is added and subtracted again: it is 1.5 * 2**23."""
+"""The number 1.5 * 2**23. Adding and subtracting it rounds to the nearest integer, and ties to the even one."""
 
 
 def multiplies_pairs() -> bool:
-    """True if compiled code may use AVX512_BF16: this processor has it, and numba is not told to do without."""
+    """True if compiled code may use AVX512_BF16: this processor has it, and numba is not told to do without it."""
     return "+avx512bf16" in _features() and "+avx512bw" in _features()
 
 
@@ -43,12 +44,12 @@ def has_many_registers() -> bool:
 
 @cache
 def _features() -> str:
-    """Return what compiled code may use of this processor, as LLVM names it."""
+    """Return the features of this processor that compiled code may use, under LLVM's names."""
     return str(cpu_target.target_context.codegen().magic_tuple())
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """Names LLVM's bfloat, which llvmlite does not know."""
+    """Represents LLVM's type bfloat, which llvmlite does not know."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -83,15 +84,16 @@ def in_every_lane(b: ir.IRBuilder, x: ir.Value, n: int = BLOCK) -> ir.Value:
 
 
 def layout_of_codes(kind: Any) -> Layout:
-    """Return the layout of codes, whose arrays have this type in compiled code."""
+    """Return the layout of codes, given the type of their arrays in compiled code."""
     return layout_of(next(iter(kind.dtype.fields)))
 
 
 class Emitter:
-    """Emits vectors of a block's weights, and what is done with them.
+    """Emits vectors of a block's weights, and operations on them.
 
     Args:
-        is_paired: weights become pairs of bfloat16, which holds these integers exactly; else float32.
+        is_paired: True if weights become pairs of bfloat16, which holds these integers exactly. Otherwise they become
+            float32.
     """
 
     def __init__(self, builder: ir.IRBuilder, layout: Layout, *, is_paired: bool) -> None:
@@ -99,7 +101,7 @@ class Emitter:
         self._has_halves = "+avx512fp16" in _features()
 
     def weights(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
-        """Yield each pair of inputs of 32 at `codes`: one vector of pairs, or two of float32."""
+        """Yield each pair of the 32 inputs at `codes`, as one vector of pairs, or as two vectors of float32."""
         if self.layout.n_bits == 8:
             yield from (self._bytes(codes, pair) for pair in range(PAIRS))
             return
@@ -108,9 +110,9 @@ class Emitter:
             yield self._pair_of(*self._place(words, pair))
 
     def words(self, codes: ir.Value) -> Iterator[tuple[ir.Value, int]]:
-        """Yield each pair of inputs of 32 as 16-bit integers, and by how many bits these are shifted to the left.
+        """Yield each pair of the 32 inputs as 16-bit integers, and by how many bits these are shifted to the left.
 
-        Codes are not changed, unless a table says what they stand for: those of fewer than 8 bits are not negative.
+        Codes are not changed, unless a table says what they stand for. Codes of fewer than 8 bits are not negative.
         """
         b, n_bits = self.b, self.layout.n_bits
         if n_bits == 8:
@@ -123,17 +125,17 @@ class Emitter:
             if self.layout.table is not None:
                 yield self._looked_up(_in_turn(self.layout.table, 2 * BLOCK), self._shifted(word, shift)), 0
                 continue
-            # Two codes of a word at a time are taken from where they are.
+            # Two codes of a word at a time are extracted without shifting them down.
             even = shift // (2 * n_bits) * 2 * n_bits
             if (id(word), even) not in shifted:
                 shifted[id(word), even] = self._shifted(word, even)
             yield b.and_(shifted[id(word), even], _words((1 << n_bits) - 1 << shift - even)), shift - even
 
     def scales(self, scales: ir.Value, group: ir.Value) -> list[tuple[ir.Value, ir.Value | None]]:
-        """Return scales and minima of 32 inputs, or of their two halves, as float32.
+        """Return scales and minima of 32 inputs, or of each half of them, as float32.
 
         Args:
-            scales: where those of the block begin.
+            scales: the address of the block's scales.
             group: the number of the 32 inputs.
         """
         layout, b = self.layout, self.b
@@ -163,7 +165,7 @@ class Emitter:
         return self.b.bitcast(every, PAIRS_OF_BFLOAT) if self.is_paired else every
 
     def _scale(self, unit: ir.Value, group: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-        """Return the scale and the minimum of a group of the unit that begins there."""
+        """Return the scale and the minimum of a group of the unit at this address."""
         layout, b = self.layout, self.b
         scale, minimum = self._float(unit, 0), None
         factors = b.bitcast(b.gep(unit, [I64(layout.n_floats * layout.float_shorts)]), I8.as_pointer())
@@ -192,7 +194,10 @@ class Emitter:
         return [self._load(codes, 4 * BLOCK * i, _WORDS) for i in range(self.layout.n_bits)]
 
     def _place(self, words: list[ir.Value], pair: int) -> tuple[ir.Value, int]:
-        """Return the word in which a pair's codes are, and their lowest bit; a new word for those in no word."""
+        """Return the word with a pair's codes, and their lowest bit.
+
+        A new word is made for a pair that is in no word.
+        """
         b, n_bits = self.b, self.layout.n_bits
         if pair < whole_pairs(n_bits):
             return words[pair // (16 // n_bits)], pair % (16 // n_bits) * n_bits
@@ -208,7 +213,7 @@ class Emitter:
         return self.b.lshr(word, _words(n)) if n else word
 
     def _pair_of(self, word: ir.Value, shift: int) -> list[ir.Value]:
-        """Return the numbers of a pair whose codes are in a word, without their zero."""
+        """Return the numbers of a pair whose codes are in a word, minus the code of zero."""
         b, layout = self.b, self.layout
         numbers = layout.table or [code - layout.zero for code in range(1 << layout.n_bits)]
         if self.is_paired:
@@ -223,7 +228,7 @@ class Emitter:
         return [b.sitofp(b.sub(codes, every(layout.zero)), FLOATS) for codes in codes_of_two]
 
     def _looked_up(self, numbers: Sequence[int], codes: ir.Value) -> ir.Value:
-        """Return the 16-bit numbers of codes, whose higher bits do not count."""
+        """Return the 16-bit numbers that codes stand for. Higher bits of the codes are ignored."""
         if not has_many_registers():
             found = _words(numbers[0])
             for code, number in enumerate(numbers[1:], 1):
@@ -251,7 +256,7 @@ class Emitter:
     def _floats8(self, codes: ir.Value) -> list[ir.Value]:
         """Return the numbers of 32 floats of 8 bits, which bfloat16 holds exactly.
 
-        Their bits are those of bfloat16, whose exponent has another bias; the smallest have no exponent.
+        Their bits become those of bfloat16, whose exponent has another bias. The smallest numbers have no exponent.
         """
         b, is_e4m3 = self.b, self.layout.float8 == "float8_e4m3fn"
         n_mantissa, bias = (3, 7) if is_e4m3 else (2, 15)
@@ -273,10 +278,10 @@ class Emitter:
         return [b.bitcast(x, FLOATS) for x in (b.shl(whole, every(16)), b.and_(whole, every(-65536)))]
 
     def _by_halves(self, codes: ir.Value) -> ir.Value:
-        """Return pairs of bfloat16 by way of float16, which takes two thirds of the instructions.
+        """Return pairs of bfloat16, made by way of float16, which takes two thirds of the instructions.
 
-        For these integers float16 ends in three zeros. Without them it is bfloat16 but for the bias of its exponent,
-        112 less; zero has none.
+        The float16 of these integers ends in three zero bits. Without them it is bfloat16, except that the bias of its
+        exponent is smaller by 112, and that zero has no bias.
         """
         b, words = self.b, self.b.sext(codes, _WORDS)
         halves = b.bitcast(b.sitofp(words, ir.VectorType(ir.HalfType(), 2 * BLOCK)), _WORDS)
@@ -299,7 +304,7 @@ def _runs(bits: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 
 def _in_turn(numbers: Sequence[Any], n: int) -> list[Any]:
-    """Return the numbers again and again, n of them or more."""
+    """Return n numbers or more by repeating the given ones."""
     return list(numbers) * max(1, n // len(numbers))
 
 

@@ -1,6 +1,6 @@
 """Joins weights that share their rows but not their layout: their outputs stand one after the other.
 
-A layer's values may be stored in more bits than its queries and keys, for instance.
+For instance, a layer's values may be stored in more bits than its queries and keys.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from hybridmem.models.products.packed import PackedWeight
 
 PASSES_ADDRESSES = True
-"""Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
+"""Declares that arrays and addresses taken from tensors here go only to kernels (`memory.kernels.cpu.recording`)."""
 
 
 class JoinedWeight:
-    """Holds several weights (n_out_i, n_in) as one of (sum of n_out_i, n_in).
+    """Holds several weights (n_out_i, n_in) as one weight of (sum of n_out_i, n_in).
 
-    Integers that are read by the same rows are multiplied in one call.
+    Weights of integers whose kernels read the same rows are multiplied in one call.
 
     Attributes:
         FUSED: activations that all parts apply before sums are rounded.
@@ -48,11 +48,11 @@ class JoinedWeight:
         self._product = _joined(pieces) if len(pieces) == len(parts) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what has the arrays of the parts: a copy has its own."""
+        """Leave out the product, which has the arrays of the parts: a copy has other arrays."""
         return {**vars(self), "_last": None}
 
     def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct | None:
-        """Return the product for few rows; None if there is none for all parts."""
+        """Return the product for few rows, or None if some part has none."""
         if self._product is None or self._product.reads is not self._product.dtype:
             return None
         return _with(self._product, bias, activation)
@@ -72,7 +72,7 @@ class JoinedWeight:
 
 
 def _joined(pieces: Sequence[CompiledProduct]) -> CompiledProduct | None:
-    """Return the product with all pieces; None if their kernels are called differently."""
+    """Return the product with all pieces, or None if their kernels are called differently."""
     first = pieces[0]
     if not all(piece.kind.is_called_like(first.kind) and piece.reads is first.reads for piece in pieces):
         return None
@@ -82,6 +82,6 @@ def _joined(pieces: Sequence[CompiledProduct]) -> CompiledProduct | None:
 
 
 def _with(product: CompiledProduct, bias: Tensor | None, activation: str | None) -> CompiledProduct:
-    product.arrays()  # once for all
+    product.arrays()  # This makes the arrays once for all calls.
     own = epilogue.NO_BIAS if bias is None else bias.numpy()
     return replace(product, bias=own, activation=epilogue.ACTIVATIONS[activation])

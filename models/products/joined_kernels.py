@@ -1,6 +1,6 @@
-"""Compiles products with several weights that share their rows: each writes its part of the outputs.
+"""Compiles products with several weights that share their rows. Each weight writes its part of the outputs.
 
-To what calls them they are one weight, whose codes are the fields of its pieces (`fields`).
+Callers see a single weight, whose codes are the fields of its pieces (`fields`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
 
 @compiled(error_model="numpy")
 def product_in_tiles(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out, like):
-    """Do the same with kernels that multiply tiles. Arguments are those of `integer_tile_kernels.product`."""
+    """Do the same with kernels that multiply tiles. The arguments are those of `integer_tile_kernels.product`."""
     fields, out, first = codes.view(np.int64), array_at(out_at, n_rows * n_out, like), 0
     for at in range(0, len(fields), FIELDS):
         n = fields[at + N_OUT]

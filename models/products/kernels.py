@@ -1,8 +1,8 @@
-"""Lists the kernels that multiply rows by weights: for which weights each is, and on which processors.
+"""Lists the kernels that multiply rows by weights: for which weights, and on which processors, each of them is.
 
-A new kernel is a line of `KERNELS`. Products take the first that is for their weights, in every number of rows, and it
-is compiled ahead. Without its line another kernel takes its place. Kernels of one format are given the same arguments;
-those that multiply tiles are given addresses of rows and a shape as well.
+A new kernel is a line of `KERNELS`. Products use the first kernel that is for their weights, with any number of rows,
+and it is compiled ahead. If its line is removed, another kernel is used instead. Kernels of one format have the same
+arguments. Those that multiply tiles also get addresses of rows, and a shape.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Kernel:
 
     Attributes:
         product: the compiled function.
-        layouts: says whether it is for integers in a layout; None if it is for weights that are floats.
-        weights: the dtypes of weights, or of what integers stand for.
-        rows: the dtype in which it reads rows.
-        applies: says whether compiled code may use it on this processor, and should.
-        has_tiles: True if it is given `amx.shape`.
+        layouts: says whether the kernel is for integers in a layout; None if it is for weights that are floats.
+        weights: the dtypes of weights, or of the floats for which integers stand.
+        rows: the dtype in which the kernel reads rows.
+        applies: returns whether compiled code may use the kernel on this processor, and is fast enough there.
+        has_tiles: True if the kernel gets `amx.shape`.
     """
 
     product: Any
@@ -52,7 +52,7 @@ def _multiplies_tiles() -> bool:
 
 
 def _multiplies_pairs_fastest() -> bool:
-    """False where oneDNN alone may use AMX, by which it is faster."""
+    """False if only oneDNN may use AMX, which makes oneDNN faster."""
     return integer_vectors.multiplies_pairs() and (amx.multiplies_tiles() or not torch.cpu._is_amx_tile_supported())
 
 
@@ -60,7 +60,7 @@ _F32, _BF16, _ANY = torch.float32, torch.bfloat16, (torch.float32, torch.bfloat1
 
 
 def _has_exact_sums(layout: Layout) -> bool:
-    """True if weights are integers, so that their products with rounded rows are."""
+    """True if weights are integers, so that their products with rounded rows are exact."""
     return layout.float8 is None
 
 
@@ -85,7 +85,7 @@ KERNELS = {
     ),
     "integers as float32": Kernel(quantised_kernels.product, _has_no_table, _ANY, _F32, lambda: True),
 }
-"""Name -> kernel, the fastest of each kind of weights first."""
+"""Maps a name to a kernel. For each kind of weights, the fastest kernel comes first."""
 
 JOINED_KERNELS = {
     "pieces": Kernel(joined_kernels.product, None, _ANY, _F32, lambda: True),
@@ -93,7 +93,7 @@ JOINED_KERNELS = {
         joined_kernels.product_in_tiles, None, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True
     ),
 }
-"""Name -> kernel for weights of several layouts, which are not chosen but joined (`joined`)."""
+"""Maps a name to a kernel for weights in several layouts. These kernels are not chosen, but used by `joined`."""
 
 
 def kernel_of(name: str) -> Kernel:
@@ -102,9 +102,9 @@ def kernel_of(name: str) -> Kernel:
 
 
 def choose(layout: Layout | None, dtype: torch.dtype) -> str | None:
-    """Return the name of the kernel for weights of this dtype, or of integers in a layout that stand for such.
+    """Return the name of the kernel for weights of this dtype, or for integers in a layout that stand for this dtype.
 
-    None if compiled ones are not the fastest, or there is none.
+    None if there is no compiled kernel, or if it is not the fastest product.
     """
     for name, kernel in KERNELS.items():
         is_for = layout is None if kernel.layouts is None else layout is not None and kernel.layouts(layout)

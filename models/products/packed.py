@@ -14,36 +14,36 @@ if TYPE_CHECKING:
     from hybridmem.models.products.few_rows import CompiledProduct
 
 _TYPICAL_ROWS = 64
-"""Number of rows for which oneDNN chooses a layout, which then serves any number.
+"""The number of rows for which oneDNN chooses a layout. The layout then serves any number of rows.
 
-Layouts for 8 to 64 rows measure the same; those for a single row are two to three times slower for more rows.
+Layouts for 8 to 64 rows are equally fast. Those for a single row are two to three times slower for more rows.
 """
 
 
 _LEAST_ROWS = 4
-"""Number of rows to which one or two rows are repeated.
+"""The number of rows to which one or two rows are repeated.
 
-In these layouts oneDNN takes longer for one or two rows than for four: with repeated rows a decode step of one sequence
-takes a twentieth less time, of two sequences a sixth less. (Rows are repeated by `cat`; tensors made by `expand` or
-`pad` cost 20 µs more for each product.)
+In these layouts oneDNN takes longer for one or two rows than for four. With repeated rows, a decode step of one
+sequence takes a twentieth less time, and a step of two sequences a sixth less. (Rows are repeated by `cat`, because
+tensors made by `expand` or `pad` cost 20 µs more for each product.)
 """
 
 
 _LARGE = 1 << 18
-"""Number of elements from which weights are read from memory, not from a cache.
+"""The number of elements from which on weights are read from memory, not from a cache.
 
-For smaller weights repeating rows costs more than it gains.
+For smaller weights, repeating rows costs more than it gains.
 """
 
 
 class PackedWeight:
     """Holds a weight (n_out, n_in) in oneDNN's blocked order, by the operators that torch's own compiler uses.
 
-    In float32 a product is, on one such machine, 3 to 5 times as fast as `F.linear` for up to 16 rows, twice for 32,
-    and 1.1 times for a thousand. bfloat16 takes half of that time.
+    In float32 on one such machine, a product is 3 to 5 times as fast as `F.linear` for up to 16 rows, twice as fast for
+    32 rows, and 1.1 times as fast for a thousand. bfloat16 takes half of the time of float32.
 
     Args:
-        dtype: what `packed_dtype` returns for the weight.
+        dtype: the result of `packed_dtype` for the weight.
     """
 
     FUSED: ClassVar = {"silu": "swish", "swish": "swish", "relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh"}
@@ -56,13 +56,13 @@ class PackedWeight:
         self._repeats_rows = weight.numel() >= _LARGE
 
     def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct | None:
-        """Return None: there is no product for few rows."""
+        """Return None, because oneDNN has no separate product for few rows."""
         return None
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x.
 
-        oneDNN does not look at the stride of a bias: it must be contiguous, in `self.dtype`.
+        oneDNN ignores the stride of a bias, so the bias must be contiguous, and in `self.dtype`.
         """
         own = x if x.dtype is self.dtype else x.to(self.dtype)
         n_rows = x.shape[0]
@@ -79,9 +79,10 @@ class PackedWeight:
 def _round_up(n_rows: int) -> int:
     """Return the number of rows to which `n_rows` is padded for oneDNN.
 
-    It is any number up to 8, one of four between a power of two and the next up to 64, and then a multiple of 16.
-    oneDNN generates code for each number of rows and shape of weights, which takes as long as several small products,
-    and keeps the code of the last 1024, 0.3 to 0.6 MiB each. The steps of a server have any number of rows.
+    The result is any number up to 8, one of four numbers between a power of two and the next up to 64, and beyond that
+    a multiple of 16. oneDNN generates code for each number of rows and shape of weights, which takes as long as several
+    small products. It keeps the last 1024 pieces of code, of 0.3 to 0.6 MiB each. The steps of a server have any number
+    of rows.
     """
     if n_rows <= 8:
         return n_rows
@@ -90,10 +91,10 @@ def _round_up(n_rows: int) -> int:
 
 
 def packed_dtype(weight: Tensor) -> torch.dtype | None:
-    """Return the dtype in which `weight` is laid out for oneDNN; None if this torch cannot do that.
+    """Return the dtype in which `weight` is laid out for oneDNN, or None if this torch cannot do that.
 
-    It is float32, or bfloat16 for weights of that dtype where the processor multiplies it. The operators have no public
-    name; without them products are only slower.
+    It is float32, or bfloat16 for bfloat16 weights if the processor can multiply these. The operators have no public
+    name. Without them products are only slower.
     """
     if (
         weight.device.type != "cpu"
@@ -110,11 +111,11 @@ def packed_dtype(weight: Tensor) -> torch.dtype | None:
 def multiplies_bfloat16() -> bool:
     """True if the processor has instructions for products of bfloat16, as oneDNN uses them.
 
-    Those are AVX512_BF16 and AMX on x86, and BF16 on Arm. torch's own question is answered with yes by every processor
-    with AVX-512, where oneDNN only imitates them: that is slower than float32.
+    These instructions are AVX512_BF16 and AMX on x86, and BF16 on Arm. torch's own check says yes for every processor
+    with AVX-512. Without the instructions, oneDNN only imitates them, which is slower than float32.
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    if not torch.cpu._is_avx2_supported():  # not x86
+    if not torch.cpu._is_avx2_supported():  # The processor is not x86.
         return True
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

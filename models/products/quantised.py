@@ -22,22 +22,23 @@ from hybridmem.models.weights.formats import IntegerFormat
 from hybridmem.models.weights.layouts import BLOCK, GROUP, INT4, INT8, INT8_BY_ROW, Layout
 
 PASSES_ADDRESSES = True
-"""Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
+"""Declares that arrays and addresses taken from tensors here go only to kernels (`memory.kernels.cpu.recording`)."""
 
 LAYOUTS: dict[IntegerFormat, Layout] = {"int8": INT8, "int8-row": INT8_BY_ROW, "int4": INT4}
-"""In which layout weights are rounded: with a scale in bfloat16 for each 32 inputs, or for all of an output."""
+"""The layouts to which weights are rounded: a bfloat16 scale serves 32 inputs, or all inputs of an output."""
 
 
 class QuantisedWeight:
-    """Holds a weight (n_out, n_in) as integers, with scales: a product reads these alone, and keeps nothing else.
+    """Holds a weight (n_out, n_in) as integers with scales. A product reads only these, and nothing else is kept.
 
-    Rows are read in bfloat16 if the weight's floats would be that, where the processor multiplies pairs or tiles of
-    that, or integers; else in float32. Tiles and integers read rows of which each 32 numbers have twelve bits below the
-    power of two of the largest (`row_units`). A row's result has the same bits in any company.
+    Rows are read in bfloat16 if the weight's floats would be bfloat16 and the processor multiplies pairs or tiles of
+    bfloat16, or integers. Otherwise they are read in float32. For tiles and integers, rows are rounded: each group of
+    32 numbers keeps twelve bits below the power of two of its largest number (`row_units`). A row's result has the same
+    bits in any batch.
 
     Args:
-        dtype: of the floats for which the integers stand.
-        is_dry: there are no numbers, only their bytes.
+        dtype: the dtype of the floats for which the integers stand.
+        is_dry: True if there are no numbers, but only their count of bytes.
     """
 
     FUSED = epilogue.FUSED
@@ -47,7 +48,8 @@ class QuantisedWeight:
 
     def __init__(self, layout: Layout, n_out: int, n_in: int, dtype: torch.dtype, *, is_dry: bool = False) -> None:
         self.layout, self.n_out, self.n_in, self.dtype = layout, n_out, n_in, dtype
-        self._last: tuple[Tensor | None, str | None, CompiledProduct] | None = None  # making one takes microseconds
+        # The last product is kept, because making one takes microseconds.
+        self._last: tuple[Tensor | None, str | None, CompiledProduct] | None = None
         n_blocks = ceil_div(n_out, BLOCK)
         empty = partial(torch.empty, device="meta") if is_dry else huge_pages.empty
         self.codes: Tensor = empty(n_blocks * ceil_div(n_in, GROUP) * layout.code_bytes, dtype=torch.uint8)
@@ -60,12 +62,12 @@ class QuantisedWeight:
         self._kind = ProductKind(layout.dtype, dtype, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what has the weight's arrays: a copy has its own."""
+        """Leave out the product, which has the weight's arrays: a copy has other arrays."""
         return {**vars(self), "_last": None}
 
     @staticmethod
     def zeros(layout: Layout, dtype: torch.dtype) -> QuantisedWeight:
-        """Return a weight of one zero, to compile what is for its kind."""
+        """Return a weight with a single zero, by which the kernels for its kind are compiled."""
         held = QuantisedWeight(layout, 1, 1, dtype)
         held.codes.zero_()
         held.scales.zero_()
@@ -75,8 +77,8 @@ class QuantisedWeight:
     def rounded(weight: Tensor, format: IntegerFormat) -> QuantisedWeight:
         """Round a weight to integers.
 
-        It takes 8.5, 8 or 4.5 bits a weight. At 8 bits a weight is off by at most 1/250 of the largest that shares its
-        scale, at 4 bits by 1/8.
+        A weight takes 8.5, 8 or 4.5 bits. With 8 bits it is off by at most 1/250 of the largest weight that shares its
+        scale, with 4 bits by at most 1/8 of it.
 
         Args:
             weight: of any float dtype, on the CPU; or on "meta", which gives the same bytes without numbers.
@@ -95,13 +97,13 @@ class QuantisedWeight:
 
     @staticmethod
     def kept(weight: CodedTensor) -> QuantisedWeight | None:
-        """Lay out the same integers and scales in the smallest layout for which there is a kernel; None without any."""
+        """Lay out the same integers and scales in the smallest layout that has a kernel. Return None if none has."""
         layout = next((layout for layout in weight.form.layouts if choose(layout, weight.dtype) is not None), None)
         return None if layout is None else QuantisedWeight.laid_out(weight, layout)
 
     @staticmethod
     def laid_out(weight: CodedTensor, layout: Layout) -> QuantisedWeight:
-        """Lay out the same integers and scales in a layout of the weight's form. Cost: reads them once."""
+        """Lay out the same integers and scales in a layout of the weight's form. Cost: they are read once."""
         n_out, n_in = weight.shape
         held = QuantisedWeight(layout, n_out, n_in, weight.dtype, is_dry=weight.is_meta)
         if not weight.is_meta:
@@ -112,17 +114,20 @@ class QuantisedWeight:
         return held
 
     def dense(self) -> Tensor:
-        """Return the weights as they are used, (n_out, n_in) float32."""
+        """Return the weights that products use, (n_out, n_in) float32."""
         sizes = self.n_out, self.n_in
         codes = integer_packing.read_codes(self.layout, self.codes, *sizes)
         return weights_of(self.layout, codes, integer_packing.read_scales(self.layout, self.scales, *sizes))
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Return rows of the weight, (T, n_in) float32, of indices (T,)."""
+        """Return the rows of the weight, (T, n_in) float32, with the indices (T,)."""
         return row_gathering.gather(self.layout, self.codes, self.scales, self.n_out, self.n_in, indices)
 
     def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct | None:
-        """Return the product for few rows; None without numbers, or if rows are read in another dtype than weights."""
+        """Return the product for few rows.
+
+        None if there are no numbers, or if rows are read in another dtype than weights.
+        """
         if self.codes.is_meta:
             return None
         product = self.product(bias, activation)
@@ -144,7 +149,7 @@ class QuantisedWeight:
 
 
 def multiply_by(by: CompiledProduct, x: Tensor) -> Tensor:
-    """Return the product with rows x (T, n_in), in their dtype, of weights in integers."""
+    """Return the product of rows x (T, n_in), in their dtype, with weights in integers."""
     kernel, n_rows = kernel_of(by.kind.kernel), x.shape[0]
     y = torch.empty(n_rows, by.n_out, dtype=by.kind.rows)
     options = by.bias, by.activation, use_threads(x.numel() * by.n_out // 16)

@@ -1,8 +1,8 @@
 """Compiles products with weights of 2 to 8 bits for the CPU.
 
-torch's own operators for this are slow for rows of float32, and for more than a few rows. A block of outputs
-(`models.weights.layouts`) is read from its first group to its last, once for twelve rows with AVX-512, else for four.
-Each group's sum counts times its scale; a minimum counts times the sum of the group's inputs.
+torch's own operators for such weights are slow for rows of float32, and for more than a few rows. A block of outputs
+(`models.weights.layouts`) is read from its first group to its last, once for twelve rows with AVX-512, or for four rows
+without. The sum of each group is multiplied by its scale. A minimum is multiplied by the sum of the group's inputs.
 
 Where the processor multiplies pairs of bfloat16 and adds their products (AVX512_BF16), rows of bfloat16 are read as
 pairs; where it adds products of integers (AVX512_VNNI), `integer_row_kernels` takes few rows, and where it multiplies
@@ -46,9 +46,9 @@ def _tile(n_rows: int) -> Any:
         typing_context, codes, first_code, scales, first_scale, x, first_input, x_stride, row_sums, first_sum, n_groups,
         sums,
     ):  # fmt: skip
-        """Set sums[: n_rows * 16] to the sums of rows and a block; not checked.
+        """Set sums[: n_rows * 16] to the sums of rows and a block. Nothing is checked.
 
-        x is float32, or uint16 for bfloat16, which then comes in pairs. `row_sums` are those of `_sums_of_rows`.
+        x is float32, or pairs of bfloat16 as uint16. `row_sums` is the result of `sums_of_rows`.
         """
 
         def codegen(context, builder, signature, arguments):
@@ -77,8 +77,8 @@ def _tile(n_rows: int) -> Any:
 class _Sums:
     """Emits a vector of a block's sums for each row.
 
-    `codes`, `scales`, `x` and `row_sums` point to the block's first and the first row's; `x` to float32, or to pairs,
-    which `x_stride` counts. There is at least one group.
+    `codes`, `scales`, `x` and `row_sums` point to the data of the block and of the first row. `x` points to float32 or
+    to pairs, in which `x_stride` is counted. There is at least one group.
     """
 
     emitter: Emitter
@@ -118,7 +118,7 @@ class _Sums:
     def _scaled(
         self, group: ir.Value, half: int, scales: list[Any], parts: list[ir.Value], totals: list[ir.Value]
     ) -> list[ir.Value]:
-        """Return totals plus the sums of inputs that share a scale."""
+        """Return totals plus the sums of the inputs that share a scale."""
         b, (scale, minimum), n = self.emitter.b, scales[half], len(scales)
         totals = [self.emitter.fma(part, scale, total) for part, total in zip(parts, totals, strict=True)]
         if minimum is None:
@@ -132,10 +132,10 @@ class _Sums:
 
 
 _AHEAD_BYTES = 4096
-"""The distance at which weights are prefetched: the first rows that read them would wait."""
+"""How many bytes ahead weights are prefetched, because the first rows that read them would otherwise wait."""
 
 _MOST_ROWS, _MANY_ROWS = (12, 8) if has_many_registers() else (4, 4)
-"""Limits the rows of a tile to those whose sums stay in registers; sums that go to memory take a third longer."""
+"""The most rows of a tile whose sums stay in registers. Sums that go to memory take a third longer."""
 
 _tile_most, _tile_many, _tile_4, _tile_2, _tile_1 = map(_tile, (_MOST_ROWS, _MANY_ROWS, 4, 2, 1))
 
@@ -148,7 +148,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
         x_TI: rows, of a multiple of 32 inputs.
         bias: (outputs,) or empty.
         activation: its number in `epilogue.ACTIVATIONS`.
-        n_parts: into how many parts the blocks are divided, one for each thread.
+        n_parts: how many parts the blocks are divided into, one for each thread.
     """
     n_rows, n_out = out_TO.shape
     n_in, out = x_TI.shape[1], out_TO.reshape(-1)
@@ -162,7 +162,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
 
 @untyped_intrinsic
 def _summed_inputs(typing_context, codes):
-    """Return how many inputs of a row are summed for the minima of weights; 0 if they have none."""
+    """Return how many inputs of a row are summed for the minima of weights, or 0 if the weights have no minima."""
     n = layout_of_codes(codes).summed_inputs
 
     def codegen(context, builder, signature, arguments):
@@ -173,7 +173,7 @@ def _summed_inputs(typing_context, codes):
 
 @njit(error_model="numpy")
 def sums_of_rows(codes, x, n_rows, n_in):
-    """Return the sums of each row's inputs that share a minimum; none if these weights have no minima."""
+    """Return the sums of each row's inputs that share a minimum, or none if the weights have no minima."""
     n = _summed_inputs(codes)
     if n == 0:
         return np.empty(0, np.float32)

@@ -1,4 +1,4 @@
-"""Reads single rows of weights that are laid out for products: an embedding that is also the head is held once."""
+"""Reads single rows of weights that are laid out for products. So an embedding that is also the head is held once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridmem.memory.kernels.cpu.parts import as_array, compiled, get, use_thre
 from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS, Layout, spare_bits, whole_pairs
 
 PASSES_ADDRESSES = True
-"""Says that what is taken from tensors here goes to kernels alone (`memory.kernels.cpu.recording`)."""
+"""Declares that arrays and addresses taken from tensors here go only to kernels (`memory.kernels.cpu.recording`)."""
 
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _SCALE_TYPES = {"bfloat16": np.uint16, "float16": np.int16, "float32": np.float32}
@@ -22,7 +22,10 @@ _SCALE_TYPES = {"bfloat16": np.uint16, "float16": np.int16, "float32": np.float3
 
 @cache
 def _places(n_bits: int) -> np.ndarray:
-    """Return, for each pair and each bit of its code, 16 times its word plus its place in it; nothing for 8 bits."""
+    """Return, for each pair and each bit of its code, 16 times its word plus its place in it.
+
+    For 8 bits, return none.
+    """
     if n_bits == 8:
         return np.empty((0, 0), np.int64)
     found = np.zeros((PAIRS, n_bits), np.int64)
@@ -39,7 +42,7 @@ def _places(n_bits: int) -> np.ndarray:
 
 @cache
 def _numbers(layout: Layout) -> np.ndarray:
-    """Return the integers that codes stand for, if they are few."""
+    """Return the integers for which codes stand, if they are few."""
     if layout.float8 is not None:
         every = torch.arange(256, dtype=torch.uint8).view(getattr(torch, layout.float8)).float()
         return np.asarray(every)
@@ -54,7 +57,7 @@ _MINIMA = {None: 0, "float": 1, "factor": 2, "zero": 3}
 
 @cache
 def _sizes(layout: Layout, n_in: int) -> np.ndarray:
-    """Return the sizes that kernels read: one array for all calls, so that a recorded step finds it again."""
+    """Return the sizes that kernels read, always in the same array, so that a recorded step finds the array again."""
     return np.array([
         layout.n_bits, ceil_div(n_in, GROUP), layout.unit_inputs or n_in, layout.group or n_in, layout.n_units(n_in),
         layout.unit_shorts, layout.n_floats, layout.n_factors, int(layout.has_factors), _MINIMA[layout.minimum],
@@ -62,7 +65,7 @@ def _sizes(layout: Layout, n_in: int) -> np.ndarray:
 
 
 def gather(layout: Layout, codes: Tensor, scales: Tensor, n_out: int, n_in: int, indices: Tensor) -> Tensor:
-    """Return rows (T, n_in) float32 of a weight, of indices (T,)."""
+    """Return the rows (T, n_in) float32 of a weight that have the indices (T,)."""
     rows = torch.empty(len(indices), n_in)
     _gather(
         as_array(codes), as_array(scales).view(_SCALE_TYPES[layout.scale]), as_array(scales).view(np.int8),

@@ -1,9 +1,9 @@
-"""Brings rows into the range in which sums of their products with integers of 8 bits are numbers.
+"""Brings rows into the range in which the sums of their products with 8-bit integers are finite numbers.
 
-A sum of a row times integers is up to 127 times as large as that of the row times the weights, before it is multiplied
-by their scale: it may be infinite where the result is not. And instructions for bfloat16 read denormal numbers as zero.
-So a row whose largest number is very large or very small is multiplied by a power of two, which is exact, and its sums
-are multiplied back. All other rows stay as they are, and it is known at a glance that there are no others.
+The sum of a row times integers is up to 127 times as large as the sum of the row times the weights, before it is
+multiplied by the scale. So it may be infinite where the result is not. Also, instructions for bfloat16 read denormal
+numbers as zero. So a row whose largest number is very large or very small is multiplied by a power of two, which is
+exact, and its sums are multiplied back. All other rows stay as they are. A quick test shows whether all rows may stay.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _BIAS, _REACH = 127, 90
 _SHIFT, _BACK = np.float32(2.0**64), np.float32(2.0**-64)
 _ONE = np.float32(1.0)
 _MOST_ALONE = 32
-"""The most rows that one thread looks through faster than others can be woken."""
+"""The most rows that one thread checks faster than other threads can be woken."""
 
 
 @untyped_intrinsic
 def _exponent(typing_context, x, first, n_groups):
-    """Return the exponent, with its bias, of the largest of a row's numbers, `_BIAS` if all are zero; not checked.
+    """Return the biased exponent of the largest of a row's numbers, or `_BIAS` if all are zero. Nothing is checked.
 
-    The row has `n_groups` times 32 numbers, from `first` on, of float32, or of bfloat16 as uint16.
+    The row has `n_groups` times 32 numbers from `first` on, of float32, or of bfloat16 as uint16.
     """
 
     def codegen(context, builder, signature, arguments):
@@ -56,13 +56,13 @@ def _exponent(typing_context, x, first, n_groups):
 
 @njit(parallel=True, error_model="numpy")
 def in_range(x, n_rows, n_in):
-    """Return rows that lie one after the other, and no factors if all may be multiplied as they are.
+    """Return rows that are contiguous, and no factors, if all rows may be multiplied as they are.
 
-    Otherwise return a copy in which they may, and for each row what its sums are to be multiplied by.
+    Otherwise return a copy that may be multiplied, and for each row the factor by which its sums must be multiplied.
 
     Args:
         x: of float32, or of bfloat16 as uint16.
-        n_in: numbers of a row, a multiple of 32.
+        n_in: how many numbers a row has, a multiple of 32.
     """
     exponents = np.empty(n_rows, np.int64)
     if n_rows <= _MOST_ALONE:
@@ -91,7 +91,7 @@ def in_range(x, n_rows, n_in):
 
 @njit(error_model="numpy")
 def multiply_back(sums, first, n_rows, factors, t):
-    """Multiply the sums of rows, 16 each from `first` on, by their factors from `t` on, if there are any."""
+    """Multiply the sums of rows, 16 each from `first` on, by the rows' factors from `t` on, if there are factors."""
     if len(factors) > 0:
         for row in range(n_rows):
             for lane in range(first + row * BLOCK, first + (row + 1) * BLOCK):

@@ -1,9 +1,9 @@
 """Rounds rows of bfloat16 so that their products with weights of 8 and 4 bits have exact sums.
 
-In each group of 32 inputs, numbers become multiples of a power of two, the group's unit: 2**-11 of the power of two of
-the largest. All that are within an eighth of the largest stay as they are; others lose what lies below the unit, and
-stay bfloat16. A number is then an integer below 4096 times its unit, and a weight is one of at most 127, so a group's
-sum lies below 2**24 units: it is exact in 32 bits, in float32 too, and in any order.
+In each group of 32 inputs, numbers become multiples of a power of two, the group's unit, which is 2**-11 of the power
+of two of the group's largest number. Numbers within an eighth of the largest stay as they are. Others lose the bits
+below the unit, and stay bfloat16. So a number is an integer below 4096 times its unit, and a weight is an integer of at
+most 127. A group's sum is below 2**24 units, and so exact in 32 bits, also in float32, and in any order.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from hybridmem.models.products.tile_kernels import repeat
 from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS
 
 _LEAST, _MOST = 12, 241
-"""Exponents of a group's largest number, with bfloat16's bias of 127, for which its sums are neither denormal nor
-infinite. Groups of smaller numbers count as zeros: their row has far larger ones (`row_ranges`). Those with infinity or
-NaN make NaN."""
+"""The biased exponents (bias 127) of a group's largest number for which its sums are neither denormal nor infinite.
+
+Groups of smaller numbers count as zeros, because their row has far larger numbers (`row_ranges`). Groups with infinity
+or NaN give NaN.
+"""
 
 _WORDS = ir.VectorType(I16, 2 * BLOCK)
 _HALVES = [list(range(half * BLOCK, (half + 1) * BLOCK)) for half in range(2)]
@@ -43,7 +45,8 @@ class _Rounded:
 
     Attributes:
         integers: two vectors of float32.
-        unit: float32; 0 where numbers are so small that sums would be denormal, NaN where one is infinite or NaN.
+        unit: float32. It is 0 if numbers are so small that sums would be denormal, and NaN if a number is infinite or
+            NaN.
     """
 
     def __init__(self, b: ir.IRBuilder, numbers: ir.Value) -> None:
@@ -65,7 +68,7 @@ class _Rounded:
             self.integers.append(b.fsub(b.fadd(b.fmul(x, factor), ROUNDER), ROUNDER))
 
     def as_words(self) -> ir.Value:
-        """Return the integers as 16-bit ones; zeros without a unit."""
+        """Return the integers as 16-bit integers, or zeros if the unit is no number above 0."""
         b = self.b
         ints = [b.trunc(b.fptosi(half, INTS), ir.VectorType(I16, BLOCK)) for half in self.integers]
         every = in_every_lane(b, self._is_number, 2 * BLOCK)
@@ -83,7 +86,7 @@ class _Rounded:
 
 @untyped_intrinsic
 def _to_integers(typing_context, x, n_groups, integers, units, sums):
-    """Set integers, units and sums of groups of bfloat16, see `as_integers`; not checked."""
+    """Set integers, units and sums of groups of bfloat16; see `as_integers`. Nothing is checked."""
 
     def codegen(context, builder, signature, arguments):
         b = builder
@@ -112,7 +115,7 @@ def _to_integers(typing_context, x, n_groups, integers, units, sums):
 
 @untyped_intrinsic
 def in_units(typing_context, x, first, n_groups, rounded):
-    """Set `rounded`, from `first` on, to bfloat16 of x, of which each group has multiples of its unit; not checked."""
+    """Set `rounded`, from `first` on, to bfloat16 of x, with each group rounded to its unit. Nothing is checked."""
 
     def codegen(context, builder, signature, arguments):
         b = builder
@@ -136,11 +139,11 @@ def in_units(typing_context, x, first, n_groups, rounded):
 def as_integers(pairs):
     """Return rows as integers (int16), the units of their groups, and the sums of each half of a group's integers.
 
-    A code is more than its weight by that of zero, or the weight is more by a minimum: with these sums codes may be
-    multiplied as they are.
+    A code is greater than its weight by the code of zero, or a weight is greater by a minimum. These sums correct for
+    that, so that codes can be multiplied as they are.
 
     Args:
-        pairs: of bfloat16; rows are of a multiple of 32 inputs, at least one.
+        pairs: pairs of bfloat16. Rows have a multiple of 32 inputs. There is at least one row.
     """
     n_groups = len(pairs) // PAIRS
     integers = np.empty(2 * len(pairs), np.int16)

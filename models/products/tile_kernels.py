@@ -1,7 +1,7 @@
 """Compiles products with weights in bfloat16 for processors that multiply tiles (`amx`).
 
-The layout is that of `blocked_kernels`: there, 16 pairs of inputs of a block's 16 outputs lie in one piece, which is a
-tile. Sums stay in the registers from the first input to the last. A row has the same bits in any company.
+The layout is that of `blocked_kernels`: 16 pairs of inputs of a block's 16 outputs are contiguous, and form a tile.
+Sums stay in the registers from the first input to the last. A row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from hybridmem.models.products.epilogue import Rows, block_epilogue, two_block_e
 from hybridmem.models.weights.layouts import BLOCK, PAIRS
 
 CACHED_ROW_BYTES = 1 << 20
-"""Rows that are multiplied by all weights of a thread before the next: they stay in the second-level cache."""
+"""The bytes of rows that are multiplied by all weights of a thread before the next rows.
+
+They stay in the second-level cache.
+"""
 
 _SUMS = 4 * ROWS * BLOCK
-"""Sums of four tiles."""
+"""The number of sums of four tiles."""
 
 _LINE_BYTES = 64
 
 _AHEAD_BYTES, _LINES = 2048, 16
-"""How far ahead weights are asked for where they are read once, and the lines of a tile.
+"""How many bytes ahead weights are prefetched if they are read once, and how many cache lines a tile has.
 
-Products of few rows take a tenth less time by that.
+This saves a tenth of the time of products of few rows.
 """
 
 _ASKING = 8
-"""Pairs of tiles of rows during which the next two blocks of weights are asked for: an eighth of them each time."""
+"""During how many pairs of tiles of rows the next two blocks of weights are prefetched, an eighth of them each time."""
 
 
 @untyped_intrinsic
 def _one_by_four(typing_context, codes, first_code, block_codes, x, first_pair, n_pairs, sums, at):
-    """Set sums[at :], of four blocks, 16 x 16 each, to those of a tile of rows; not checked.
+    """Set sums[at :], of four blocks with 16 x 16 each, to the sums of a tile of rows. Nothing is checked.
 
-    Codes and x are uint32 arrays of pairs; a block has `block_codes` of them, and a row `n_pairs`.
+    Codes and x are uint32 arrays of pairs. A block has `block_codes` pairs, and a row `n_pairs`.
     """
 
     def codegen(context, builder, signature, arguments):
@@ -74,11 +77,11 @@ def _two_by_two(
     typing_context, codes, first_code, block_codes, x, first_pair, n_pairs, sums, at, ahead, done_at, n_done, bias,
     activation, channel, out, place, n_out,
 ):  # fmt: skip
-    """Set sums[at :], of two blocks, 32 x 16 each, to those of two tiles of rows; not checked.
+    """Set sums[at :], of two blocks with 32 x 16 each, to the sums of two tiles of rows. Nothing is checked.
 
-    Meanwhile it writes the results of `n_done` rows, at most 32, whose sums lie at `done_at`: each product keeps the
-    unit for tiles busy for sixteen cycles, in which the rest of the processor has nothing else to do. And it asks for
-    the codes from `ahead` on, four lines at each step.
+    Meanwhile it writes the results of `n_done` rows, at most 32, whose sums are at `done_at`: each product keeps the
+    unit for tiles busy for sixteen cycles, in which the processor is otherwise idle. It also prefetches the codes from
+    `ahead` on, four cache lines at each step.
     """
 
     def codegen(context, builder, signature, arguments):
@@ -140,9 +143,10 @@ def add_while(
     b: ir.IRBuilder, add: Callable[[ir.Value, int, list[ir.Value]], list[ir.Value]], first: ir.Value, end: ir.Value,
     n: int, totals: list[ir.Value],
 ) -> tuple[ir.Value, list[ir.Value]]:  # fmt: skip
-    """Emit a loop that adds n groups at once as long as so many are left before `end`.
+    """Emit a loop that adds n groups at once as long as at least n are left before `end`.
 
-    `add` emits totals plus the sums of n groups from one on. Returns the first group that is left, and the totals.
+    `add` emits totals plus the sums of n groups from a given group on. The loop returns the first remaining group, and
+    the totals.
     """
     check, body, after = (b.append_basic_block(name) for name in ("check", "groups", "after"))
     before = b.block
@@ -169,17 +173,18 @@ def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_
     """Set out = activation(x W^T + bias), with weights in bfloat16.
 
     Args:
-        shape: `amx.shape` for the number of rows, at least one.
+        shape: the result of `amx.shape` for the number of rows, at least one.
         others: as for `blocked_kernels.product`.
     """
     x, block_codes = array_at(x_at, n_rows * n_pairs, codes), n_pairs * BLOCK
     out = array_at(out_at, n_rows * n_out, SHORTS)
     n_groups = len(codes) // (block_codes * BLOCKS)
-    divides_rows = n_groups < 4 * n_parts and n_rows >= 2 * ROWS * n_parts  # there are few outputs
+    # There are so few outputs that rows are divided among threads.
+    divides_rows = n_groups < 4 * n_parts and n_rows >= 2 * ROWS * n_parts
     at_once = max(2 * ROWS, CACHED_ROW_BYTES // (4 * n_pairs))
     for part in prange(n_parts):
         amx.configure(shape)
-        sums = amx.aligned(3 * _SUMS)  # of two pairs of tiles in turns, and of the rows that are left
+        sums = amx.aligned(3 * _SUMS)  # Two pairs of tiles alternate, and the third part is for the remaining rows.
         turn, n_done, done_channel, done_row = 0, 0, 0, 0
         first_group, last_group = part * n_groups // n_parts, (part + 1) * n_groups // n_parts
         first_row, last_row = 0, n_rows
@@ -191,7 +196,8 @@ def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_
             end = last_row if last_row - start < at_once + 2 * ROWS else start + at_once
             n_pairs_of_tiles = (end - start) // (2 * ROWS)
             if end - start - n_pairs_of_tiles * 2 * ROWS > ROWS and n_pairs_of_tiles > 0:
-                n_pairs_of_tiles += 1  # rows are computed again, to the same bits, rather than padded
+                # Some rows are computed twice, with the same bits, because padding would be slower.
+                n_pairs_of_tiles += 1
             for o in range(first_group * BLOCKS, last_group * BLOCKS, BLOCKS):
                 for half in range(0, BLOCKS, 2):
                     code, channel = (o + half) * block_codes, (o + half) * BLOCK

@@ -1,1 +1,1 @@
-"""Reads the weights that layers take, and says in which format they are wanted and by what they are recognised."""
+"""Reads the weights that layers take, and defines the formats of weights and how weights are recognized."""

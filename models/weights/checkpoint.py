@@ -29,14 +29,14 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _SHARD_NAME = re.compile(r"[\w.+ -]{1,200}\.safetensors")
-"""Names that shards have: of files in the folder of their index, which could otherwise name any file."""
+"""Allowed names of shards: files in the folder of the index. Without this limit, an index could name any file."""
 
 MOST_MAPPED_BYTES = 1 << 28
 """Bytes that are read before files are mapped anew: more than that of a checkpoint need not be in memory beside the
 model."""
 
 _MOST_COPIED_BYTES = 1 << 20
-"""Largest tensor of a file that is copied when it is taken."""
+"""The largest tensor of a file that is copied when it is taken."""
 
 CODE_DTYPES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
 """Dtypes whose numbers mean nothing without a scale."""
@@ -45,7 +45,7 @@ _DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""Dtypes that matter to a coding, as safetensors names them."""
+"""Dtypes that matter to a coding, under the names of safetensors."""
 
 
 class UnsupportedModelError(HybridMemoryError, ValueError):
@@ -55,7 +55,7 @@ class UnsupportedModelError(HybridMemoryError, ValueError):
 def require(config: object, **wanted: object) -> None:
     """Raise UnsupportedModelError unless these options of a config have these values.
 
-    It is for options whose other values existing implementations ignore, or handle in ways that are not known.
+    It is for options whose other values existing implementations ignore, or treat in unknown ways.
     """
     for name, value in wanted.items():
         found = getattr(config, name)
@@ -64,7 +64,7 @@ def require(config: object, **wanted: object) -> None:
 
 
 def check_numbers(config: object, *names: str, above: float = -math.inf) -> None:
-    """Raise UnsupportedModelError unless these options of a config are finite numbers `above` a limit."""
+    """Raise UnsupportedModelError unless these options of a config are finite numbers greater than `above`."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
@@ -75,16 +75,16 @@ def check_numbers(config: object, *names: str, above: float = -math.inf) -> None
 
 
 class Coding(Protocol):
-    """Says how a checkpoint stores quantised tensors: as parts, such as codes and scales, that make one dense tensor.
+    """Says how a checkpoint stores quantized tensors: as parts, such as codes and scales, that make a dense tensor.
 
     Attributes:
-        unused: ends of the names of tensors that nothing needs, such as scales of activations.
+        unused: the ends of the names of tensors that nothing needs, such as scales of activations.
     """
 
     unused: tuple[str, ...]
 
     def find_parts(self, names: Collection[str]) -> dict[str, dict[str, str]]:
-        """Return, by the name of each dense tensor, its parts: what they are -> their names among `names`."""
+        """Return, by the name of each dense tensor, its parts: kind of part -> name among `names`."""
         ...
 
     def join(self, name: str, parts: Mapping[str, Tensor]) -> Joined:
@@ -93,23 +93,23 @@ class Coding(Protocol):
 
 
 class Joined(Protocol):
-    """Holds a quantised tensor; parts on "meta" give one there."""
+    """Holds a quantized tensor. If its parts are on "meta", so are the tensors that it returns."""
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the dense tensor. Raises FormatError."""
         ...
 
     def coded(self, dtype: torch.dtype) -> CodedTensor | None:
-        """Return the tensor in its own bits; None if nothing reads it so. Raises FormatError."""
+        """Return the tensor in its own bits, or None if no product reads them. Raises FormatError."""
         ...
 
 
 class Checkpoint:
-    """Holds the tensors of a checkpoint by name. Each is read when it is taken; other tensors are never loaded.
+    """Holds the tensors of a checkpoint by name. Each tensor is read when it is taken. The others are never loaded.
 
     Args:
         folder: holds model.safetensors, or its shards and their index.
-        dtype: what floating-point tensors are cast to.
+        dtype: the dtype to which floating-point tensors are cast.
         on_taken: called once for every tensor taken, for progress bars.
     Raises:
         FormatError: there are no weights, the index cannot be read, or a shard is missing or damaged.
@@ -125,18 +125,19 @@ class Checkpoint:
         self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.keys()}
 
     def _start(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        """Set what checkpoints of all kinds have."""
+        """Set the attributes that checkpoints of all kinds have."""
         self.folder, self.device, self.dtype = folder, device, dtype
         self.on_taken = lambda: None
-        self._taken: dict[str, bytes] = {}  # name -> sample of its numbers
+        self._taken: dict[str, bytes] = {}  # Maps the name of a taken tensor to a sample of its numbers.
         self._factors: dict[str, float | Tensor] = {}
         self._tied = TiedWeights()
         self._ignored: set[str] = set()
         self._coding: Coding | None = None
-        self._parts: dict[str, dict[str, tuple[str, str]]] = {}  # dense tensor -> part -> file and name in it
+        # Maps a dense tensor to its parts, and each part to its file and its name there.
+        self._parts: dict[str, dict[str, tuple[str, str]]] = {}
 
     def decode_with(self, coding: Coding) -> None:
-        """From now on, see each tensor that is stored in parts as the dense tensor that `take` makes of them.
+        """From now on, replace tensors that are stored in parts by the dense tensors that `take` makes of the parts.
 
         Raises:
             FormatError: no tensor is stored in such parts.
@@ -195,12 +196,12 @@ class Checkpoint:
         return name in self._file_of
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor `name`, of this `shape`, on the checkpoint's device, in `dtype` or the checkpoint's.
+        """Return the tensor `name`, of this `shape`, on the checkpoint's device, in `dtype` or the checkpoint's dtype.
 
-        If no dtype is wanted, a tensor that is stored in fewer bits may be a `CodedTensor`, which keeps them.
+        If `dtype` is None, a tensor that is stored in fewer bits may be a `CodedTensor`, which keeps these bits.
 
         Raises:
-            FormatError: the tensor is missing or has another shape; the message names both shapes.
+            FormatError: the tensor is missing or has another shape. The message names both shapes.
         """
         tensor = self.take_as_stored(name, *shape)
         if dtype is not None:
@@ -211,13 +212,13 @@ class Checkpoint:
         return tensor.to(self.device, dtype or self.dtype)
 
     def scale(self, name: str, factor: float | Tensor) -> None:
-        """Make `take` multiply the tensor `name` by one factor, or by one for each row; it need not exist."""
+        """Make `take` multiply the tensor `name` by one factor, or by one factor per row. The tensor need not exist."""
         self._factors[name] = factor
 
     def take_as_stored(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor as `take` does, but mapped from the file, in its dtype, on the CPU.
+        """Return a tensor as `take` does, but mapped from the file, in the file's dtype, on the CPU.
 
-        Such a tensor takes memory only for the parts that are read.
+        Such a tensor takes memory only for those of its parts that are read.
         """
         stored = self._tied.stored_as.get(name, name)
         if stored not in self._file_of:
@@ -240,16 +241,16 @@ class Checkpoint:
 
     @property
     def keeps_bits(self) -> bool:
-        """True if tensors that are stored in few bits are taken in these."""
+        """True if tensors that are stored in few bits keep these bits when they are taken."""
         return self.device.type in ("cpu", "meta") and wanted_format() != "dense"
 
     @property
     def samples(self) -> Mapping[str, bytes]:
-        """Return name -> sample of its numbers, of each tensor that was taken, for `signature.signature_of`."""
+        """Return name -> sample of the numbers, for each tensor that was taken. `signature.signature_of` needs it."""
         return self._taken
 
     def _read(self, name: str) -> Tensor:
-        """Map the tensor, or make it of its parts."""
+        """Map the tensor, or make it from its parts."""
         if self._coding is not None and name in self._parts:
             parts = {part: self._map(*stored) for part, stored in self._parts[name].items()}
             stored = self._coding.join(name, parts)
@@ -264,9 +265,11 @@ class Checkpoint:
         return tensor
 
     def _map(self, file: str, name: str) -> Tensor:
-        """Map a tensor as it is stored. Files are mapped anew now and then: what was read and copied leaves memory.
+        """Map a tensor as it is stored.
 
-        Small tensors are copied: the model keeps many as they are, and one would keep all that was read of its file.
+        From time to time, files are mapped anew, so that pages that were read leave memory.
+
+        Small tensors are copied, because the model keeps many of them, and each would keep all pages read of its file.
         """
         if self._read_bytes >= MOST_MAPPED_BYTES:
             self._files, self._read_bytes = {other: self._open(other) for other in self._files}, 0
@@ -279,16 +282,16 @@ class Checkpoint:
         return self.take(name, *shape) if condition else None
 
     def name_of(self, *names: str) -> str:
-        """Return the first of these names by which a tensor is stored; or the first of all, if it is not."""
+        """Return the first of these names under which a tensor is stored, or the first name if none is stored."""
         return next((name for name in names if name in self), names[0])
 
     def take_joined(self, names: Sequence[str], *shape: int) -> Tensor:
         """Return what is stored as several tensors, one after the other in the first dimension, as `take` does.
 
-        They may be cut anywhere: published files hold what belongs together, and transformers cuts into equal parts.
+        They may be cut anywhere: published files cut by meaning, and transformers cuts into equal parts.
 
         Raises:
-            FormatError: one is missing, or together they have another shape.
+            FormatError: a tensor is missing, or the joined tensor has another shape.
         """
         if len(names) == 1 or any(name not in self for name in names):
             return self.take(names[0] if len(names) == 1 else next(n for n in names if n not in self), *shape)
@@ -300,45 +303,47 @@ class Checkpoint:
         return joined(*(self.take(name, size, *shape[1:]) for name, size in zip(names, sizes, strict=True)))
 
     def tie(self, source: str, *names: str, is_tied: bool = True, own: Collection[str] = ()) -> tuple[str, ...]:
-        """Return, for each of `names`, the name by which to take it: `source` if both are one tensor.
+        """Return, for each of `names`, the name under which to take it: `source` if both are the same tensor.
 
-        Names that no file holds are `source`, or `source` is the first of them that is stored. Tensors that are stored
-        and differ are used as they are; `warn_of_surprises` names them.
+        A name that no file holds is taken from `source`. If no file holds `source`, it is taken from the first of
+        `names` that is stored. Tensors that are stored and differ are used as they are, and `warn_of_surprises` names
+        them.
 
         Args:
-            is_tied: what the config says. If it says no, each name must be stored.
-            own: names of which the config says no although the others are tied.
+            is_tied: what the config says. If it is False, each name must be stored.
+            own: those names that the config does not tie, although it ties the others.
         Raises:
             FormatError: a name that is not tied is not stored.
-        Cost: reads tensors that are stored up to the first number that differs.
+        Cost: stored tensors are read up to the first number that differs.
         """
         return self._tied.decide(self, source, names, is_tied, own)
 
     def tie_block(self, block: str, *sources: str, is_tied: bool) -> str:
-        """Return the beginning of the names by which to take a block of a layer that other layers may use as well.
+        """Return the beginning of the names under which to take a block of a layer that other layers may use as well.
 
-        It is that of the first of `sources` that is stored, unless `block` is stored and differs.
+        It is the first of `sources` that is stored, unless `block` is stored and differs from it.
 
         Args:
-            block, sources: what the names of the block's tensors begin with, for this layer and for all that share it.
+            block, sources: the beginnings of the names of the block's tensors, for this layer and for all layers that
+                share the block.
         """
         return self._tied.decide_block(self, self._file_of, block, sources, is_tied)
 
     def are_equal(self, name: str, other: str) -> bool:
         """Return whether two stored tensors hold the same numbers in the checkpoint's dtype."""
         if (name in self._parts) != (other in self._parts):
-            return False  # one was rounded when it was quantised
+            return False  # One of the two was rounded when it was quantized.
         return equal_in(self.dtype, as_floats(self._read(name)), as_floats(self._read(other)))
 
     @property
     def differing(self) -> Mapping[str, str]:
-        """Return name -> name of the tensor that the config ties it to, although both are stored and differ."""
+        """Return name -> name of the tensor to which the config ties it, for pairs that are both stored and differ."""
         return self._tied.differing
 
     def warn_of_surprises(self) -> None:
-        """Warn of tensors that differ although the config ties them, and of those that were not taken.
+        """Warn of tensors that differ although the config ties them, and of tensors that were not taken.
 
-        Then the model may not be what its config says.
+        In such cases the model may not be what its config says.
         """
         for name, source in self.differing.items():
             warnings.warn(
@@ -350,7 +355,7 @@ class Checkpoint:
             warnings.warn(f"{len(left)} tensors of {self.folder} are not used: {left[:5]}", stacklevel=3)
 
     def ignore(self, *names: str) -> None:
-        """Name tensors that files may hold although the model computes them itself: nobody is warned of them."""
+        """Name tensors that files may hold although the model computes them itself, so that no warning names them."""
         self._ignored.update(names)
 
     def names_below(self, prefixes: Iterable[str]) -> list[str]:
@@ -366,15 +371,15 @@ class Checkpoint:
         return {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in found.items()}
 
     def leftovers(self) -> list[str]:
-        """Return the names of tensors that were not taken, ignored, or what others are tied to."""
+        """Return the names of tensors that were neither taken nor ignored, and to which no others are tied."""
         return sorted(self._file_of.keys() - self._taken.keys() - self._tied.equal - self._ignored)
 
 
 class UnreadCheckpoint(Checkpoint):
-    """Reads names and shapes of a folder's checkpoint, and checks them, but no numbers: tensors take no memory.
+    """Reads names and shapes of a folder's checkpoint, and checks them, but reads no numbers: tensors take no memory.
 
     Attributes:
-        stored: name -> (dtype as safetensors names it, shape) of every tensor in the files.
+        stored: name -> (dtype as named by safetensors, shape) of every tensor in the files.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
@@ -385,27 +390,27 @@ class UnreadCheckpoint(Checkpoint):
         }
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Compare the numbers after all: what a model holds depends on them."""
+        """Compare the numbers, because which tensors a model holds depends on them."""
         read = Checkpoint(self.folder, torch.device("cpu"), self.dtype)
         if self._coding is not None:
             read.decode_with(self._coding)
         return read.are_equal(name, other)
 
     def _map(self, file: str, name: str) -> Tensor:
-        if name.endswith("_shape"):  # of a packed tensor, whose shape is told by these numbers only
+        if name.endswith("_shape"):  # The shape of a packed tensor is only in the numbers of this tensor.
             return super()._map(file, name)
         dtype, shape = self.stored[name]
         return torch.empty(shape, dtype=_DTYPES.get(dtype, self.dtype), device=self.device)
 
     def scale(self, name: str, factor: float | Tensor) -> None:
-        """Does nothing: there are no numbers to scale."""
+        """Do nothing, because there are no numbers to scale."""
 
 
 class LoadedCheckpoint(Checkpoint):
-    """Holds tensors that are in memory already; those that are taken unchanged are shared.
+    """Holds tensors that are already in memory. Tensors that are taken unchanged are shared.
 
     Args:
-        tensors: by the names that they would have in a file.
+        tensors: the tensors, under the names that they would have in a file.
     """
 
     def __init__(self, name: str, tensors: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
@@ -417,13 +422,13 @@ class LoadedCheckpoint(Checkpoint):
         return self._tensors[name]
 
     def leftovers(self) -> list[str]:
-        """Return names as for files, in which a tensor of several names stands once."""
+        """Return names as for files, where a tensor with several names occurs only once."""
         places = {self._tensors[name].data_ptr() for name in self._taken}
         return [name for name in super().leftovers() if self._tensors[name].data_ptr() not in places]
 
 
 class SampledCheckpoint(LoadedCheckpoint):
-    """Samples the numbers of tensors that are in memory, and hands out tensors on "meta" that take none."""
+    """Samples the numbers of tensors that are in memory, and returns tensors on "meta", which take no memory."""
 
     def __init__(self, name: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
         super().__init__(name, tensors, torch.device("meta"), dtype)

@@ -1,6 +1,6 @@
 """Holds weights in the few bits in which a file stores them, as tensors whose rows can be chosen and joined.
 
-Products keep these bits (`models.products`); everything else sees the floats that they stand for.
+Products keep these bits (`models.products`). All other code sees the floats for which they stand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridmem.models.weights.dry import joined
 from hybridmem.models.weights.layouts import GROUP, Layout
 
 _AT_ONCE = 1 << 22
-"""Numbers that become floats at once: temporary tensors take a few times their bytes."""
+"""How many numbers become floats at once. Temporary tensors take a few times their bytes."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Term:
     """Says where some bits of the codes of 16 inputs are: code |= (byte >> shift & mask) << up.
 
     Attributes:
-        offset: of the first of 16 bytes in a block of the file; or of two bytes, each of whose bits is an input's.
+        offset: the place of the first of 16 bytes in a block of the file, or of two bytes that have one bit per input.
             Factors of a group have one byte.
     """
 
@@ -38,10 +38,10 @@ class Term:
 
 @dataclass(frozen=True)
 class Scales:
-    """Holds what codes are multiplied by: floats of units, and factors of groups, as `Layout` describes them.
+    """Holds the factors of codes: floats of units, and factors of groups, as `Layout` describes them.
 
     Attributes:
-        floats: (rows, units, 1 or 2), of the layout's type.
+        floats: (rows, units, 1 or 2), of the layout's float type.
         factors: (rows, groups, 0 to 2), int8.
     """
 
@@ -51,17 +51,17 @@ class Scales:
 
 @dataclass(frozen=True)
 class Form:
-    """Describes how a file stores weights in few bits: in blocks of codes, with scales among them or in other tensors.
+    """Describes how a file stores weights in few bits: in blocks of codes, with scales among or beside the codes.
 
     Attributes:
-        name: as the file's format calls it.
-        layout: in which products hold the same codes and scales.
-        block_bytes: of a block.
-        terms: for each 16 inputs of a block, where their codes are.
-        floats: offsets of a block's floats; none if floats and factors are tensors of their own.
-        factors: for each group of a block and each of its factors, where its bits are.
-        bias: is added to factors.
-        is_exponent: a float is a byte that says a power of two, and codes count twice (MXFP4).
+        name: the name in the file's format.
+        layout: the layout in which products hold the same codes and scales.
+        block_bytes: the bytes of a block.
+        terms: for each 16 inputs of a block, the places of their codes.
+        floats: the offsets of a block's floats; none if floats and factors are separate tensors.
+        factors: for each group of a block and each of its factors, the place of its bits.
+        bias: a number that is added to factors.
+        is_exponent: True if a float is a byte that encodes a power of two, and codes count twice (MXFP4).
     """
 
     name: str
@@ -75,19 +75,19 @@ class Form:
 
     @property
     def n_block(self) -> int:
-        """Inputs of a block."""
+        """Return the number of inputs of a block."""
         return 16 * len(self.terms)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Return the layouts in which the same weights can be held exactly, the smallest first."""
+        """Return the layouts that can hold the same weights exactly, the smallest first."""
         own = self.layout
         if own.n_bits == 8 or (own.table is None and own.minimum is not None):
             return (own,)
         return own, replace(own, n_bits=8, zero=0, table=None)
 
     def codes(self, stored: Tensor) -> Tensor:
-        """Return codes (rows, inputs) of the first part, as they are stored: uint8, or int8 if a code has 8 bits."""
+        """Return the codes (rows, inputs) of the first part as stored: uint8, or int8 if a code has 8 bits."""
         blocks = stored.view(len(stored), -1, self.block_bytes)
         found = blocks.new_zeros(*blocks.shape[:2], self.n_block)
         for i, terms in enumerate(self.terms):
@@ -102,7 +102,7 @@ class Form:
         return found.flatten(1).view(torch.int8 if self.layout.n_bits == 8 else torch.uint8)
 
     def scales(self, parts: Sequence[Tensor]) -> Scales:
-        """Return the scales of all parts, of which each has a row for each output."""
+        """Return the scales from all parts. Each part has one row for each output."""
         if not self.floats:
             floats, n_factors = parts[1].view(len(parts[1]), -1, self.layout.n_floats), self.layout.n_factors
             if not n_factors:
@@ -123,18 +123,18 @@ class Form:
 
 
 def plain_form(name: str, layout: Layout) -> Form:
-    """Return the form of tensors of codes, one byte each and whole groups of 32, of floats, and of factors if any."""
+    """Return the form of separate tensors of codes (one byte each, whole groups of 32), of floats, and of factors."""
     return Form(name, layout, GROUP, ((Term(0),), (Term(16),)))
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """Return, in bfloat16, half of the powers of two that bytes say with a bias of 127."""
+    """Return, in bfloat16, half of the powers of two that bytes encode with a bias of 127."""
     wide = exponents.to(torch.int16)
     return torch.where(wide < 2, 0x20 << wide.clamp(max=1), wide - 1 << 7).to(torch.int16).view(torch.bfloat16)
 
 
 def weights_of(layout: Layout, codes: Tensor, scales: Scales) -> Tensor:
-    """Return what codes (rows, inputs) stand for, in float32."""
+    """Return the weights that codes (rows, inputs) stand for, in float32."""
     n_in = codes.shape[1]
     group = layout.group or n_in
     if layout.float8 is not None:
@@ -161,12 +161,12 @@ def weights_of(layout: Layout, codes: Tensor, scales: Scales) -> Tensor:
 
 
 class CodedTensor(Tensor):
-    """Holds a tensor in few bits: all axes but the last can be divided, reordered and joined as of any tensor.
+    """Holds a tensor in few bits. All axes except the last can be divided, reordered and joined as for any tensor.
 
-    Other functions of torch see floats of its dtype, which take memory for as long as they are used.
+    Other functions of torch see floats of the tensor's dtype, which take memory for as long as they are used.
 
     Attributes:
-        form: how it is stored.
+        form: how the tensor is stored.
         parts: tensors whose last axes hold the bits of a row of inputs.
     """
 
@@ -181,7 +181,7 @@ class CodedTensor(Tensor):
         return own
 
     def __init__(self, form: Form, parts: Sequence[Tensor], n_in: int, dtype: torch.dtype) -> None:
-        """Make a tensor of these parts, which have one row for each row of it."""
+        """Make a tensor of these parts, each of which has one row for each row of the tensor."""
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"CodedTensor({self.form.name}, shape={list(self.shape)}, dtype={self.dtype})"
@@ -191,7 +191,7 @@ class CodedTensor(Tensor):
         return tuple(part.reshape(-1, part.shape[-1]) for part in self.parts)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the floats, in this dtype or the tensor's own, rounded once."""
+        """Return the floats, in this dtype or in the tensor's own, with one rounding."""
         found = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
         if self.is_meta:
             return found
@@ -207,7 +207,7 @@ class CodedTensor(Tensor):
         """Return a matrix whose inputs are reordered in pieces of `width`; None if that would change a scale's inputs.
 
         Args:
-            order: the pieces, each once.
+            order: the numbers of the pieces, each once.
         """
         form, n_in = self.form, self.shape[-1]
         if n_in != len(order) * width or width % GROUP or self.dim() != 2:
@@ -221,13 +221,14 @@ class CodedTensor(Tensor):
         return self._plain(width)._with_pieces(order)
 
     def _with_pieces(self, order: Tensor) -> CodedTensor:
-        """Return a matrix of a plain form whose inputs are reordered in pieces of whole units."""
+        """Return a matrix of a plain form, whose inputs are reordered in pieces of whole units."""
         return self.like([part.view(len(part), len(order), -1)[:, order].flatten(1) for part in self.parts])
 
     def _plain(self, unit: int) -> CodedTensor:
-        """Return the matrix in a plain form in which so many inputs share a float, or less if they did."""
+        """Return the matrix in a plain form in which `unit` inputs share a float, or fewer if fewer did before."""
         rows, layout = self.rows(), self.form.layout
-        if self.is_meta:  # Shapes alone, from one row of zeros: torch's own rules for "meta" import its compiler.
+        # Only shapes are computed, from one row of zeros, because torch's own rules for "meta" import its compiler.
+        if self.is_meta:
             one = self.like([torch.zeros(1, part.shape[1], dtype=part.dtype) for part in rows])._plain(unit)
             return one.like([part.new_empty(len(rows[0]), part.shape[1], device="meta") for part in one.parts])
         scales, n_in = self.form.scales(rows), self.shape[-1]
@@ -245,7 +246,7 @@ class CodedTensor(Tensor):
         return own[places, indices % self.shape[-1]]
 
     def like(self, parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> CodedTensor:
-        """Return a tensor of other rows in the same form."""
+        """Return a tensor with other rows in the same form."""
         return CodedTensor(self.form, parts, self.shape[-1], dtype or self.dtype)
 
     @classmethod
@@ -260,17 +261,17 @@ class CodedTensor(Tensor):
 
 
 def as_floats(x: Any) -> Any:
-    """Return the floats of a tensor in few bits; other things as they are."""
+    """Return the floats of a tensor in few bits. Other objects are returned as they are."""
     return x.dense() if isinstance(x, CodedTensor) else x
 
 
 def _before_last(x: CodedTensor, *dims: int) -> bool:
-    """True if these are axes other than the last one."""
+    """True if none of these axes is the last one."""
     return all(dim % x.dim() < x.dim() - 1 for dim in dims)
 
 
 def _of_each(x: CodedTensor, function: Callable[[Tensor], Any]) -> Any:
-    """Apply a function to each part; it returns a tensor, or several."""
+    """Apply a function that returns a tensor, or several, to each part."""
     found = [function(part) for part in x.parts]
     if isinstance(found[0], Tensor):
         return x.like(found)
@@ -348,4 +349,4 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _ATEN.unbind.int: _unbind, _ATEN.index.Tensor: _index, _ATEN.unsqueeze.default: _unsqueeze, _ATEN.cat.default: _cat,
     _ATEN._to_copy.default: _copy, _ATEN.detach.default: _copy, _ATEN.alias.default: _copy, _ATEN.clone.default: _copy,
 }  # fmt: skip
-"""What functions of torch do that change rows alone; None where they do more."""
+"""Maps functions of torch that change only rows to their versions for parts. A version returns None if it cannot."""

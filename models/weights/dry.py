@@ -1,7 +1,7 @@
-"""Computes a few functions of weights without numbers, on "meta", by their shapes alone.
+"""Computes a few functions of weights that have no numbers (on "meta") from their shapes.
 
-torch's own functions for these import torch._dynamo there, or sympy, which takes more than a second. And torch._dynamo
-imports triton where that is installed, which writes pages about leaks when the process ends.
+torch's own versions of these functions import torch._dynamo on "meta", or sympy, which takes more than a second.
+torch._dynamo imports triton if it is installed, which writes pages about leaks when the process ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def joined(*weights: Tensor, dim: int = 0) -> Tensor:
     """Return weights one after the other in one dimension: (n_i, ...) become (sum of n_i, ...)."""
     if len(weights) == 1:
         return weights[0]
-    # A tensor of a class with rules of its own knows how to join its parts.
+    # A tensor class with rules of its own can join its parts itself.
     is_plain = type(weights[0]).__torch_dispatch__ is Tensor.__torch_dispatch__
     if weights[0].is_meta and is_plain:
         shape = list(weights[0].shape)

@@ -1,4 +1,4 @@
-"""Says in which format the weights of products are kept while a model is made."""
+"""Defines the formats of products' weights, and in which format weights are kept while a model is made."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from hybridmem.memory.blocks import Scoped
 from hybridmem.memory.errors import SpecError
 
 IntegerFormat = Literal["int8", "int8-row", "int4"]
-"""Integers of 8 or 4 bits with a scale for each group of 32 inputs; "int8-row" has one for all inputs of an output."""
+"""Integers of 8 or 4 bits with a scale for each group of 32 inputs.
+
+"int8-row" has one scale for all inputs of an output.
+"""
 
 WeightFormat = Literal["auto", "dense", IntegerFormat]
-"""Formats of `load_model(weights=...)`: "auto" keeps the bits of the files, "dense" the model's dtype."""
+"""Formats of `load_model(weights=...)`. "auto" keeps the bits of the files, "dense" uses the model's dtype."""
 
 _format = Scoped[WeightFormat]("weights", "auto")
 
 
 def weights_in(weights: WeightFormat, device: torch.device) -> AbstractContextManager[None]:
-    """Let every product that is made meanwhile hold its weights in this format.
+    """Let every product that is made inside of the block hold its weights in this format.
 
     Raises:
-        SpecError: there is no such format, or it is not for this device.
+        SpecError: the format does not exist, or is not for this device.
     """
     formats = "auto", "dense", *get_args(IntegerFormat)
     if weights not in formats:
@@ -39,5 +42,5 @@ def wanted_format() -> WeightFormat:
 
 
 def wanted_vocabulary_format() -> WeightFormat:
-    """Return the format of heads and embeddings: 8 bits where others have 4, since they lose most by fewer bits."""
+    """Return the format of heads and embeddings: 8 bits if products have 4, because fewer bits harm them most."""
     return "int8" if _format.get() == "int4" else _format.get()

@@ -9,33 +9,33 @@ from hybridmem.models.weights.coded import Form, Term
 from hybridmem.models.weights.layouts import Layout
 
 _SUPER = 256
-"""Inputs of a block whose groups have factors."""
+"""The number of inputs of a block whose groups have factors."""
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the numbers of FP4 (E2M1)."""
+"""The numbers of FP4 (E2M1), multiplied by two."""
 
 Terms = tuple[tuple[Term, ...], ...]
 Factors = tuple[Terms, ...]
 
 
 def _nibbles(offset: int) -> Terms:
-    """Say where codes are whose lower halves come first: byte i has those of inputs i and i + 16."""
+    """Return the places of codes in half bytes: byte i has those of inputs i (lower half) and i + 16."""
     return tuple((Term(offset, 4 * half, 15),) for half in range(2))
 
 
 def _with_bits(terms: Terms, offset: int) -> Terms:
-    """Add a fifth bit, of which each input has its own from `offset` on."""
+    """Add a fifth bit to codes: from `offset` on, there is one bit for each input."""
     return tuple((*own, Term(offset + 2 * half, up=4, is_bits=True)) for half, own in enumerate(terms))
 
 
 def _by_group(term: Callable[[int, int], tuple[Term, ...]]) -> Terms:
-    """Say where the codes of 256 inputs are, by their group of 32 and half of it."""
+    """Return the places of the codes of 256 inputs, by their group of 32 and the half of the group."""
     return tuple(term(group, half) for group in range(8) for half in range(2))
 
 
 def _k4_factors() -> Factors:
-    """Say where 8 scales and 8 minima of 6 bits each are, as Q4_K and Q5_K have them, in 12 bytes behind two floats."""
+    """Return the places of 8 scales and 8 minima of 6 bits each in Q4_K and Q5_K, in the 12 bytes after two floats."""
     first = [((Term(4 + i, 0, 63),), (Term(8 + i, 0, 63),)) for i in range(4)]
     last = [
         ((Term(12 + i, 0, 15), Term(4 + i, 6, 3, 4)), (Term(12 + i, 4, 15), Term(8 + i, 6, 3, 4))) for i in range(4)
@@ -49,7 +49,7 @@ def _k3_factors() -> Factors:
 
 
 def _iq4_factors() -> Factors:
-    """Say where 8 scales of 6 bits each are: the upper two in two bytes, the lower four in the next four."""
+    """Return the places of 8 scales of 6 bits each: the upper two bits in two bytes, the others in the next four."""
     return tuple(((Term(4 + i // 2, 4 * (i % 2), 15), Term(2 + i // 4, 2 * (i % 4), 3, 4)),) for i in range(8))
 
 
@@ -103,4 +103,4 @@ _ALL = (
 )  # fmt: skip
 
 FORMS = {form.name: form for form in _ALL}
-"""GGUF's names of types -> their forms."""
+"""Maps GGUF's name of a type to its form."""

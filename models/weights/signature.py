@@ -1,7 +1,7 @@
-"""Identifies the weights of a model by some of their numbers: rows that other weights have computed are other rows.
+"""Identifies the weights of a model by some of their numbers, because rows computed with other weights cannot be used.
 
-What is compared are the numbers in the dtype that the model computes in, as they are read: so it does not matter from
-which files they came, on which device they are and how they are packed there.
+The numbers are compared in the dtype in which the model computes, as they are read. So it does not matter from which
+files they came, on which device they are, and how they are packed there.
 """
 
 from __future__ import annotations
@@ -23,25 +23,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _N_PLACES, _N_ADJACENT = 16, 4
-"""Places at which a tensor is sampled, and adjacent numbers at each: few, since each place is a page of a file."""
+"""How many places of a tensor are sampled, and how many adjacent numbers at each.
+
+They are few, since each is a page of a file.
+"""
 
 _GOLDEN = 0.6180339887498949
-"""Multiples of this, modulo 1, are spread evenly, and fall into step with no power of two."""
+"""The multiples of this number, modulo 1, are spread evenly, and do not repeat with any power of two."""
 
 _HEADS = re.compile(r"(.*\.)?(lm_head|embed_out)\.weight")
-"""No row depends on it, and where it is tied it may be missing or stand there twice."""
+"""Heads are left out: no row depends on them, and a tied head may be missing or stored twice."""
 
 _OPTIONS = re.compile(
     r".*(_eps|_epsilon|_multipliers?|_experts_per_tok(en)?|top_?k(_\w+)?|_softcapping|_act|activation(_function)?|"
     r"routed_scaling_factor)"
 )
-"""Options of a config that change rows, and that neither shapes nor the memory spec show. No others: a new release of
-transformers may add options, or write them otherwise."""
+"""Options of a config that change rows, but change neither shapes nor the memory spec.
+
+Other options are left out, because a new release of transformers may add options, or write them otherwise.
+"""
 
 
 @lru_cache(4096)
 def _places(n: int) -> Tensor:
-    """Return the indices of a tensor of `n` elements that are compared."""
+    """Return the indices of the elements that are compared in a tensor of `n` elements."""
     if n <= _N_PLACES * _N_ADJACENT:
         return torch.arange(n)
     starts = torch.arange(1, _N_PLACES + 1, dtype=torch.float64) * _GOLDEN % 1 * (n - _N_ADJACENT)
@@ -49,10 +54,10 @@ def _places(n: int) -> Tensor:
 
 
 def sample_of(tensor: Tensor, dtype: torch.dtype, factor: float | Tensor | None = None) -> bytes:
-    """Return a digest of the shape of a tensor and of some of its numbers in `dtype`; of one on "meta" nothing.
+    """Return a digest of a tensor's shape and some of its numbers in `dtype`. It is empty for a tensor on "meta".
 
     Args:
-        factor: what its numbers are multiplied by: one for all, or one for each row.
+        factor: what the tensor's numbers are multiplied by: one factor, or one for each row.
     """
     if tensor.is_meta:
         return b""
@@ -70,15 +75,15 @@ def sample_of(tensor: Tensor, dtype: torch.dtype, factor: float | Tensor | None 
 
 
 def signature_of(config: PreTrainedConfig, dtype: torch.dtype, samples: Mapping[str, bytes]) -> str | None:
-    """Return `MemorySpec.weights` of a model: the bits of its weights, a colon, and a digest; None without numbers.
+    """Return `MemorySpec.weights` of a model: the dtype of its weights, a colon, and a digest; None without numbers.
 
     Args:
-        samples: name of a tensor -> `sample_of` it.
+        samples: name of a tensor -> the result of `sample_of` for it.
     """
     if not any(samples.values()):
         return None
     digest = hashlib.sha256(json.dumps(_options_of(config), sort_keys=True, default=str).encode())
-    # Layers may share a tensor, and files have it under the number of one of them: any.
+    # Layers may share a tensor, which files have under the number of any one of them.
     found = {(re.sub(r"\d+", "#", name), sample) for name, sample in samples.items() if not _HEADS.fullmatch(name)}
     for name, sample in sorted(found):
         digest.update(name.encode() + b"\0" + sample)

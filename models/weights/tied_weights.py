@@ -1,4 +1,4 @@
-"""Decides which tensors of a checkpoint are one: what the files hold counts, not what the config says of it."""
+"""Decides which names of a checkpoint stand for one tensor. What the files hold counts, not what the config says."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from hybridmem.memory.errors import FormatError
 
 _AT_ONCE = 1 << 20
-"""Numbers that are compared at once: most tensors that differ do so in the first."""
+"""How many numbers are compared at once. Most tensors that differ do so in the first part."""
 
 
 class Stored(Protocol):
-    """Says which tensors a checkpoint holds, and compares them."""
+    """Declares what tells which tensors a checkpoint holds, and compares them."""
 
     folder: Path
 
@@ -28,14 +28,15 @@ class Stored(Protocol):
 
 @dataclass
 class TiedWeights:
-    """Remembers which names stand for one tensor, as transformers decides it (`PreTrainedModel.tie_weights`).
+    """Remembers which names stand for one tensor. The rules are those of transformers (`PreTrainedModel.tie_weights`).
 
-    A tensor that is stored is used. One that is not stored is the tensor that it is tied to, in either direction.
+    A tensor that is stored is used. A name that is not stored stands for the tensor to which it is tied, in either
+    direction.
 
     Attributes:
-        stored_as: name of a tensor that no file holds -> name of the stored tensor that it is.
-        equal: names of stored tensors that need not be read: they hold the numbers of another one.
-        differing: name -> name of the tensor that the config ties it to, although both are stored and differ.
+        stored_as: name that no file holds -> name of the stored tensor for which it stands.
+        equal: names of stored tensors that need not be read, because they hold the numbers of another one.
+        differing: name -> name of the tensor to which the config ties it, for pairs that are both stored and differ.
     """
 
     stored_as: dict[str, str] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class TiedWeights:
     def decide(
         self, checkpoint: Stored, source: str, names: tuple[str, ...], is_tied: bool, own: Collection[str]
     ) -> tuple[str, ...]:
-        """Return what `Checkpoint.tie` returns; a later call does not compare numbers again."""
+        """Return what `Checkpoint.tie` returns. A later call does not compare the numbers again."""
         if source not in self._decided:
             root = next((name for name in (source, *names) if name in checkpoint), source) if is_tied else source
             if root != source:
@@ -57,7 +58,7 @@ class TiedWeights:
     def decide_block(
         self, checkpoint: Stored, names: Collection[str], block: str, sources: tuple[str, ...], is_tied: bool
     ) -> str:
-        """Return what `Checkpoint.tie_block` returns, of a checkpoint that holds tensors of these names."""
+        """Return what `Checkpoint.tie_block` returns, for a checkpoint that holds tensors of these names."""
         if block not in self._decided:
             held = {prefix: [n for n in names if n.startswith(prefix)] for prefix in (block, *sources)}
             source = next((prefix for prefix in sources if held[prefix]), sources[0])

@@ -1,16 +1,17 @@
 """Computes `memory.kernels.signature.Kernels` on the CPU, for float32, bfloat16 and float16, compiled by numba.
 
-Everything is computed in float32; 16 bits are what is read and written (see `numbers`).
+Everything is computed in float32. Only what is read and written may have 16 bits (see `numbers`).
 
-Pages, rows and states are read and written in place. Each output element is computed by one thread in an order that
-does not depend on the rest of the batch, so the bits of a request's result do not depend on other requests of the step.
+Pages, rows and states are read and written in place. Each output element is computed by one thread, in an order that
+does not depend on other rows of the batch. So the bits of a request's result do not depend on other requests of the
+step.
 
-So that LLVM uses full vector registers: arrays are contiguous (numba compiles others for any stride); an inner loop
-runs over slices of its own, from 0 on (numba would check other indices for being negative; unsigned ones it does not
-check); no array is read through one slice and written through another that may overlap it; divisions do not check for
-zero.
+The code is written so that LLVM uses full vector registers. Arrays are contiguous, because numba would compile other
+arrays for any stride. An inner loop runs from 0 over slices made for it, because numba would check other indices for
+being negative (but not unsigned ones). No array is read through one slice and written through another that may overlap.
+Divisions do not check for zero.
 
-Machine code is kept on disk until a source of `memory.kernels` changes, see `compiled`.
+Machine code is kept on disk until a source file of `memory.kernels` changes; see `compiled`.
 """
 
 from hybridmem.memory.kernels.cpu.attention import attend_rows, paged_attention

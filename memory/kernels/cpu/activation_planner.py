@@ -1,7 +1,8 @@
-"""Knows where a recorded step's results are, and packs them: later results take the place of those no longer needed.
+"""Knows where a recorded step's results are, and packs them: later results reuse the memory of those no longer needed.
 
-While a step is recorded, all its results stay at different addresses, so that each address stands for one result. If it
-were replayed like that, a model of twelve layers would write twelve times as much memory as fits into a fast cache.
+While a step is recorded, all its results stay at different addresses, so that each address stands for one result. If
+the recording were replayed like that, a model of twelve layers would write twelve times as much memory as fits into a
+fast cache.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ Calls = list[tuple[Callable[..., object], tuple[Any, ...]]]
 
 _LINE_BYTES = 64
 _Place = tuple[int, int]
-"""The allocation in which an address is, and its distance in bytes from the begin of that."""
+"""The allocation to which an address belongs, and the distance in bytes of the address from the allocation's begin."""
 
 
 class ActivationPlanner:
-    """Knows the `n_bytes` bytes of memory that a step has allocated.
+    """Knows all memory that a recorded step has allocated: `n_bytes` bytes.
 
-    It keeps all tensors that the step has used, so that no other tensor gets the address of one of them.
+    It keeps all tensors that the step has used, so that no other tensor gets one of their addresses.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class ActivationPlanner:
                 self.n_bytes += n_bytes
 
     def find(self, address: int) -> _Place | None:
-        """Return the place of an address in what the step has allocated, or None if it is elsewhere."""
+        """Return the place of an address in the memory that the step has allocated, or None if it is elsewhere."""
         if len(self._begins) != len(self._numbers):
             self._begins = sorted(self._numbers)
         at = bisect_right(self._begins, address) - 1
@@ -60,7 +61,8 @@ class ActivationPlanner:
     def key_of(self, x: Any) -> Hashable:
         """Return a key of an argument. Two recordings of one step give arguments with the same keys.
 
-        Raises ValueError for an integer that is an address in the memory of the step, but was not declared as one.
+        Raises ValueError for an integer that is an address in the memory of the step, but was not declared as an
+        address.
         """
         if isinstance(x, tuple | list):
             return tuple(map(self.key_of, x))
@@ -82,7 +84,7 @@ class ActivationPlanner:
         return self.find(address) or address
 
     def pack(self, calls: Calls, output: Tensor) -> tuple[Calls, Tensor, int]:
-        """Move all results into one block, and return the calls on it, their output, and the bytes of the block."""
+        """Move all results into one block. Return the calls on this block, their output, and the bytes of the block."""
         lives = dict[int, list[int]]()
         for i, arguments in enumerate([*(arguments for _, arguments in calls), (output,)]):
             for number, _ in filter(None, map(self.find, _addresses_in(arguments))):
@@ -96,7 +98,7 @@ class ActivationPlanner:
 
 
 class _Moved:
-    """Moves those arguments to a block of memory that lie in what a step has allocated."""
+    """Replaces those arguments that are in the memory of a step by arguments in a packed block."""
 
     def __init__(self, memory: ActivationPlanner, begins: dict[int, int], block: Tensor) -> None:
         self._memory, self._begins, self._block, self._array = memory, begins, block, block.numpy()
@@ -116,7 +118,7 @@ class _Moved:
         return x
 
     def _at(self, address: int) -> int | None:
-        """Return the offset in the packed block to which the bytes at an address have moved, or None if they stay."""
+        """Return the offset in the packed block to which the bytes at an address were moved, or None if they stay."""
         place = self._memory.find(address)
         return None if place is None else self._begins[place[0]] + place[1]
 
@@ -139,7 +141,8 @@ def _lay_out(lives: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], in
     """Choose the offset of each result in a block, and return the offsets and the bytes of the block.
 
     Args:
-        lives: result -> its first and its last use, and its bytes. Results in use at the same time lie apart.
+        lives: result -> its first and its last use, and its bytes. Results that are in use at the same time do not
+            overlap.
     """
     # `taken` holds (last use, begin, end) of each result.
     begins, taken = dict[int, int](), list[tuple[int, int, int]]()
@@ -164,7 +167,7 @@ def _first_gap(size: int, taken: Iterable[tuple[int, int]]) -> int:
 
 
 def storage_of(x: Tensor) -> tuple[int, int] | None:
-    """Return address and bytes of a tensor's storage, or None if it has none, as oneDNN's tensors."""
+    """Return address and bytes of a tensor's storage, or None if it has none, as for tensors of oneDNN."""
     if x.layout is not torch.strided:
         return None
     storage = x.untyped_storage()

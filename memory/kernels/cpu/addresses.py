@@ -1,7 +1,7 @@
-"""Calls compiled kernels from others by the addresses of their machine code.
+"""Lets compiled kernels call others by the addresses of their machine code.
 
-A kernel that calls another one by its name contains it: it is compiled with it, and kept on disk with it. One that
-takes an address compiles in a tenth of the time.
+A kernel that calls another one by its name contains the other: it is compiled and kept on disk with it. A kernel that
+takes the address of the other one compiles in a tenth of the time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hybridmem.memory.kernels.cpu.numbers import untyped_intrinsic
 
 
 def address_of(kernel: Any, *arguments: Any) -> int:
-    """Return the address of a kernel for arguments of these types; compile it, or load it from disk, if needed."""
+    """Return the address of a kernel for arguments of these types. Compile it, or load it from disk, if needed."""
     signature = tuple(map(typeof, arguments))
     if signature not in kernel.overloads:
         kernel.compile(signature)
@@ -24,7 +24,7 @@ def address_of(kernel: Any, *arguments: Any) -> int:
 
 @untyped_intrinsic
 def call_at(typing_context, address, arguments):
-    """Call the kernel at an address with a tuple of arguments, of the types that `address_of` was given."""
+    """Call the kernel at an address with a tuple of arguments. Their types must be those given to `address_of`."""
     own = tuple(types.unliteral(kind) for kind in arguments.types)
     if any(isinstance(kind, types.Array) and kind.layout != "C" for kind in own):
         raise TypeError("kernels take contiguous arrays")

@@ -1,4 +1,4 @@
-"""Computes attention over pages on the CPU: few queries read pages in place, many gather them for torch's attention."""
+"""Computes attention over pages on the CPU: few queries read pages in place, many gather rows for torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hybridmem.memory.kernels.reference import row_reader
 from hybridmem.memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""The function behind `scaled_dot_product_attention` on a CPU; unlike that, it also returns the sums of weights."""
+"""The operator that `scaled_dot_product_attention` calls on a CPU. It also returns the sums of weights."""
 
 _FEW_QUERIES = 16
 _MOST_QUERIES, _ROWS, _MOST_ELEMENTS = 1024, 1024, 1 << 22
-"""The limits of one call with many queries: how many queries, rows, and elements of the queries."""
+"""The limits of one call with many queries: the number of queries, of rows, and of elements of the queries."""
 
 _NO_WINDOW = 1 << 60
 _NO_SINKS, _NO_BIAS = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
@@ -88,7 +88,7 @@ def attend_rows(
 def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Scoring, out_THD: Tensor) -> None:
     """Attend from the last T of `n_rows` rows, by torch's fused attention if that can compute such scores.
 
-    It also returns the log of each query's sum of weights, with which the results of several blocks of rows are joined.
+    It also returns the log of each query's sum of weights, by which the results of several blocks of rows are joined.
     """
     if scoring.softcap is not None or scoring.sinks_H is not None or scoring.bias_HL is not None:
         out_THD[:] = attend(q_THD, n_rows, n_kv_heads, read, scoring)
@@ -138,9 +138,9 @@ def _attend_few(
     attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task,
     scale, window, softcap, sinks, bias_HL, out_THD,
 ):  # fmt: skip
-    """Attend from all requests in several threads; a task is a request and some of its key/value heads.
+    """Attend from all requests in several threads. A task is a request and some of its key/value heads.
 
-    Tasks are called by their address: the compiler would read what is in a parallel loop four times.
+    Tasks are called by their address, because the compiler would read the code inside of a parallel loop four times.
     """
     q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
     n_groups = q_THD.shape[1] // n_kv_heads
@@ -158,7 +158,7 @@ def _attend_task(
 ):  # fmt: skip
     """Attend from one request with some of its heads, by an online softmax over blocks of rows.
 
-    See Milakov & Gimelshein 2018.
+    Source: Milakov & Gimelshein 2018.
     """
     head_dim = q_TR.shape[1] // (n_groups * n_kv_heads)
     apart = page_tokens * head_dim

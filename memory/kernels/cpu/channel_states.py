@@ -1,4 +1,4 @@
-"""Computes recurrences whose state is a few numbers a channel (RG-LRU, RWKV-4), and softplus for gates, on the CPU.
+"""Computes recurrences with a few numbers per channel as state (RG-LRU, RWKV-4), and softplus for gates, on the CPU.
 A task is one segment, over some of the channels.
 """
 
@@ -20,7 +20,7 @@ from hybridmem.memory.kernels.cpu.vector_math import exp_f32, softplus_f32
 from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 _AT_ONCE = 128
-"""Channels of a task."""
+"""How many channels a task has."""
 
 
 def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
@@ -78,7 +78,7 @@ def _fade_and_add_(h, decay, x):
 def _numbers(*numbers: float) -> np.ndarray:
     """Return an array of numbers.
 
-    For equal numbers it is the same array: a step is recorded only if its arrays stay.
+    For equal numbers it is the same array, because a step is recorded only if its arrays stay the same.
     """
     return np.array(numbers, np.float32)
 
@@ -110,7 +110,7 @@ def _wkv4(
     for task in prange((len(cu_rows) - 1) * n_chunks):
         i, first = task // n_chunks, task % n_chunks * _AT_ONCE
         last = min(first + _AT_ONCE, n_channels)
-        # These are copies, because the compiler cannot know that the three do not overlap in the arena.
+        # These are copies, because the compiler cannot know that the three states do not overlap in the arena.
         top = np.empty(last - first, np.float32)
         below = np.empty(last - first, np.float32)
         exponent = np.empty(last - first, np.float32)
@@ -127,7 +127,10 @@ def _wkv4(
 
 @njit(error_model="numpy")
 def _start_(own, flat, source, first, initial):
-    """Read the channels of a state from `first` on. Each state has a source of its own: some are copies in float32."""
+    """Read the channels of a state from `first` on.
+
+    Each state has its own source, because some are copies in float32.
+    """
     if source < 0:
         own[:] = initial
     else:

@@ -1,10 +1,11 @@
-"""Compiles kernels once for a machine and keeps them on disk: `compiled` takes the place of `numba.njit(cache=True)`.
+"""Compiles kernels once for a machine and keeps them on disk: `compiled` is used in place of `numba.njit(cache=True)`.
 
-numba's own cache is beside the source or in the user's home, and fails to import if it can write to neither. And it
-only looks whether one file has changed, although kernels inline functions of other files. This cache is where users'
-caches are. Each kernel and signature has one file, named by everything on which its machine code depends, and checked
-against that: if a file is incomplete, damaged or of something else, the kernel is compiled again. If nothing can be
-written, kernels are compiled in memory. Processes that need the same kernel at once compile it once, see `locks`.
+numba's own cache is next to the source or in the user's home, and importing fails if neither can be written. It also
+checks only whether one file has changed, although kernels inline functions of other files. This cache is in the
+system's folder for users' caches. Each kernel and signature has one file, which is named by everything on which its
+machine code depends, and checked against that: if a file is incomplete, damaged or of something else, the kernel is
+compiled again. If nothing can be written, kernels are compiled in memory. If several processes need the same kernel at
+once, one of them compiles it; see `locks`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _MOST_BUILDS = 8
 """How many versions of the kernels are kept on this machine. Older ones are removed."""
 
 _ABANDONED_SECONDS = 600.0
-"""Within this time a kernel's file has certainly been written."""
+"""After this many seconds a kernel's file has certainly been written, so an unfinished one was abandoned."""
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -60,7 +61,7 @@ def sources_digest(folder: Path) -> str:
 
 _digest_beside = cache(sources_digest)
 
-# Computed at import: files may change while a process runs, but what it compiles later is still the code of before.
+# This is computed at import: files may change while a process runs, but the process goes on compiling the old code.
 _BUILD = repr(
     (
         sources_digest(Path(__file__).parent.parent),
@@ -73,9 +74,9 @@ _BUILD = repr(
 
 
 def cache_folder() -> Path | None:
-    """Return the folder in which this version's kernels are kept; None if the user has no home directory.
+    """Return the folder in which this version's kernels are kept, or None if the user has no home directory.
 
-    It is in HYBRID_MEMORY_CACHE if the environment has that, else where the system keeps users' caches.
+    The folder is in HYBRID_MEMORY_CACHE if the environment has this variable, else in the system's folder for caches.
     """
     if place := os.environ.get(_PLACE):
         root = Path(place).absolute()
@@ -84,13 +85,13 @@ def cache_folder() -> Path | None:
             root = user_cache_path("hybrid-memory", appauthor=False)
         except RuntimeError:
             return None
-        if not root.is_absolute():  # Older versions leave "~" in the path if there is no home.
+        if not root.is_absolute():  # Older versions of the library leave "~" in the path if there is no home directory.
             return None
     return root / "kernels" / hashlib.sha256(_BUILD.encode()).hexdigest()[:16]
 
 
 def is_kept() -> bool:
-    """True if files can be written to `cache_folder()`, which is made."""
+    """True if files can be written to `cache_folder()`, which is created."""
     try:
         if (folder := cache_folder()) is None:
             return False
@@ -101,7 +102,7 @@ def is_kept() -> bool:
 
 
 class NotCompiledError(Exception):
-    """Says that a kernel is not on disk, and that `on_a_miss` forbids to compile it."""
+    """A kernel is not on disk, and `on_a_miss` forbids to compile it."""
 
 
 _Miss = Literal["compile", "skip", "skip if another does"]
@@ -114,10 +115,10 @@ def on_a_miss(rule: _Miss) -> AbstractContextManager[None]:
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate as `numba.njit(**options)`, and keep the machine code in `cache_folder()`.
+    """Decorate like `numba.njit(**options)`, and keep the machine code in `cache_folder()`.
 
-    A kernel runs without the interpreter's lock, so that a server answers meanwhile. A parallel kernel does so only
-    where several may run at once.
+    A kernel runs without the interpreter's lock, so that a server can answer meanwhile. A parallel kernel does so only
+    if several of them may run at once.
     """
     is_free = MAY_OVERLAP or not options.get("parallel")
 
@@ -126,7 +127,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         kernel.__class__ = NotedDispatcher
         try:
             kernel._cache = KernelCache(function, is_free=is_free)
-        except OSError as error:  # There is no file of its source.
+        except OSError as error:  # The kernel's source is in no file.
             _warn_once(error)
         return kernel
 
@@ -141,7 +142,7 @@ class KernelCache(_Cache):
         self._name = f"{source.stem}.{function.__qualname__}"
         self._is_free = is_free
         self._locks: tuple[Path | None, FileLock] | None = None
-        # The source may be outside of the folder of `_BUILD`, and contain functions of the files beside it.
+        # The source may be outside of the folder of `_BUILD`, and use functions of files next to it.
         self._source = _digest_beside(source.parent)
 
     @property
@@ -160,7 +161,7 @@ class KernelCache(_Cache):
                 raise NotCompiledError(self._name)
             if (payload := _read(key, name)) is None:
                 return None
-            self._lock.release()  # Another process has compiled it meanwhile.
+            self._lock.release()  # Another process has compiled the kernel meanwhile.
         return CompileResult._rebuild(target_context, *pickle.loads(payload))
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -183,7 +184,7 @@ class KernelCache(_Cache):
     def _lock(self) -> FileLock:
         """Return the lock of this kernel.
 
-        All versions have the same lock, so that there are not more and more files.
+        All versions of the kernel have the same lock, so that the number of lock files does not grow.
         """
         path = self.cache_path
         if self._locks is None or self._locks[0] != path:
@@ -192,7 +193,7 @@ class KernelCache(_Cache):
         return self._locks[1]
 
     def _key(self, sig: Any, codegen: Any) -> tuple[bytes, str]:
-        """Return a key of all on which the machine code depends, the processor included, and the name of its file."""
+        """Return a key of everything on which the machine code depends (also the processor), and the file's name."""
         flags = str(config.OPT), config.BOUNDSCHECK, self._is_free  # type: ignore[attr-defined]
         key = repr((_BUILD, self._source, self._name, str(sig), codegen.magic_tuple(), flags)).encode()
         return key, f"{self._name}-{hashlib.sha256(key).hexdigest()[:24]}"
@@ -204,19 +205,19 @@ class KernelCache(_Cache):
         """Do nothing: the cache is always on."""
 
     def flush(self) -> None:
-        """Do nothing: a file that is not valid is not read, so it need not be removed."""
+        """Do nothing, because a file that is not valid is never read, so it need not be removed."""
 
 
 def _read(key: bytes, name: str) -> bytes | None:
-    """Return a kernel's machine code, or None if there is no file of it or only a part of one."""
+    """Return a kernel's machine code, or None if its file does not exist or is incomplete."""
     if (folder := cache_folder()) is None:
         return None
     try:
         content = (folder / name).read_bytes()
     except OSError:
         return None
-    with suppress(OSError):  # The folder may belong to somebody else, but be readable.
-        os.utime(folder)  # The builds that were used last are kept.
+    with suppress(OSError):  # The folder may be readable but belong to another user.
+        os.utime(folder)  # The new time marks this build as used, because those used last are kept.
     digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     return payload if hashlib.sha256(key + payload).digest() == digest else None
 
@@ -241,7 +242,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove files that were left beside this kernel's file by processes that were killed while they wrote it."""
+    """Remove files that were left next to this kernel's file by processes that were killed while they wrote it."""
     for part in path.parent.glob(f"{escape(path.name)}.*.part"):
         with suppress(OSError):  # Another process may do the same.
             if time.time() - part.stat().st_mtime > _ABANDONED_SECONDS:
@@ -249,7 +250,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _remove_old_builds(folder: Path) -> None:
-    """Remove all versions except those used last. A removed version that is still in use is compiled again."""
+    """Remove all versions except those used last. If a removed version is still in use, it is compiled again."""
     with suppress(OSError):  # Another process may do the same.
         others = [(other.stat().st_mtime, other) for other in folder.parent.iterdir() if other != folder]
         for _, other in sorted(others, reverse=True)[_MOST_BUILDS - 1 :]:

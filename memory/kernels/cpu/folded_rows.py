@@ -1,7 +1,7 @@
-"""Computes attention of few queries over quantised rows and, after them, rows in pages, on the CPU.
+"""Computes attention of few queries over quantized rows and, after them, rows in pages, on the CPU.
 
 Codes of up to BLOCK rows of one head are decoded to floats, which stay in the cache and are used like other rows. If a
-channel or a row has one scale, the query, the scores or the weights are multiplied by it instead of every number.
+channel or a row has a single scale, the query, the scores or the weights are multiplied by it, not every number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridmem.memory.kernels.signature import FoldedRows, PagedBatch, Prepared,
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _BY_NUMBER, _BY_CHANNEL, _BY_ROW = 0, 1, 2
 _0, _1, _2, _3, _LANES, _LAST_LANE = (np.uint64(i) for i in (0, 1, 2, 3, LANES, LANES - 1))
-# A short float whose bits are moved to the places of a float32's has an exponent that is too small, by the difference
+# If the bits of a short float are moved to the places of a float32's bits, the exponent is too small by the difference
 # of the two biases. These factors correct it.
 _HALF_BIAS, _FLOAT8_BIAS = np.float32(2.0**112), np.float32(2.0**120)
 _NONE = np.zeros(0, np.uint16)
@@ -56,7 +56,7 @@ def attend_few_folded(
 
 
 def _scale_shapes(folded: FoldedRows) -> tuple[Int64s, Int64s]:
-    """Return the shapes of the scales of a head's keys and of its values: (rows, scales a row)."""
+    """Return the shapes of the scales of a head's keys and of its values: (rows, scales per row)."""
     n_parts = len(folded.shapes) // 2
     return tuple(
         np.array(half[1][1:] if n_parts > 1 else (0, 0)) for half in (folded.shapes[:n_parts], folded.shapes[n_parts:])
@@ -80,7 +80,7 @@ def _attend_few(
     sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape,
     value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_THD,
 ):  # fmt: skip
-    """Attend from all requests in several threads; a task is a request and one of its key/value heads.
+    """Attend from all requests in several threads. A task is a request and one of its key/value heads.
 
     Tasks are called by their address, as in `memory.kernels.cpu.attention`.
     """
@@ -155,8 +155,9 @@ def _attend_task(
 
 @njit
 def _fold_of(bits, scale_shape, head_dim):
-    """Return whether scales multiply each number, or can multiply products with codes, by channel or by row.
-    A block of one row has one row of scales as well.
+    """Return how scales are applied: to each number, or to products with codes, by channel or by row.
+
+    Scales of a block of one row also have one row.
     """
     if bits == 0:
         return _BY_NUMBER
@@ -169,8 +170,8 @@ def _fold_of(bits, scale_shape, head_dim):
 def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):
     """Decode rows [first, first + n) of head g in the block at byte `at`, as floats.
 
-    Scales and lows are left out if a product is multiplied by them instead. There are no slices here: making one takes
-    as long as decoding 16 codes.
+    Scales and lows are left out if a product is multiplied by them instead. The code has no slices, because making a
+    slice takes as long as decoding 16 codes.
     """
     at, g, block_rows, first, n, bits = place
     head_dim, scale_rows, scales_a_row = len(scales), scale_shape[0], scale_shape[1]
@@ -195,7 +196,7 @@ def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):
 
 @njit(inline="always", error_model="numpy")
 def _row_(codes, code, bits, out, row, n_bytes):
-    """Decode a row of 4-bit or 2-bit codes: the first code of each byte, then the second of each byte, and so on."""
+    """Decode a row of 4-bit or 2-bit codes: the first code of all bytes, then the second of all, and so on."""
     if bits == 4 and n_bytes & _LAST_LANE == _0:
         for e in range(_0, n_bytes, _LANES):
             store(out, row + e, load_codes(codes, code + e, np.int32(0), np.int32(15)))
@@ -247,7 +248,7 @@ def _half(bits):
 
 @njit(error_model="numpy")
 def _read_scales(halves, low_halves, scale_shape, place, scales, lows):
-    """Read scales and lows as float32: one a channel, or one for each of n rows."""
+    """Read scales and lows as float32: one for each channel, or one for each of n rows."""
     at, g, _, first, n, _ = place
     start, count = (
         (at // 2 + g * scale_shape[1], scale_shape[1])

@@ -1,4 +1,4 @@
-"""Tells the recording of a step which kernels it launches (`memory.kernels.cpu.recording`)."""
+"""Tells the recording of a step which kernels the step launches (`memory.kernels.cpu.recording`)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hybridmem.memory.blocks.staging import current_watch
 
 
 def note(function: Callable[..., object], *arguments: Any) -> None:
-    """If this thread is recorded, tell the recording that a function is called that sets up later kernels."""
+    """If this thread is recorded, tell the recording about a call of a function that sets up later kernels."""
     if (watch := current_watch()) is not None:
         watch.note(function, arguments, sets_up=True)
 
 
 class Address(int):
-    """Holds a number that a kernel takes as the address of what a tensor holds."""
+    """Holds a number that a kernel takes as the address of a tensor's data."""
 
 
 class NotedDispatcher(CPUDispatcher):
-    """Calls a compiled kernel, after telling the recording of it.
+    """Calls a compiled kernel, after telling the recording about the call.
 
     A kernel declares by their names which of its arguments are addresses: those whose names end in "_at".
 
     Attributes:
-        unnoted: calls the kernel without telling the recording, and without Python.
+        unnoted: a function that calls the kernel without telling the recording, and without Python.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Lets one process at a time compile a kernel; the others wait, and then read its machine code from disk."""
+"""Lets one process at a time compile a kernel. The other processes wait, and then read its machine code from disk."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if sys.platform != "win32":
     import fcntl
 
 _MOST_SECONDS = 120.0
-"""This is longer than compiling any kernel takes. If the lock is held for longer, the other process was stopped."""
+"""How long to wait. Compiling any kernel takes less, so a lock that is held for longer belongs to a stopped process."""
 _POLL_SECONDS = 0.02
 
 
 class FileLock:
-    """Holds a lock of the operating system on a file, which is released when the process dies, however it dies.
+    """Holds a lock of the operating system on a file. The lock is released when the process dies, in whatever way.
 
-    Where there are no such locks it holds nothing. Then a kernel may be compiled twice, which only costs time.
+    On systems without such locks it holds nothing. Then a kernel may be compiled twice, which only costs time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,14 +26,14 @@ class FileLock:
         self._file: int | None = None
 
     def acquire(self, *, waits: bool) -> bool:
-        """Return False if another process has the lock, and keeps it for two minutes if this one `waits`."""
+        """Return False if another process has the lock. With `waits`, first wait up to two minutes for it."""
         if sys.platform == "win32":
             return True
         self.release()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError:  # Nothing can be written, so nothing is shared either.
+        except OSError:  # Nothing can be written, so nothing is shared with other processes either.
             return True
         end = time.monotonic() + (_MOST_SECONDS if waits else 0.0)
         while True:

@@ -1,7 +1,7 @@
-"""Computes Mamba-2's recurrence in one call on the CPU: convolution, steps, scan.
+"""Computes Mamba-2's recurrence in one call on the CPU: convolution, time steps and scan.
 
-It runs these three kernels one after the other, on the same numbers, so its results are the same bits. For one token,
-calling a kernel from Python takes as long as the kernel, and here there is one call instead of three.
+It runs these three kernels one after the other, on the same numbers, so its results have the same bits. For one token,
+calling a kernel from Python takes as long as the kernel itself, and here there is one call instead of three.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hybridmem.memory.kernels.signature import Prepared, StateSlots, as_tensor
 
 
 class SSDLayer:
-    """Computes the recurrence of one Mamba-2 layer, convolution, steps and scan: see `memory.recurrences.SSD`.
+    """Computes the recurrence of one Mamba-2 layer: convolution, time steps and scan. See `memory.recurrences.SSD`.
 
-    It holds the weights in one array of float32, because Python takes longer to pass five arrays. It takes longest if
-    the matrix products between two calls have pushed Python's own data out of the caches.
+    It holds the weights in one float32 array, because passing five arrays takes Python longer, most of all if the
+    matrix products between two calls have pushed Python's own data out of the caches.
 
     Args:
         weight_WE, bias_E, activation: as for `causal_conv`.
-        dt_bias_H, a_H, skip_H: float32.
-        dt_limits: least and greatest dt.
-        n_groups: groups of heads that share B and C.
+        dt_bias_H, a_H, skip_H: float32 weights.
+        dt_limits: the least and the greatest dt.
+        n_groups: how many groups of heads share B and C.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class SSDLayer:
         self._weights: np.ndarray = torch.cat([x.detach().float().flatten() for x in given]).numpy()
         self._least, self._most = map(float, dt_limits)
         self._n_groups, self._activation = n_groups, activation
-        self._fitting: object = None  # These sizes have been found to fit the weights.
+        self._fitting: object = None  # The sizes that were last found to fit the weights.
 
     def __call__(self, rows_TR: Tensor, window: StateSlots, state: StateSlots) -> Tensor:
-        """Advance windows and states by rows; returns outputs (T, H P) in the rows' dtype.
+        """Advance windows and states by rows. Return outputs (T, H P) in the rows' dtype.
 
         Args:
-            rows_TR: (T, E + H): the channels to convolve, and dt before its bias.
+            rows_TR: (T, E + H): the channels to convolve, and dt before its bias is added.
             window: as for `causal_conv`.
             state: h, (H, P, N).
         Neither `window` nor `state` may come after a tail. Raises StepError if sizes do not fit the weights.

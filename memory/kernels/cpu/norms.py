@@ -1,4 +1,4 @@
-"""Computes root-mean-square norms in one pass on the CPU; torch takes six operators, which is slow for few rows."""
+"""Computes root-mean-square norms in one pass on the CPU. torch takes six operators, which is slow for few rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rms_norm(
 
 
 def norm_parts(x_TE: Tensor, weight_E: Prepared, eps: float, ends_P: Int64s) -> Tensor:
-    """Compute `rms_norm` of each part of a row; `ends_P` are the ends of the parts, the last one that of the row."""
+    """Compute `rms_norm` of each part of a row. `ends_P` are the ends of the parts, and the last is the row's end."""
     checks.rms_norm(x_TE, weight_E, 1, None, checks.FLOATS_UP_TO_32_BITS)
     n_rows, n_elements = x_TE.shape
     x, out_TE = x_TE.contiguous(), torch.empty(n_rows, n_elements, dtype=x_TE.dtype)
@@ -62,7 +62,7 @@ def norm_parts_at(x_at, like, weight, eps, ends, out_at, n_rows):
 
 
 def _with_whole_rows(x_TE: Tensor) -> Tensor:
-    """Return x, or a copy, so that the elements of a row lie side by side."""
+    """Return x, or a copy in which the elements of each row are contiguous."""
     return x_TE if x_TE.stride(1) == 1 or x_TE.is_contiguous() else x_TE.contiguous()
 
 
@@ -81,7 +81,7 @@ def _rms_norm(x_at, x_stride, x_like, gate_at, gate_stride, gate_like, weight, e
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def norm_row(x, gate, weight, eps, n_part, scratch, out):
-    """Norm each part of a row times its gate; gate and weight may be empty, and scratch is float32."""
+    """Normalize each part of a row times its gate. Gate and weight may be empty. `scratch` is float32."""
     copy_(scratch, x)
     if len(gate) > 0:
         _multiply_(scratch, gate)

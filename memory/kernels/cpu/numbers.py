@@ -1,7 +1,7 @@
-"""Reads and writes floats of 16 bits in compiled loops: numba has no type for them, so their arrays hold integers.
+"""Reads and writes 16-bit floats in compiled loops. numba has no type for them, so their arrays hold integers.
 
-uint16 stands for bfloat16, the upper half of a float32, and int16 for float16. `get`, `put` and `move` work on arrays
-of these and of any other type, so that one source serves all dtypes: everything is computed in float32.
+uint16 stands for bfloat16, the upper half of a float32, and int16 stands for float16. `get`, `put` and `move` work on
+arrays of these and of any other type, so that the same source serves all dtypes: everything is computed in float32.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SHORT = (types.uint16, types.int16)
 
 
 def untyped_intrinsic(typing: Callable[..., Any]) -> Any:
-    """Decorate with numba's `intrinsic`, whose own type hides how the result is called."""
+    """Decorate with numba's `intrinsic`. Its own type annotation hides how the result may be called."""
     return intrinsic(typing)
 
 
 def as_float(builder: ir.IRBuilder, dtype: Any, x: ir.Value) -> ir.Value:
-    """Return the float32 of 16 bits, or a vector of them; other numbers are returned as they are."""
+    """Return the float32 for 16 bits, or for a vector of them. Other numbers are returned as they are."""
     if dtype not in _SHORT:
         return x
 
@@ -41,7 +41,7 @@ def as_float(builder: ir.IRBuilder, dtype: Any, x: ir.Value) -> ir.Value:
 def rounded(builder: ir.IRBuilder, dtype: Any, x: ir.Value) -> ir.Value:
     """Return the 16 bits nearest to a float32, or to each of a vector.
 
-    Of two equally near, the even one; NaN stays NaN.
+    Of two equally near numbers, the even one is returned. NaN stays NaN.
     """
 
     def like(element: ir.Type) -> ir.Type:
@@ -66,7 +66,7 @@ def element_at(context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value, 
 
 
 def _stored(context: Any, builder: ir.IRBuilder, x: ir.Value, of: Any, dtype: Any) -> ir.Value:
-    """Convert a number of type `of` to what an array of `dtype` holds."""
+    """Convert a number of type `of` to the type that an array of `dtype` holds."""
     if dtype in _SHORT:
         return rounded(builder, dtype, context.cast(builder, x, of, types.float32))
     return context.cast(builder, x, of, dtype)
@@ -74,7 +74,7 @@ def _stored(context: Any, builder: ir.IRBuilder, x: ir.Value, of: Any, dtype: An
 
 @untyped_intrinsic
 def get(typing_context, array, at):
-    """Return array[at] of a contiguous array. 16 bits become float32. `at` is not checked."""
+    """Return array[at] of a contiguous array. A 16-bit float becomes float32. `at` is not checked."""
 
     def codegen(context, builder, signature, arguments):
         pointer = element_at(context, builder, array, *arguments)
@@ -85,7 +85,7 @@ def get(typing_context, array, at):
 
 @untyped_intrinsic
 def put(typing_context, array, at, x):
-    """Set array[at] = x in a contiguous array, rounded if it holds 16 bits. `at` is not checked."""
+    """Set array[at] = x in a contiguous array, rounded if the array holds 16-bit floats. `at` is not checked."""
 
     def codegen(context, builder, signature, arguments):
         value = _stored(context, builder, arguments[2], x, array.dtype)
@@ -97,7 +97,7 @@ def put(typing_context, array, at, x):
 
 @untyped_intrinsic
 def move(typing_context, target, source, at):
-    """Set target[at] = source[at] in contiguous arrays. If they have one type, bits stay. `at` is not checked."""
+    """Set target[at] = source[at] in contiguous arrays. If both have one type, bits are copied. `at` is not checked."""
 
     def codegen(context, builder, signature, arguments):
         x = builder.load(element_at(context, builder, source, *arguments[1:]), align=source.dtype.bitwidth // 8)
@@ -113,7 +113,7 @@ def move(typing_context, target, source, at):
 
 @untyped_intrinsic
 def _pointer(typing_context, address, like):
-    """Return an address as a pointer to numbers as an array holds them."""
+    """Return an address as a pointer to numbers of the type that the array `like` holds."""
 
     def codegen(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -125,6 +125,6 @@ def _pointer(typing_context, address, like):
 def array_at(address, n, like):
     """Return n numbers at an address, of the type that `like` holds. The address is not checked.
 
-    A tensor's address takes a tenth of the time of its array, which counts where a kernel runs for few rows.
+    Passing a tensor's address takes a tenth of the time of passing an array, which matters for kernels on few rows.
     """
     return carray(_pointer(address, like), n)

@@ -1,4 +1,4 @@
-"""Chooses the pages that a query reads by the bounds of their keys (Quest), on the CPU."""
+"""Chooses the pages that a query reads, by the bounds of their keys (Quest), on the CPU."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _score(q_GE, least, greatest, pages, first, head_dim, scores_GN):
 
 @njit(error_model="numpy")
 def _take_best(scores, pages, n_first, n_last, chosen):
-    """Fill `chosen` with the first pages, the best ones of the middle, and the last ones, in order."""
+    """Fill `chosen` with the first pages, the best of the middle pages, and the last pages, in order."""
     copy_(chosen[:n_first], pages[:n_first])
     copy_(chosen[len(chosen) - n_last :], pages[len(pages) - n_last :])
     n_best = len(chosen) - n_first - n_last

@@ -1,7 +1,7 @@
-"""Publishes what kernels outside of this package are built from, such as the products of `models.products`.
+"""Publishes the parts from which kernels outside of this package are built, such as the products of `models.products`.
 
-`compiled` keeps machine code on disk, `numbers` read and write floats of 16 bits, and the functions whose names end in
-`_at` work at an address, so that a kernel calls them without making arrays.
+`compiled` keeps machine code on disk. `numbers` reads and writes 16-bit floats. The functions whose names end in `_at`
+work at an address, so that a kernel can call them without making arrays.
 """
 
 from hybridmem.memory.kernels.cpu.addresses import address_of, call_at

@@ -1,4 +1,4 @@
-"""Says which kernel is compiled while somebody waits for it: a line on a terminal, or a plain one in a notebook."""
+"""Says which kernel is being compiled while somebody waits: a line on a terminal, or plain text in a notebook."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _has_told = False
 
 
 def tell(kernel: str) -> None:
-    """Say that a kernel is compiled now. On a terminal this replaces what was said before."""
+    """Say that a kernel is being compiled. On a terminal this replaces the line before."""
     global _has_told
     if sys.stderr is not None and sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[2K{_WHY}: {kernel} …")
         sys.stderr.flush()
     elif not _has_told:
         if _is_notebook():
-            sys.stdout.write(f"{_WHY} …\n")  # A notebook shows stderr in red, like an error.
+            # This goes to stdout, because a notebook shows stderr in red, like an error.
+            sys.stdout.write(f"{_WHY} …\n")
         else:
             _LOG.warning(f"{_WHY}; `hybrid-memory warmup` does it ahead")
     _has_told = True

@@ -1,8 +1,8 @@
-"""Records what a step launches on the CPU, kernels and operations of torch, to launch the same again without Python.
+"""Records which kernels and torch operations a step launches on the CPU, to launch them again without Python.
 
-For one sequence of a small model, the Python between kernels takes as long as the kernels. A recording keeps each
-call with its arguments: numbers, and arrays at addresses that stay, those of weights, of blocks, of the step's plan
-(`memory.blocks.staging`) and of what the step itself has computed. To replay it is to make the same calls.
+For one sequence of a small model, the Python code between kernels takes as long as the kernels. A recording keeps each
+call with its arguments: numbers, and arrays at addresses that stay. These are the addresses of weights, of blocks, of
+the step's plan (`memory.blocks.staging`), and of what the step itself has computed. A replay makes the same calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OF_ANY_CONTENT = {
 """These operations compute nothing."""
 
 _MAY_INDEX = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
-"""The shapes of these operations' results depend on numbers only if they are given a mask."""
+"""The shapes of these operations' results depend on numbers only if an argument is a mask."""
 
 _HOST_READS = {
     "__array__", "__dlpack__", "__format__", "__reduce_ex__", "__repr__", "const_data_ptr", "data_ptr", "numpy",
@@ -44,22 +44,22 @@ _READ_ARGUMENTS = {"as_tensor", "asarray", "new_tensor", "tensor", "tensor_split
 
 _OWN = "hybridmem.memory.kernels.cpu."
 _PASSES_ADDRESSES = "PASSES_ADDRESSES"
-"""By this name, modules outside of these kernels declare that they give arrays and addresses only to kernels."""
+"""With this name, modules outside of these kernels declare that they pass arrays and addresses only to kernels."""
 
 
 class Recording:
-    """Holds the calls of a step that it has run and noted: a `memory.blocks.staging.Watch`.
+    """Holds the calls of a step that it has run and recorded: a `memory.blocks.staging.Watch`.
 
-    An exception may come between any two bytecodes, from a signal's handler or from another thread. So whoever catches
-    it removes the modes that `run` has set for torch and for this thread. Should that be interrupted as well, the modes
-    that are left are ignored, because a recording ends at the latest when its step does.
+    An exception may come between any two bytecodes, from a signal's handler or from another thread. So the code that
+    catches it removes the modes that `run` has set for torch and for this thread. If that is interrupted as well, the
+    modes that are left are ignored, because a recording ends at the latest with its step.
 
     Attributes:
         output: the output of the run. Each replay writes to the same address.
-        objection: why it cannot stand for other steps. None: no reason is known.
+        objection: why the recording cannot stand for other steps. None: no reason is known.
         n_bytes: the bytes of the step's results, which are kept.
-        served: the layer memories that the step has used, as the caller names them.
-        is_first: True until it is confirmed.
+        served: the layer memories that the step has used, under the caller's names.
+        is_first: True until the recording is confirmed.
     """
 
     def __init__(self) -> None:
@@ -85,16 +85,16 @@ class Recording:
         """Run the step, and record it.
 
         Args:
-            run: returns the step's output.
-            is_going_on: returns whether the step is open.
-            free_bytes: returns what recordings may still keep.
+            run: a function that returns the step's output.
+            is_going_on: a function that returns whether the step is open.
+            free_bytes: a function that returns how many bytes recordings may still keep.
         """
         before = current_watch(), _n_modes()
         self._is_going_on, self._free_bytes = is_going_on, free_bytes
         try:
             set_watch(self)
             torch._C._push_on_torch_function_stack(_HostReads(self))
-            # This is not a `with` block, because that also sets flags of torch, which an interrupt would leave set.
+            # This is not a `with` block, because torch's also sets flags, which an interrupt would leave set.
             torch._C._push_on_torch_dispatch_stack(_Operations(self))
             self.output = run()
             self._end(*before)
@@ -110,7 +110,7 @@ class Recording:
         return self.output
 
     def _end(self, watch: Any, n_modes: tuple[int, int]) -> None:
-        """Remove the modes that `run` has set, and those that came on top. It may be called again."""
+        """Remove the modes that `run` has set, and those set after them. It may be called again."""
         self._is_going_on, self._free_bytes = _never, int
         while torch._C._len_torch_dispatch_stack() > n_modes[0]:
             torch._C._pop_torch_dispatch_stack(None)
@@ -124,8 +124,8 @@ class Recording:
     def confirm(self, earlier: Recording) -> None:
         """Refuse unless an earlier recording of such a step has made the same calls. A recording is confirmed once.
 
-        Arguments may differ only in where lies what the step itself has computed. That is packed now, and the output
-        moves with it.
+        Arguments may differ only in the addresses of what the step itself has computed. The results are packed now, and
+        the output moves with them.
         """
         self._compare(earlier)
         earlier._forget()
@@ -157,13 +157,16 @@ class Recording:
         return [(id(function), self._own.key_of(arguments)) for function, arguments in self._calls]
 
     def refuse(self, why: str) -> None:
-        """Note why this cannot stand for other steps. Then nothing more is recorded, and nothing kept."""
+        """Remember why this recording cannot stand for other steps. Then nothing more is recorded or kept."""
         if self.objection is None:
             self.objection = why
             self._forget()
 
     def note(self, function: Callable[..., object], arguments: tuple[Any, ...], *, sets_up: bool = False) -> None:
-        """Note a call; one that sets up later ones, such as their threads, only if the last of these did otherwise."""
+        """Record a call.
+
+        A call that sets up later ones, such as their threads, is left out if it repeats the last such call.
+        """
         if self.objection is not None:
             return
         if sets_up:
@@ -173,7 +176,7 @@ class Recording:
         self._calls.append((function, arguments))
 
     def add_operation(self, operation: Any, arguments: tuple[Any, ...], options: dict[str, Any], found: Any) -> None:
-        """Note an operation of torch that has been computed, unless its results are views of its arguments."""
+        """Record an operation of torch that has been computed, unless its results are views of its arguments."""
         if self.objection is not None:
             return
         if self._needs_host(operation, arguments):
@@ -203,7 +206,7 @@ class Recording:
 
 
 def _compute_again(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any], results: list[Tensor]) -> None:
-    """Compute an operation, and write what it returns to where its results were."""
+    """Compute an operation, and write its results to where the recorded results were."""
     found = operation(*arguments, **options)
     if len(results) == 1:
         results[0].copy_(found)
@@ -221,7 +224,10 @@ class _Operations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing here is compiled, and torch would import its compiler, for a second, to forbid that."""
+        """Return False, because nothing here is compiled.
+
+        To forbid it, torch would import its compiler, which takes a second.
+        """
         return False
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -232,7 +238,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """Notices that numbers are read without an operation of torch."""
+    """Notices reads of numbers that are no operation of torch."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -253,7 +259,7 @@ class _HostReads(TorchFunctionMode):
 
 
 def _is_for_kernels() -> bool:
-    """True if the caller of a function of torch passes what it gets to compiled kernels, and reads nothing of it."""
+    """True if the caller of a torch function passes the results only to compiled kernels, and reads none of them."""
     frame = sys._getframe(2)
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "torch":
         frame = frame.f_back  # type: ignore[assignment]
@@ -275,9 +281,9 @@ def _is_over(mode: object) -> bool:
 
 
 def has_modes() -> bool:
-    """True if a mode hears or changes what torch does in this thread. Those of recordings that are over are removed.
+    """True if a mode observes or changes what torch does in this thread. Modes of finished recordings are removed.
 
-    A recording would take its operations for the model's, and a replay would pass it by.
+    A recording would take the mode's operations for the model's, and a replay would bypass the mode.
     """
     while (n := torch._C._len_torch_dispatch_stack()) and _is_over(torch._C._get_dispatch_stack_at(n - 1)):
         torch._C._pop_torch_dispatch_stack(None)

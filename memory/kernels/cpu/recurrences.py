@@ -22,14 +22,15 @@ from hybridmem.memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, 
 from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 _LONG_RUN = 128
-"""Channels of a task in long segments: 128 x 16 states (8 KiB) stay in the first-level cache from row to row."""
+"""Channels of a task in long segments: 128 x 16 states (8 KiB) stay in the first-level cache between rows."""
 
 _ONE, _FLOATS = np.float32(1.0), LIKE[torch.float32]
 
 
 def channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: int) -> int:
-    """Return the channels of a task.
-    In short segments each state is read only once: a task takes as many channels as leave two tasks a thread.
+    """Return how many channels a task has.
+
+    In short segments each state is read only once. So a task takes as many channels as leave two tasks for each thread.
     """
     n_runs = len(cu_rows) - 1
     if n_rows >= 4 * n_runs:
@@ -40,7 +41,7 @@ def channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: i
 
 @cache
 def _no_bias(n_channels: int, dtype: np.dtype) -> np.ndarray:
-    """Return zeros, always the same array: a step is recorded only if its calls take arrays that stay."""
+    """Return zeros, always in the same array, because a step is recorded only if its calls take the same arrays."""
     return np.zeros(n_channels, dtype)
 
 
@@ -79,7 +80,7 @@ def convolve_rows(rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, i
         last = min(first + at_once, n_channels)
         start, end = cu_rows[i], cu_rows[i + 1]
         source, target, width = sources[i] + first, targets[i] + first, last - first
-        if source < first:  # No rows came before.
+        if source < first:  # The segment has no rows before it.
             source = target
             for w in range(n_taps - 1):
                 fill_(flat[target + w * n_channels : target + w * n_channels + width], initial)
@@ -96,7 +97,7 @@ def convolve_rows(rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, i
             if activation:
                 _silu_(out)
             copy_(out_TE[t, first:last], out)
-        # Oldest first: if source and target are the same, a row must be read before it is overwritten.
+        # The oldest row comes first: if source and target are the same, a row must be read before it is overwritten.
         for w in range(n_taps - 1):
             r = end - (n_taps - 1 - w)
             after = flat[target + w * n_channels : target + w * n_channels + width]

@@ -23,7 +23,7 @@ LIKE: dict[torch.dtype, np.ndarray] = {
 
 
 def prepare(tensor: Tensor) -> Prepared:
-    """Return the tensor as an array that numba takes. Floats of 16 bits become integers; see `numbers`."""
+    """Return the tensor as an array that numba takes. 16-bit floats become integers; see `numbers`."""
     try:
         own = tensor.detach() if tensor.requires_grad else tensor
         return own.view(_BITS[own.dtype]).numpy() if own.dtype in _BITS else own.numpy()
@@ -34,11 +34,11 @@ def prepare(tensor: Tensor) -> Prepared:
 
 
 def plan_attention(*_: object) -> None:
-    """Do nothing: kernels here divide their work when they run."""
+    """Do nothing, because the kernels here divide their work when they run."""
 
 
 def plan_choice(*_: object) -> None:
-    """Do nothing, as `plan_attention`."""
+    """Do nothing, like `plan_attention`."""
 
 
 def as_array(x: Prepared) -> Prepared:
@@ -46,9 +46,10 @@ def as_array(x: Prepared) -> Prepared:
 
 
 def as_flat(x: Tensor) -> tuple[Prepared, int]:
-    """Return x (T, ...) as one flat array, and the distance of two rows in it, in elements.
+    """Return x (T, ...) as one flat array, and the distance between two rows in it, in elements.
 
-    It is a view if each row is contiguous: a part of a wider row, such as the keys in a projection, is read in place.
+    The array is a view if each row is contiguous. So parts of wider rows, such as the keys in a projection, are read in
+    place.
     """
     n_rows, n_elements = x.shape[0], math.prod(x.shape[1:])
     if x.is_contiguous():
@@ -60,7 +61,7 @@ def as_flat(x: Tensor) -> tuple[Prepared, int]:
 
 
 def opened(state: StateSlots) -> StateSlots:
-    """Return a state's slots in float32: its own, or copies that `close` writes back if it is kept in 16 bits."""
+    """Return a state's slots in float32. If the state has 16 bits, they are copies that `close` writes back."""
     if as_array(state.flat).dtype == np.float32:
         return state
     copies = read_rows(state.flat, state.sources, state.shape, state.initial).float().flatten()
@@ -69,7 +70,7 @@ def opened(state: StateSlots) -> StateSlots:
 
 
 def close(own: StateSlots, state: StateSlots) -> None:
-    """Write what a kernel has left in `opened(state)` into the state."""
+    """Write what a kernel has left in the slots of `opened(state)` into the state."""
     if own is not state:
         write_rows_(state.flat, state.targets, as_tensor(own.flat).view(len(state.sources), -1))
 
@@ -110,7 +111,7 @@ def _read_rows(flat, offsets_T, rows_TR, initial):
 def gather_rows(
     flat: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int, begin: int, end: int
 ) -> Tensor:
-    """Copy rows [begin, end) of those that a request can see in pages, in order: (rows, G, D), stored head by head."""
+    """Copy rows [begin, end) of the rows that a request sees in pages, in order: (rows, G, D), stored head by head."""
     array = as_array(flat)
     rows_GRD = torch.empty(n_kv_heads, end - begin, head_dim, dtype=as_tensor(array[:0]).dtype)
     pages_GP = np.atleast_2d(as_array(batch.pages))[:, batch.cu_pages[request] : batch.cu_pages[request + 1]]

@@ -1,7 +1,7 @@
 """Computes an online softmax over blocks of rows (Milakov & Gimelshein 2018): the parts of attention for one query.
 
-`heads` are those of the query that a task works on; `scores` holds BLOCK scores for each, and `out` the weighted sum of
-values so far.
+`heads` are the query's heads that a task computes. `scores` holds BLOCK scores for each head, and `out` the weighted
+sum of values so far.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridmem.memory.kernels.cpu.vector_math import exp_f32, prefetch
 from hybridmem.memory.kernels.cpu.vectors import LANES, load, multiply_add, splat, store, store_totals, total
 
 BLOCK = 64
-"""How many rows have their scores in memory at once. For each head they take 256 bytes."""
+"""How many rows have their scores in memory at once. For each head these scores take 256 bytes."""
 
 _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
 _0, _1, _2, _3, _4, _STRIDE, _LINE, _AHEAD, _LANES, _LAST_LANE = (
@@ -26,7 +26,7 @@ _0, _1, _2, _3, _4, _STRIDE, _LINE, _AHEAD, _LANES, _LAST_LANE = (
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def start_(out, highest, total, sinks):
-    """Start without any row, or with the sink of each head: a row without a value."""
+    """Start without any row, or with each head's sink, which is a row without a value."""
     out[:] = _ZERO
     if len(sinks) > 0:
         copy_(highest, sinks)
@@ -39,7 +39,7 @@ def start_(out, highest, total, sinks):
 
 @njit(error_model="numpy")
 def find_rows(table, begin, page_tokens, head, head_dim, rows):
-    """Find the element offset of row begin + i of a head, by the page table: rows[i]."""
+    """Set rows[i] to the element offset of row begin + i of a head, by the page table."""
     page, slot = begin // page_tokens, begin % page_tokens
     row = table[page] + (head * page_tokens + slot) * head_dim
     for i in range(len(rows)):
@@ -55,9 +55,9 @@ def find_rows(table, begin, page_tokens, head, head_dim, rows):
 def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, prefetches):
     """Compute scores[h, r] = scale q[h] . keys[rows[r]] for all query heads.
 
-    The rows of consecutive key heads are `apart` elements apart. Four rows share what is loaded of a query; the sums of
-    a row have one order at any place. `prefetches`: whether the values of these rows, and the keys of rows a little
-    later, are prefetched meanwhile.
+    The rows of consecutive key heads are `apart` elements apart. Four rows share what is loaded of a query, and the
+    sums of a row always have the same order. `prefetches` says whether the values of these rows, and the keys of rows a
+    little later, are prefetched meanwhile.
     """
     head_dim, n_groups, apart, n = np.uint64(head_dim), np.uint64(n_groups), np.uint64(apart), np.uint64(len(rows))
     n_kv_heads = np.uint64(len(q)) // (head_dim * n_groups)
@@ -105,7 +105,7 @@ def _prefetch_row(keys, values, row, ahead, head_dim):
 
 @njit(error_model="numpy")
 def _add_rest(x, q, o, keys, row, head_dim):
-    """Add the products of the elements that do not fill a vector to x."""
+    """Add to x the products of the elements that do not fill a vector."""
     for e in range(head_dim & ~_LAST_LANE, head_dim):
         x += q[o + e] * get(keys, row + e)
     return x
@@ -114,7 +114,7 @@ def _add_rest(x, q, o, keys, row, head_dim):
 @njit(error_model="numpy")
 def add_values_(out, values, rows, n_groups, head_dim, apart, weights):
     """Add values to the output: out[h] += sum of weights[h, r] values[rows[r]], in the order of rows.
-    It takes four rows at once, so that `out` is written less often.
+    The function takes four rows at once, so that `out` is written less often.
     """
     head_dim, n_groups, apart, n = np.uint64(head_dim), np.uint64(n_groups), np.uint64(apart), np.uint64(len(rows))
     n_kv_heads, whole = np.uint64(len(out)) // (head_dim * n_groups), head_dim & ~_LAST_LANE
@@ -152,9 +152,9 @@ def _add_rest_(out, o, weight, values, row, begin, end):
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):
-    """Replace scores[h, :n] by weights relative to the highest score so far; `out` and `total` are scaled to that.
+    """Replace scores[h, :n] by weights relative to the highest score so far, and rescale `out` and `total` to it.
 
-    Row 0 is `distance` positions before the query. As long as all scores are -inf all weights and `total` are 0.
+    Row 0 is `distance` positions before the query. As long as all scores are -inf, all weights and `total` are 0.
     """
     head_dim = len(out) // len(highest)
     for h in range(len(highest)):
@@ -178,7 +178,7 @@ def weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):
 
 @njit(error_model="numpy")
 def _hide_(x):
-    """Replace scores by weights if none is above -inf: -inf by 0, NaN by NaN."""
+    """Replace scores by weights if no score is above -inf: -inf becomes 0, NaN stays NaN."""
     for e in range(len(x)):
         x[e] = _ZERO if x[e] == -np.inf else np.float32(np.nan)
 
@@ -192,7 +192,7 @@ def _cap_(x, cap):
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _add_bias_(x, bias, distance):
-    """Add the bias of each distance; x[0] is the score of a row at `distance`, the next one is nearer by one."""
+    """Add the bias of each distance. x[0] is the score of a row at `distance`, and each next row is nearer by one."""
     for e in range(len(x)):
         x[e] += get(bias, min(distance - e, len(bias) - 1))
 

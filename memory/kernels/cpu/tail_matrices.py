@@ -1,4 +1,4 @@
-"""Computes recurrences with matrix states of tokens that come after a tail, on the CPU; see `tail_states`.
+"""Computes recurrences with matrix states for tokens that come after a tail, on the CPU; see `tail_states`.
 
 A task is one segment, over some rows of one head's state.
 """
@@ -16,7 +16,7 @@ from hybridmem.memory.kernels.cpu.vector_math import exp_f32
 from hybridmem.memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, total
 
 _ELEMENTS_AT_ONCE = 8192
-"""Elements of a state of a task: 32 KiB stay in a fast cache from token to token."""
+"""How many elements of a state a task has: 32 KiB stay in a fast cache from token to token."""
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
@@ -27,10 +27,10 @@ def scan_matrices(inputs, kind, cu_rows, flat, sources, targets, initial, rings,
 
     Args:
         inputs: q, k (T, G, N), v (T, H, V), logarithms of decays (T, H, 1 or N), and the a, b, strength and skip of
-            `Kernels.matrix_scan`, which may be empty. q, k and a have a row for each group of heads.
-        kind: whether tokens erase, whether they do after the decay, and whether they have b.
-        rings: of keys, of what is written, of decays, and, if there is b, of b and S a.
-        old, new: for each ring the blocks to read and to write.
+            `Kernels.matrix_scan`, which may be empty. q, k and a have one row for each group of heads.
+        kind: three flags: tokens erase, they erase after the decay, and they have b.
+        rings: the rings of keys, of written values, of decays, and, if there is b, of b and S a.
+        old, new: for each ring, the blocks to read and the blocks to write.
         spans: `firsts`, `counts` and `folds` of the tail.
     """
     n_heads, n_rows = y_THV.shape[1:]
@@ -98,7 +98,10 @@ def _copy_state(flat, at, initial, own, n_rows, n_columns, s, is_written):
 
 @njit
 def _copy_change(rings, blocks, slot, inputs, own, n_rows, has_b, change, is_written):
-    """Read what a token changed from the rings, or write it there: what heads and rows share by the first of them."""
+    """Read what a token changed from the rings, or write it there.
+
+    The first head and rows of a group write what it shares.
+    """
     h, first, last = own
     key, u, log_decay, writing, found = change
     n_keys, n_columns = inputs[1].shape[1:]
@@ -130,7 +133,7 @@ def _copy(ring, x, is_written):
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _find_change(inputs, kind, own, t, s, rings, change, decay):
-    """Set `change` to what a new token changes, rounded to the types of the rings, and its decays of all columns."""
+    """Set `change` to what a new token changes, rounded to the rings' dtypes, and `decay` to decays per column."""
     _, k_TGN, v_THV, decay_THD, a_TGN, b_THN, strength_TH, _ = inputs
     erases, after_decay, has_b = kind
     h, first, last = own
@@ -157,7 +160,7 @@ def _find_change(inputs, kind, own, t, s, rings, change, decay):
 
 @njit
 def _round(x, like, out):
-    """Set out to x, rounded to the type of `like`."""
+    """Set `out` to x, rounded to the dtype of `like`."""
     rounded = np.empty(len(out), like.dtype)
     copy_(rounded, x)
     copy_(out, rounded)
@@ -165,7 +168,7 @@ def _round(x, like, out):
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _spread(log_decay, n_columns, decay):
-    """Set decay to exp(log_decay), of each column."""
+    """Set `decay` to exp(log_decay) for each column."""
     if len(log_decay) == 1:
         decay[:] = exp_f32(log_decay[0])
     else:
@@ -181,7 +184,7 @@ def _multiply_(x, y):
 
 @njit(error_model="numpy")
 def _read_out(s, a, found):
-    """Set found to S a."""
+    """Set `found` to S a."""
     n = len(a)
     for r in range(len(found)):
         f0 = splat(_ZERO)
@@ -192,7 +195,7 @@ def _read_out(s, a, found):
 
 @njit(error_model="numpy")
 def _advance(s, w, b, has_b, found, k, u, q, y):
-    """Advance S by a token, s = w s + u k + (S a) b for each row, and compute y = s . q."""
+    """Advance S by a token, s = w s + u k + (S a) b for each row s, and compute y = s . q."""
     n = len(k)
     for r in range(len(u)):
         u0, y0, f0 = splat(u[r]), splat(_ZERO), splat(found[r])

@@ -1,7 +1,7 @@
-"""Computes recurrences of tokens that come after a tail (`memory.kernels.Tail`), on the CPU.
+"""Computes recurrences for tokens that come after a tail (`memory.kernels.Tail`), on the CPU.
 
-A state is read into a buffer, advanced by what the rings hold of each token of the tail, and then by the new tokens. It
-is written only where the body moves, as it was at that token. A task is one segment, over some of the channels.
+A state is read into a buffer, advanced by what the rings hold of the tail's tokens, and then by the new tokens. It is
+written only if the body moves, as it was at the body's new position. A task is one segment, over some of the channels.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from hybridmem.memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, 
 from hybridmem.memory.kernels.signature import Prepared, StateSlots, Tail
 
 AT_ONCE = 128
-"""Channels of a task."""
+"""How many channels a task has."""
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
 def arrays_of(tail: Tail) -> tuple[Prepared, ...]:
-    """Return the rings, their blocks to read and to write, and what else kernels ask of a tail."""
+    """Return the rings, their blocks to read and to write, and the other arrays of a tail that kernels need."""
     rings, sources, targets = (tuple(map(as_array, parts)) for parts in (tail.flats, tail.sources, tail.targets))
     return rings, sources, targets, tuple(as_array(x) for x in (tail.firsts, tail.counts, tail.folds))
 
 
 def places_of(state: StateSlots) -> tuple[Prepared, ...]:
-    """Return what kernels ask of the states themselves."""
+    """Return the arrays that kernels need of the states themselves."""
     arrays = (as_array(x) for x in (state.flat, state.sources, state.targets))
     return state.cu_rows.host, *arrays, np.float32(state.initial)
 
@@ -39,7 +39,7 @@ def convolve(
     rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, ring, blocks, ring_rows, firsts, counts,
     folds, out_TE, activation,
 ):  # fmt: skip
-    """Convolve, where the ring holds whole rows (R), whose first channels are convolved."""
+    """Convolve tokens after a tail whose ring holds whole rows (R). The first channels of a row are convolved."""
     n_taps, n_channels = weight_WE.shape
     n_chunks = -(-n_channels // AT_ONCE)
     for task in prange((len(cu_rows) - 1) * n_chunks):

@@ -12,18 +12,19 @@ from numba.np.ufunc.parallel import threading_layer
 from hybridmem.memory.blocks.forked_process import refuse_kernel
 from hybridmem.memory.kernels.cpu.launches import note
 
-# Reassociation lets sums use vector registers; without sums it stays off. Together with "nsz" it would let LLVM remove
-# the rounding steps of `exp2_f32`. "nnan" and "ninf" stay off: NaN must reach the output.
+# Reassociation lets sums use vector registers. In kernels without sums it stays off, because together with "nsz" it
+# would let LLVM remove the rounding steps of `exp2_f32`. "nnan" and "ninf" stay off, because NaN must reach the output.
 REDUCING = {"reassoc", "contract"}
 ELEMENTWISE = {"contract", "arcp", "nsz"}
 
 _WORTH_A_THREAD = 1 << 15
-"""How many multiplications a second thread must save. Waking it costs some microseconds, far more on a busy machine."""
+"""How many multiplications a second thread must save. Waking it costs microseconds, far more on a busy machine."""
 
 
 def _launch() -> int:
     """Start numba's threads and return their number.
-    They share OpenMP with torch's threads, whose number this changes: it is restored.
+
+    numba and torch share OpenMP, so this changes the number of torch's threads, which is then restored.
     """
     n_threads = torch.get_num_threads()
     n_most = get_num_threads()
@@ -33,13 +34,13 @@ def _launch() -> int:
 
 _MOST_THREADS = _launch()
 MAY_OVERLAP = threading_layer() in ("omp", "tbb")
-"""Says whether parallel kernels may run in several threads at once: numba's own queue ends the process then."""
+"""True if several parallel kernels may run at once. With numba's own work queue, that would end the process."""
 _last = threading.local()
-"""The number that this thread has set last. To read it from numba takes five microseconds, several times per layer."""
+"""The number of threads that this thread has set last. Reading it from numba takes five microseconds."""
 
 
 def use_threads(n_multiplications: int) -> int:
-    """Let the next kernel of this thread use as many threads as torch, or fewer for little work. Return how many."""
+    """Let the next kernel of this thread use as many threads as torch, or fewer for little work. Return the number."""
     n_threads = 1
     if n_multiplications >= _WORTH_A_THREAD:
         n_threads = min(torch.get_num_threads(), _MOST_THREADS, 1 + n_multiplications // _WORTH_A_THREAD)
@@ -50,7 +51,7 @@ def use_threads(n_multiplications: int) -> int:
 
 def _use(n_threads: int) -> None:
     if n_threads != getattr(_last, "n_threads", None):
-        _last.n_threads = None  # An interrupt may come before the new number is noted.
+        _last.n_threads = None  # This comes first, because an interrupt may come before the new number is noted.
         set_num_threads(n_threads)
         _last.n_threads = n_threads
 

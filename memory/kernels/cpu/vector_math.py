@@ -1,8 +1,8 @@
-"""Computes exp2, exp and softplus of float32 scalars by code that LLVM can vectorise.
+"""Computes exp2, exp and softplus of float32 scalars with code that LLVM can vectorize.
 
-numba's `math.exp` calls a scalar library function, so a loop with it is not vectorised. These are polynomials without
-branches, so a loop over channels becomes full-width SIMD. Accuracy (tested): 2 ulp for `exp2_f32`, 4 for
-`softplus_f32`.
+numba's `math.exp` calls a scalar library function, so a loop with it is not vectorized. These functions are polynomials
+without branches, so a loop over channels becomes full-width SIMD. Tests check the accuracy: 2 ulp for `exp2_f32`, and 4
+ulp for `softplus_f32`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
 EXP2 = tuple(
     np.float32(c) for c in (0.6931472056, 0.2402264846, 0.05550329035, 0.009618373251, 0.001339984829, 0.0001537070482)
 )
-"""2**r - 1 = r * (c1 + c2 r + ...) on [-1/2, 1/2], least squares of the relative error: 2.2e-9."""
+"""Coefficients of 2**r - 1 = r * (c1 + c2 r + ...) on [-1/2, 1/2], by least squares of the relative error, 2.2e-9."""
 
 # log(1 + u) = 2 atanh(u / (2 + u)) = 2 (s + s^3 / 3 + s^5 / 5 + ...), s <= 1/3
 _ATANH = tuple(np.float32(1 / k) for k in (3, 5, 7, 9, 11, 13, 15))
@@ -48,8 +48,8 @@ def _bits_from_float(typing_context, x):
 
 @njit(inline="always", error_model="numpy")
 def exp2_f32(x):
-    """Compute 2**x for float32, to 2 ulp within [-126, 127]; x outside is clamped to it."""
-    # It is written so that NaN stays NaN, because every comparison with NaN is false.
+    """Compute 2**x for float32, to 2 ulp within [-126, 127]. Other x are clamped to this range."""
+    # It is written so that NaN stays NaN: every comparison with NaN is false.
     x = _LOWEST if x < _LOWEST else x
     x = _HIGHEST if x > _HIGHEST else x
     shifted = x + _ROUNDER
@@ -61,14 +61,14 @@ def exp2_f32(x):
     p = p * r + EXP2[1]
     p = p * r + EXP2[0]
     p = p * r + _ONE
-    # 2**n is n + 127 in the exponent's bits. Adding n to those of p would save a product and turn some NaN into
-    # numbers.
+    # 2**n has n + 127 in the exponent's bits. Adding n to the exponent of p would save a product, but would turn some
+    # NaN into numbers.
     return p * float_from_bits((_bits_from_float(shifted) << np.int32(23)) + _BITS_OF_ONE)  # type: ignore[call-arg]
 
 
 @njit(inline="always", error_model="numpy")
 def exp_f32(x):
-    """Compute e**x for float32. The product with log2(e) rounds: relative error up to |x| * 1.2e-7, as if x rounded."""
+    """Compute e**x for float32. The rounded product with log2(e) gives a relative error up to |x| * 1.2e-7."""
     return exp2_f32(x * LOG2_E)
 
 
@@ -99,7 +99,7 @@ def prefetch(typing_context, array, index):
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
-        # The numbers mean: for reading, keep it in all caches, data.
+        # The numbers mean: a prefetch for reading, into all caches, of data.
         builder.call(function, [address, number(0), number(3), number(1)])
         return context.get_dummy_value()
 

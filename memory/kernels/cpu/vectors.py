@@ -1,10 +1,10 @@
 """Defines operations on vectors of sixteen float32, for loops that must sum in a fixed order on the CPU.
 
-Vectors are loaded from arrays of float32, or of 16 bits (see `numbers`), which become float32 on the way.
+Vectors are loaded from arrays of float32, or of 16-bit floats (see `numbers`), which become float32 when loaded.
 
-LLVM chooses the order of sums in loops that it vectorises, and does not vectorise a loop over several rows that share
-operands. These operations compile to full vectors on any machine (AVX-512: one register; AVX2: two; NEON: four), and
-round in the same way on all of them.
+LLVM chooses the order of sums in loops that it vectorizes, and it does not vectorize a loop over several rows that
+share operands. These operations compile to full vectors on any machine (one register with AVX-512, two with AVX2, four
+with NEON), and round in the same way on all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Model(models.PrimitiveModel):
 
 @untyped_intrinsic
 def load(typing_context, array, at):
-    """Load array[at : at + 16] of a contiguous array of floats, as float32; not checked."""
+    """Load array[at : at + 16] of a contiguous array of floats, as float32. `at` is not checked."""
 
     def codegen(context, builder, signature, arguments):
         element = context.get_data_type(array.dtype)
@@ -52,7 +52,7 @@ def load(typing_context, array, at):
 
 @untyped_intrinsic
 def store(typing_context, array, at, x):
-    """Store array[at : at + 16] = x; not checked."""
+    """Store array[at : at + 16] = x. `at` is not checked."""
 
     def codegen(context, builder, signature, arguments):
         builder.store(arguments[2], _pointer(context, builder, signature, arguments), align=4)
@@ -63,7 +63,7 @@ def store(typing_context, array, at, x):
 
 @untyped_intrinsic
 def splat(typing_context, x):
-    """Return x in every lane."""
+    """Return a vector with x in every lane."""
 
     def codegen(context, builder, signature, arguments):
         return _in_every_lane(builder, arguments[0])
@@ -73,7 +73,8 @@ def splat(typing_context, x):
 
 @untyped_intrinsic
 def load_codes(typing_context, array, at, shift, mask):
-    """Load (array[at : at + 16] >> shift) & mask of a contiguous uint8 array, as float32; not checked.
+    """Load (array[at : at + 16] >> shift) & mask of a contiguous uint8 array, as float32. `at` is not checked.
+
     `shift` and `mask` are int32.
     """
 
@@ -88,11 +89,11 @@ def load_codes(typing_context, array, at, shift, mask):
 
 @untyped_intrinsic
 def load_float8(typing_context, array, at):
-    """Load the float8 e4m3 numbers array[at : at + 16] of a contiguous uint8 array, as float32; not checked.
+    """Load the float8 e4m3 numbers array[at : at + 16] of a contiguous uint8 array, as float32. `at` is not checked.
 
-    The bias of float8's exponents is 120 less than float32's. Numbers below 2**-6 have no leading one: with one, they
-    are too large by 2**-6. (Moving the bits and multiplying by 2**120 would be shorter, but for such numbers processors
-    are slow.)
+    The bias of float8's exponents is 120 less than that of float32's. Numbers below 2**-6 have no leading one. If they
+    are read with one, they are too large by 2**-6. (Moving the bits and multiplying by 2**120 would be shorter, but
+    processors are slow for such small numbers.)
     """
 
     def codegen(context, builder, signature, arguments):
@@ -121,7 +122,7 @@ def multiply(typing_context, x, y):
 
 @untyped_intrinsic
 def multiply_add(typing_context, x, y, z):
-    """Return x * y + z, rounded once."""
+    """Return x * y + z, with one rounding."""
 
     def codegen(context, builder, signature, arguments):
         kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
@@ -132,7 +133,7 @@ def multiply_add(typing_context, x, y, z):
 
 @untyped_intrinsic
 def total(typing_context, x):
-    """Sum all lanes, by halves."""
+    """Sum all lanes, by adding halves."""
 
     def codegen(context, builder, signature, arguments):
         return builder.extract_element(_halved(builder, arguments[0], 1), _INDEX(0))
@@ -142,7 +143,7 @@ def total(typing_context, x):
 
 @untyped_intrinsic
 def store_totals(typing_context, array, at, x0, x1, x2, x3):
-    """Store the totals of four vectors in array[at : at + 4], the same bits as `total` of each."""
+    """Store the totals of four vectors in array[at : at + 4], with the same bits as `total` of each vector."""
 
     def codegen(context, builder, signature, arguments):
         x0, x1, x2, x3 = arguments[2:]
@@ -154,12 +155,12 @@ def store_totals(typing_context, array, at, x0, x1, x2, x3):
 
 
 def _paired(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, n_parts: int) -> ir.Value:
-    """Return the sum of the halves of each of the n parts of x, then of y."""
+    """Return a vector with the sums of the halves of each of the n parts of x, followed by those of y."""
     return _sum_of_halves(builder, x, y, 2 * n_parts, LANES // n_parts)
 
 
 def _halved(builder: ir.IRBuilder, x: ir.Value, n_parts: int) -> ir.Value:
-    """Sum each of the n parts of x to one lane."""
+    """Sum each of the n parts of x into one lane."""
     while x.type.count > n_parts:
         x = _sum_of_halves(builder, x, ir.Constant(x.type, ir.Undefined), n_parts, x.type.count // n_parts)
     return x

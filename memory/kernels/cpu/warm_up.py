@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels before they are needed, several at once."""
+"""Compiles the CPU kernels before they are needed, several at a time."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _RUNS: dict[str, tuple[float, Callable[[Tensor], object]]] = {
     "rows": (1, _copy_rows),
     "softplus": (0.5, lambda flat: softplus(flat[:2].view(1, 2), _states[:2])),
 }
-"""For each name: the seconds that its kernels take to compile, and a function that runs them on tiny inputs.
+"""Maps a name to the seconds that its kernels take to compile, and a function that runs them on tiny inputs.
 
 The longest come first. The function takes numbers of the memory's dtype. States are in float32.
 """
@@ -116,12 +116,12 @@ The longest come first. The function takes numbers of the memory's dtype. States
 NAMES = tuple(_RUNS)
 """The names of what can be compiled ahead.
 
-They are functions of `Kernels`, and "rows" (they copy rows), "folded_rows" (attention over what a storage keeps) and
-"byte_sums" (checksums of saved files).
+They are the functions of `Kernels`, and three more: "rows" copies rows, "folded_rows" is attention over what a storage
+keeps, and "byte_sums" computes checksums of saved files.
 """
 
 _HELPER_SECONDS = 4
-"""How many seconds of work are worth another process, which takes two seconds to start."""
+"""How many seconds of compiling are worth starting another process, which takes two seconds."""
 
 _warm: set[tuple[str, torch.dtype]] = set()
 
@@ -131,8 +131,8 @@ def warm_up(names: Iterable[str] = NAMES, dtype: torch.dtype = torch.float32) ->
 
     Returns the seconds that it took.
 
-    A new memory calls this with the names that its spec needs, so that no step has to wait for the compiler. Several
-    processes compile at once, as many as there are cores.
+    A new memory calls this with the names that its spec needs, so that no step has to wait for the compiler. As many
+    processes compile at once as there are cores.
     """
     started = time.perf_counter()
     wanted = [name for name in NAMES if name in set(names) and (name, dtype) not in _warm]
@@ -143,7 +143,7 @@ def warm_up(names: Iterable[str] = NAMES, dtype: torch.dtype = torch.float32) ->
 
 
 def _compile(names: list[str], dtype: torch.dtype) -> None:
-    """Compile these, the longest first, while helpers begin at the other end. A helper that fails does no harm."""
+    """Compile these kernels, the longest first, while helpers begin at the other end. A failing helper does no harm."""
     progress.tell(names[0])
     seconds = sum(_RUNS[name][0] for name in names)
     n_helpers = min(_n_cores(), len(names), int(seconds / _HELPER_SECONDS)) - 1 if is_kept() else 0
@@ -163,7 +163,7 @@ def _compile(names: list[str], dtype: torch.dtype) -> None:
 
 
 def compile_alone(dtype: str, *names: str) -> None:
-    """Compile those of these names that no other process compiles."""
+    """Compile the kernels of those names that no other process compiles now."""
     for name in names:
         _has_run(name, _DTYPES[dtype], "skip if another does")
 

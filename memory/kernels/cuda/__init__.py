@@ -1,14 +1,14 @@
 """Computes `memory.kernels.signature.Kernels` on NVIDIA GPUs, in Triton.
 
-Rows, weights and queries may be float32, bfloat16 or float16; sums and states are float32. A call reads sizes from the
-host arrays of its signature and never waits for the device. A request's result does not depend on other requests of its
-step: its work is divided by its own length.
+Rows, weights and queries may be float32, bfloat16 or float16. Sums and states are float32. A call reads sizes from the
+host arrays of its arguments and never waits for the device. A request's result does not depend on other requests of the
+step, because its work is divided by its own length alone.
 
-Offsets are multiples of 16 bytes if a row (of a head, in pages) is a whole number of 16 bytes: the arena's blocks begin
-at multiples of 64 bytes.
+Offsets are multiples of 16 bytes if a row (in pages, a row of a head) is a whole number of 16 bytes, because the
+arena's blocks begin at multiples of 64 bytes.
 
-With TRITON_INTERPRET=1 in the environment, all of it runs in Triton's interpreter on the CPU. That is slow; the tests
-use it.
+With TRITON_INTERPRET=1 in the environment, all kernels run in Triton's interpreter on the CPU. That is slow, but tests
+can use it.
 """
 
 from hybridmem.memory.kernels.cuda.attention import attend_rows, paged_attention, plan_attention

@@ -1,9 +1,9 @@
 """Computes attention over pages on the GPU: a tile of queries reads keys and values with an online softmax.
 
-Dao et al. 2022 and 2023. The rows of few queries (decoding, verifying drafts) are divided among programs, whose results
-`_merge` joins; those of many queries (prompts) are not. Query heads that share a key/value head share a tile, so each
-key and value is read once for all of them. A head_dim that is no power of two is computed in two parts: 576 as 512 and
-64. Scores are in units of log2, because the hardware has exp2.
+The method is that of Dao et al. 2022 and 2023. The rows that few queries see (decoding, verifying drafts) are divided
+among programs, whose results `_merge` joins. The rows of many queries (prompts) are not divided. Query heads that share
+a key/value head share a tile, so each key and value is read once for all of them. A head_dim that is no power of two is
+computed in two parts: 576 as 512 and 64. Scores are in units of log2, because the hardware has exp2.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def paged_attention(
     for n_queries, begin, end in tiles.launches:
         block_m = max(16, next_power_of_2(n_queries * shape.heads))
         sizes = block_m, head_dim, itemsize, bits
-        # Choices are measured without a bias, which takes more shared memory.
+        # Choices are measured without a bias. With one, the default is used, because a bias takes more shared memory.
         choice = _choose(device, *sizes) if bias_HL is None else _choose.default(*sizes)
         block_n, num_warps, num_stages = choice
         parts = head_parts(head_dim)
@@ -89,7 +89,7 @@ def attend_rows(
 ) -> Tensor:
     checks.attend_rows(q_THD, k_RGD, v_RGD, scoring, checks.FLOATS)
     (n_rows, n_kv_heads, head_dim), device = k_RGD.shape, q_THD.device
-    pages = torch.arange(n_rows, device=device) * (n_kv_heads * head_dim)  # Each page holds one row.
+    pages = torch.arange(n_rows, device=device) * (n_kv_heads * head_dim)  # Each page holds a single row.
     batch = batch or PagedBatch(
         np.array([0, len(q_THD)]), np.array([n_rows]), pages, np.array([0, n_rows]), page_tokens=1
     )
@@ -101,21 +101,24 @@ def attend_rows(
 def _lay_out(
     batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows | None, device: torch.device
 ) -> tuple[Tiles, Tensor, Tensor]:
-    """Divide a batch into tiles, once for all layers of a shape; returns them, and tasks and merges on the device."""
+    """Divide a batch into tiles, once for all layers of a shape.
+
+    Return the tiles, and tasks and merges on the device.
+    """
     arrays = () if folded is None else (folded.lengths, folded.cu_blocks)
     key = (shape, window, *map(id, arrays))
     if key not in batch.layouts:
         tiles = tile(batch, shape, window, folded)
         n = tiles.merges.size
         ints = upload(np.concatenate([tiles.merges.ravel(), tiles.tasks.ravel()]), device)
-        # The arrays are kept, so that no other array can have the same id.
+        # The arrays are kept alive, so that no other array can get the same id.
         batch.layouts[key] = (tiles, ints[n:].view(-1, TASK), ints[:n].view(-1, MERGE)), arrays
     found: tuple[Tiles, Tensor, Tensor] = batch.layouts[key][0]
     return found
 
 
 class Attend(NamedTuple):
-    """Holds a choice for `_attend`: rows of keys of a tile, warps, and tiles in flight."""
+    """Holds a choice for `_attend`: the rows of keys in a tile, the warps, and the tiles in flight."""
 
     block_n: int
     num_warps: int
@@ -125,18 +128,21 @@ class Attend(NamedTuple):
 @tunable("attend", Attend, block_n=powers_of_2(16, 128), num_warps=powers_of_2(1, 16), num_stages=range(1, 9))
 def _choose(block_m: int, head_dim: int, itemsize: int, bits: int) -> Attend:
     """Choose two or three tiles of keys and values in flight if shared memory (227 KiB) allows it.
-    `bits`: bits of the codes of folded rows.
+
+    `bits` is the number of bits of a code of folded rows.
     """
     block_n = 64 if head_dim * itemsize <= 256 else 32 if head_dim * itemsize <= 1024 else 16
     tile_bytes = 2 * block_n * next_power_of_2(head_dim) * itemsize
-    wanted = 3 if block_m >= 64 else 4  # With a small tile, one stage is used for offsets of pages.
+    wanted = 3 if block_m >= 64 else 4  # With a small tile, one of the stages is used for page offsets.
     num_stages = 1 if bits != NOT_FOLDED else max(1, min(wanted, (160 << 10) // tile_bytes))
     return Attend(block_n, 8 if block_m * head_dim > 64 * 128 else 4, num_stages)
 
 
 def _most_warps(block_m: int, n_last_channels: int) -> int:
-    """Return the most warps that may share a tile. Eight with 64 queries halve products of 16 channels, and Triton 3.6
-    computes those wrongly or reads from a wrong place on Hopper.
+    """Return the most warps that may share a tile.
+
+    With 64 queries, eight warps would halve products of 16 channels. On Hopper, Triton 3.6 computes such products
+    wrongly or reads from a wrong place.
     """
     return 4 if n_last_channels == 16 and block_m < 128 else 16
 
@@ -151,7 +157,7 @@ def _attend(
     D0: tl.constexpr, D1: tl.constexpr, ALIGN: tl.constexpr, BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     K_ROWS: tl.constexpr, K_SCALES: tl.constexpr, V_ROWS: tl.constexpr, V_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Compute one task for one key/value head g, or for some of the query heads that share it."""
+    """Compute one task for key/value head g, or for some of the query heads that share it."""
     task, g, part = tasks + (first_task + tl.program_id(0)) * TASK, tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     token, n_queries, newest = tl.load(task), tl.load(task + 1).to(tl.int32), tl.load(task + 2).to(tl.int32)
     begin, end, partial_row = tl.load(task + 3).to(tl.int32), tl.load(task + 4).to(tl.int32), tl.load(task + 6)
@@ -162,7 +168,7 @@ def _attend(
     q0, q1 = load_rows(q, (token + query) * q_token + head * q_head, is_own, D, D0, D1)
     highest, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
-        if partial_row < 0:  # Otherwise `_merge` adds the sinks.
+        if partial_row < 0:  # If there are partial results, `_merge` adds the sinks.
             highest, total = tl.load(sinks + head, mask=is_own, other=0.0).to(tl.float32) * LOG2_E, total + 1.0
     acc0, acc1 = tl.zeros([BLOCK_M, D0], tl.float32), tl.zeros([BLOCK_M, D1 if D1 > 0 else 1], tl.float32)
     if BITS >= 0:
@@ -194,8 +200,8 @@ def _attend(
             s += load_bias(bias, head, newest + query, r, is_own, n_distances)
         s = hide(s, newest + query, r, end, window, HAS_WINDOW)
         acc0, acc1, highest, total = add(s, v0, v1, acc0, acc1, highest, total, D1)
-    # A total of 0 means that no score was above -inf. For a part of the rows `highest` says so. For all rows the result
-    # is 0 / 0.
+    # A total of 0 means that no score was above -inf. For a part of the rows, `highest` tells `_merge` so. For all
+    # rows, the result is 0 / 0.
     total = tl.where(total == 0.0, tl.where(partial_row < 0, float("nan"), 1.0), total)
     share = (1.0 / total)[:, None]
     if partial_row < 0:
@@ -211,7 +217,7 @@ def _merge(
     partial, totals, merges, sinks, out, N_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_SINKS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Join the results of several programs for one query and head, each weighted by its total of weights."""
+    """Join the results of several programs for one query and head, each weighted by its sum of weights."""
     merge, head = merges + tl.program_id(0) * MERGE, tl.program_id(1)
     token, first, step, n = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3).to(tl.int32)
     d = tl.arange(0, BLOCK_D)

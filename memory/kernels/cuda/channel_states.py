@@ -1,11 +1,10 @@
 """Computes Mamba-1's selective scan on the GPU.
-A program is one segment over some of the channels, with its states in registers.
-
-Chunks of longer segments run in parallel: first from zeros, to find what each adds to the state, and then, after these
-have been added up, from the state before each.
+A program computes one segment over some of the channels, with their states in registers. Chunks of longer segments run
+in parallel, in two passes: first from states of zeros, to find what each chunk adds to the state. These additions are
+then summed up, and each chunk runs again from the state before it.
 
 With a tail, a program first adds the tail's tokens, from rings of x, dt and B. It writes its own tokens to the rings
-and, if rows fold, a new body.
+and, if rows fold, writes a new body.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hybridmem.memory.kernels.cuda.rings import keep_row, no_rings, rings_of
 from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 _BLOCK = tl.constexpr(4)
-"""Tokens of a tail that are added at once: what they bring to 16 states of 32 channels fits into a warp's registers."""
+"""How many tokens of a tail are added at once: their terms for 16 states of 32 channels fit into a warp's registers."""
 
 
 class SelectiveScan(NamedTuple):
@@ -47,7 +46,7 @@ class SelectiveScan(NamedTuple):
     num_warps=powers_of_2(1, 16),
 )
 def _choose(n_states: int, itemsize: int) -> SelectiveScan:
-    """Choose one warp, 16 registers a thread: with 16 states a channel, 32 channels."""
+    """Choose one warp and 16 registers per thread for states: 32 channels if each has 16 states."""
     return SelectiveScan(max(32, 512 // next_power_of_2(n_states)), 64, 1)
 
 
@@ -102,7 +101,7 @@ def _selective_scan(
     ring_rows, firsts, counts, folds, starts, n_runs, n_channels, n_states,
     HAS_TAIL: tl.constexpr, CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a segment from its state on, or one of its chunks from the state in `starts`."""
+    """Compute a segment from its source state on, or one of its chunks from the state in `starts`."""
     run, chunk = tl.program_id(0), 0
     if CHUNK:
         run = run_of(tl.program_id(0), cu_rows, n_runs, CHUNK, 1)
@@ -187,8 +186,9 @@ def _chunk_starts(
     ring_rows, firsts, counts, folds, starts, chunk_times, n_channels, n_states,
     HAS_TAIL: tl.constexpr, CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """Replace the ends of chunks that began with zeros by the state before each chunk, in place.
-    For each chunk h = exp(total time A) h + end.
+    """Replace the end states of chunks that began with zeros by the state before each chunk, in place.
+
+    For each chunk, h = exp(total time A) h + end.
     """
     run = tl.program_id(0)
     channels, states = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, STATES)
@@ -226,7 +226,7 @@ def _add_tail(
     h, body, limit, fold, count, first, run, rate, bias, channels, states, inputs, input_sources, times, time_sources,
     keys, key_sources, ring_rows, n_channels, n_states,
 ):  # fmt: skip
-    """Advance a state (STATES, CHANNELS) by the `count` tokens of its tail, and store that before token `fold`."""
+    """Advance a state (STATES, CHANNELS) by the `count` tokens of its tail, and store the state before token `fold`."""
     middle = tl.maximum(tl.minimum(fold, count), 0)
     inputs += tl.load(input_sources + run)
     times += tl.load(time_sources + run)
@@ -248,7 +248,8 @@ def _add_tokens(
     h, begin, end, first, rate, bias, channels, states, inputs, times, keys, ring_rows, n_channels, n_states
 ):
     """Advance a state by tokens `begin` to `end` of its tail, `_BLOCK` at once, so that their rows are loaded together.
-    What each adds fades by the time steps of those after it.
+
+    The term of each token decays over the time steps of the tokens after it.
     """
     for start in range(begin, end, _BLOCK):
         p = start + tl.arange(0, _BLOCK)

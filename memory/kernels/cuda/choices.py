@@ -1,11 +1,11 @@
-"""Chooses tile sizes, warps and stages of a kernel: the best that was measured on such a device, or a default.
+"""Chooses tile sizes, warps and stages of a kernel: the best that were measured on such a device, or defaults.
 
 Measured choices are in JSON files, one for each compute capability. `cache_file` is written by `python -m benchmarks
-tune` on this machine; what it lacks is looked up in `shipped_file`, which the package has for some devices; the last
-resort is the kernel's default function.
+tune` on this machine. Choices that it lacks are looked up in `shipped_file`, which the package has for some devices. If
+they are not there either, the kernel's default function is called.
 
-A choice depends on the sizes of a layer or of one request, never on the number of requests in a step: the bits of a
-sequence do not depend on others. Files are read once in a process, so that sums keep their order.
+A choice depends on the sizes of a layer or of one request, never on the number of requests in a step. So the bits of a
+sequence do not depend on other sequences. Files are read once in a process, so that sums keep their order.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 C = TypeVar("C", bound=tuple[int, ...])
-"""A NamedTuple of numbers."""
+"""A NamedTuple of integers: a kernel's choice."""
 Key = tuple[str, tuple[int, ...]]
-"""A kernel's name, and its sizes."""
+"""A kernel's name, and the sizes for which a choice was measured."""
 
 _LOG = logging.getLogger("hybridmem.memory")
 _FORMAT = 1
@@ -37,7 +37,7 @@ class Tunable(Generic[C]):
     Attributes:
         kernel: the kernel's name in files.
         sizes: names of the sizes on which a choice depends.
-        default: returns the choice if none was measured.
+        default: a function that returns the choice if none was measured.
         allowed: field of a choice -> values that the kernel works with.
     """
 
@@ -56,7 +56,7 @@ class Tunable(Generic[C]):
         return self.default(*sizes) if found is None else found
 
     def checked(self, values: Mapping[str, object]) -> C:
-        """Return the choice of these values.
+        """Return the choice with these values.
 
         Raises:
             ValueError: the kernel does not work with them.
@@ -70,7 +70,7 @@ class Tunable(Generic[C]):
 
     @contextmanager
     def instead(self, choose: Callable[..., C]) -> Iterator[None]:
-        """Choose by another function inside of the block, to measure or to test: sums may have another order there."""
+        """Choose by another function inside of the block, to measure or to test. There, sums may have another order."""
         before, self._instead = self._instead, choose
         try:
             yield
@@ -83,9 +83,9 @@ TUNABLES: dict[str, Tunable[Any]] = {}
 
 
 def tunable(kernel: str, choice: type[C], **allowed: Container[int]) -> Callable[[Callable[..., C]], Tunable[C]]:
-    """Decorate a default function of sizes.
+    """Return a decorator for a function that returns a default choice for sizes.
 
-    The result takes the device as its first argument, and prefers measured choices.
+    The decorated function takes the device as its first argument, and prefers measured choices.
     """
 
     def wrap(default: Callable[..., C]) -> Tunable[C]:
@@ -101,7 +101,7 @@ def powers_of_2(least: int, most: int) -> tuple[int, ...]:
 
 @cache
 def measured(device: torch.device) -> dict[Key, Any]:
-    """Return the choices that were measured on devices of this capability; device and disk are read only once."""
+    """Return the choices measured on devices of this capability. Device and disk are read only once."""
     if device.type != "cuda" or torch.version.cuda is None:
         return {}
     capability = capability_of(device)
@@ -127,7 +127,7 @@ def cache_file(capability: str) -> Path:
 
 
 def read(path: Path, capability: str) -> dict[Key, Any]:
-    """Read the choices in a file; none if there is no such file. Faults in it are logged as warnings, never raised."""
+    """Read the choices in a file, or none if it does not exist. Faults in it are logged as warnings, never raised."""
     found, refused = dict[Key, Any](), list[str]()
     try:
         content = json.loads(path.read_text())
@@ -167,7 +167,7 @@ def _parse(entry: dict[str, Any]) -> tuple[Key, Any]:
 
 
 def write(path: Path, capability: str, choices: dict[Key, Any], made_on: str) -> None:
-    """Write a file for `read`, all at once. `made_on` is a note for people."""
+    """Write a file that `read` can read, all at once. `made_on` is a note for people."""
     entries = [
         {
             "kernel": kernel,

@@ -1,5 +1,5 @@
 """Computes the causal convolution on the GPU.
-A program is a tile of one segment's rows, over some of the channels.
+A program computes a tile of one segment's rows, over some of the channels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 
 class Convolve(NamedTuple):
-    """Holds a choice for the convolution: the most rows and elements of a tile, and warps."""
+    """Holds a choice for the convolution: the most rows and elements of a tile, and the number of warps."""
 
     rows: int
     elements: int
@@ -66,7 +66,7 @@ def causal_conv(
         "WINDOW": next_power_of_2(n_taps - 1), "ROWS": n_rows, "CHANNELS": n_columns, "IS_SHORT": is_short,
         "num_warps": num_warps,
     }  # fmt: skip
-    # A segment of several tiles may write its window where it reads one, so windows are written after all tiles.
+    # Windows are written after all tiles, because a segment of several tiles may write its window where it reads one.
     n_blocks = ceil_div(n_channels, n_columns)
     launch(_causal_conv, (n_tiles, n_blocks), *arguments, **options, WRITES_ROWS=True, WRITES_WINDOW=is_short)
     if not is_short:

@@ -1,4 +1,4 @@
-"""Decodes rows that a storage keeps to floats inside of the attention kernel, on the GPU."""
+"""Decodes rows that a storage keeps into floats, inside of the attention kernel on the GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_FOLDED = -1
 
 
 def constants(folded: FoldedRows | None) -> dict[str, int]:
-    """Return constants for the kernel: bits of a code, rows of a block, and rows of scales and scales of a row.
+    """Return constants for the kernel: bits of a code, rows of a block, rows of scales, and scales per row.
     Bits are 0 for float8, and NOT_FOLDED for no rows.
     """
     if folded is None:
@@ -30,7 +30,7 @@ def constants(folded: FoldedRows | None) -> dict[str, int]:
 
 
 def flats(folded: FoldedRows | None, none: Tensor) -> list[Any]:
-    """Return codes, scales and lows of keys, then of values; `none` in place of those that do not exist."""
+    """Return codes, scales and lows of keys, then of values. `none` stands for those that do not exist."""
     if folded is None:
         return [none] * 6
     half = len(folded.flats) // 2
@@ -42,10 +42,10 @@ def load_folded(
     codes, scales, lows, block, slot, head, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Decode rows of D channels in two parts, (N, D0) and (N, D1) float32; the first twice if D1 is 0.
+    """Decode rows of D channels in two parts, (N, D0) and (N, D1) float32. If D1 is 0, both parts are the first one.
 
     Args:
-        block, slot: (N,) byte address of a row's block, and the row in it.
+        block, slot: (N,) the byte address of each row's block, and the index of the row in it.
     """
     x0 = _load_part(codes, scales, lows, block, slot, head, inside, 0, D0, D, BITS, BLOCK_ROWS, SCALE_ROWS, SCALES)
     x1 = x0
@@ -70,7 +70,7 @@ def _load_part(
             .to(tl.float32)
         )
     else:
-        # The lowest bits of the bytes hold the first channels, the next the following ones.
+        # The lowest bits of all bytes hold the first channels, the next bits the following channels.
         N_BYTES: tl.constexpr = D * BITS // 8
         code = tl.load(codes + row[:, None] + (d % N_BYTES)[None, :], mask=mask, other=0).to(tl.int32)
         code = (code >> (d // N_BYTES * BITS)[None, :]) & ((1 << BITS) - 1)

@@ -15,19 +15,20 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """
 
 MOST_REGISTERS = 255
-"""How many registers a thread of any NVIDIA GPU may have."""
+"""How many registers a thread of an NVIDIA GPU may have at most."""
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def dot(a, b, acc):
-    """Compute acc + a b, summed in float32.
+    """Compute acc + a b with sums in float32.
 
-    Tensor cores read only 10 bits of a float32's fraction, so each float32 is given as a sum of two numbers: of this
-    kind ("tf32x3"), or of bfloat16 (16 bits of the fraction) where the other factor is bfloat16, twice as fast.
+    Tensor cores read only 10 bits of a float32's fraction, so each float32 is given as a sum of two numbers. These are
+    of the same kind ("tf32x3"), or bfloat16 (together 16 bits of the fraction) if the other factor is bfloat16, which
+    is twice as fast.
 
-    All three sides of a and b are at least 16 long. Other pairs, and float64, are rounded to float32; so are all in the
-    interpreter, which takes bfloat16 for integers.
+    All three sides of a and b are at least 16 long. Other pairs of dtypes, and float64, are rounded to float32. In the
+    interpreter all are, because it takes bfloat16 for integers.
     """
     if not _INTERPRETED and a.dtype == tl.bfloat16 and b.dtype == tl.float32:
         high = b.to(tl.bfloat16)
@@ -44,7 +45,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def load_rows(x, stride, rows, is_row, n, n_columns, other=0.0):
-    """Load a block (rows, columns) from the rows and columns of a matrix x in memory; `other` where x has none."""
+    """Load a block (rows, columns) of a matrix x. The result is `other` where x has no such row or column."""
     at = x + (rows * stride)[:, None] + n[None, :]
     return tl.load(at, mask=is_row[:, None] & (n < n_columns)[None, :], other=other)
 
@@ -55,7 +56,8 @@ def next_power_of_2(n: int) -> int:
 
 def aligned_elements(n_elements: int, itemsize: int) -> int:
     """Return the number of elements of which offsets of rows are multiples: 16 bytes, or 1 element.
-    It is 16 bytes if a row is a whole number of 16 bytes, because blocks are as well.
+
+    It is 16 bytes if a row is a whole number of 16 bytes, because blocks are, too.
     """
     return 16 // itemsize if n_elements * itemsize % 16 == 0 else 1
 
@@ -69,29 +71,33 @@ def launch(
     max_registers: int = MOST_REGISTERS,
     **constants: object,
 ) -> None:
-    """Run a kernel on the device of its first tensor; with an empty launch grid, do nothing.
-    With fewer registers a thread, more programs run at once, unless values no longer fit.
+    """Run a kernel on the device of its first tensor. If the launch grid is empty, do nothing.
+
+    With fewer registers per thread, more programs run at once, unless values no longer fit into registers.
     """
     if 0 in grid:
         return
     device = next(x.device for x in args if isinstance(x, Tensor))
     guard: AbstractContextManager[object] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with guard:
-        # Fused multiply-add is set explicitly, because Triton's default changes from version to version.
+        # Fused multiply-add is set explicitly, because Triton's default changes between versions.
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         kernel[grid](*args, **constants, **options, maxnreg=None if max_registers == MOST_REGISTERS else max_registers)
 
 
 def head_parts(head_dim: int) -> dict[str, int]:
     """Return two powers of two, D0 and D1, whose sum is at least a head's channels; D1 may be 0.
-    D0 has no unused channels unless the head is narrower than the least tile, which is 16.
+    D0 has no unused channels unless the head is narrower than the smallest tile, which is 16.
     """
     first = max(16, 1 << (head_dim.bit_length() - 1))
     return {"D0": first, "D1": max(16, next_power_of_2(head_dim - first)) if head_dim > first else 0}
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:
-    """Return x (T, ...) with each row contiguous: x itself if it is so, such as a part of a wider row."""
+    """Return x (T, ...) with contiguous rows.
+
+    It is x itself if its rows are contiguous, as in a part of a wider row.
+    """
     return x if x.numel() == 0 or x[0].is_contiguous() else x.contiguous()
 
 

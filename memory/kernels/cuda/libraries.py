@@ -15,7 +15,10 @@ may be installed without."""
 
 
 def for_prompts() -> dict[str, str]:
-    """Return function -> package for installed packages. With HYBRID_MEMORY_KERNELS=triton there are none."""
+    """Return function -> package for those packages that are installed.
+
+    With HYBRID_MEMORY_KERNELS=triton there are none.
+    """
     if os.environ.get("HYBRID_MEMORY_KERNELS") == "triton":
         return {}
     return _installed()

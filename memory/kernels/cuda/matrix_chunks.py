@@ -1,18 +1,19 @@
-"""Computes matrix states with one decay a head over many tokens on the GPU: chunks, as products of matrices.
-A program is one segment over some rows of one head's state; a chunk has 16 or 32 tokens by default.
+"""Computes matrix states with one decay per head over many tokens on the GPU: in chunks, as products of matrices.
+A program computes one segment over some rows of one head's state. A chunk has 16 or 32 tokens by default.
 
-Within a chunk, with G the sum of log decays up to and including each token, S the state before it and U the rows that
-are written,
+Within a chunk, let G be the sum of log decays up to and including each token, S the state before the chunk, and U the
+rows that are written. Then
 
     Y = exp(G) Q S^T + (Q K^T * exp(G_i - G_j), j <= i) U          S = exp(G_C) S + (exp(G_C - G) U)^T K
 
-where U = strength V, or, for the delta rule, the rest of it after each token has erased what its key finds (Yang et al.
-2024, "Parallelizing Linear Transformers with the Delta Rule", eq. 10; with decays "Gated Delta Networks", section 3.3):
+where U = strength V. For the delta rule, U is what remains of that after each token has erased what its key finds (Yang
+et al. 2024, "Parallelizing Linear Transformers with the Delta Rule", eq. 10; with decays "Gated Delta Networks",
+section 3.3):
 
     (I + A) U = strength (V - exp(G) K S^T)          A_ij = strength_i (k_i . k_j) exp(G_i - G_j), j < i
 
 The inverse of I + A does not depend on S, so the inverses of all chunks are computed before, in parallel, by forward
-substitution. If rows fold within a segment, a chunk ends at that position, where the new body is stored.
+substitution. If rows fold within a segment, a chunk ends at the fold, where the new body is stored.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from hybridmem.memory.kernels.cuda.rings import no_rings, rings_of
 from hybridmem.memory.kernels.signature import StateSlots
 
 SPARE = tl.constexpr(2)
-"""Chunks that a segment may have beyond its full ones: the last one, and the one that ends at a body."""
+"""How many chunks a segment may have in addition to its full ones: the last one, and the one that ends at a body."""
 
 
 class ScanChunks(NamedTuple):
-    """Holds a choice: tokens of a chunk, rows of a head's state of a program, warps, and chunks in flight."""
+    """Holds a choice: tokens of a chunk, rows of a head's state in a program, warps, and chunks in flight."""
 
     chunk: int
     rows: int
@@ -55,15 +56,15 @@ class ScanChunks(NamedTuple):
     num_stages=range(1, 5),
 )
 def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanChunks:
-    """Choose chunks of 32 tokens, or of 16 where rows are wider than 16 bits.
+    """Choose chunks of 32 tokens, or of 16 if numbers are wider than 16 bits.
 
-    Products of float32 need more registers; where they do not fit, an H100 takes ten times as long.
+    Products of float32 need more registers. If they do not fit, an H100 takes ten times as long.
     """
     return ScanChunks(32 if itemsize == 2 else 16, min(32, max(16, next_power_of_2(n_rows))), 4, 2)
 
 
 def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
-    """Compute `Kernels.matrix_scan` of segments of many tokens, with a tail or without."""
+    """Compute `Kernels.matrix_scan` for segments of many tokens, with or without a tail."""
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, columns, device = len(state.cu_rows.host) - 1, max(16, next_power_of_2(n_columns)), y_THV.device
     chunk, rows, num_warps, num_stages = _choose(
@@ -95,7 +96,9 @@ def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
 @triton.jit
 def split_at(run, cu_rows, targets, counts, folds, HAS_TAIL: tl.constexpr):
     """Return a segment's first row, its number of rows, and how many of them come before the new body.
-    These are all rows if the body is at its end or there is no tail, and none if no body is written within it.
+
+    All rows come before it if the body is at the segment's end or there is no tail, and none if no body is written in
+    the segment.
     """
     start = tl.load(cu_rows + run)
     n_new = (tl.load(cu_rows + run + 1) - start).to(tl.int32)
@@ -109,7 +112,7 @@ def split_at(run, cu_rows, targets, counts, folds, HAS_TAIL: tl.constexpr):
 
 @triton.jit
 def place_of(chunk, start, n_new, split, CHUNK: tl.constexpr):
-    """Return the first row of a segment's chunk, and where its rows end: a chunk ends at the position of the body."""
+    """Return the first row of a segment's chunk, and where the chunk's rows end. A chunk also ends at a new body."""
     n_before = tl.cdiv(split, CHUNK)
     first = tl.where(chunk < n_before, chunk * CHUNK, split + (chunk - n_before) * CHUNK)
     return start + first, start + tl.where(chunk < n_before, split, n_new)
@@ -117,7 +120,7 @@ def place_of(chunk, start, n_new, split, CHUNK: tl.constexpr):
 
 @triton.jit
 def _fades(log_decay, decay_stride, h, rows, end):
-    """Return sums of log decays up to each row, in float64: differences of sums are as exact as the decays."""
+    """Return sums of log decays up to each row, in float64, so that differences of sums are as exact as the decays."""
     fade = tl.load(log_decay + rows * decay_stride + h, mask=rows < end, other=0.0)
     return tl.cumsum(summable(fade), axis=0)
 
@@ -128,7 +131,7 @@ def _invert(
     targets, counts, folds, inverses, n_heads, n_columns, HAS_STRENGTH: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Compute (I + A)^-1 of one chunk of one head: row i is e_i - sum of A_ij times row j."""
+    """Compute (I + A)^-1 for one chunk of one head: row i is e_i minus the sum of A_ij times row j."""
     h, run = tl.program_id(1), run_of(tl.program_id(0), cu_rows, n_runs, CHUNK, SPARE)
     start, n_new, split = split_at(run, cu_rows, targets, counts, folds, HAS_TAIL)
     first, end = place_of(tl.program_id(0) - first_piece(run, cu_rows, CHUNK, SPARE), start, n_new, split, CHUNK)
@@ -138,7 +141,7 @@ def _invert(
     reading = load_rows(a + h // a_heads * n_columns, a_stride, rows, rows < end, n, n_columns)
     fade = _fades(log_decay, decay_stride, h, rows, end)
     left = tl.exp(tl.where(i[:, None] < i[None, :], fade[None, :] - fade[:, None], 0.0).to(tl.float32))
-    # Transposed, so that the elements of A that one row needs are along the axis of the sum.
+    # The matrix is transposed, so that the elements of A that one row needs are along the axis of the sum.
     transposed = dot(key, tl.trans(reading), tl.zeros((CHUNK, CHUNK), tl.float32)) * left
     if HAS_STRENGTH:
         transposed *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[None, :]
@@ -157,7 +160,7 @@ def _advance(
     strength_stride, skip, y, inverse, rows, end, h, r, n, writes, n_heads, n_rows, n_columns, ERASES: tl.constexpr,
     HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Advance a state by a chunk of `rows` before `end`; returns it, U (CHUNK, ROWS) and the keys."""
+    """Advance a state by a chunk, whose `rows` are before `end`. Return the state, U (CHUNK, ROWS) and the keys."""
     i = tl.arange(0, CHUNK)
     query = load_rows(q + h // q_heads * n_columns, q_stride, rows, rows < end, n, n_columns)
     key = load_rows(k + h // k_heads * n_columns, k_stride, rows, rows < end, n, n_columns)
@@ -172,7 +175,7 @@ def _advance(
         u *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
     if ERASES:
         u = dot(tl.load(inverse + i[:, None] * CHUNK + i[None, :]), u, tl.zeros_like(value))
-    if HAS_TAIL:  # Add what the ring holds, which is rounded to its dtype.
+    if HAS_TAIL:  # Add the numbers that the ring holds, which are rounded to its dtype.
         u = u.to(writes.dtype.element_ty)
     seen = i[:, None] >= i[None, :]
     left = tl.exp(tl.where(seen, fade[:, None] - fade[None, :], 0.0).to(tl.float32))

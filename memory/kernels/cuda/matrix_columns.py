@@ -1,17 +1,17 @@
-"""Computes matrix states with a decay a column, or with b, over many tokens on the GPU: chunks, as matrix products.
+"""Computes matrix states with a decay per column, or with b, over many tokens on the GPU, as products of matrices.
 
-Within a chunk, with G the sums of log decays up to and including each token, H those that readings see (G, or the sums
-before its token), S the state before the chunk, u = strength v, and f = S_t a what each reading finds (as Peng et al.
-2025, "RWKV-7 Goose", and Kimi Team 2025, "Kimi Linear", section 3, train in parallel),
+Within a chunk, let G be the sums of log decays up to and including each token, H the sums that readings see (G, or the
+sums before the reading's token), S the state before the chunk, u = strength v, and f = S_t a what each reading finds.
+Then (as Peng et al. 2025, "RWKV-7 Goose", and Kimi Team 2025, "Kimi Linear", section 3, train in parallel)
 
     (I - AB) f = (exp(H) a) S^T + AK u          y = (exp(G) q) S^T + QK u + QB f
     S = S exp(G_C) + u^T (exp(G_C - G) k) + f^T (exp(G_C - G) b)
 
-with AB_ij = sum over columns of exp(H_i - G_j) a_i b_j for j < i, AK, QK and QB alike (j <= i for q). Without b, the
-delta rule, b = -strength k, so that u = strength (v - f) and only AK and QK are wanted.
+with AB_ij = sum over columns of exp(H_i - G_j) a_i b_j for j < i. AK, QK and QB are alike, with j <= i for q. Without
+b, which is the delta rule, b = -strength k, so that u = strength (v - f) and only AK and QK are needed.
 
-Differences of G are at most 0, while exp(-G) alone may be out of range. So these sums are computed key by key instead
-of by tensor cores. They do not depend on S, so those of all chunks are computed before, in parallel.
+Differences of G are at most 0, while exp(-G) alone may be out of range. So the sums in AB, AK, QK and QB are computed
+key by key instead of by tensor cores. They do not depend on S, so those of all chunks are computed before, in parallel.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hybridmem.memory.kernels.signature import StateSlots
 
 
 class ScanColumns(NamedTuple):
-    """Holds a choice: tokens of a chunk, rows of a head's state of a program, and warps."""
+    """Holds a choice: tokens of a chunk, rows of a head's state in a program, and warps."""
 
     chunk: int
     rows: int
@@ -46,12 +46,12 @@ class ScanColumns(NamedTuple):
     "scan_columns", ScanColumns, chunk=powers_of_2(16, 64), rows=powers_of_2(16, 128), num_warps=powers_of_2(1, 16)
 )
 def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanColumns:
-    """Choose 32 rows: of an H100's registers 128 columns need more, and yet 16 rows take 1.3 times as long."""
+    """Choose 32 rows: 128 columns then need more registers than an H100 has, and yet 16 rows take 1.3 times as long."""
     return ScanColumns(16, min(32, max(16, next_power_of_2(n_rows))), 4)
 
 
 def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
-    """Compute `Kernels.matrix_scan` of segments of many tokens, with a tail or without."""
+    """Compute `Kernels.matrix_scan` for segments of many tokens, with or without a tail."""
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, b, erases = len(state.cu_rows.host) - 1, absent(inputs.b, inputs.q), inputs.a is not None
     chunk, rows, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), erases)
@@ -77,13 +77,14 @@ def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tens
 
 @triton.jit
 def _load(x, stride, h, rows, end, n, n_columns):
-    """Load a head's rows before `end` of a matrix x as float32: (rows, columns)."""
+    """Load those of a head's `rows` that are before `end` from a matrix x, as float32: (rows, columns)."""
     return load_rows(x + h * n_columns, stride, rows, rows < end, n, n_columns).to(tl.float32)
 
 
 @triton.jit
 def _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN: tl.constexpr, AFTER_DECAY: tl.constexpr):
-    """Return log decays, their sums up to each row, and the sums that its reading sees (H), both in float64.
+    """Return log decays, their sums up to each row, and the sums that the row's reading sees (H), both in float64.
+
     Each is (CHUNK, COLUMNS) or (CHUNK, 1).
     """
     if BY_COLUMN:
@@ -92,7 +93,7 @@ def _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN: tl.con
         sums = tl.cumsum(summable(fade), axis=0)
     else:
         of_row = tl.load(log_decay + rows * decay_stride + h, mask=rows < end, other=0.0)
-        # Triton 3.6 compiles no scan of a single column.
+        # This case is separate because Triton 3.6 cannot compile a scan of a single column.
         fade, sums = of_row[:, None], tl.cumsum(summable(of_row), axis=0)[:, None]
     return fade, sums, sums if AFTER_DECAY else sums - summable(fade)
 
@@ -105,7 +106,7 @@ def _weigh(
     AFTER_DECAY: tl.constexpr, HAS_TAIL: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
     MATRICES: tl.constexpr,
 ):  # fmt: skip
-    """Compute QK, (I - AB)^-1, AK and QB of one chunk of one head."""
+    """Compute QK, (I - AB)^-1, AK and QB for one chunk of one head."""
     h, run = tl.program_id(1), run_of(tl.program_id(0), cu_rows, n_runs, CHUNK, SPARE)
     start, n_new, split = split_at(run, cu_rows, targets, counts, folds, HAS_TAIL)
     first, end = place_of(tl.program_id(0) - first_piece(run, cu_rows, CHUNK, SPARE), start, n_new, split, CHUNK)
@@ -135,7 +136,7 @@ def _weigh(
             later = i[:, None] > j
             looking = reading * tl.exp(tl.where(later, behind - sum_j, 0.0).to(tl.float32))
             ak = tl.where(is_column & later, tl.sum(looking * key[None, :], axis=1)[:, None], ak)
-            # Transposed, so that the elements of AB that one row needs are along the axis of the sum.
+            # The matrix is transposed, so that the elements of AB that one row needs are along the axis of the sum.
             is_row = (i[:, None] == j) & (i[None, :] > j)
             ab = tl.where(is_row, tl.sum(looking * erasing[None, :], axis=1)[None, :], ab)
             if HAS_B:
@@ -165,7 +166,10 @@ def _advance(
     n_columns, ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr,
     HAS_B: tl.constexpr, AFTER_DECAY: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Advance a state by a chunk of `rows` before `end`; returns it, and each token's key, u, log decays, b and f."""
+    """Advance a state by a chunk, whose `rows` are before `end`.
+
+    Return it and each token's key, u, log decays, b and f.
+    """
     i = tl.arange(0, CHUNK)
     at = weights + i[:, None] * CHUNK + i[None, :]
     query = _load(q, q_stride, h // q_heads, rows, end, n, n_columns)
@@ -186,7 +190,7 @@ def _advance(
             other = _load(b, b_stride, h, rows, end, n, n_columns)
         else:
             u -= beta * found
-    if HAS_TAIL:  # Add what the rings hold, which is rounded to their dtypes.
+    if HAS_TAIL:  # Add the numbers that the rings hold, which are rounded to their dtypes.
         u = u.to(writes.dtype.element_ty).to(tl.float32)
         if HAS_B:
             found = found.to(finds.dtype.element_ty).to(tl.float32)

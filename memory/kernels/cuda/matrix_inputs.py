@@ -11,7 +11,7 @@ from hybridmem.memory.kernels.signature import Erase, Prepared, StateSlots
 
 
 class Inputs(NamedTuple):
-    """Holds the arguments of `Kernels.matrix_scan`, each row contiguous."""
+    """Holds the arguments of `Kernels.matrix_scan`, with contiguous rows."""
 
     q: Tensor
     k: Tensor
@@ -45,7 +45,8 @@ class Inputs(NamedTuple):
 
     @property
     def pointers(self) -> tuple[Any, ...]:
-        """Return the tensors, each followed by its stride, and q, k and a also by their heads a group.
+        """Return the tensors, each followed by its stride, and q, k and a also by the number of heads in a group.
+
         The order is q, k, a, v, log decay, strength and skip, which has no stride.
         """
         n_heads, a, strength = self.v.shape[1], absent(self.a, self.q), absent(self.strength, self.q)
@@ -63,14 +64,15 @@ class Inputs(NamedTuple):
 
 
 def rows_a_program(n_rows: int, n_columns: int) -> int:
-    """Return the rows of a head's state of a program: 16 KiB, and no more rows than a head has.
-    It does not depend on the number of segments of a step, so the order of sums does not either.
+    """Return how many rows of a head's state a program computes: 16 KiB of rows, but at most all rows of the head.
+
+    The number does not depend on the number of segments of a step, so the order of sums does not either.
     """
     return min(max(8, 4096 // next_power_of_2(n_columns)), next_power_of_2(n_rows))
 
 
 def part_of(state: StateSlots, begin: int, end: int) -> StateSlots:
-    """Return the slots of segments [begin, end) alone."""
+    """Return the slots of only the segments [begin, end)."""
     chosen, tail = slice(begin, end), state.tail
     if tail is not None:
         sources, targets = (tuple(x[chosen] for x in ring) for ring in (tail.sources, tail.targets))

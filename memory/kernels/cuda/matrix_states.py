@@ -1,4 +1,4 @@
-"""Chooses the kernel for recurrences whose state is a matrix a head (Mamba-2, delta rules, RWKV-7), on the GPU.
+"""Chooses the kernel for recurrences with matrix states (Mamba-2, delta rules, RWKV-7), on the GPU.
 
 matrix_tokens   any recurrence, a few tokens, one by one; the state goes through registers once
 matrix_columns  any recurrence, many tokens: 16 at once, as products of matrices
@@ -34,11 +34,11 @@ def matrix_scan(
     is_simple = log_decay.dim() == 2 and (erase is None or (erase.b is None and erase.after_decay))
     y_THV = torch.empty(v_THV.shape, dtype=torch.float32, device=v_THV.device)
     inputs = Inputs.of(q_TGN, k_TGN, v_THV, log_decay, erase, strength_TH, skip_H)
-    # Where tokens fold, `read_states` reads their updates again from their ring, so the tokens of a segment need slots
-    # of their own there; chunks keep updates elsewhere.
+    # If tokens fold, `read_states` reads their updates from their ring again, so the tokens of a segment need separate
+    # slots in the ring. Chunks keep updates elsewhere.
     least = min(_LONG_RUN, state.tail.ring_rows + 1) if state.tail is not None and is_simple else _LONG_RUN
     is_long = np.diff(state.cu_rows.host) >= least
-    # Requests mostly come with the shortest first: neighbours for which the same kernel is chosen share a launch.
+    # Requests mostly come with the shortest first, so neighbours with the same kernel share a launch.
     cu_rows = state.cu_rows.device
     bounds = [0, *(np.flatnonzero(np.diff(is_long)) + 1).tolist(), len(is_long)]
     scan_many = scan_chunks if is_simple else scan_columns

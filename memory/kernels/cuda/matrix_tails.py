@@ -1,14 +1,16 @@
 """Computes a few tokens of matrix states on the GPU from a state and a tail, without writing the state.
-A program is one segment over some rows of one head's state; its tokens go through products of matrices together.
+A program computes one segment over some rows of one head's state. Its tokens are computed together, by products of
+matrices.
 
-Let S be the state, and U, K and G the rows that were written since, their keys, and the sums of log decays up to and
-including each token. Where token i reads q_i, of all tokens j <= i of the tail and of the segment,
+Let S be the state, U the rows that were written since then, K their keys, and G the sums of log decays up to and
+including each token. Token i reads q_i. Over all tokens j <= i of the tail and of the segment,
 
     y_i = exp(G_i) S q_i + sum of exp(G_i - G_j) (k_j . q_i) u_j        u = strength v, or strength (v - S a)
 
-so S is only read, and the rings of u, k and log decay are small (ReplaySSM, Dao AI Lab 2026). Where tokens erase, what
-a token finds, S a, depends on the u of those before it in the segment: they are found one by one. Every few steps there
-is a target: then S, still in registers, is advanced by the oldest tokens and written there as the new body.
+so S is only read, and the rings of u, k and log decay are small (ReplaySSM, Dao AI Lab 2026). If tokens erase, what a
+token finds, S a, depends on the u of the tokens before it in the segment, so these are found one by one. Every few
+steps there is a target. Then S, which is still in registers, is advanced by the oldest tokens and written to the target
+as the new body.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from hybridmem.memory.kernels.cuda.rings import rings_of
 from hybridmem.memory.kernels.signature import StateSlots
 
 FEW_TOKENS = 16
-"""Most tokens of a segment: the fewest rows that a product of matrices has."""
+"""The most tokens of a segment. It is the fewest rows that a product of matrices has."""
 _WIDTH = 32
-"""Columns of a state that a product takes at once."""
+"""How many columns of a state a product takes at once."""
 
 
 class ReadStates(NamedTuple):
@@ -70,7 +72,7 @@ def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ReadSta
 
 
 def read_states(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
-    """Compute `Kernels.matrix_scan` of segments of at most `FEW_TOKENS` tokens with a tail."""
+    """Compute `Kernels.matrix_scan` for segments of at most `FEW_TOKENS` tokens after a tail."""
     assert state.tail is not None, "`matrix_scan` chooses this kernel only with a tail"
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, erases = len(state.cu_rows.host) - 1, inputs.a is not None
@@ -101,7 +103,7 @@ def _read_states(
     source, target, start = tl.load(sources + run), tl.load(targets + run), tl.load(cu_rows + run)
     count, first = tl.load(counts + run).to(tl.int32), tl.load(firsts + run).to(tl.int32)
     n_new, fold = (tl.load(cu_rows + run + 1) - start).to(tl.int32), tl.load(folds + run).to(tl.int32)
-    # Offsets of this head's part of slot 0, in the blocks that are read and in those that are written.
+    # These are offsets of this head's part of slot 0, in the blocks that are read and in those that are written.
     old_key, new_key = _aligned(key_sources, key_targets, run, group * n_columns, ALIGN_KEY)
     old_write, new_write = _aligned(write_sources, write_targets, run, h * n_rows, ALIGN_WRITE)
     old_decay, new_decay = _aligned(decay_sources, decay_targets, run, h, 1)
@@ -142,7 +144,7 @@ def _read_states(
         tl.store(decays + new_decay + slots * n_heads, fade.to(tl.float32), mask=is_new)
     n_own = tl.where((tl.program_id(0) == 0) & (h % k_heads == 0), n_columns, 0)
     _keep_keys(key_rows, k_stride, i, is_new, keys + new_key, slots * n_keys, n_own, n_columns, WIDTH)
-    tl.debug_barrier()  # The tokens that fold may be those that were just written.
+    tl.debug_barrier()  # Wait for all threads, because the tokens that fold may be those that were just written.
     _move_body(
         body, source, flat + tl.multiple_of(target, ALIGN) + h * n_rows * n_columns, target, initial, fold, r, count,
         keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write, decays, old_decay, decay_rows,
@@ -152,8 +154,9 @@ def _read_states(
 
 @triton.jit
 def _aligned(sources, targets, run, part, ALIGN: tl.constexpr):
-    """Return the offsets of a part of the blocks that are read and written. Several elements are loaded at once where
-    the compiler knows that offsets are multiples.
+    """Return the offsets of a part of the blocks that are read and written.
+
+    If the compiler knows that offsets are multiples of a number of elements, several elements are loaded at once.
     """
     old, new = tl.load(sources + run), tl.load(targets + run)
     return tl.multiple_of(old, ALIGN) + part, tl.multiple_of(new, ALIGN) + part
@@ -191,7 +194,7 @@ def _meet_tail(
 ):  # fmt: skip
     """Return what queries and readings find in the tail, (TOKENS, ROWS) each, and the sum of its log decays."""
     total, out, found = 0.0, tl.zeros((TOKENS, ROWS), tl.float32), tl.zeros((TOKENS, ROWS), tl.float32)
-    # From the newest token to the oldest, because the decay of each is the sum over all newer ones.
+    # The loop goes from the newest token to the oldest, because a token's decay is the sum over all newer tokens.
     for block in range(tl.cdiv(count, BLOCK)):
         p = count - (block + 1) * BLOCK + tl.arange(0, BLOCK)
         slots, is_old = (first + p) % ring_rows, p >= 0
@@ -217,7 +220,9 @@ def _meet_tail(
 @triton.jit
 def _updates(u, erased, power, n_new, dtype: tl.constexpr, ERASES: tl.constexpr, TOKENS: tl.constexpr):
     """Return what tokens write, (TOKENS, ROWS), rounded to `dtype`: u times `power`.
-    Where they erase, less what each finds of those before it, in turn: (TOKENS, TOKENS) erased has their shares.
+
+    If tokens erase, what each finds of the earlier tokens is subtracted in turn. `erased` (TOKENS, TOKENS) has their
+    shares.
     """
     i = tl.arange(0, TOKENS)
     u *= power[:, None]
@@ -232,7 +237,7 @@ def _updates(u, erased, power, n_new, dtype: tl.constexpr, ERASES: tl.constexpr,
 
 @triton.jit
 def _keep_keys(rows, stride, i, is_new, ring, offsets, n_own, n_columns, WIDTH: tl.constexpr):
-    """Store the keys of new tokens at their offsets in the tail's ring buffer; none if `n_own`, their columns, is 0."""
+    """Store the keys of new tokens at their offsets in the tail's ring. If `n_own`, their columns, is 0, store none."""
     for column in range(0, n_own, WIDTH):
         n = column + tl.arange(0, WIDTH)
         key = load_rows(rows, stride, i, is_new, n, n_columns).to(ring.dtype.element_ty)
@@ -277,7 +282,7 @@ def fold_tail(
 
 @triton.jit
 def _decays(p, count, end, ring, old, rows, row_stride, first, ring_rows, n_heads):
-    """Load log decays of positions p < end: (BLOCK,), zeros elsewhere. Those from `count` on are the segment's own."""
+    """Load log decays of positions p < end: (BLOCK,), zeros elsewhere. From `count` on they are the segment's own."""
     is_old, is_new = (p < count) & (p < end), (p >= count) & (p < end)
     old_fade = tl.load(ring + old + (first + p) % ring_rows * n_heads, mask=is_old, other=0.0)
     return old_fade + tl.load(rows + (p - count) * row_stride, mask=is_new, other=0.0).to(tl.float32)

@@ -1,8 +1,8 @@
-"""Computes any recurrence whose state is a matrix a head token by token, on the GPU.
-A program is one segment over some rows of one head's state, in registers.
+"""Computes any recurrence with matrix states token by token, on the GPU.
+A program computes one segment over some rows of one head's state, which are in registers.
 
 So every state element is read once and written once, however many tokens a segment has. With a tail, the tail's tokens
-are first added to the registers, from rings of their updates (see `matrix_tails`), as products of matrices. Then only
+are first added to the registers, from rings of their updates (see `matrix_tails`), by products of matrices. Then only
 the updates of new tokens are written and, if rows fold, a new body,
 
     S = S diag(w) + u k^T + f b^T       u = strength v, or strength (v - S a)       f = S a, where b is given
@@ -25,13 +25,13 @@ from hybridmem.memory.kernels.cuda.rings import keep_row, no_rings, rings_of
 from hybridmem.memory.kernels.signature import StateSlots
 
 _BLOCK = tl.constexpr(16)
-"""Tokens of a tail that are added at once: the least that tensor cores take."""
+"""How many tokens of a tail are added at once: the fewest that tensor cores take."""
 _LEAST_SIDE = 16
-"""The least rows and columns of a matrix that tensor cores multiply."""
+"""The fewest rows and columns of a matrix that tensor cores multiply."""
 
 
 class ScanTokens(NamedTuple):
-    """Holds a choice: rows of a head's state of a program, and warps."""
+    """Holds a choice: rows of a head's state in a program, and warps."""
 
     rows: int
     num_warps: int
@@ -124,7 +124,7 @@ def _scan_tokens(
 
 @triton.jit
 def _load(place, r, limit, n, n_columns, initial):
-    """Return the rows of a state before `limit` in float32, and `initial` in place of others."""
+    """Return the rows of a state before `limit` in float32, and `initial` in place of other rows."""
     is_held = (r < limit)[:, None] & (n < n_columns)[None, :]
     return tl.load(place, mask=is_held, other=initial).to(tl.float32)
 
@@ -151,7 +151,7 @@ def add_tail(
     decay_sources, others, other_sources, finds, find_sources, ring_rows, n_heads, n_rows, n_columns,
     BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
 ):  # fmt: skip
-    """Advance a state (ROWS, COLUMNS) by the `count` tokens of its tail, and store that before token `fold`."""
+    """Advance a state (ROWS, COLUMNS) by the `count` tokens of its tail, and store the state before token `fold`."""
     n_groups, middle = n_heads // k_heads, tl.maximum(tl.minimum(fold, count), 0)
     key_ring = _ring(keys, key_sources, run, h // k_heads, n_columns)
     write_ring = _ring(writes, write_sources, run, h, n_rows)
@@ -173,7 +173,7 @@ def add_tail(
 
 @triton.jit
 def _ring(ring, sources, run, h, n):
-    """Return a pointer into the first row of a segment's ring buffer, to the n elements of head h."""
+    """Return a pointer into the first row of a segment's ring, to the n elements of head h."""
     return ring + tl.load(sources + run) + h * n
 
 
@@ -183,21 +183,22 @@ def _add_tokens(
     BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
 ):  # fmt: skip
     """Advance a state by tokens `begin` to `end` of its tail, `_BLOCK` at once.
-    What each adds fades by the decays of those after it: S exp(G_C) + u^T (exp(G_C - G) k) + f^T (exp(G_C - G) b).
+
+    The term of each token decays over the tokens after it: S exp(G_C) + u^T (exp(G_C - G) k) + f^T (exp(G_C - G) b).
     """
     for start in range(begin, end, _BLOCK):
         p, stop = start + tl.arange(0, _BLOCK), tl.minimum(start + _BLOCK, end)
         slots, is_token = (first + p) % ring_rows, p < stop
         key = load_rows(keys, n_groups * n_columns, slots, is_token, n, n_columns)
         u = load_rows(writes, n_heads * n_rows, slots, is_token, r, n_rows)
-        # The decays of the tokens after each, which start in the next slot.
+        # Load the decays of the tokens after each token. They start in the next slot.
         after, is_after = (first + p + 1) % ring_rows, p + 1 < stop
         if BY_COLUMN:
             later = load_rows(decays, n_heads * n_columns, after, is_after, n, n_columns).to(tl.float32)
             own = tl.load(decays + (first + start) % ring_rows * n_heads * n_columns + n, mask=n < n_columns, other=0.0)
             total = (own.to(tl.float32) + tl.sum(later, axis=0))[None, :]
             left = tl.exp(tl.cumsum(later, axis=0, reverse=True))
-        else:  # Triton 3.6 compiles no scan of a single column.
+        else:  # This case is separate because Triton 3.6 cannot compile a scan of a single column.
             later = tl.load(decays + after * n_heads, mask=is_after, other=0.0).to(tl.float32)
             own = tl.load(decays + (first + start) % ring_rows * n_heads).to(tl.float32)
             total = own + tl.sum(later, axis=0)

@@ -1,4 +1,4 @@
-"""Computes root-mean-square norms in one pass on the GPU; torch takes six operators."""
+"""Computes root-mean-square norms in one pass on the GPU, for which torch takes six operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rms_norm(
     gate = x_TE if gate_TE is None else with_contiguous_rows(gate_TE)
     n_part = n_elements // n_groups
     columns = next_power_of_2(n_part)
-    # Each part of a row is summed alone, so its bits do not depend on the number of parts of a program.
+    # Each part of a row is summed alone, so its bits do not depend on how many parts a program has.
     parts = max(1, 1024 // columns)
     launch(
         _rms_norm, (ceil_div(n_rows * n_groups, parts),), x_TE, x_TE.stride(0), gate, gate.stride(0),

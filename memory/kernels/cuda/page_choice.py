@@ -1,4 +1,4 @@
-"""Chooses the pages that a query reads on the GPU (Quest): a kernel scores them, torch's sort takes the best."""
+"""Chooses the pages that a query reads (Quest) on the GPU: a kernel scores them, torch's sort finds the best."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridmem.memory.kernels.signature import PageChoice
 
 
 class ScorePages(NamedTuple):
-    """Holds a choice: pages of a tile, and warps."""
+    """Holds a choice: how many pages a tile has, and how many warps."""
 
     block_n: int
     num_warps: int
@@ -31,13 +31,13 @@ def _choose(block_m: int, head_dim: int, itemsize: int) -> ScorePages:
 
 
 class _Places(NamedTuple):
-    """Holds for each query which pages are scored, how many of them are chosen, and where these go in the result.
+    """Says for each query which pages are scored, how many are chosen, and which columns of the result they get.
 
     Attributes:
-        begin_Q: index of the first page that is scored.
-        n_scored_Q, n_best_Q: number of pages that are scored, and of those among them that are chosen.
-        column_Q: column of the first of these in the result.
-        fixed: (2, n) column and index of pages that are chosen whatever their scores.
+        begin_Q: the index of the first page that is scored.
+        n_scored_Q, n_best_Q: how many pages are scored, and how many of these are chosen.
+        column_Q: the column in the result of the first page chosen by score.
+        fixed: (2, n) the column and the index of each page that is chosen whatever its score.
         most_scored: the greatest of n_scored_Q.
     """
 
@@ -57,7 +57,7 @@ def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageCho
     checks.choose_pages(q_QHD, choice, n_kv_heads, checks.FLOATS)
     device, n_chosen = q_QHD.device, int(choice.cu_chosen[-1])
     places, pages = _lay_out(choice, device), choice.pages
-    # Pages that are not chosen are written into the last column.
+    # Pages that are not chosen are written into an additional last column.
     chosen_GC = torch.empty(n_kv_heads, n_chosen + 1, dtype=torch.int64, device=device)
     chosen_GC[:, places.fixed[0]] = pages[places.fixed[1]]
     if places.most_scored:
@@ -73,7 +73,7 @@ def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageCho
 
 
 def _lay_out(choice: PageChoice, device: torch.device) -> _Places:
-    """Return the places of a choice, computed once for all layers."""
+    """Return the places for a choice. They are computed once for all layers."""
     if "places" not in choice.layouts:
         choice.layouts["places"] = _places(choice, device)
     places: _Places = choice.layouts["places"]
@@ -124,7 +124,7 @@ def _score(
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Score a block of pages for one query and one key/value head.
-    Elements of q above zero are multiplied with the greatest key, those below with the least.
+    Positive elements of q are multiplied by the greatest key, negative ones by the least key.
     """
     query, g = tl.program_id(0).to(tl.int64), tl.program_id(2)
     p = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

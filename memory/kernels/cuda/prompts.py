@@ -1,8 +1,8 @@
 """Computes prompts on the GPU by libraries that are made for them: causal-conv1d and mamba-ssm.
 
-The versions are 1.4 or newer and 2.2 or newer; their public functions are called, for one sequence after the other.
-Matrix states are not among them: mamba-ssm's scan takes time steps and rates where `matrix_scan` has decays and
-strengths. Neither library starts from a tail or returns a state within a prompt.
+The versions are 1.4 or newer and 2.2 or newer. Their public functions are called for one sequence after the other.
+Matrix states are not computed by them, because mamba-ssm's scan takes time steps and rates where `matrix_scan` has
+decays and strengths. Neither library can start from a tail or return a state within a prompt.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from hybridmem.memory.kernels.cuda.vectors import softplus
 from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 LEAST_TOKENS = 512
-"""Least tokens of the shortest segment of a step: with fewer, a launch and some copies a segment cost too much."""
+"""The fewest tokens of a step's shortest segment.
+
+With fewer, the launch and the copies for each segment cost too much.
+"""
 
 _TINY = 2.0**-30
-"""A time step after which exp(dt A) is 1 in float32."""
+"""A time step so short that exp(dt A) is 1 in float32."""
 
 
 def _are_prompts(function: str, slots: StateSlots) -> bool:
@@ -32,7 +35,7 @@ def _are_prompts(function: str, slots: StateSlots) -> bool:
 def conv_by_library(
     rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool
 ) -> Tensor | None:
-    """Compute `Kernels.causal_conv` by causal-conv1d; None if it is not installed or does not take such rows."""
+    """Compute `Kernels.causal_conv` by causal-conv1d. Return None if it is not installed or does not take such rows."""
     n_taps, n_channels = weight_WE.shape
     fits = n_taps <= 4 and n_channels % 8 == 0 and rows_TR.stride(0) % 8 == 0 and rows_TR.stride(1) == 1
     if not fits or window.flat.dtype != rows_TR.dtype or not _are_prompts("causal_conv", window):
@@ -60,11 +63,11 @@ def scan_by_library(
     d_E: Prepared,
     state: StateSlots,
 ) -> Tensor | None:
-    """Compute `Kernels.selective_scan` by mamba-ssm; None if it is not installed or cannot compute this step.
+    """Compute `Kernels.selective_scan` by mamba-ssm. Return None if it is not installed or cannot compute this step.
 
-    It starts from a state of zeros. So N tokens are put before the prompt that write the state: token n writes state n
-    of all channels, in a time step so short that nothing decays. It is a power of two, so the state is exact to the
-    bit.
+    mamba-ssm starts from a state of zeros. So N tokens that write the source state are put before the prompt: token n
+    writes state n of all channels, in a time step so short that nothing decays. The time step is a power of two, so the
+    state is exact to the bit.
     """
     if not _are_prompts("selective_scan", state) or a_NE.shape[0] > 256:
         return None

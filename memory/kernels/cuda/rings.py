@@ -1,4 +1,4 @@
-"""Reads and writes rings of tails in Triton kernels, and prepares their arguments."""
+"""Reads and writes the rings of tails in Triton kernels, and prepares the kernels' arguments for rings."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def rings_of(tail: Tail, *, n_absent: int = 0) -> tuple[Any, ...]:
 
 
 def no_rings(instead: Tensor, n_rings: int) -> tuple[Any, ...]:
-    """Return the arguments of `rings_of` without a tail: pointers that are never read."""
+    """Return the arguments of `rings_of` if there is no tail: pointers that are never read."""
     return (*[instead] * (3 * n_rings), 1, instead, instead, instead)
 
 
 @triton.jit
 def keep_row(ring, targets, run, row, x, columns, n_columns, is_kept):
-    """Round x to the ring's dtype, write it there if it `is_kept`, and return it as float32."""
+    """Round x to the ring's dtype, write it into the ring if it `is_kept`, and return it as float32."""
     rounded = x.to(ring.dtype.element_ty)
     tl.store(
         ring + tl.load(targets + run) + row * n_columns + columns,

@@ -14,7 +14,7 @@ from hybridmem.memory.kernels.cuda.launch import aligned_elements, launch, next_
 from hybridmem.memory.kernels.signature import Prepared
 
 _MOST_ELEMENTS = 2048
-"""Most elements of a tile: 16 bytes or more for each thread of four warps."""
+"""The most elements of a tile: 16 bytes or more for each thread of four warps."""
 
 
 def prepare(tensor: Tensor) -> Prepared:

@@ -1,5 +1,5 @@
 """Computes the parts of an online softmax over tiles of keys (Milakov & Gimelshein 2018), in Triton.
-A tile is M queries by N rows; heads are in two parts, of D0 and D1 channels.
+A tile has M queries and N rows. Heads are in two parts, of D0 and D1 channels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def load_rows(flat, at, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    """Load rows of D channels from offsets `at` (N,) on: (N, D0) and (N, D1), the first twice if D1 is 0.
+    """Load rows of D channels from offsets `at` (N,) on: (N, D0) and (N, D1). If D1 is 0, both are the first part.
+
     Rows that are not `inside` are zeros.
     """
     d = tl.arange(0, D0)
@@ -41,7 +42,7 @@ def store_rows(flat, at, x0, x1, inside, D: tl.constexpr, D0: tl.constexpr, D1: 
 
 @triton.jit
 def score(q0, q1, k0, k1, scale, softcap, D1: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Compute scores (M, N) float32: scale q . k, capped."""
+    """Compute scores (M, N) float32: scale q . k, with the softcap."""
     s = dot(q0, tl.trans(k0), tl.zeros([q0.shape[0], k0.shape[0]], tl.float32))
     if D1 > 0:
         s = dot(q1, tl.trans(k1), s)
@@ -71,7 +72,7 @@ def hide(s, newest, r, end, window, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def add(s, v0, v1, acc0, acc1, highest, total, D1: tl.constexpr):
-    """Add N more rows to the results of queries: `acc` is relative to `highest` and not yet divided by `total`."""
+    """Add N more rows to the results of queries. `acc` is relative to `highest`, and not yet divided by `total`."""
     higher = tl.maximum(highest, tl.max(s, 1))
     # The highest score is -inf for a query that has seen no row yet.
     shift = tl.where(higher == float("-inf"), 0.0, higher)

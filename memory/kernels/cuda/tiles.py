@@ -1,8 +1,8 @@
-"""Divides attention among GPU programs, on the host and once for all layers of one shape.
+"""Divides attention among GPU programs. It does so on the host, once for all layers of one shape.
 
-A program works on a tile: some queries of one request, for the query heads of one key/value head (or some of them). The
-rows that few queries see are split among programs, and their results are merged. The division depends only on the
-request's own lengths.
+A program computes a tile: some queries of one request, for the query heads of one key/value head (or some of these
+heads). The rows that few queries see are split among programs, whose results are merged. The division depends only on
+the lengths of the request itself.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from hybridmem.memory.kernels.cuda.launch import next_power_of_2
 from hybridmem.memory.kernels.signature import FoldedRows, PagedBatch
 
 FEW_QUERIES = 16
-"""Requests of at most this many queries split their rows. More queries fill the device without that."""
+"""The rows of requests of at most this many queries are split. More queries fill the device without a split."""
 
 SPLIT_ROWS = 256
-"""Least rows that a program reads if rows are split: then it writes at most 3 % as many bytes for the merge."""
+"""The fewest rows that a program reads if rows are split. So the merge adds at most 3 % to the bytes."""
 
 _MOST_PROGRAMS = 256
-"""Most programs that share the rows of one request: about two for each multiprocessor of a Hopper GPU."""
+"""The most programs that share the rows of one request: about two for each multiprocessor of a Hopper GPU."""
 
 WHOLE_TILES = 64
-"""Rows of a split are a multiple of this, and so of most tiles of keys."""
+"""The rows of each split are a multiple of this number, which is a multiple of most tiles of keys."""
 
 
 class Split(NamedTuple):
-    """Holds a choice: `SPLIT_ROWS` and `_MOST_PROGRAMS` for one shape of attention."""
+    """Holds a choice: the values of `SPLIT_ROWS` and `_MOST_PROGRAMS` for one shape of attention."""
 
     rows: int
     programs: int
@@ -47,9 +47,9 @@ class Shape(NamedTuple):
     """Holds the sizes of tiles for one shape of attention.
 
     Attributes:
-        heads: query heads of a tile, all of one key/value head.
-        parts: tiles that share a key/value head.
-        most: most rows of a tile: queries times heads.
+        heads: the query heads of a tile, which share a key/value head.
+        parts: how many tiles share a key/value head.
+        most: the most rows of a tile, which are queries times heads.
         split: how rows are divided among programs.
     """
 
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int, device: torch.device) -> Shape:
-        """Choose sizes: a tile's accumulators (rows x head_dim float32) must fit into the registers of eight warps."""
+        """Choose sizes so that a tile's accumulators (rows x head_dim float32) fit into registers of eight warps."""
         most = 128 if head_dim <= 128 and itemsize < 4 else 64 if head_dim <= 256 or itemsize < 4 else 16
         heads, split = min(n_heads // n_kv_heads, most), _choose_split(device, n_heads, n_kv_heads, head_dim, itemsize)
         return Shape(n_kv_heads, heads, ceil_div(n_heads // n_kv_heads, heads), most, split)
@@ -79,13 +79,14 @@ class Tiles(NamedTuple):
     """Holds the work of all programs of a step.
 
     Attributes:
-        tasks: (n, TASK): packed index of the first query, number of queries, the last row that the first one sees, rows
-            [begin, end) to read, index of the request's first page, of the first row of partial results or -1, number
-            of folded rows, index of the first of their blocks. If all requests have few queries, tasks of no queries
-            are added as room.
+        tasks: (n, TASK): packed index of the first query, number of queries, the last row that the first query sees,
+            rows [begin, end) to read, index of the request's first page, index of the first row of partial results or
+            -1, number of folded rows, index of the first of their blocks. If all requests have few queries, tasks
+            without queries are added as room.
         merges: (m, MERGE): packed index of a query, its first row of partial results, the distance between these rows,
-            and their number. If all requests have few queries, there are none or one for each, some of no rows.
-        n_partial: number of rows of partial results, with room.
+            and their number. If all requests have few queries, there are no merges, or one for each query, some of them
+            of no rows.
+        n_partial: the number of rows of partial results, room included.
     """
 
     launches: tuple[Launch, ...]
@@ -146,7 +147,8 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
 
 
 def _with_room(tiles: Tiles, n_queries: int) -> Tiles:
-    """Add room, so that the next step, in which requests see a row more, mostly has tiles of the same shapes.
+    """Add room, so that the next step, in which requests see one more row, mostly has tiles of the same shapes.
+
     Then a captured step can be replayed (`memory.recorded`).
     """
     size, _, n_tasks = tiles.launches[0]
@@ -157,7 +159,7 @@ def _with_room(tiles: Tiles, n_queries: int) -> Tiles:
 
 
 def _splits(n_rows: Int64s, may_split: Int64s, shape: Shape) -> tuple[Int64s, Int64s]:
-    """Return the number of programs that share the rows of each tile, and the rows of each but the last."""
+    """Return how many programs share the rows of each tile, and how many rows each but the last of them reads."""
     most = max(1, shape.split.programs // (shape.n_kv_heads * shape.parts))
     wanted = np.where(may_split, np.clip(ceil_div(n_rows, shape.split.rows), 1, most), 1)
     length = -(-n_rows // wanted // WHOLE_TILES) * WHOLE_TILES
@@ -169,5 +171,5 @@ def _powers_of_2(counts: Int64s) -> Int64s:
 
 
 def _indices(counts: Int64s) -> Int64s:
-    """Return 0, 1, ... counts[i] - 1 for each i, one after the other."""
+    """Return the numbers 0, 1, ... counts[i] - 1 for each i, one after the other."""
     return ranges(np.zeros_like(counts), counts)

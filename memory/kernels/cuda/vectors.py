@@ -1,5 +1,5 @@
-"""Computes recurrences whose state is a few numbers a channel (RG-LRU, RWKV-4), and softplus for gates, on the GPU.
-A program is one segment, over some of the channels.
+"""Computes recurrences with a few numbers per channel as state (RG-LRU, RWKV-4), and softplus for gates, on the GPU.
+A program computes one segment, over some of the channels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
 
 class Vectors(NamedTuple):
-    """Holds a choice: channels of a program, and warps."""
+    """Holds a choice: how many channels a program has, and how many warps."""
 
     channels: int
     num_warps: int

@@ -1,4 +1,4 @@
-"""Finds the tensors of a Hugging Face checkpoint in a GGUF file, and undoes what llama.cpp's converter did to them."""
+"""Finds the tensors of a Hugging Face checkpoint in a GGUF file, and undoes the changes of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _HALVES = {"shared_mlp.input_linear": "shared_mlp", "block_sparse_moe.input_line
 class GgufCheckpoint(Checkpoint):
     """Reads tensors of a GGUF file by the names that they have in checkpoints of Hugging Face.
 
-    Floats of 16 or 32 bits are read as they are. Those in fewer bits become floats in the checkpoint's dtype, one
+    Floats of 16 or 32 bits are read as they are. Numbers in fewer bits become floats in the checkpoint's dtype, one
     tensor at a time. (Sources of names and changes: the `gguf` package's tables, and llama.cpp's `conversion` folder.)
 
-    On "meta" nothing is read: tensors take no memory.
+    On "meta" nothing is read, and tensors take no memory.
 
     Args:
         config: what `read_gguf_config` returns for the file.
@@ -69,21 +69,25 @@ class GgufCheckpoint(Checkpoint):
         return tensor
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Return whether two tensors are stored as the same bytes; others would have to be turned into floats first."""
+        """Return whether two tensors are stored as the same bytes.
+
+        To compare others, they would have to become floats.
+        """
         (one,), (another,) = self._sources(name), self._sources(other)
         return self._file.holds_equal(one, another)
 
     def leftovers(self) -> list[str]:
-        """Return the names, in the file, of tensors that were not taken, but for layers that only draft tokens."""
+        """Return the names in the file of tensors that were not taken, leaving out layers that only draft tokens."""
         n_layers = self._config.num_hidden_layers
         equal = {stored for name in self._tied.equal for stored in self._sources(name)}
         left = set(self._file) - self._used - equal - {"rope_freqs.weight"}
-        if self._file.architecture == "rwkv7":  # its first layer has values of its own to mix, which no one reads
+        # Files have tensors for mixing values in RWKV-7's first layer as well, which nobody reads.
+        if self._file.architecture == "rwkv7":
             left -= {f"blk.0.time_mix_v{i}.weight" for i in range(3)}
         return sorted(name for name in left if not (name.startswith("blk.") and int(layer_of(name)) >= n_layers))
 
     def _sources(self, name: str) -> list[str]:
-        """Return the names of the tensors in the file from which a tensor is made; empty if there can be none."""
+        """Return the names of the tensors in the file from which a tensor is made, or none if there can be none."""
         if expert := expert_of(name):
             found = self._mapped(expert[0])
             return [self._fused(name)] if found and found[0] not in self._file and self._fused(name) else found
@@ -105,7 +109,7 @@ class GgufCheckpoint(Checkpoint):
         return self._mapped(known_name(self._file.architecture, name))
 
     def _shared_suffix(self, name: str) -> str:
-        """Return what the file adds to the names of an expert for all tokens, if there are others beside it."""
+        """Return what the file appends to the name of an expert for all tokens, if there are other experts."""
         return "_shexp" if f"blk.{layer_of(name)}.ffn_down_exps.weight" in self._file else ""
 
     def _fused(self, name: str) -> str:
@@ -137,7 +141,7 @@ class GgufCheckpoint(Checkpoint):
         return undo(self._file.architecture, self._config, name, tensor)
 
     def _read_stored(self, source: str, index: int | None = None) -> Tensor:
-        """Return a tensor of the file, or one entry of its first axis, in its own bits if those are kept."""
+        """Return a tensor of the file, or one entry of its first axis. It stays in its own bits if these are kept."""
         self._read_bytes += self._file.n_bytes(source)
         if self._read_bytes > MOST_MAPPED_BYTES:
             self._file.release()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def read_gguf_config(file: GgufFile) -> PreTrainedConfig:
-    """Return the config of a model, as transformers' object; its `architectures` names the model class.
+    """Return the config of a model as transformers' object. Its `architectures` names the model class.
 
     Raises:
         UnsupportedModelError: the architecture, or an option of it, is not implemented.
@@ -51,13 +51,13 @@ def read_gguf_config(file: GgufFile) -> PreTrainedConfig:
         model_class, model_type, describe = _DEEPSEEK_V3
     elif _is_falcon_mamba(file):
         model_class, model_type, describe = _FALCON_MAMBA
-    ARCHITECTURES[model_class]  # its module may bring a config that transformers lacks
+    ARCHITECTURES[model_class]  # The module of the class may register a config class that transformers lacks.
     try:
         with compiler_when_called():
             config = AutoConfig.for_model(model_type, **common_fields(file), **describe(file))
     except (UnsupportedModelError, FormatError):
         raise
-    except Exception as error:  # validators of configs raise types of their own, of several libraries
+    except Exception as error:  # Validators of configs raise errors of several libraries.
         raise FormatError(f"{file.path} does not describe a {model_class}: {error}") from error
     config.architectures = [model_class]
     return config
@@ -82,9 +82,11 @@ def _qwen3(file: GgufFile) -> Fields:
 
 
 def _gemma(file: GgufFile, *, period: int) -> Fields:
-    """Return what Gemma 2 and 3 have in common. Of each period of layers, all but the last attend to a window.
+    """Return the fields that Gemma 2 and 3 have in common.
 
-    Their largest model divides scores by the root of another width than that of its heads, which no file says.
+    Of each period of layers, all but the last attend to a window.
+
+    Their largest models divide scores by the root of a width other than that of their heads, which no file says.
     """
     n_layers, head_dim = count_layers(file), head_dim_of(file)
     has_window = file.own("attention.sliding_window_pattern", period)
@@ -103,7 +105,7 @@ def _gemma(file: GgufFile, *, period: int) -> Fields:
 
 
 _LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
-"""Layers of the models with 27 billion parameters, by which llama.cpp knows them too."""
+"""The number of layers of the models with 27 billion parameters. llama.cpp recognizes them by it, too."""
 
 
 def _gemma2(file: GgufFile) -> Fields:
@@ -111,7 +113,10 @@ def _gemma2(file: GgufFile) -> Fields:
 
 
 def _gemma3(file: GgufFile) -> Fields:
-    """Rotary embeddings are scaled in layers that attend to all tokens, and have another base in the others."""
+    """Return the fields of Gemma 3.
+
+    Rotary scaling is for layers that attend to all tokens; others have another base.
+    """
     window = file.own("attention.sliding_window", 0)
     fields = _gemma(file, period=6)
     if not window:
@@ -122,7 +127,7 @@ def _gemma3(file: GgufFile) -> Fields:
 
 
 def _deepseek2(file: GgufFile) -> Fields:
-    """Return what DeepSeek-V2 and V3 have in common. As many keys as query heads are made of one latent for all."""
+    """Return the fields that DeepSeek-V2 and V3 have in common. The keys of all query heads are made of one latent."""
     if file.own("attention.key_length_mla", is_needed=False) is None:
         raise UnsupportedModelError(
             f"{file.path} has no attention.key_length_mla, as files of DeepSeek before May 2025; convert it again"
@@ -132,7 +137,8 @@ def _deepseek2(file: GgufFile) -> Fields:
     n_rotary, n_heads = int(file.own("rope.dimension_count")), largest(file.own("attention.head_count"))
     rope = rope_fields(file, head_dim=n_rotary)
     if (weight := file.own("rope.scaling.yarn_log_multiplier", 0.0)) and rope["rope_parameters"]["rope_type"] == "yarn":
-        # The converter multiplies it by 0.1. Published models have the same `mscale`, so that angles are not scaled.
+        # The converter multiplies this number by 0.1. In published models both mscales are equal, so angles are not
+        # scaled.
         rope["rope_parameters"] |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * weight, 6))
     n_inner = largest(file.own("expert_feed_forward_length"))
     n_dense = file.own("leading_dense_block_count", 0)
@@ -158,12 +164,12 @@ def _deepseek_v2(file: GgufFile) -> Fields:
 
 
 def _is_deepseek_v3(file: GgufFile) -> bool:
-    """True if experts are chosen by their sigmoids; the file's architecture is that of DeepSeek-V2 for both."""
+    """True if experts are chosen by their sigmoids. The file's architecture is that of DeepSeek-V2 in both cases."""
     return file.architecture == "deepseek2" and file.own("expert_gating_func", _SOFTMAX) == _SIGMOID
 
 
 _SOFTMAX, _SIGMOID = 1, 2
-"""How experts are scored, as files say it."""
+"""Numbers by which files say how experts are scored."""
 
 
 def _jamba(file: GgufFile) -> Fields:
@@ -195,7 +201,7 @@ def _mamba(file: GgufFile) -> Fields:
 
 
 def _is_falcon_mamba(file: GgufFile) -> bool:
-    """True if dt, B and C are normed. No file says with which epsilon; published models have the config's own."""
+    """True if dt, B and C are normalized. No file has the epsilon; published models have the one of the config."""
     return file.architecture == "mamba" and bool(file.own("ssm.dt_b_c_rms", default=False))
 
 
@@ -236,14 +242,14 @@ def _has_positions(file: GgufFile) -> bool:
 
 
 def _is_bamba(file: GgufFile) -> bool:
-    """True if the file was made from Bamba, which the converter writes as a Granite with positions and no factors."""
+    """True if the file was made from Bamba. The converter writes it as a Granite with positions and no factors."""
     is_granite = file.architecture == "granitehybrid" and not file.own("expert_count", 0)
     return is_granite and _has_positions(file) and file.own("attention.scale", is_needed=False) is None
 
 
 def _bamba(file: GgufFile) -> Fields:
     rope = rope_fields(file)
-    rope["rope_parameters"].setdefault("partial_rotary_factor", 1.0)  # the config's own choice is a half
+    rope["rope_parameters"].setdefault("partial_rotary_factor", 1.0)  # The config class's own default is a half.
     return {
         **attention_fields(file), **ssd_fields(file), **rope, "rms_norm_eps": rms_eps(file),
         "mamba_expand": file.own("ssm.inner_size") // file.own("embedding_length"),
@@ -253,7 +259,10 @@ def _bamba(file: GgufFile) -> Fields:
 
 
 def _falcon_h1(file: GgufFile) -> Fields:
-    """The converter multiplies weights by the config's factors, so these are one."""
+    """Return the fields of Falcon-H1.
+
+    The config's factors are one, because the converter multiplies weights by them.
+    """
     return {
         **attention_fields(file), **ssd_fields(file), **rope_fields(file),
         "rms_norm_eps": rms_eps(file), "head_dim": head_dim_of(file),
@@ -278,7 +287,7 @@ def _lfm2(file: GgufFile) -> Fields:
 
 
 def _lfm2_moe(file: GgufFile) -> Fields:
-    """llama.cpp renormalises the weights of experts, and knows no factor for them but that of newer files."""
+    """Return the fields of LFM2 with experts, whose weights are renormalized. Only newer files have a factor."""
     fields = {name: value for name, value in _lfm2(file).items() if name != "block_auto_adjust_ff_dim"}
     return fields | {
         "num_experts": file.own("expert_count"), "num_experts_per_tok": file.own("expert_used_count"),
@@ -290,7 +299,7 @@ def _lfm2_moe(file: GgufFile) -> Fields:
 
 
 def _nemotron_h(file: GgufFile) -> Fields:
-    """Return the fields of Nemotron-H, each of whose layers is one of four kinds."""
+    """Return the fields of Nemotron-H, in which each layer is one of four kinds."""
     attention, widths = attention_layers(file), file.own("feed_forward_length")
     n_inner, n_heads = file.own("ssm.inner_size"), file.own("ssm.time_step_rank")
 
@@ -315,7 +324,7 @@ def _nemotron_h(file: GgufFile) -> Fields:
 
 
 def _nemotron_h_moe(file: GgufFile) -> Fields:
-    """Nemotron-H with experts of one width in all layers that have them."""
+    """Return the fields of Nemotron-H with experts, which have one width in all layers."""
     n_inner, n_chosen = file.own("expert_feed_forward_length"), file.own("expert_used_count")
     if isinstance(n_inner, list) or isinstance(n_chosen, list):
         raise UnsupportedModelError(f"{file.path} has other experts in each layer, which is not implemented")
@@ -330,7 +339,7 @@ def _nemotron_h_moe(file: GgufFile) -> Fields:
 
 
 def _rwkv7(file: GgufFile) -> Fields:
-    """Return the fields of RWKV-7, whose heads are normed without what flash-linear-attention's fused kernel adds."""
+    """Return the fields of RWKV-7. Heads are normalized without what flash-linear-attention's fused kernel adds."""
 
     def rank(name: str) -> int:
         return int(file.own(f"attention.{name}_lora_rank"))
@@ -345,7 +354,7 @@ def _rwkv7(file: GgufFile) -> Fields:
 
 
 def _qwen_next(file: GgufFile) -> Fields:
-    """Return what Qwen3-Next and Qwen3.5 have in common."""
+    """Return the fields that Qwen3-Next and Qwen3.5 have in common."""
     n_heads = file.own("ssm.time_step_rank")
     kinds = [
         "full_attention" if f"blk.{i}.attn_q.weight" in file else "linear_attention" for i in range(count_layers(file))
@@ -372,7 +381,7 @@ def _qwen35_moe(file: GgufFile) -> Fields:
 
 
 def _qwen3_next(file: GgufFile) -> Fields:
-    """llama.cpp renormalises the weights of experts, which are in every layer."""
+    """Return the fields of Qwen3-Next, with experts in every layer, whose weights llama.cpp renormalizes."""
     return _qwen35_moe(file) | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
@@ -380,7 +389,7 @@ _BAMBA = ("BambaForCausalLM", "bamba", _bamba)
 _DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek2)
 _FALCON_MAMBA = ("FalconMambaForCausalLM", "falcon_mamba", _mamba)
 _VARIANTS = _BAMBA, _DEEPSEEK_V3, _FALCON_MAMBA
-"""What files hold whose architecture is that of another class."""
+"""Models that files hold under the architecture of another class."""
 
 _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek_v2),
@@ -402,4 +411,4 @@ _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
     "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next", _qwen3_next),
     "rwkv7": ("RWKV7ForCausalLM", "rwkv7", _rwkv7),
 }
-"""Architecture in the file -> the model class, transformers' name of its config, and what reads the config's fields."""
+"""Maps a file's architecture to the model class, the name of transformers' config, and a reader of its fields."""

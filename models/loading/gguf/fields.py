@@ -1,4 +1,4 @@
-"""Reads what the metadata of several architectures have in common, as fields of transformers' configs."""
+"""Reads metadata that several architectures have in common, as fields of transformers' configs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def common_fields(file: GgufFile) -> Fields:
 
 
 def count_layers(file: GgufFile) -> int:
-    """Return the number of layers, without those that only draft tokens (multi-token prediction).
+    """Return the number of layers, leaving out those that only draft tokens (multi-token prediction).
 
-    Raises FormatError if there are more of them than tensors: each has one at least, and callers visit all of them.
+    Raises FormatError if there are more layers than tensors: each layer has at least one, and callers visit all layers.
     """
     n_layers = int(file.own("block_count") - file.own("nextn_predict_layers", 0))
     if n_layers > len(file):
@@ -42,9 +42,9 @@ def count_layers(file: GgufFile) -> int:
 
 
 def dtype_of(file: GgufFile) -> str:
-    """Return the dtype of most numbers; bfloat16 for those in fewer bits.
+    """Return the dtype of most numbers. Numbers in fewer bits count as bfloat16.
 
-    Numbers are counted, not tensors: of Mamba-2's, most with two axes are small, and F32 in every file.
+    Numbers are counted, not tensors, because most of Mamba-2's tensors with two axes are small, and F32 in every file.
     """
     if file.is_quantised():
         return "bfloat16"
@@ -55,7 +55,7 @@ def dtype_of(file: GgufFile) -> str:
 
 
 def attention_fields(file: GgufFile) -> Fields:
-    """Return the fields of attention, in the layers that have it."""
+    """Return the fields of attention, for the layers that have it."""
     n_heads, n_kv_heads = largest(file.own("attention.head_count")), file.own("attention.head_count_kv", 0)
     return {"num_attention_heads": n_heads, "num_key_value_heads": largest(n_kv_heads) or n_heads}
 
@@ -77,10 +77,10 @@ def head_dim_of(file: GgufFile) -> int:
 
 
 def rope_fields(file: GgufFile, *, head_dim: int | None = None) -> Fields:
-    """Return the rotary embedding's parameters, whose kind llama.cpp keeps in several ways.
+    """Return the parameters of the rotary embedding, which llama.cpp stores in several ways.
 
     Args:
-        head_dim: how many elements of a head may be rotated; by default all.
+        head_dim: how many elements of a head may be rotated. The default is all.
     """
     theta = float(file.own("rope.freq_base", 10000.0))
     kind = file.own("rope.scaling.type", "none")
@@ -109,9 +109,9 @@ def rope_fields(file: GgufFile, *, head_dim: int | None = None) -> Fields:
 
 
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> Fields:
-    """Return Llama 3's rotary parameters: the file holds only the factors that follow from them.
+    """Return Llama 3's rotary parameters, computed from the factors, because the file holds only these.
 
-    Models of this family differ in the largest factor and in the length that they were trained with first.
+    Models of this family differ in the largest factor and in the length of their first training.
     """
     import torch
 
@@ -131,7 +131,7 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> Fields:
 
 
 def has_part(file: GgufFile, part: str) -> bool:
-    """True if any layer has this tensor."""
+    """True if any layer has a tensor with this part's name."""
     return any(name.startswith("blk.") and name.endswith(f".{part}") for name in file)
 
 
@@ -141,7 +141,7 @@ def refuse_experts(file: GgufFile) -> None:
 
 
 def rms_eps(file: GgufFile) -> float:
-    """Return what norms add below the root; Nemotron-H's files say it by the name of other norms."""
+    """Return the epsilon of RMS norms. Nemotron-H's files store it under the name of other norms."""
     key = "attention.layer_norm_rms_epsilon"
     if file.own(key, is_needed=False) is None and file.own("attention.layer_norm_epsilon", is_needed=False) is not None:
         key = "attention.layer_norm_epsilon"
@@ -149,7 +149,7 @@ def rms_eps(file: GgufFile) -> float:
 
 
 def period_of(file: GgufFile, layers: list[int], what: str) -> tuple[int, int]:
-    """Return the period and offset of layers, as Jamba's config names them."""
+    """Return period and offset of these layers, as in Jamba's config."""
     n_layers = count_layers(file)
     if not layers:
         return n_layers + 1, n_layers
@@ -160,7 +160,7 @@ def period_of(file: GgufFile, layers: list[int], what: str) -> tuple[int, int]:
 
 
 def ssd_fields(file: GgufFile) -> Fields:
-    """Return the fields of Mamba-2 layers, as configs of hybrids name them."""
+    """Return the fields of Mamba-2 layers, under the names in configs of hybrids."""
     n_inner, n_heads = file.own("ssm.inner_size"), file.own("ssm.time_step_rank")
     return {
         "mamba_n_heads": n_heads, "mamba_d_head": n_inner // n_heads, "mamba_n_groups": file.own("ssm.group_count"),

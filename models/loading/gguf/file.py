@@ -24,11 +24,11 @@ from hybridmem.models.weights.gguf_forms import FORMS
 SUFFIX = ".gguf"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _AT_ONCE = 1 << 24
-"""Numbers that are turned into floats at once: temporary arrays are a few times their bytes."""
+"""How many numbers become floats at once. Temporary arrays take a few times their bytes."""
 
 
 def import_gguf(path: Path) -> Any:
-    """Return the `gguf` package, whose tables and formulas for rare blocks are read. Raises UnsupportedModelError."""
+    """Return the `gguf` package, for its tables and its formulas for rare blocks. Raises UnsupportedModelError."""
     try:
         gguf = import_module("gguf")
         import_module("gguf.quants")
@@ -45,7 +45,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def find_gguf(folder: Path) -> Path | None:
-    """Return the one model in a folder without safetensors, its first shard if there are several; None without any.
+    """Return the only model in a folder without safetensors, or the first of its shards, or None if there is none.
 
     Raises:
         FormatError: there are several models.
@@ -65,10 +65,10 @@ def _is_later_shard(path: Path) -> bool:
 
 
 class GgufFile:
-    """Holds an open GGUF model, which may be divided into several files; tensors are mapped until they are read.
+    """Holds an open GGUF model, which may be divided into several files. Tensors are mapped until they are read.
 
     Attributes:
-        architecture: as the file names it, such as "jamba".
+        architecture: the architecture's name in the file, such as "jamba".
 
     Raises:
         FormatError: a file is missing or damaged.
@@ -98,9 +98,9 @@ class GgufFile:
         return len(self._tensors)
 
     def value(self, key: str, default: Any = None, *, is_needed: bool = True) -> Any:
-        """Return what the metadata says: a number, text, bool or list.
+        """Return the metadata's value of a key: a number, text, bool or list.
 
-        Raises FormatError if it says nothing, unless there is a default or it is not needed.
+        Raises FormatError if there is no value, unless there is a default or the value is not needed.
         """
         if key not in self._fields:
             if default is None and is_needed:
@@ -109,11 +109,11 @@ class GgufFile:
         return self._fields[key]
 
     def values_below(self, prefix: str) -> dict[str, Any]:
-        """Return the values of all keys that begin with this, by what follows it."""
+        """Return the values of all keys that begin with `prefix`. The result's keys are the parts after it."""
         return {key.removeprefix(prefix): self.value(key) for key in self._fields if key.startswith(prefix)}
 
     def own(self, key: str, default: Any = None, *, is_needed: bool = True) -> Any:
-        """Return what the metadata says of this architecture, as `value` does."""
+        """Return the metadata's value of a key of this architecture, as `value` does."""
         return self.value(f"{self.architecture}.{key}", default, is_needed=is_needed)
 
     def header_digest(self) -> str:
@@ -121,7 +121,7 @@ class GgufFile:
         return self._headers[0].digest()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, its last axis the one that is contiguous."""
+        """Return a tensor's shape. The last axis is the contiguous one."""
         return self._tensors[name].shape
 
     def stored_dtype(self, name: str) -> str:
@@ -142,16 +142,16 @@ class GgufFile:
         return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
     def is_quantised(self) -> bool:
-        """True if any tensor has fewer than 16 bits a number."""
+        """True if any tensor has fewer than 16 bits per number."""
         return any(t.type.name not in ("F32", "F16", "BF16") for t in self._tensors.values())
 
     def release(self) -> None:
-        """Let go of what was read of the files' tensors: they stay mapped, but take no memory."""
+        """Release the memory of the tensors that were read. The files stay mapped."""
         for header in self._headers:
             header.release()
 
     def read_coded(self, name: str, dtype: torch.dtype, index: int | None = None) -> CodedTensor | None:
-        """Return a tensor as `read` does, but mapped, in the file's own few bits; None if it has no such bits."""
+        """Return a tensor as `read` does, but mapped, in the file's own few bits; None if the file has more bits."""
         stored, form = self._tensors[name], FORMS.get(self.stored_dtype(name))
         if form is None:
             return None
@@ -159,7 +159,7 @@ class GgufFile:
         return CodedTensor(form, [torch.from_numpy(data)], stored.shape[-1], dtype)
 
     def read(self, name: str, dtype: torch.dtype, index: int | None = None) -> Tensor:
-        """Return a tensor, or one entry of its first axis: in its own dtype if it is a float, else in `dtype`."""
+        """Return a tensor, or one entry of its first axis. It has its own dtype if it is a float, and else `dtype`."""
         stored = self._tensors[name]
         kind, shape = self.stored_dtype(name), self.shape(name)
         data = stored.data if index is None else stored.data[index]

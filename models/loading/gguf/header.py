@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file in one pass over its mapped bytes.
 
 Every count and length must lead to a place within the file, so that a damaged file is refused at once. Texts and arrays
-become Python objects when somebody asks for them: a vocabulary has half a million of them, and most readers want none.
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+become Python objects only when they are read, because a vocabulary has half a million of them, and most callers need
+none. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import numpy as np
 _MAGIC = b"GGUF"
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
-"""The format of a number, as `struct` names it, by its type in the file."""
+"""Maps the type of a number in the file to its format for `struct`."""
 
 _MOST_DIMENSIONS = 4
 _MOST_NESTED = 2
-"""Arrays within an array; there are none in files of known writers."""
+"""How deep arrays may be nested in arrays. Files of known writers have no nested arrays."""
 
 
 class BlockType(NamedTuple):
-    """Describes how a type stores numbers: its name, the numbers of a block, and the bytes of a block."""
+    """Describes how a type stores numbers: its name, and the numbers and the bytes of a block."""
 
     name: str
     n_numbers: int
@@ -49,7 +49,7 @@ BLOCK_TYPES = {
         39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
     }.items()
 }  # fmt: skip
-"""The types of tensors, by their numbers in the file."""
+"""Maps a type's number in the file to the type of tensors."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class StoredTensor:
 
     Attributes:
         shape: its last axis is the contiguous one.
-        type: how its numbers are stored. `number` is that type's number in the file.
-        data: its bytes, mapped from the file and not writable: (..., bytes of a row), uint8; or float32 or float16.
+        type: how the tensor's numbers are stored. `number` is this type's number in the file.
+        data: the tensor's bytes, mapped from the file and not writable: (..., bytes of a row), uint8; or float32 or
+            float16.
     """
 
     name: str
@@ -75,12 +76,12 @@ class Header:
     Attributes:
         fields: key -> value. Reading a value makes its Python objects: a number, a text, a bool or a list.
         tensors: name -> tensor.
-    Raises ValueError if a count, a length or a shape leads out of the file. Cost: a pass over the header's lengths.
+    Raises ValueError if a count, a length or a shape leads out of the file. Cost: one pass over the header's lengths.
     """
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
-            # A private mapping: pages are copied if somebody writes, and the file stays as it is.
+            # The mapping is private: pages are copied if somebody writes to them, and the file stays as it is.
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._at = 0
         if self._take(4) != _MAGIC:
@@ -107,7 +108,7 @@ class Header:
         self.tensors = {name: self._tensor(name, shape, kind, start + offset) for name, shape, kind, offset in found}
 
     def release(self) -> None:
-        """Let go of what was read of the file: it is mapped again when it is read again."""
+        """Release the memory of what was read. The file is mapped again when it is read again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._data.madvise(mmap.MADV_DONTNEED)
 
@@ -140,7 +141,7 @@ class Header:
             return StoredTensor(name, shape, of, kind, numbers.reshape(shape))
         return StoredTensor(name, shape, of, kind, raw.reshape(*shape[:-1], n_last // of.n_numbers * of.n_bytes))
 
-    # These methods walk over values, and make nothing of them.
+    # These methods walk over values without making Python objects of them.
 
     def _take(self, n_bytes: int) -> bytes:
         self._skip(n_bytes)
@@ -178,7 +179,7 @@ class Header:
             raise ValueError(f"a value of type {kind}")
 
     def _skip_texts(self, n: int) -> None:
-        """Skip that many texts: for a vocabulary, this loop is most of the time of opening a file."""
+        """Skip n texts. For a vocabulary, this loop takes most of the time of opening a file."""
         data, at, read = self._data, self._at, self._u64.unpack_from
         try:
             for _ in range(n):
@@ -187,7 +188,7 @@ class Header:
             raise ValueError(f"{n:,} texts at byte {self._at} of {len(data)}") from None
         self._skip(at - self._at)
 
-    # These methods make Python's objects of values.
+    # These methods make Python objects of values.
 
     def value_at(self, kind: int, at: int) -> Any:
         """Return the value at a byte of the file, which the pass over the header has checked."""
@@ -222,7 +223,7 @@ class Header:
 
 
 class _Fields(Mapping[str, Any]):
-    """Maps keys to values, which are read when they are asked for."""
+    """Maps keys to values. A value is read from the file when it is asked for."""
 
     def __init__(self, header: Header, places: dict[str, tuple[int, int]]) -> None:
         self._header, self._places = header, places

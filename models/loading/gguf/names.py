@@ -1,4 +1,4 @@
-"""Turns names of tensors in checkpoints of Hugging Face into names that the `gguf` package's tables know."""
+"""Turns names of tensors in Hugging Face checkpoints into names that the `gguf` package's tables contain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RWKV7 = (
     (r"\.attn_norm\.", ".ln1."),
     (r"\.ffn_norm\.", ".ln2."),
 )
-"""flash-linear-attention's names of RWKV-7; the first that fits is replaced."""
+"""Pairs of patterns for flash-linear-attention's names of RWKV-7. The first that fits is replaced."""
 
 _OTHERS = (
     (r"\.dt_bias$", ".dt_proj.bias"),
@@ -30,7 +30,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def known_name(architecture: str, name: str) -> str:
-    """Return a name as the tables have it, for a tensor that the file holds as one."""
+    """Return the name in the tables of a tensor that the file holds as a single tensor."""
     for pattern, replacement in _RWKV7 if architecture == "rwkv7" else _OTHERS:
         name, n_replaced = re.subn(pattern, replacement, name)
         if n_replaced:
@@ -39,7 +39,7 @@ def known_name(architecture: str, name: str) -> str:
 
 
 def expert_of(name: str) -> tuple[str, int] | None:
-    """Return the name of a stack of experts, and the number in it of the expert whose weight this is; None if none."""
+    """Return the name of the stack of experts with this weight, and the expert's number; None for other weights."""
     if (match := _EXPERT.fullmatch(name)) is None:
         return None
     part = _PARTS_OF_EXPERTS.get(match[3], match[3])
@@ -47,5 +47,5 @@ def expert_of(name: str) -> tuple[str, int] | None:
 
 
 def layer_of(name: str) -> str:
-    """Return the first number in a name."""
+    """Return the first number in a name, which is that of the layer."""
     return next(part for part in name.split(".") if part.isdecimal())

@@ -1,4 +1,4 @@
-"""Lists how vocabularies of byte-level BPE cut a text into words, by the name that a GGUF file gives (`pre`).
+"""Lists how vocabularies of byte-level BPE cut a text into words, by the name in a GGUF file (`pre`).
 
 Source: the names, expressions and flags are those of llama.cpp's src/llama-vocab.cpp (b11434), and of the tokenizers
 from which the models come.
@@ -21,13 +21,13 @@ _NOT_PUNCTUATION = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Says how a kind of vocabulary cuts texts into words before it merges.
+    """Says how a kind of vocabulary cuts texts into words before it merges tokens.
 
     Attributes:
-        expressions: regular expressions. Each cuts the pieces of the one before: what it matches is a piece, and so is
-            what is in between.
-        ignores_merges: whether a word that is a token is taken as it is, though its merges may lead elsewhere.
-        adds_bos: whether texts begin with the token for that, if the file does not say so.
+        expressions: regular expressions. Each cuts the pieces of the expression before: every match is a piece, and so
+            is the text between two matches.
+        ignores_merges: True if a word that is a token is taken as this token, even if its merges would lead to others.
+        adds_bos: whether texts begin with the BOS token if the file does not say so.
     """
 
     expressions: tuple[str, ...]
@@ -38,13 +38,13 @@ class PreTokenizer:
 def _like_llama_3(
     digits: str, *, suffixes: str = f"{_SUFFIXES}|", letters: str = r"\p{L}", marks: str = r"\r\n"
 ) -> str:
-    """Return the expression of Llama 3, or of a descendant that differs in how it cuts digits and letters."""
+    """Return the expression of Llama 3, or of a descendant that cuts digits and letters differently."""
     others = r"\s\p{L}\p{N}" if letters == r"\p{L}" else r"\s\p{L}\p{M}\p{N}"
     return rf"{suffixes}[^\r\n\p{{L}}\p{{N}}]?{letters}+|{digits}| ?[^{others}]+[{marks}]*|{_SPACES}"
 
 
 def _by_case(digits: str, suffix: str) -> str:
-    """Return the expression of those that cut words where letters become capitals, such as GPT-4o and Tekken."""
+    """Return the expression of vocabularies that cut words where capitals begin, such as GPT-4o and Tekken."""
     before = r"[^\r\n\p{L}\p{N}]?"
     words = f"{before}{_UPPER}*{_LOWER}+{suffix}|{before}{_UPPER}+{_LOWER}*{suffix}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
@@ -70,7 +70,7 @@ _JAIS_SPACES = "|".join(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64",
 _ASCII_SUFFIXES_OF_BAILING = r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|"
 
 DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
-"""What llama.cpp does with files that name no `pre`, which is right for few of them."""
+"""The expressions that llama.cpp uses for files without `pre`. They are right for few of these files."""
 
 _NAMED: dict[tuple[str, ...], PreTokenizer] = {
     ("default",): DEFAULT,
@@ -90,7 +90,8 @@ _NAMED: dict[tuple[str, ...], PreTokenizer] = {
     ("qwen35",): PreTokenizer((_like_llama_3(r"\p{N}", letters=r"[\p{L}\p{M}]"),)),
     ("ufakzeka",): PreTokenizer((_like_llama_3(r"\p{N}", suffixes=""),)),
     ("laguna",): PreTokenizer((r"[^\n]+|[\n]+", *_QWEN_2)),
-    ("seed-coder",): PreTokenizer((  # The model's own tokenizer cuts off these letters; llama.cpp wants an apostrophe.
+    # The model's own tokenizer cuts off these letters everywhere; llama.cpp only after an apostrophe.
+    ("seed-coder",): PreTokenizer((
         rf"(?i:[sdmt]|ll|ve|re)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
     )),
     ("bailingmoe", "bailingmoe2", "llada-moe"): PreTokenizer((
@@ -127,4 +128,4 @@ _NAMED: dict[tuple[str, ...], PreTokenizer] = {
 }  # fmt: skip
 
 PRE_TOKENIZERS = {name: own for names, own in _NAMED.items() for name in names}
-"""The value of `tokenizer.ggml.pre` -> how texts are cut."""
+"""Maps the value of `tokenizer.ggml.pre` to how texts are cut."""

@@ -1,7 +1,8 @@
 """Builds the tokenizer of a GGUF file from the fields of its header.
 
-The ids are those that llama.cpp gives. Its kinds of vocabularies are byte-level BPE ("gpt2", with a `pre` that says how
-texts are cut), BPE over characters ("gemma4"), SentencePiece's BPE by scores ("llama") and RWKV's World ("rwkv").
+The ids are those that llama.cpp gives. There are four kinds of vocabularies: byte-level BPE ("gpt2", with a `pre` that
+says how texts are cut), BPE over characters ("gemma4"), SentencePiece's BPE by scores ("llama") and RWKV's World
+("rwkv").
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-"""llama.cpp's types of tokens that are found in texts before anything else."""
+"""llama.cpp's types of those tokens that are found in a text before it is cut."""
 
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
     "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>", "<|eom_id|>",
 )  # fmt: skip
-"""Tokens with these names end turns, whatever type the file gives them."""
+"""Names of tokens that end turns, whatever type the file gives them."""
 
 _SPACE = "▁"
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-"""transformers' names of special tokens -> those of GGUF, which really spells one of them so."""
+"""Maps transformers' names of special tokens to those of GGUF, which really spells "separator" as "seperator"."""
 
 
 def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, with its chat template.
 
-    Raises FormatError if there is none, it is of a kind that is not known, or it contradicts itself.
+    Raises FormatError if there is no tokenizer, or if it is of an unknown kind or contradicts itself.
     """
     file = GgufFile(path)
     model = file.value("tokenizer.ggml.model", is_needed=False)
@@ -58,7 +59,8 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             f"{path} has no tokenizer that can be read: its kind is {model!r}, and those of {known} are known; put "
             "tokenizer.json into a folder and load the tokenizer from there"
         )
-    if named := file.values_below("tokenizer.chat_template."):  # A request with tools takes "tool_use", for example.
+    # A file may have several templates: a request with tools uses "tool_use", for example.
+    if named := file.values_below("tokenizer.chat_template."):
         tokenizer.chat_template = {"default": tokenizer.chat_template, **named}
     ends = [file.value(f"tokenizer.ggml.{name}_token_id", is_needed=False) for name in ("eot", "eom")]
     tokenizer.end_token_ids = [int(i) for i in ends if i is not None]
@@ -68,7 +70,7 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Let Python's collector rest: it would look at half a million new pairs of strings again and again."""
+    """Pause Python's garbage collector, which would look at half a million new pairs of strings again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -120,7 +122,7 @@ def _build(file: GgufFile, model: str) -> Tokenizer:
 
 
 class _Given:
-    """Gives a tokenizer to transformers, which would copy it: for a large vocabulary that takes seconds."""
+    """Gives a tokenizer to transformers without a copy, which would take seconds for a large vocabulary."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -130,7 +132,7 @@ class _Given:
 
 
 def _tokens_of(file: GgufFile) -> list[str]:
-    """Return the tokens by their ids. Raises FormatError if two are spelled alike."""
+    """Return the tokens by their ids. Raises FormatError if two tokens are spelled alike."""
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(file.value("tokenizer.ggml.tokens"))]
     if len(set(tokens)) < len(tokens):
         ((twice, _),) = Counter(tokens).most_common(1)
@@ -145,7 +147,7 @@ def _id_of(file: GgufFile, name: str, n_tokens: int, usual: int | None = None) -
 
 
 def _added_tokens(file: GgufFile, tokens: list[str]) -> list[AddedToken]:
-    """Return the tokens that are found in a text before it is cut: special ones, and those that users have defined."""
+    """Return the tokens that are found in a text before it is cut: special tokens and user-defined ones."""
     kinds = file.value("tokenizer.ggml.token_type", is_needed=False) or [1] * len(tokens)
     ends = set(_ENDS)
     is_phi_3 = any(name in str(file.value("general.name", "")).lower() for name in ("phi-3", "phi3"))
@@ -160,7 +162,7 @@ def _added_tokens(file: GgufFile, tokens: list[str]) -> list[AddedToken]:
 
 
 def _bytes_bpe(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
-    """Build byte-level BPE, as GPT-2 and most others have it."""
+    """Build byte-level BPE, which GPT-2 and most other models use."""
     name = file.value("tokenizer.ggml.pre", is_needed=False)
     if name is not None and name not in PRE_TOKENIZERS:
         raise FormatError(
@@ -178,7 +180,7 @@ def _bytes_bpe(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
 
 
 def _characters_bpe(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
-    """Build BPE over characters with a mark for spaces, as Gemma 4 has it. Only line ends cut a text."""
+    """Build BPE over characters with a mark for spaces, which Gemma 4 uses. A text is cut only at line ends."""
     backend = Tokenizer(_bpe(file, tokens, byte_fallback=True, unk_token=_unknown(file, tokens), ignore_merges=False))
     backend.normalizer = normalizers.Replace(" ", _SPACE)
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
@@ -198,7 +200,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
-    """Build SentencePiece's BPE: of all neighbours that make a token, those merge first whose token scores highest."""
+    """Build SentencePiece's BPE: of all neighbours that form a token, those with the best-scored token merge first."""
     scores, ids = file.value("tokenizer.ggml.scores"), dict(zip(tokens, count(), strict=False))
     if len(scores) < len(tokens):
         raise FormatError(f"{file.path} has {len(scores):,} scores for {len(tokens):,} tokens; convert the model again")
@@ -227,7 +229,7 @@ def _space_decoder(*, strips: bool) -> Any:
 
 
 _KINDS = {"gpt2": _bytes_bpe, "gemma4": _characters_bpe, "llama": _sentence_piece}
-"""The value of `tokenizer.ggml.model` -> what builds its tokenizer, and says whether texts begin with a bos token."""
+"""Maps `tokenizer.ggml.model` to a function that builds the tokenizer, and says whether texts begin with BOS."""
 
 
 def _load_world(file: GgufFile) -> PreTrainedTokenizerBase:
@@ -238,5 +240,6 @@ def _load_world(file: GgufFile) -> PreTrainedTokenizerBase:
         file.value("tokenizer.ggml.tokens"),
         file.value("tokenizer.ggml.token_type"),
         int(file.value("tokenizer.ggml.eos_token_id", 0)),
-        chat_template=template if template and "{" in template else None,  # else a name that llama.cpp knows
+        # A template without "{" is only a name that llama.cpp knows.
+        chat_template=template if template and "{" in template else None,
     )

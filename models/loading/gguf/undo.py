@@ -1,4 +1,4 @@
-"""Undoes what llama.cpp's converter did to a tensor, after its name in a checkpoint of Hugging Face."""
+"""Undoes the changes that llama.cpp's converter made to a tensor, given its name in a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _PERMUTED = ("llama", "granitehybrid", "nemotron_h", "nemotron_h_moe")
-"""Architectures whose queries and keys are reordered, so that a rotary pair's two elements are neighbours."""
+"""Architectures whose queries and keys were reordered, so that the two elements of a rotary pair are neighbours."""
 
 _OFFSET_NORMS = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
-"""Architectures whose norms multiply by 1 + weight: the file has the sum."""
+"""Architectures whose norms multiply by 1 + weight. The file holds the sum."""
 
 _TILED_HEADS = ("qwen35", "qwen35moe")
-"""Architectures in which value heads of one key head are not neighbours: the first of each key head come first."""
+"""Architectures whose value heads are ordered by number: first the first value head of every key head, and so on."""
 
 _QUERY_OR_KEY = re.compile(r"\.([qk])_proj\.(weight|bias)$")
 
 
 def undo(architecture: str, config: PreTrainedConfig, name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor as a checkpoint of Hugging Face has it."""
+    """Return the tensor as a Hugging Face checkpoint has it."""
     if tensor.is_meta and not isinstance(tensor, CodedTensor):
-        return tensor  # it has no numbers, and its shape stays
+        return tensor  # A tensor on "meta" has no numbers, and its shape stays.
     if name.endswith(".A_log"):
         tensor = (-tensor.float()).log()
     if architecture in _PERMUTED and (match := _QUERY_OR_KEY.search(name)):
@@ -45,14 +45,14 @@ def undo(architecture: str, config: PreTrainedConfig, name: str, tensor: Tensor)
 
 
 def _unpaired(tensor: Tensor, n_heads: int) -> Tensor:
-    """Move the first elements of all rotary pairs of a head to its first half."""
+    """Move the first elements of all rotary pairs of a head to the first half of the head."""
     if len(tensor) % (2 * n_heads):
-        return tensor  # its shape will be refused
+        return tensor  # Its shape will be refused later.
     return tensor.reshape(n_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _untiled(config: PreTrainedConfig, part: str, tensor: Tensor) -> Tensor:
-    """Bring the value heads of one key head together, in whichever axis of this part of the layer they are."""
+    """Bring the value heads of one key head together, in the axis in which this part of the layer has heads."""
     n_keys, width = config.linear_num_key_heads, config.linear_value_head_dim
     n_qk = 2 * n_keys * config.linear_key_head_dim
     if part in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
@@ -73,21 +73,24 @@ def _untiled(config: PreTrainedConfig, part: str, tensor: Tensor) -> Tensor:
 def _grouped(tensor: Tensor, n_keys: int, width: int) -> Tensor:
     """Reorder rows from (value heads of a key head, key heads, width) to (key heads, value heads, width)."""
     if len(tensor) % (n_keys * width):
-        return tensor  # its shape will be refused
+        return tensor  # Its shape will be refused later.
     return tensor.reshape(-1, n_keys, width, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
 
 
 def interleave_by_key_head(config: PreTrainedConfig, qkv: Tensor, z: Tensor) -> Tensor:
-    """Return Qwen3-Next's in_proj_qkvz: for each key head its rows of q, k, v and z, which the file has apart."""
+    """Return Qwen3-Next's in_proj_qkvz, which has the rows of q, k, v and z of each key head.
+
+    The file has qkv and z apart.
+    """
     n_keys = config.linear_num_key_heads
     n_q, n_v = n_keys * config.linear_key_head_dim, config.linear_num_value_heads * config.linear_value_head_dim
     if len(qkv) != 2 * n_q + n_v or len(z) != n_v or (qkv.is_meta and not isinstance(qkv, CodedTensor)):
-        return joined(qkv, z)  # its shape will be refused, or is all that it has
+        return joined(qkv, z)  # The shape will be refused later, or there is nothing to interleave.
     parts = (*torch.split(qkv, [n_q, n_q, n_v]), z)
     return torch.cat([part.reshape(n_keys, -1, part.shape[-1]) for part in parts], 1).flatten(0, 1)
 
 
 def keys_and_values(keys_HLN: Tensor, values_HVL: Tensor) -> Tensor:
-    """Return DeepSeek's kv_b_proj (heads x (N + V), L), whose keys the file has apart and transposed."""
+    """Return DeepSeek's kv_b_proj (heads x (N + V), L). The file has its keys apart and transposed."""
     keys, values = as_floats(keys_HLN).transpose(1, 2), as_floats(values_HVL)
     return joined(keys, values, dim=1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Implements the tokenizer of RWKV's "world" models, which transformers lacks: always the longest token that fits.
+"""Implements the tokenizer of RWKV's "world" models, which transformers lacks. It always takes the longest token.
 
 Source: https://github.com/BlinkDL/ChatRWKV/tree/main/tokenizer.
 """
@@ -13,16 +13,17 @@ from transformers import AddedToken, PreTrainedTokenizer
 from hybridmem.memory.errors import FormatError
 
 SPECIAL = 3
-"""llama.cpp's type of tokens that no text is encoded to."""
+"""llama.cpp's type of tokens to which no text is encoded."""
 
 
 class WorldTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
-    """Encodes UTF-8 greedily: at each byte the longest token with which the rest begins.
+    """Encodes UTF-8 greedily: at each byte it takes the longest token with which the remaining text begins.
 
     Args:
-        tokens: as the file has them, bytes outside of printable ASCII escaped as in Python; a token's id is its place.
+        tokens: the tokens in the file's spelling: bytes outside of printable ASCII are escaped as in Python. A token's
+            id is its index.
         kinds: llama.cpp's type of each token.
-        end: id of the token that ends texts.
+        end: the id of the token that ends texts.
 
     Raises:
         FormatError: a single byte has no token, so some texts could not be encoded.
@@ -31,7 +32,8 @@ class WorldTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
     def __init__(self, tokens: Sequence[str], kinds: Sequence[int], end: int, **options: Any) -> None:
         special = {i: AddedToken(tokens[i], special=True) for i, kind in enumerate(kinds) if kind == SPECIAL}
         names = {token.content for token in special.values()}
-        # Text that reads as a special token is spelled by its bytes, so that both have an id.
+        # Text that reads like a special token is spelled by its bytes, so that text and special token have different
+        # ids.
         self._spelled = [
             "".join(f"\\x{byte:02x}" for byte in _unescaped(token)) if token in names and i not in special else token
             for i, token in enumerate(tokens)
@@ -51,7 +53,7 @@ class WorldTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         return len(self._spelled)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the ids of tokens as the file spells them."""
+        """Return the ids of tokens, in the file's spelling."""
         return {token: i for i, token in reversed(list(enumerate(self._spelled)))}
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:
@@ -74,7 +76,7 @@ class WorldTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         return data.decode(errors="replace")
 
     def build_inputs_with_special_tokens(self, token_ids_0: list[int], token_ids_1: Any = None) -> list[int]:
-        """Return the ids themselves: these models are given no token before a text."""
+        """Return the ids themselves, because these models get no special token before a text."""
         return token_ids_0 + (token_ids_1 or [])
 
 
