@@ -23,9 +23,9 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
         *(["--threads", str(threads)] if threads else []),
     ]
     commands = (
-        "parity", "bookkeeping", "rollback", "memory", "prefixes", "restarts", "agentic", "kernels",
-        "sampling", "schemas", "states", "sparse", "speculative", "drafts", "prefill", "decode", "dtypes",
-        "without-bfloat16", "bridge",
+        "parity", "bookkeeping", "rollback", "folds", "holes", "memory", "prefixes", "restarts", "agentic",
+        "kernels", "delta-rules", "indexed", "sampling", "schemas", "states", "sparse", "speculative", "drafts",
+        "prefill", "decode", "dtypes", "without-bfloat16", "bridge",
     )  # fmt: skip
     failed = [
         name

@@ -138,6 +138,13 @@ class Mixerless:
     def positions(self) -> Tensor:
         return torch.zeros_like(self.token_ids)
 
+    @property
+    def rotary_positions(self) -> Tensor:
+        return self.positions
+
+    def embed(self, look_up: Callable[[Tensor], Tensor]) -> Tensor:
+        return look_up(self.token_ids)
+
     def check_model(self, spec: object) -> None: ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:

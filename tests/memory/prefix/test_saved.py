@@ -17,7 +17,7 @@ import torch
 
 from hybridmem.memory import FormatError, SpecError
 from hybridmem.memory.prefix import PrefixCache
-from hybridmem.memory.storage import folder_writing, folders, swap
+from hybridmem.memory.storage import folder_writing, folders, tiers
 from tests.memory.prefix.test_outside import WINDOW, prompts_of, run
 from tests.subjects import Subject, make_subject
 from tests.tolerances import assert_kernel_close
@@ -294,7 +294,7 @@ def test_what_the_folder_has_is_neither_read_nor_written_again(tmp_path: Path, m
     with toy.memory(WINDOW) as memory:
         cache = PrefixCache(memory, grid_tokens=8, max_bytes="1GiB")
         cache.load(folder)
-        monkeypatch.setattr(swap, "read_blocks", noted(swap.read_blocks))
+        monkeypatch.setattr(tiers, "read_blocks", noted(tiers.read_blocks))
         for module in (folders, folder_writing):
             monkeypatch.setattr(module, "write_blocks", noted(folders.write_blocks))
         n_bytes, before = cache.save(folder), files(folder)

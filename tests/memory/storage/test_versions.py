@@ -22,6 +22,7 @@ from hybridmem.memory import (
     CrossAttentionSpec,
     FormatError,
     HybridMemory,
+    IndexSpec,
     MemorySpec,
     RecurrentSpec,
     Rotation,
@@ -120,6 +121,7 @@ STATES = RecurrentSpec("family", (5,), (StateTensor("mean", (5,)),))
 TWO_STATES = replace(STATES, states=(*STATES.states, StateTensor("sum", (3,))))
 LATENT = AttentionSpec(4, 1, 8, value_dim=6)
 CROSS = CrossAttentionSpec(4, 2, 8)
+INDEX = IndexSpec(4, 8, 2)
 
 
 def spec_of(*memories: Any, **changes: Any) -> MemorySpec:
@@ -236,11 +238,12 @@ OTHERS: list[tuple[Any, dict[str, Any], set[str]]] = [
         replace(ATTENTION, n_query_heads=4, n_kv_heads=2),
         {
             "n_query_heads": 8, "n_kv_heads": 4, "head_dim": 16, "name": "x", "window": 9, "policy": H2O(16),
-            "storage": Float8(), "value_dim": 4, "rotation": UNROTATED, "has_bias": True,
+            "storage": Float8(), "value_dim": 4, "rotation": UNROTATED, "has_bias": True, "n_chosen": 3,
         },
         set(),
     ),
     (CROSS, {"n_query_heads": 8, "n_kv_heads": 4, "head_dim": 16, "name": "x"}, set()),
+    (INDEX, {"n_query_heads": 8, "head_dim": 16, "n_chosen": 3, "name": "x", "rotation": UNROTATED}, set()),
     (STATES, {"family": "x", "row_shape": (6,), "states": TWO_STATES.states, "name": "x"}, set()),
     (
         STATES.states[0], {"name": "x", "shape": (6,), "dtype": torch.float16, "initial": 1.0, "ring": ((5,), None)},

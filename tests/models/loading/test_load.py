@@ -354,7 +354,7 @@ def test_every_architecture_is_listed_with_its_module(monkeypatch: pytest.Monkey
     """A module that registers an architecture which is not listed would never be imported for it."""
     for path in Path(models.__file__).parent.glob("*.py"):
         import_module(f"hybridmem.models.{path.stem}")
-    listed = architectures.Architectures()
-    for name, model_class in ARCHITECTURES.items():
+    listed, classes = architectures.Architectures(), dict(ARCHITECTURES)
+    for name, model_class in classes.items():
         monkeypatch.setattr(architectures, "import_module", partial(listed.add, name))
         assert listed[name] == model_class.__module__
