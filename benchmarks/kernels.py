@@ -81,7 +81,10 @@ def _decode_kernels(n: int, n_context: int) -> dict[str, tuple[Callable[[], obje
 
 
 def _rotating(n: int, shape: tuple[int, int]) -> Callable[[], StateSlots]:
-    """Return a function that returns the slots of n sequences to update in place, of another layer at each call."""
+    """Return a function that returns the slots of n sequences, whose states a kernel updates in place.
+
+    Each call returns the slots of the next layer, as in a model.
+    """
     size = shape[0] * shape[1]
     flat = torch.randn(N_LAYERS * n * size)
     layers = [

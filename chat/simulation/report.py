@@ -1,6 +1,6 @@
 """Counts while a simulation runs, and makes its report.
 
-Everything except "timings" depends only on the workload, the seed and the numbers of the engine and the memory.
+Everything except "timings" depends only on the workload, the seed, and the settings of the engine and the memory.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Tally:
     _told: set[str] = field(default_factory=set)
 
     def clock_of(self, step: int) -> Watch:
-        """Return the time, on the virtual clock, of a request that comes after the step with this number."""
+        """Return a `Watch` for a request that is sent after the step with this number."""
         return Watch(self, step)
 
     def tell(self, value: str) -> None:

@@ -333,7 +333,7 @@ def _finding_damage() -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        # A text is not valid, either read or given to `visible`.
+        # SQLite found a text that is not valid: it could not decode the text, or our SQL function `visible` failed.
         if "decode" in str(error) or "user-defined" in str(error):
             raise damaged(str(error)) from None
         raise

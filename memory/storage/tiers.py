@@ -392,7 +392,9 @@ class Tiers:
         if not self._has_joined:
             self._join_folder()
         path = join_path(self.folder, f"{_PREFIX}{uuid4().hex}.safetensors")
-        parcel.path = path  # The path is set first, so that a parcel with both a path and blocks may be half written.
+        # The path is set first. If an exception comes while the file is written, the parcel has both a path and blocks,
+        # which says that the file may be half written.
+        parcel.path = path
         try:
             write_blocks(path, parcel.blocks, {}, is_lasting=False)
         except OSError:

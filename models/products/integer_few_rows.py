@@ -52,8 +52,8 @@ _NOTHING = every(0)
 def _add_pairs(b: ir.IRBuilder, sums: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
     """Add the products of pairs of 16-bit integers, in a single instruction.
 
-    LLVM would make two instructions of its intrinsic. Those wait less for each other, but there are several sums
-    anyway.
+    This is inline assembly, because LLVM would turn its intrinsic into two instructions. With two, each sum would wait
+    less for the one before it; but several independent sums are computed at once, so that waiting costs nothing.
     """
     return b.asm(ir.FunctionType(INTS, [INTS] * 3), "vpdpwssd $3, $2, $0", "=v,0,v,v", [sums, x, y], False)
 

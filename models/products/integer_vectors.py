@@ -254,9 +254,10 @@ class Emitter:
         return [b.sitofp(x, FLOATS) for x in (first, b.ashr(both, every(8)))]
 
     def _floats8(self, codes: ir.Value) -> list[ir.Value]:
-        """Return the numbers of 32 floats of 8 bits, which bfloat16 holds exactly.
+        """Return the values of 32 8-bit floats as bfloat16, which holds them exactly.
 
-        Their bits become those of bfloat16, whose exponent has another bias. The smallest numbers have no exponent.
+        Their bits are moved to bfloat16's places, whose exponent has another bias. Subnormal numbers are handled apart,
+        because their exponent says nothing.
         """
         b, is_e4m3 = self.b, self.layout.float8 == "float8_e4m3fn"
         n_mantissa, bias = (3, 7) if is_e4m3 else (2, 15)

@@ -55,7 +55,9 @@ def open_picture(source: bytes | str | Path | Image, limits: Limits = _LIMITS) -
         data = _read_bytes(source, limits)
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
-        except Exception as error:  # Decoders raise much, also for a bomb, or warn of one where warnings are errors.
+        # Decoders raise errors of many types. For a decompression bomb, Pillow raises an error, or a warning that may
+        # have been made an error.
+        except Exception as error:
             raise PictureError(f"this is no picture that can be read ({_said(error)}); give {_NAMES}") from error
         _check_pixels(image, limits)
         if getattr(image, "n_frames", 1) > 1:
