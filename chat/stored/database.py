@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +18,8 @@ _UNKNOWN = str(None)
 """Stands for the weights in a signature, if the model does not identify them."""
 VERSION = 1
 """The version of the tables. A later release writes a higher one."""
+_LONGEST_WAIT_SECONDS = 10.0
+"""For so long a server that starts waits while others write to its database."""
 
 _TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -63,10 +66,13 @@ def open_database(folder: str | None, model: str) -> sqlite3.Connection:
                 # Only the owner of the file may read the users' texts. SQLite's log file gets the same mode.
                 Path(place).touch(mode=0o600)
             # One thread at a time uses the database, but not always the same one.
-            connection = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=10)
+            connection = sqlite3.connect(
+                place, isolation_level=None, check_same_thread=False, timeout=_LONGEST_WAIT_SECONDS
+            )
             opened.callback(connection.close)
             connection.row_factory = sqlite3.Row
-            for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
+            _use_write_ahead_log(connection)
+            for setting in ("synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
                 connection.execute(f"PRAGMA {setting}")
             _prepare(connection, place, model)
         except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
@@ -74,6 +80,19 @@ def open_database(folder: str | None, model: str) -> sqlite3.Connection:
             raise FormatError(message) from None
         opened.pop_all()
         return connection
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Switch to SQLite's write-ahead log. While another process writes, SQLite raises at once here, so this waits."""
+    until = time.monotonic() + _LONGEST_WAIT_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+            time.sleep(0.01)
 
 
 def _prepare(connection: sqlite3.Connection, place: str, model: str) -> None:

@@ -60,7 +60,7 @@ def test_classes_that_can_be_attached_are_there() -> None:
 @pytest.mark.parametrize("name", FOUND)
 def test_models_take_caches_by_a_name_that_attach_knows(name: str) -> None:
     taken = inspect.signature(getattr(transformers, name).forward).parameters
-    assert (MAMBA_CACHE_NAME if "Mamba" in name else CACHE_NAME) in taken
+    assert (MAMBA_CACHE_NAME if "Mamba" in name or "xLSTM" in name else CACHE_NAME) in taken
 
 
 def test_layers_of_a_cache_say_what_attach_asks_of_them() -> None:

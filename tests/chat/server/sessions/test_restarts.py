@@ -201,6 +201,16 @@ def test_servers_that_start_at_once_make_one_database(tmp_path: Path) -> None:
         store.close()
 
 
+def test_a_server_that_starts_waits_for_one_that_makes_the_database(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with ThreadPoolExecutor(1) as thread:
+            store = thread.submit(SessionStore, str(tmp_path), "model")
+            time.sleep(0.2)
+            other.execute("COMMIT")
+            store.result().close()
+
+
 def test_inspect_finds_what_contradicts_itself(killed: tuple[Path, dict[str, list[Any]]], tmp_path: Path) -> None:
     folder = tmp_path / "sessions"
     shutil.copytree(killed[0], folder)
