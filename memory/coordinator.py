@@ -73,7 +73,7 @@ class Coordinator(Lifetime):
         self.spec = self.checked_spec = spec
         self.layers, self.places, self.store = layers, places, store
         self.swapped, self.host_pages = swapped, host_pages
-        self.ledger = Ledger(self, store.journal)
+        self.ledger = Ledger(self, store.journal, sees=spec.soft_tokens is not None)
         self.open_steps: dict[OpenStep, None] = {}
         # These references are weak, because the coordinator refers to both objects.
         store.journal.rebuild = _weakly(self, Coordinator._rebuild)

@@ -27,6 +27,7 @@ class Ledger:
 
     Args:
         journal: the memory's journal.
+        sees: whether tokens may stand for rows of pictures.
     Attributes:
         lengths, peaks: (n_slots,) how many tokens each slot holds, and the furthest position that it has ever reached.
         backs: (n_slots,) by how many rotary positions a slot's tokens move text behind them back (`soft_tokens`).
@@ -35,8 +36,8 @@ class Ledger:
         n_drops: how many drops there were so far, which is the number of the latest drop.
     """
 
-    def __init__(self, owner: SequenceOwner, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, owner: SequenceOwner, journal: Journal, *, sees: bool) -> None:
+        self._journal, self._sees = journal, sees
         self.lengths = np.zeros(16, np.int64)
         self.peaks = np.zeros(16, np.int64)
         self.backs = np.zeros(16, np.int64)
@@ -230,18 +231,20 @@ class Ledger:
         """Append the first kept[i] tokens of each request. Peaks count all tokens that were fed, kept or not."""
         moved = kept.nonzero()[0]
         slots, starts, n_tokens = packed.slots[moved], packed.starts[moved], kept[moved]
-        self._journal.before(self._take_back, slots, starts, self.peaks[slots], self.backs[slots])
+        self._journal.before(self._take_back, slots, starts, self.peaks[slots])
         self.lengths[slots] = starts + n_tokens
         self.peaks[slots] = packed.peaks[moved]
-        self.backs[slots] += kept_back(packed, kept)[moved]
+        if self._sees:
+            self._journal.before(self.backs.__setitem__, slots, self.backs[slots])
+            self.backs[slots] += kept_back(packed, kept)[moved]
         for slot in self._reserved.keys() & slots.tolist() if self._reserved else ():
             self._note(self.handles[slot])
             self._place(slot, self._reserved.pop(slot))
-        write_tokens(self._buffers, packed, moved, n_tokens)
+        write_tokens(self._buffers, packed, moved, slots.tolist(), starts.tolist(), n_tokens)
 
-    def _take_back(self, slots: Int64s, lengths: Int64s, peaks: Int64s, backs: Int64s) -> None:
+    def _take_back(self, slots: Int64s, lengths: Int64s, peaks: Int64s) -> None:
         """Put back the positions of slots. Further tokens in their buffers do no harm."""
-        self.lengths[slots], self.peaks[slots], self.backs[slots] = lengths, peaks, backs
+        self.lengths[slots], self.peaks[slots] = lengths, peaks
 
     def occupy(self, slots: Int64s) -> None:
         """Mark these slots as being in an open step, until `vacate`."""
@@ -256,7 +259,8 @@ class Ledger:
     def truncate(self, slot: int, to: int) -> None:
         self._note(self.handles[slot])
         self.lengths[slot] = to
-        self.backs[slot] = self.backs[slot] and positions_back(self.tokens(slot)).sum()
+        if self._sees:
+            self.backs[slot] = positions_back(self.tokens(slot)).sum()
         self._go_back_to(slot, to)
         if slot in self._seams:
             self._seams[slot] = tuple(seam for seam in self._seams[slot] if seam[0] <= to)

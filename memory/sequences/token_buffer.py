@@ -116,9 +116,15 @@ def is_roomy(ids: Int64s, n_tokens: int) -> bool:
     return len(ids) > 4 * n_tokens + _LEAST_TOKENS
 
 
-def write_tokens(buffers: dict[int, TokenBuffer], packed: Packed, moved: Int64s, n_tokens: Int64s) -> None:
-    """Write the first n_tokens[i] tokens of the requests `moved` (s,) of a step into the buffers of their slots."""
-    slots, starts = packed.slots[moved].tolist(), packed.starts[moved].tolist()
+def write_tokens(
+    buffers: dict[int, TokenBuffer],
+    packed: Packed,
+    moved: Int64s,
+    slots: list[int],
+    starts: list[int],
+    n_tokens: Int64s,
+) -> None:
+    """Write the first n_tokens[i] tokens of request moved[i] into the buffer of slots[i], from starts[i] on."""
     if packed.is_decode:
         tokens = packed.token_ids[moved].tolist()
         for slot, start, token in zip(slots, starts, tokens, strict=True):
