@@ -34,7 +34,7 @@ from benchmarks.harness import Report
 from benchmarks.llamacpp import TOLERANCE, agree, differ_in_batch, write_model
 from benchmarks.llamacpp_peer import start_llamacpp
 from hybridmem.models import load_model
-from hybridmem.models.rwkv7 import RWKV7Config
+from hybridmem.models.families.rwkv7 import RWKV7Config
 
 _VOCAB = 160
 _COMMON = {"vocab_size": _VOCAB, "hidden_size": 64}

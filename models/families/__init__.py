@@ -1,1 +1,1 @@
-"""Contains families of models, one in each file. Other families are in the folder above."""
+"""Contains the families of models, one in each file. They may take parts of each other."""

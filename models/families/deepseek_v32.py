@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hybridmem.models.deepseek import DeepseekV3
+from hybridmem.models.families.deepseek import DeepseekV3
 from hybridmem.models.layers.attention import Rotary
 from hybridmem.models.layers.decoder import Mixer
 from hybridmem.models.layers.indexer import IndexedLatentAttention, load_indexer

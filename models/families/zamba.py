@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridmem.memory import AttentionSpec, Step
 from hybridmem.memory.recurrences import Mamba1
+from hybridmem.models.families.zamba2 import Hybrid, is_hybrid
 from hybridmem.models.layers.attention import Attention, load_projections
 from hybridmem.models.layers.decoder import Block, Decoder, Layer
 from hybridmem.models.layers.linear import Linear
@@ -24,7 +25,6 @@ from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
 from hybridmem.models.weights.checkpoint import Checkpoint, require
 from hybridmem.models.weights.dry import rates_of
-from hybridmem.models.zamba2 import Hybrid, is_hybrid
 
 if TYPE_CHECKING:
     from transformers import ZambaConfig

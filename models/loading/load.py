@@ -1,6 +1,6 @@
 """Loads models that run on a memory, from a folder, a hub id, or a loaded transformers model.
 
-transformers, the hub's library and progress bars are imported when they are needed, so `import models` is fast.
+transformers, the hub's library and progress bars are imported when they are needed, so that importing this is fast.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -113,7 +112,5 @@ def test_a_folder_of_the_repository_is_no_package_by_itself(folder: str) -> None
 
 
 def test_hybridmem_offers_what_memory_and_models_do() -> None:
-    """The families of models alone are left out: they are modules of `hybridmem.models`."""
     offered = {name for name in hybridmem.__all__ if name != "__version__"}
-    families = {name for name in models.__all__ if isinstance(getattr(models, name), ModuleType)}
-    assert offered == {*memory.__all__, *models.__all__} - families
+    assert offered == {*memory.__all__, *models.__all__}

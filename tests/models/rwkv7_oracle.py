@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hybridmem.models.rwkv7 import RWKV7Config
+from hybridmem.models.families.rwkv7 import RWKV7Config
 
 
 class Lora(nn.Module):

@@ -18,8 +18,8 @@ from hybridmem.memory.eviction import Recent
 from hybridmem.memory.quantization import Quantized
 from hybridmem.memory.specs import CrossAttentionSpec
 from hybridmem.models import load_model
-from hybridmem.models.bart import Bart
-from hybridmem.models.t5 import T5
+from hybridmem.models.families.bart import Bart
+from hybridmem.models.families.t5 import T5
 from tests.models.checkpoints import draw_tokens, randomise_
 from tests.tolerances import TOLERANCE, assert_logits_close
 from tests.toy import Toy

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridmem.memory import FormatError, HybridMemory
 from hybridmem.models import LanguageModel, UnsupportedModelError, load_model
-from hybridmem.models.rwkv7 import RWKV7Config
+from hybridmem.models.families.rwkv7 import RWKV7Config
 from tests.models.checkpoints import draw_tokens, write_checkpoint
 from tests.models.families.rwkv import rwkv_config
 from tests.models.families.rwkv7 import rwkv7_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridmem.models.rwkv7 import RWKV7Config
+from hybridmem.models.families.rwkv7 import RWKV7Config
 from tests.models import rwkv7_oracle
 from tests.models.families.vocabulary import VOCAB
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
@@ -16,9 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hybridmem import models
 from hybridmem.memory import FormatError, HybridMemory, HybridMemoryError, SpecError, StepError
-from hybridmem.models import ARCHITECTURES, LanguageModel, UnsupportedModelError, load_model
+from hybridmem.models import ARCHITECTURES, LanguageModel, UnsupportedModelError, families, load_model
 from hybridmem.models.loading import architectures
 from tests.models.checkpoints import Peer, draw_tokens, write_checkpoint
 from tests.models.families.jamba import jamba_config
@@ -352,8 +352,8 @@ def test_errors_of_loading_are_errors_of_this_library() -> None:
 
 def test_every_architecture_is_listed_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that registers an architecture which is not listed would never be imported for it."""
-    for path in Path(models.__file__).parent.glob("*.py"):
-        import_module(f"hybridmem.models.{path.stem}")
+    for module in iter_modules(families.__path__):
+        import_module(f"hybridmem.models.families.{module.name}")
     listed, classes = architectures.Architectures(), dict(ARCHITECTURES)
     for name, model_class in classes.items():
         monkeypatch.setattr(architectures, "import_module", partial(listed.add, name))

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hybridmem.memory.recurrences import DeltaRuleShape
+from hybridmem.models.families.qwen3_next import Qwen3Next, load_mixture
 from hybridmem.models.layers.delta_mixer import DeltaInputs
 from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.qwen3_next import Qwen3Next, load_mixture
 from hybridmem.models.vision.grid import GridSight
 from hybridmem.models.vision.pictures import pictures_below
 from hybridmem.models.weights.checkpoint import Checkpoint

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridmem.memory import AttentionSpec
+from hybridmem.models.families.llama import window_of
 from hybridmem.models.layers.attention import Attention, Rotary, load_projections
 from hybridmem.models.layers.decoder import Block, Decoder, Normed, in_turn
 from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.layers.norms import RMSNorm, load_offset_norm
 from hybridmem.models.layers.vocabulary import Vocabulary
-from hybridmem.models.llama import window_of
 from hybridmem.models.loading.architectures import register
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.recurrences import SSDShape
-from hybridmem.models.bamba import load_attention, mamba2_options
+from hybridmem.models.families.bamba import load_attention, mamba2_options
 from hybridmem.models.layers.attention import Rotary, head_dim_of
 from hybridmem.models.layers.decoder import Block, Decoder, Parallel
 from hybridmem.models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridmem.models.bamba import load_mixer
+from hybridmem.models.families.bamba import load_mixer
 from hybridmem.models.layers.attention import Rotary, head_dim_of
 from hybridmem.models.layers.decoder import Block, Decoder, Function
 from hybridmem.models.layers.experts import MixtureOfExperts, choose_then_softmax

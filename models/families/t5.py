@@ -18,7 +18,7 @@ from hybridmem.memory import UNROTATED, AttentionSpec, CrossAttentionSpec, Memor
 from hybridmem.memory.blocks import refuse_attribute, without_gradients
 from hybridmem.memory.interface import Encoded
 from hybridmem.memory.specs import LayerSpec
-from hybridmem.models.bart import CrossAttention, read_token_ids
+from hybridmem.models.families.bart import CrossAttention, read_token_ids
 from hybridmem.models.layers.decoder import Function, on_step
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.mlp import MLP, GatedMLP
