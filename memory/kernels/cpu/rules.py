@@ -7,7 +7,6 @@ functions that they call by `subroutine` or `inlined`. A test of the house looks
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -19,7 +18,7 @@ REDUCING = {"reassoc", "contract"}
 ELEMENTWISE = {"contract", "arcp", "nsz"}
 
 
-def subroutine(rules: set[str] = AS_WRITTEN, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+def subroutine(rules: set[str] = AS_WRITTEN, **options: Any) -> Any:
     """Decorate a function that kernels call. Divisions do not check for zero, and `options` are those of numba."""
     return numba.njit(fastmath=rules, error_model="numpy", **options)
 
