@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from benchmarks.harness import Report, interleave
 from hybridmem.memory.blocks.staging import place
 from hybridmem.memory.kernels import Erase, StateSlots, cpu
 from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, REDUCING, subroutine
 
 SHAPES = {
     "SSD, 24 heads of 64 x 128": (24, 1, 64, 128, False),
@@ -99,7 +99,7 @@ class Work:
         return y
 
 
-@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE, parallel=True)
 def _read(flat, offsets, q, k, v, beta, body, old_u, qk, kk, new, erases, y):
     n_heads, value_dim = y.shape[1:]
     n_rows, key_dim, n_shared = old_u.shape[1], q.shape[2], n_heads // q.shape[1]
@@ -122,7 +122,7 @@ def _read(flat, offsets, q, k, v, beta, body, old_u, qk, kk, new, erases, y):
             out[r] += new[i, h] * beta[i, h] * (v[i, h, r] - found[r])
 
 
-@njit(fastmath=REDUCING)
+@subroutine(REDUCING)
 def _dot(a, b):
     total = np.float32(0.0)
     for e in range(len(a)):
@@ -130,7 +130,7 @@ def _dot(a, b):
     return total
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _add(out, x, weight):
     for e in range(len(out)):
         out[e] += weight * x[e]

@@ -167,7 +167,7 @@ def _addresses(rows: torch.dtype, taps: np.dtype, window: np.dtype, bias: np.dty
     )
 
 
-@compiled(error_model="numpy")
+@compiled()
 def _advance(
     fields, codes_like, taps_like, bias_like, like, rows_at, n_rows, eps, activation, cu_rows, window, window_sources,
     window_targets, window_initial, state, sources, targets, initial, shape, n_threads, at_once, y_at,

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
-from hybridmem.memory.kernels.cpu.parts import element_at, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import element_at, subroutine, untyped_intrinsic
 
 ROWS = 16
 """The most rows of a tile."""
@@ -128,7 +128,7 @@ def pointer(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any,
     return builder.bitcast(place, _I8.as_pointer())
 
 
-@njit(error_model="numpy")
+@subroutine()
 def aligned(n_words):
     """Return an array of so many float32 that begins at a cache line."""
     whole = np.zeros(n_words + 16, np.float32)

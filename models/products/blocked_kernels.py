@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 
-from hybridmem.memory.kernels.cpu.parts import array_at, compiled, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import array_at, compiled, subroutine, untyped_intrinsic
 from hybridmem.models.products.epilogue import block_epilogue
 from hybridmem.models.products.integer_vectors import FLOATS, PAIRS_OF_BFLOAT, ZEROS, call, in_every_lane
 from hybridmem.models.weights.layouts import BLOCK
@@ -119,7 +119,7 @@ def _multiply_add(b: ir.IRBuilder, sums: ir.Value, weight: ir.Value, x: ir.Value
 _panel, _tile_4, _tile_2, _tile_1 = _tile(_PANEL_ROWS), _tile(4), _tile(2), _tile(1)
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, like):
     """Set out = activation(x W^T + bias).
 
@@ -174,7 +174,7 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
                 t += n_tile
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _fill(panels, x, first, n):
     """Set a panel to six rows of x. It takes as many bytes as they do."""
     for code in range(0, n, UNROLLED):
@@ -183,7 +183,7 @@ def _fill(panels, x, first, n):
                 panels[first + (code + i) * _PANEL_ROWS + row] = x[first + row * n + code + i]
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def lay_out(weight_OP, n_parts, codes):
     """Fill codes from rows of codes (outputs, codes) of the same type. Codes of outputs beyond the last are zero."""
     n_out, n = weight_OP.shape
@@ -200,7 +200,7 @@ def lay_out(weight_OP, n_parts, codes):
                     _spread(weight_OP[o * BLOCK + lane, first : first + UNROLLED], own, lane)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _spread(row, codes, lane):
     for i in range(len(row)):
         codes[i * BLOCK + lane] = row[i]

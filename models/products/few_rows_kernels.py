@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
 from hybridmem.memory.kernels.cpu.parts import (
+    AS_WRITTEN,
     address_of,
     array_at,
     as_array,
@@ -27,6 +28,7 @@ from hybridmem.memory.kernels.cpu.parts import (
     get,
     norm_row,
     put,
+    subroutine,
 )
 from hybridmem.models.products import amx, epilogue
 from hybridmem.models.products.fields import (
@@ -104,7 +106,7 @@ product_by: Any = _by_any_weight
 """Multiplies rows by the weight whose fields begin at `first`. It works in compiled code only: see `_choose`."""
 
 
-@overload(_by_any_weight)
+@overload(_by_any_weight, jit_options={"fastmath": AS_WRITTEN, "error_model": "numpy"})
 def _choose(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like) -> Callable[..., Any]:
     """Choose how a product is called, by the types of codes and of `shape`.
 
@@ -166,7 +168,7 @@ def _blocks_of_floats(fields, first, codes_like, x_at, n_rows, shape, n_parts, o
     keep(rows)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _normed(x_at, n_rows, n_inputs, x_like, norm_at, eps, n_padded, like):
     """Return norms of rows, which are rounded to the type of `like` first, with zeros after them."""
     x, weight = array_at(x_at, n_rows * n_inputs, x_like), array_at(norm_at, n_inputs, like)
@@ -180,7 +182,7 @@ def _normed(x_at, n_rows, n_inputs, x_like, norm_at, eps, n_padded, like):
     return normed
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _gated(y, gate, n_rows, n_inputs, norm_weight, eps, n_part, n_padded, like):
     """Return y * gate, or norm(y * gate) where there is a norm's weight, with zeros after each row."""
     gated, scratch = np.zeros(n_rows * n_padded, like.dtype), np.empty(n_inputs, np.float32)
@@ -196,7 +198,7 @@ def _gated(y, gate, n_rows, n_inputs, norm_weight, eps, n_part, n_padded, like):
     return gated
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _add_product(fields, first, codes_like, x_at, n_rows, shape, n_parts, like, residual_at, out_at, out_like):
     """Multiply rows by the weight whose fields begin at `first`, and set `out` to residual plus the results."""
     n = n_rows * fields[first + N_OUT]
@@ -208,7 +210,7 @@ def _add_product(fields, first, codes_like, x_at, n_rows, shape, n_parts, like, 
     keep(product)
 
 
-@compiled(error_model="numpy")
+@compiled()
 def normed_products(fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, like, out_at, other_at):
     """Set out = activation(norm(x) W^T + bias), and the same with another product's weights unless `other_at` is 0.
 
@@ -227,7 +229,7 @@ def normed_products(fields, codes_like, x_at, n_rows, x_like, eps, shape, n_part
     keep(normed)
 
 
-@compiled(error_model="numpy")
+@compiled()
 def gated_product(fields, codes_like, y_at, gate_at, n_rows, eps, shape, n_parts, like, residual_at, out_at, out_like):
     """Set out = residual + W (y * gate) + bias, or with norm(y * gate) if there is a norm's weight.
 
@@ -248,7 +250,7 @@ def gated_product(fields, codes_like, y_at, gate_at, n_rows, eps, shape, n_parts
     keep(gated)
 
 
-@compiled(error_model="numpy")
+@compiled()
 def gated_mlp(fields, codes_like, x_at, n_rows, x_like, eps, shape, n_parts, like, out_at):
     """Set out = x + W_down(act(W_gate norm(x)) * W_up norm(x)), with biases.
 

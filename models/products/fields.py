@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from hybridmem.memory.kernels.cpu.parts import array_at
+from hybridmem.memory.kernels.cpu.parts import array_at, inlined, subroutine
 
 FIELDS = 11
 """The number of a product's fields: see `product_fields`.
@@ -34,13 +33,13 @@ def product_fields(
     return [*arrays, activation, n, n_out, n_padded, kernel_at]
 
 
-@njit(inline="always")
+@inlined
 def field_array(fields, at, like):
     """Return the array whose address and length are two consecutive fields."""
     return array_at(fields[at], fields[at + 1], like)
 
 
-@njit(inline="never")
+@subroutine(inline="never")
 def keep(array):
     """Keep an array alive up to this call, because its address alone does not."""
     return len(array)

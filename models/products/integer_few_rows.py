@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 
-from hybridmem.memory.kernels.cpu.parts import untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import subroutine, untyped_intrinsic
 from hybridmem.models.products import amx
 from hybridmem.models.products.amx import I64
 from hybridmem.models.products.epilogue import block_epilogue
@@ -214,7 +214,7 @@ _one, _two, _four = (sums_of(n, 1) for n in (1, 2, 4))
 _one_by_four, _two_by_four, _four_by_two = sums_of(1, 4), sums_of(2, 4), sums_of(4, 2)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def multiply_blocks(
     codes, scales, integers, units, row_sums, factors, first, last, n_groups, block_codes, bias, activation, out,
     n_rows, n_out,

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from torch import Tensor
 
 from hybridmem.memory.blocks import ceil_div
-from hybridmem.memory.kernels.cpu.parts import compiled, element_at, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import compiled, element_at, subroutine, untyped_intrinsic
 from hybridmem.models.products.integer_rounding import transposed
 from hybridmem.models.products.integer_vectors import I8, I16, I64, INTS, every, in_every_lane, layout_of_codes
 from hybridmem.models.weights.coded import Form, Scales, Term
@@ -120,7 +120,7 @@ def _write_group(typing_context, group, first, codes, at):
     return types.void(group, types.int64, codes, types.int64), codegen
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def _lay_out(stored, n_out, table, n_parts, codes):
     """Write the codes of all rows of `stored`. Codes of outputs that do not exist are zero.
 
@@ -146,7 +146,7 @@ def _lay_out(stored, n_out, table, n_parts, codes):
                     _write_group(group, g * BLOCK * GROUP, codes, at)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _look_up(codes, table):
     for i in range(len(codes)):
         codes[i] = table[codes[i]]
@@ -236,7 +236,7 @@ def _columns(b: ir.IRBuilder, rows: list[ir.Value], form: Form) -> dict[int, ir.
     return columns
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def _lay_out_scales(stored, n_out, n_parts, out):
     """Write floats and factors of blocks in which both are stored among the codes."""
     _, block_bytes = _sizes(stored)

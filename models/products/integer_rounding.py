@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 
-from hybridmem.memory.kernels.cpu.parts import as_float, compiled, element_at, get, put, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import as_float, compiled, element_at, get, put, subroutine, untyped_intrinsic
 from hybridmem.models.products.amx import I64
 from hybridmem.models.products.integer_vectors import FLOATS, I8, I16, INTS, ROUNDER, ZEROS, call, every
 from hybridmem.models.weights.layouts import BLOCK, GROUP
@@ -195,7 +195,7 @@ def _writer(n_bits: int) -> Any:
 _write_8, _write_4 = _writer(8), _writer(4)
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def round_to_codes(weight, n_out, n_in, n_bits, n_parts, codes, scales):
     """Fill codes (uint8) and scales from a flat weight of float32 or 16 bits.
 
@@ -233,7 +233,7 @@ def round_to_codes(weight, n_out, n_in, n_bits, n_parts, codes, scales):
                     _write_4(group, scale, codes, first * GROUP // 2)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _fill(weight, n_out, n_in, first_output, first_input, group):
     """Set group[16 * input + lane] to a block's weights."""
     if first_output + BLOCK <= n_out and first_input + GROUP <= n_in:
@@ -246,7 +246,7 @@ def _fill(weight, n_out, n_in, first_output, first_input, group):
             group[e * BLOCK + lane] = get(weight, at + e)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _choose_scale(group, largest, spoilt, n_bits, scale):
     """Set the scale of each lane, or NaN if a weight of the lane is NaN or infinite."""
     if n_bits == 8:

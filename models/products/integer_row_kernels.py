@@ -9,9 +9,9 @@ the same bits in any batch, and the same as with tiles.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
-from hybridmem.memory.kernels.cpu.parts import compiled
+from hybridmem.memory.kernels.cpu.parts import compiled, subroutine
 from hybridmem.models.products.epilogue import block_epilogue
 from hybridmem.models.products.integer_few_rows import MOST_ROWS, sums_of
 from hybridmem.models.products.integer_vectors import multiplies_pairs
@@ -36,7 +36,7 @@ _one, _two, _four = (sums_of(n, 1, _AHEAD_BYTES) for n in (1, 2, 4))
 _all_at_once = sums_of(_AT_ONCE, 1, _AHEAD_BYTES)
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
     """Set out = activation(x W^T + bias), with scales for groups of an output's inputs.
 
@@ -67,7 +67,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
         )
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _multiply_part(
     codes, scales, integers, units, row_sums, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out
 ):
@@ -96,7 +96,7 @@ def _multiply_part(
             t += n
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _never_called(codes, scales, x, row_sums, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out):
     """Stands in for `multiply_part` where compiled code must not contain AVX512_BF16. It is never called there."""
 

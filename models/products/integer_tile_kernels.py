@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 
-from hybridmem.memory.kernels.cpu.parts import array_at, compiled, get, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import array_at, compiled, get, inlined, subroutine, untyped_intrinsic
 from hybridmem.models.products import amx
 from hybridmem.models.products.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from hybridmem.models.products.epilogue import block_epilogue
@@ -235,7 +235,7 @@ def _add_products(typing_context, panel, n_groups, x, first_pair, n_pairs, parts
     return types.void(panel, i, x, i, i, parts, sums, i), codegen
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out, like):
     """Set out = activation(x W^T + bias), with weights of 2 to 8 bits.
 
@@ -304,13 +304,13 @@ def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_par
         amx.release()
 
 
-@njit(inline="always")
+@inlined
 def _first_row(start, end, at):
     """Return the first row of a tile. The last tile begins earlier, so that it has as many rows as the others."""
     return max(start, min(start + at, end - ROWS))
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _scale(sums, first, scales, first_scale):
     """Multiply the sums of a tile by the scales of its outputs."""
     for row in range(ROWS):

@@ -6,15 +6,14 @@ Callers see a single weight, whose codes are the fields of its pieces (`fields`)
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from hybridmem.memory.kernels.cpu.parts import array_at, call_at, compiled, move
+from hybridmem.memory.kernels.cpu.parts import array_at, call_at, compiled, move, subroutine
 from hybridmem.models.products.fields import CODES, FIELDS, KERNEL, N_OUT, SCALES, SHORTS, field_array, keep
 
 _BYTES = np.empty(0, np.uint8)
 
 
-@compiled(error_model="numpy")
+@compiled()
 def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
     """Set out = activation(x W^T + bias). Arguments are those of `quantised_kernels.product`."""
     n_rows, n_out = out_TO.shape
@@ -31,7 +30,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
         first += n
 
 
-@compiled(error_model="numpy")
+@compiled()
 def product_in_tiles(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out, like):
     """Do the same with kernels that multiply tiles. The arguments are those of `integer_tile_kernels.product`."""
     fields, out, first = codes.view(np.int64), array_at(out_at, n_rows * n_out, like), 0
@@ -48,7 +47,7 @@ def product_in_tiles(codes, scales, x_at, n_rows, n_pairs, shape, bias, activati
         first += n
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _spread(own, n_rows, n, out, first, n_out):
     """Copy a piece's outputs to their places in rows of all outputs."""
     for t in range(n_rows):

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 
-from hybridmem.memory.kernels.cpu.parts import compiled, get, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import compiled, get, subroutine, untyped_intrinsic
 from hybridmem.models.products import amx
 from hybridmem.models.products.epilogue import block_epilogue
 from hybridmem.models.products.integer_vectors import (
@@ -140,7 +140,7 @@ _MOST_ROWS, _MANY_ROWS = (12, 8) if has_many_registers() else (4, 4)
 _tile_most, _tile_many, _tile_4, _tile_2, _tile_1 = map(_tile, (_MOST_ROWS, _MANY_ROWS, 4, 2, 1))
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):
     """Set out = activation(x W^T + bias).
 
@@ -171,7 +171,7 @@ def _summed_inputs(typing_context, codes):
     return types.int64(codes), codegen
 
 
-@njit(error_model="numpy")
+@subroutine()
 def sums_of_rows(codes, x, n_rows, n_in):
     """Return the sums of each row's inputs that share a minimum, or none if the weights have no minima."""
     n = _summed_inputs(codes)
@@ -186,7 +186,7 @@ def sums_of_rows(codes, x, n_rows, n_in):
     return found
 
 
-@njit(error_model="numpy")
+@subroutine()
 def multiply_part(codes, scales, x, row_sums, factors, n_in, bias, activation, part, n_parts, out, n_rows, n_out):
     """Multiply all rows, from `row_ranges.in_range`, by the weights of one part of the outputs."""
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP

@@ -6,11 +6,11 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from hybridmem.memory.blocks import ceil_div
-from hybridmem.memory.kernels.cpu.parts import as_array, compiled, get, use_threads
+from hybridmem.memory.kernels.cpu.parts import as_array, compiled, get, subroutine, use_threads
 from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS, Layout, spare_bits, whole_pairs
 
 PASSES_ADDRESSES = True
@@ -75,7 +75,7 @@ def gather(layout: Layout, codes: Tensor, scales: Tensor, n_out: int, n_in: int,
     return rows
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def _gather(codes, floats, factors, indices, n_out, sizes, places, numbers, n_parts, out):
     n = len(indices)
     for t in range(n):
@@ -86,7 +86,7 @@ def _gather(codes, floats, factors, indices, n_out, sizes, places, numbers, n_pa
             _gather_row(codes, floats, factors, indices[t], sizes, places, numbers, out[t])
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _gather_row(codes, floats, factors, index, sizes, places, numbers, out):
     n_bits, n_groups, unit, group, n_units, unit_shorts = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]
     n_floats, n_factors, has_factors, minimum = sizes[6], sizes[7], sizes[8], sizes[9]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 
-from hybridmem.memory.kernels.cpu.parts import element_at, get, put, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import element_at, get, put, subroutine, untyped_intrinsic
 from hybridmem.models.products.integer_vectors import I16, I32, I64, call
 from hybridmem.models.products.tile_kernels import add_while
 from hybridmem.models.weights.layouts import BLOCK, GROUP
@@ -54,7 +54,7 @@ def _exponent(typing_context, x, first, n_groups):
     return types.int64(x, types.int64, types.int64), codegen
 
 
-@njit(parallel=True, error_model="numpy")
+@subroutine(parallel=True)
 def in_range(x, n_rows, n_in):
     """Return rows that are contiguous, and no factors, if all rows may be multiplied as they are.
 
@@ -89,7 +89,7 @@ def in_range(x, n_rows, n_in):
     return moved, factors
 
 
-@njit(error_model="numpy")
+@subroutine()
 def multiply_back(sums, first, n_rows, factors, t):
     """Multiply the sums of rows, 16 each from `first` on, by the rows' factors from `t` on, if there are factors."""
     if len(factors) > 0:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 
-from hybridmem.memory.kernels.cpu.parts import untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import subroutine, untyped_intrinsic
 from hybridmem.models.products import amx
 from hybridmem.models.products.amx import I64
 from hybridmem.models.products.integer_vectors import (
@@ -135,7 +135,7 @@ def in_units(typing_context, x, first, n_groups, rounded):
     return types.void(x, at, at, rounded), codegen
 
 
-@njit(error_model="numpy")
+@subroutine()
 def as_integers(pairs):
     """Return rows as integers (int16), the units of their groups, and the sums of each half of a group's integers.
 

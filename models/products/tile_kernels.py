@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 
-from hybridmem.memory.kernels.cpu.parts import array_at, compiled, element_at, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import array_at, compiled, element_at, subroutine, untyped_intrinsic
 from hybridmem.models.products import amx
 from hybridmem.models.products.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from hybridmem.models.products.blocked_kernels import BLOCKS, SHORTS
@@ -168,7 +168,7 @@ def add_while(
     return group, list(own)
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out):
     """Set out = activation(x W^T + bias), with weights in bfloat16.
 
@@ -224,7 +224,7 @@ def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_
         amx.release()
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _epilogue_of_tiles(sums, at, n_rows, bias, activation, channel, out, row, n_out):
     """Write the results of the pair of tiles that a thread multiplied last."""
     for v in range(2):

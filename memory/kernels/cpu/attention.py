@@ -15,8 +15,9 @@ from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.folded_rows import attend_few_folded
 from hybridmem.memory.kernels.cpu.rows import as_array, copy_, gather_rows
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE
 from hybridmem.memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, use_threads
+from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.reference import row_reader
 from hybridmem.memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
 
@@ -133,7 +134,7 @@ def _attend_address(queries: np.dtype, keys: np.dtype, values: np.dtype, sinks: 
     )  # fmt: skip
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def _attend_few(
     attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task,
     scale, window, softcap, sinks, bias_HL, out_THD,
@@ -151,7 +152,7 @@ def _attend_few(
         ))  # fmt: skip
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def _attend_task(
     task, q_TR, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, n_groups,
     heads_a_task, scale, window, softcap, sinks, bias_HL, out_TR,

@@ -8,14 +8,15 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import get
 from hybridmem.memory.kernels.cpu.rows import as_array, close, copy_, opened
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, use_threads
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, subroutine
+from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.cpu.vector_math import exp_f32, softplus_f32
 from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
@@ -30,7 +31,7 @@ def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
     return out_TH
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def softplus_rows(x_TH, bias_H, out_TH):
     for t in range(len(x_TH)):
         x, out = x_TH[t], out_TH[t]
@@ -51,7 +52,7 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
     return y_TE
 
 
-@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE, parallel=True)
 def _linear_scan(x_TE, decay_TE, cu_rows, flat, sources, targets, initial, y_TE):
     n_channels = x_TE.shape[1]
     n_chunks = -(-n_channels // _AT_ONCE)
@@ -68,7 +69,7 @@ def _linear_scan(x_TE, decay_TE, cu_rows, flat, sources, targets, initial, y_TE)
             copy_(y_TE[t, first:last], h)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _fade_and_add_(h, decay, x):
     for e in range(len(h)):
         h[e] = decay[e] * h[e] + x[e]
@@ -100,7 +101,7 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
     return y_TE
 
 
-@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE, parallel=True)
 def _wkv4(
     k_TE, v_TE, decay_E, first_E, cu_rows, top_flat, top_sources, top_targets, below_flat, below_sources, below_targets,
     exponent_flat, exponent_sources, exponent_targets, initial, y_TE,
@@ -125,7 +126,7 @@ def _wkv4(
         copy_(exponent_flat[exponent_targets[i] + first : exponent_targets[i] + last], exponent)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _start_(own, flat, source, first, initial):
     """Read the channels of a state from `first` on.
 
@@ -137,7 +138,7 @@ def _start_(own, flat, source, first, initial):
         copy_(own, flat[source + first : source + first + len(own)])
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _average_(top, below, exponent, k, v, decay, first, y):
     for e in range(len(y)):
         highest = max(exponent[e], k[e] + first[e])

@@ -38,6 +38,7 @@ from hybridmem.memory.blocks.scoped import Scoped
 from hybridmem.memory.kernels.cpu import progress
 from hybridmem.memory.kernels.cpu.launches import NotedDispatcher
 from hybridmem.memory.kernels.cpu.locks import FileLock
+from hybridmem.memory.kernels.cpu.rules import AS_WRITTEN, subroutine
 from hybridmem.memory.kernels.cpu.threads import MAY_OVERLAP
 
 _LOG = logging.getLogger("hybridmem.memory")
@@ -114,16 +115,18 @@ def on_a_miss(rule: _Miss) -> AbstractContextManager[None]:
     return _on_a_miss.set_to(rule)
 
 
-def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate like `numba.njit(**options)`, and keep the machine code in `cache_folder()`.
+def compiled(
+    rules: set[str] = AS_WRITTEN, *, parallel: bool = False, **options: Any
+) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate like `subroutine`, and keep the machine code in `cache_folder()`.
 
     A kernel runs without the interpreter's lock, so that a server can answer meanwhile. A parallel kernel does so only
     if several of them may run at once.
     """
-    is_free = MAY_OVERLAP or not options.get("parallel")
+    is_free = MAY_OVERLAP or not parallel
 
     def compile_lazily(function: Callable[..., Any]) -> Any:
-        kernel = numba.njit(nogil=is_free, **options)(function)
+        kernel = subroutine(rules, parallel=parallel, nogil=is_free, **options)(function)
         kernel.__class__ = NotedDispatcher
         try:
             kernel._cache = KernelCache(function, is_free=is_free)

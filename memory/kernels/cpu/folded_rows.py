@@ -9,15 +9,16 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.rows import as_array, copy_
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, REDUCING, inlined, subroutine
 from hybridmem.memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
+from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.cpu.vector_math import float_from_bits
 from hybridmem.memory.kernels.cpu.vectors import LANES, load_codes, load_float8, store
 from hybridmem.memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
@@ -74,7 +75,7 @@ def _attend_address(queries: np.dtype, keys: np.dtype, sinks: np.dtype, biases: 
     )  # fmt: skip
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def _attend_few(
     attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, scale, softcap,
     sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape,
@@ -94,7 +95,7 @@ def _attend_few(
         ))  # fmt: skip
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def _attend_task(
     task, q_TR, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, n_heads, scale,
     softcap, sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows,
@@ -153,7 +154,7 @@ def _attend_task(
         copy_(out_TR[t, g * n_heads * head_dim : (g + 1) * n_heads * head_dim], out)
 
 
-@njit
+@subroutine()
 def _fold_of(bits, scale_shape, head_dim):
     """Return how scales are applied: to each number, or to products with codes, by channel or by row.
 
@@ -166,7 +167,7 @@ def _fold_of(bits, scale_shape, head_dim):
     return _BY_ROW if scale_shape[1] == 1 else _BY_NUMBER
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):
     """Decode rows [first, first + n) of head g in the block at byte `at`, as floats.
 
@@ -194,7 +195,7 @@ def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):
                     out[e] = out[e] * scale + low
 
 
-@njit(inline="always", error_model="numpy")
+@inlined
 def _row_(codes, code, bits, out, row, n_bytes):
     """Decode a row of 4-bit or 2-bit codes: the first code of all bytes, then the second of all, and so on."""
     if bits == 4 and n_bytes & _LAST_LANE == _0:
@@ -215,7 +216,7 @@ def _row_(codes, code, bits, out, row, n_bytes):
             )
 
 
-@njit(inline="always", error_model="numpy")
+@inlined
 def _codes_(codes, code, shift, mask, out, at, n):
     e = _0
     while e + _LANES <= n:
@@ -226,7 +227,7 @@ def _codes_(codes, code, shift, mask, out, at, n):
         e += _1
 
 
-@njit(inline="always", error_model="numpy")
+@inlined
 def _float8_(codes, code, out, row, n):
     e = _0
     while e + _LANES <= n:
@@ -239,14 +240,14 @@ def _float8_(codes, code, out, row, n):
         e += _1
 
 
-@njit(inline="always", error_model="numpy")
+@inlined
 def _half(bits):
     x = np.int32(bits)
     moved = ((x & np.int32(0x8000)) << np.int32(16)) | ((x & np.int32(0x7FFF)) << np.int32(13))
     return float_from_bits(moved) * _HALF_BIAS  # type: ignore[call-arg]
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _read_scales(halves, low_halves, scale_shape, place, scales, lows):
     """Read scales and lows as float32: one for each channel, or one for each of n rows."""
     at, g, _, first, n, _ = place
@@ -259,7 +260,7 @@ def _read_scales(halves, low_halves, scale_shape, place, scales, lows):
         scales[i], lows[i] = _half(halves[start + i]), _half(low_halves[start + i])
 
 
-@njit(fastmath=REDUCING, error_model="numpy")
+@subroutine(REDUCING)
 def _scale_query_(q, scales, lows, q_scaled, offsets):
     """Scale a query by channel: q . (code scale + low) = (q scale) . code + q . low"""
     head_dim = len(scales)
@@ -271,7 +272,7 @@ def _scale_query_(q, scales, lows, q_scaled, offsets):
         offsets[h] = offset
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _add_offsets_(scores, n, offsets, scale):
     for h in range(len(offsets)):
         own, offset = scores[h * BLOCK : h * BLOCK + n], offsets[h] * scale
@@ -279,7 +280,7 @@ def _add_offsets_(scores, n, offsets, scale):
             own[r] += offset
 
 
-@njit(fastmath=REDUCING, error_model="numpy")
+@subroutine(REDUCING)
 def _scale_scores_(scores, n, q, row_scales, row_lows, scale):
     """Scale scores by row: q . (code scale + low) = (q . code) scale + sum(q) low"""
     head_dim = len(q) // (len(scores) // BLOCK)
@@ -292,7 +293,7 @@ def _scale_scores_(scores, n, q, row_scales, row_lows, scale):
             own[r] = own[r] * row_scales[r] + offset * row_lows[r]
 
 
-@njit(fastmath=REDUCING, error_model="numpy")
+@subroutine(REDUCING)
 def _scale_weights_(weights, n, out, row_scales, row_lows):
     """Scale weights by row: sum of w (code scale + low) = sum of (w scale) code + sum of w low.
     The last sum is added to `out`.

@@ -75,7 +75,7 @@ class SSDLayer:
         return out
 
 
-@compiled(error_model="numpy")
+@compiled()
 def _ssd(
     rows_at, n_rows, like, cu_rows, weights, n_taps, n_channels, activation, least, most, window, window_sources,
     window_targets, window_initial, at_once, flat, sources, targets, initial, n_heads, head_dim, n_groups, n_columns,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import Int64s
@@ -14,9 +14,10 @@ from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import get
 from hybridmem.memory.kernels.cpu.rows import as_array, as_flat, close, copy_, opened
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, subroutine
 from hybridmem.memory.kernels.cpu.tail_matrices import scan_matrices
 from hybridmem.memory.kernels.cpu.tail_states import arrays_of, places_of
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, use_threads
+from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.cpu.vector_math import exp_f32, prefetch
 from hybridmem.memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, store_totals, total
 from hybridmem.memory.kernels.signature import Erase, Prepared, StateSlots
@@ -100,7 +101,7 @@ def is_long(cu_rows: Int64s) -> bool:
     return bool(cu_rows[-1] >= 4 * (len(cu_rows) - 1))
 
 
-@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE, parallel=True)
 def scan_states(
     q, q_stride, q_heads, k, k_stride, k_heads, v, v_stride, log_decay, a, a_stride, a_heads, b, after_decay,
     strength, strength_stride, skip, cu_rows, flat, sources, targets, initial, n_columns, is_long, y_THV,
@@ -158,7 +159,7 @@ def scan_states(
                 copy_(target[r * n_columns : (r + 1) * n_columns], s[r * width : r * width + n_columns])
 
 
-@njit
+@subroutine()
 def _widened(rows, n_columns, width):
     n_rows = len(rows) // n_columns
     wide = np.zeros(n_rows * width, np.float32)
@@ -167,7 +168,7 @@ def _widened(rows, n_columns, width):
     return wide
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _advance(s, w, k, u, q, y, is_long):
     """Advance S by a token, s = w s + u k for each row s, and compute y = s . q."""
     n, w = len(k), splat(w)
@@ -182,7 +183,7 @@ def _advance(s, w, k, u, q, y, is_long):
         y[r] = total(y0)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _advance_erasing(s, w, a, b, k, u, q, y, is_long):
     """Advance S with erasing and a decay for each column: s = w s + (s . a) b + u k for each row s. Compute y = s . q.
 
@@ -228,19 +229,19 @@ def _advance_erasing(s, w, a, b, k, u, q, y, is_long):
         y[r] = total(y0)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _scaled(x, factor, out):
     for e in range(len(out)):
         out[e] = factor * x[e]
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _exp(x, out):
     for e in range(len(out)):
         out[e] = exp_f32(x[e])
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _multiply_(x, y):
     for e in range(len(x)):
         x[e] *= y[e]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import Int64s
@@ -12,7 +12,8 @@ from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import array_at, get
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array, copy_
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, REDUCING, subroutine
+from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.signature import Prepared
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -46,7 +47,7 @@ def norm_parts(x_TE: Tensor, weight_E: Prepared, eps: float, ends_P: Int64s) -> 
     return out_TE
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def norm_parts_at(x_at, like, weight, eps, ends, out_at, n_rows):
     n = len(weight)
     x, out_TE, out = array_at(x_at, n_rows * n, like), array_at(out_at, n_rows * n, like), np.empty(n, np.float32)
@@ -66,7 +67,7 @@ def _with_whole_rows(x_TE: Tensor) -> Tensor:
     return x_TE if x_TE.stride(1) == 1 or x_TE.is_contiguous() else x_TE.contiguous()
 
 
-@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE, parallel=True)
 def _rms_norm(x_at, x_stride, x_like, gate_at, gate_stride, gate_like, weight, eps, n_part, out_at, n_rows, n_elements):
     x = array_at(x_at, n_rows * x_stride + n_elements, x_like)
     gate = array_at(gate_at, n_rows * gate_stride + n_elements, gate_like)
@@ -79,7 +80,7 @@ def _rms_norm(x_at, x_stride, x_like, gate_at, gate_stride, gate_like, weight, e
         )  # fmt: skip
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def norm_row(x, gate, weight, eps, n_part, scratch, out):
     """Normalize each part of a row times its gate. Gate and weight may be empty. `scratch` is float32."""
     copy_(scratch, x)
@@ -93,7 +94,7 @@ def norm_row(x, gate, weight, eps, n_part, scratch, out):
     copy_(out, scratch)
 
 
-@njit(fastmath=REDUCING)
+@subroutine(REDUCING)
 def _sum_of_squares(x):
     total = _ZERO
     for e in range(len(x)):
@@ -101,13 +102,13 @@ def _sum_of_squares(x):
     return total
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _multiply_(x, y):
     for e in range(len(x)):
         x[e] *= get(y, e)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _scale_(x, factor):
     for e in range(len(x)):
         x[e] *= factor

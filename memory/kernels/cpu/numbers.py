@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, njit, types  # type: ignore[attr-defined]
+from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
+
+from hybridmem.memory.kernels.cpu.rules import inlined
 
 _I16, _I32, _F16, _F32 = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
 _QUIET_NAN = 0x7FC0
@@ -121,7 +123,7 @@ def _pointer(typing_context, address, like):
     return types.CPointer(like.dtype)(address, like), codegen
 
 
-@njit(inline="always")
+@inlined
 def array_at(address, n, like):
     """Return n numbers at an address, of the type that `like` holds. The address is not checked.
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import get
 from hybridmem.memory.kernels.cpu.rows import as_array, copy_
-from hybridmem.memory.kernels.cpu.threads import REDUCING, use_threads
+from hybridmem.memory.kernels.cpu.rules import REDUCING, subroutine
+from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.cpu.vector_math import prefetch
 from hybridmem.memory.kernels.signature import PageChoice, Prepared
 
@@ -33,7 +34,7 @@ def choose_pages(q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: Pag
     return out_GC
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def _choose(
     q_QGE, least, greatest, pages, cu_pages, n_first, n_last, cu_chosen, heads_a_task, head_dim, out_GC,
 ):  # fmt: skip
@@ -53,7 +54,7 @@ def _choose(
                 _take_best(scores_GN[g], own, n_first, n_last[i], out_GC[first + g, begin:end])
 
 
-@njit(fastmath=REDUCING, error_model="numpy")
+@subroutine(REDUCING)
 def _score(q_GE, least, greatest, pages, first, head_dim, scores_GN):
     up_GE, down_GE = np.maximum(q_GE, _ZERO), np.minimum(q_GE, _ZERO)
     n_heads, n_elements, size = np.uint64(len(q_GE)), np.uint64(q_GE.shape[1]), np.uint64(head_dim)
@@ -75,7 +76,7 @@ def _score(q_GE, least, greatest, pages, first, head_dim, scores_GN):
             scores_GN[g, p] = best
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _take_best(scores, pages, n_first, n_last, chosen):
     """Fill `chosen` with the first pages, the best of the middle pages, and the last pages, in order."""
     copy_(chosen[:n_first], pages[:n_first])
@@ -95,7 +96,7 @@ def _take_best(scores, pages, n_first, n_last, chosen):
             at += 1
 
 
-@njit(error_model="numpy")
+@subroutine()
 def select_(x, n):
     """Return the number that is at place n when x is sorted; x is reordered (Hoare 1961, "Find").
     There is no NaN. `np.partition` does the same, but takes seven seconds to compile.

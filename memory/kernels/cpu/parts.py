@@ -19,11 +19,13 @@ from hybridmem.memory.kernels.cpu.numbers import (
 )
 from hybridmem.memory.kernels.cpu.recurrences import channels_at_once, convolve_at, scan_at
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array, copy_
+from hybridmem.memory.kernels.cpu.rules import AS_WRITTEN, inlined, subroutine
 from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.cpu.vector_math import EXP2, LOG2_E
 from hybridmem.memory.kernels.cpu.warm_up import NAMES
 
 __all__ = [
+    "AS_WRITTEN",
     "EXP2",
     "LIKE",
     "LOG2_E",
@@ -40,6 +42,7 @@ __all__ = [
     "copy_",
     "element_at",
     "get",
+    "inlined",
     "is_kept",
     "move",
     "norm_parts_at",
@@ -47,6 +50,7 @@ __all__ = [
     "put",
     "rounded",
     "scan_at",
+    "subroutine",
     "untyped_intrinsic",
     "use_threads",
 ]

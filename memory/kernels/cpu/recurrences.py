@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import Int64s
@@ -16,8 +16,9 @@ from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import array_at, get
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array, close, copy_, fill_, opened
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, subroutine
 from hybridmem.memory.kernels.cpu.tail_states import arrays_of, convolve, places_of, scan_channels
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, use_threads
+from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
 from hybridmem.memory.kernels.signature import Prepared, StateSlots
 
@@ -71,7 +72,7 @@ def causal_conv(
     return out_TE
 
 
-@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE, parallel=True)
 def convolve_rows(rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE, at_once, activation):
     n_taps, n_channels = weight_WE.shape
     n_chunks = -(-n_channels // at_once)
@@ -108,7 +109,7 @@ def convolve_rows(rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, i
                 copy_(after, flat[before : before + width])
 
 
-@compiled(error_model="numpy")
+@compiled()
 def convolve_at(
     rows_at, n_rows, row_width, like, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_at, at_once,
     activation,
@@ -118,13 +119,13 @@ def convolve_at(
     convolve_rows(rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE, at_once, activation)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _add_product_(out, a, b):
     for e in range(len(out)):
         out[e] += get(a, e) * get(b, e)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _silu_(x):
     for e in range(len(x)):
         x[e] = x[e] / (_ONE + exp_f32(-x[e]))
@@ -166,7 +167,7 @@ def selective_scan(
     return y_TE
 
 
-@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE, parallel=True)
 def scan_at(
     x_at, dt_at, b_at, c_at, like, n_rows, dt_bias_E, a_NE, d_E, cu_rows, flat, sources, targets, initial, floats,
     y_at, at_once,
@@ -198,7 +199,7 @@ def scan_at(
                 _advance_(h, y, dt, dtx, a_NE[n, first:last], get(b, t * n_states + n), get(c, t * n_states + n))
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _time_step(raw, bias, x, dt, dtx):
     """Compute dt in units of ln 2, so that exp(dt A) is a power of two, and dt x."""
     for e in range(len(dt)):
@@ -207,13 +208,13 @@ def _time_step(raw, bias, x, dt, dtx):
         dtx[e] = step * get(x, e)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _product(a, b, out):
     for e in range(len(out)):
         out[e] = get(a, e) * get(b, e)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _advance_(h, y, dt, dtx, a, b, c):
     for e in range(len(h)):
         h_new = exp2_f32(dt[e] * get(a, e)) * h[e] + dtx[e] * b

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.page_choice import select_
 from hybridmem.memory.kernels.cpu.rows import as_array
+from hybridmem.memory.kernels.cpu.rules import subroutine
 from hybridmem.memory.kernels.cpu.softmax import BLOCK, find_rows, score_rows
 from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.signature import PagedBatch, Prepared
@@ -47,7 +48,7 @@ def choose_rows(
     return out_C
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def _score(q_TE, w_TH, keys, table, page_tokens, n_heads, head_dim, scale, ends_T, scores_TR):
     """Score rows for queries of one request. A task is some rows, read by all queries while they are in the cache."""
     n_rows = scores_TR.shape[1]
@@ -57,7 +58,7 @@ def _score(q_TE, w_TH, keys, table, page_tokens, n_heads, head_dim, scale, ends_
         _score_some(q_TE, w_TH, keys, table, page_tokens, n_heads, head_dim, scale, ends_T, begin, end, scores_TR)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _score_some(q_TE, w_TH, keys, table, page_tokens, n_heads, head_dim, scale, ends_T, first, last, scores_TR):
     rows, products = np.empty(BLOCK, np.int64), np.empty(n_heads * BLOCK, np.float32)
     for begin in range(first, last, BLOCK):
@@ -70,7 +71,7 @@ def _score_some(q_TE, w_TH, keys, table, page_tokens, n_heads, head_dim, scale, 
                 _weigh(products, w_TH[t], scores_TR[t, begin : begin + own])
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _weigh(products, weights, scores):
     """Compute sum_h weights_h relu(products_h) of each row. NaN becomes the best score, and so reaches the output."""
     scores[:] = _ZERO
@@ -82,7 +83,7 @@ def _weigh(products, weights, scores):
         scores[r] = scores[r] if scores[r] == scores[r] else np.float32(np.inf)
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def _take(scores_TR, ends_T, cu_chosen, out_C):
     """Write the positions of the best rows of each query, in order."""
     for t in prange(len(scores_TR)):

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from hybridmem.memory.errors import StepError
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import array_at, move, put
+from hybridmem.memory.kernels.cpu.rules import subroutine
 from hybridmem.memory.kernels.signature import PagedBatch, Prepared, StateSlots, as_tensor
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -134,13 +134,13 @@ def _gather_rows(flat, pages_GP, page_tokens, first, rows_GRD):
             row += n
 
 
-@njit
+@subroutine()
 def copy_(target, source):
     for e in range(len(target)):
         move(target, source, e)
 
 
-@njit
+@subroutine()
 def fill_(target, x):
     for e in range(len(target)):
         put(target, e, x)

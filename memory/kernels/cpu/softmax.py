@@ -7,11 +7,10 @@ sum of values so far.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from hybridmem.memory.kernels.cpu.numbers import get
 from hybridmem.memory.kernels.cpu.rows import copy_
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, REDUCING, subroutine
 from hybridmem.memory.kernels.cpu.vector_math import exp_f32, prefetch
 from hybridmem.memory.kernels.cpu.vectors import LANES, load, multiply_add, splat, store, store_totals, total
 
@@ -24,7 +23,7 @@ _0, _1, _2, _3, _4, _STRIDE, _LINE, _AHEAD, _LANES, _LAST_LANE = (
 )
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def start_(out, highest, total, sinks):
     """Start without any row, or with each head's sink, which is a row without a value."""
     out[:] = _ZERO
@@ -37,7 +36,7 @@ def start_(out, highest, total, sinks):
         total[:] = _ZERO
 
 
-@njit(error_model="numpy")
+@subroutine()
 def find_rows(table, begin, page_tokens, head, head_dim, rows):
     """Set rows[i] to the element offset of row begin + i of a head, by the page table."""
     page, slot = begin // page_tokens, begin % page_tokens
@@ -51,7 +50,7 @@ def find_rows(table, begin, page_tokens, head, head_dim, rows):
         row += head_dim
 
 
-@njit(error_model="numpy")
+@subroutine()
 def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, prefetches):
     """Compute scores[h, r] = scale q[h] . keys[rows[r]] for all query heads.
 
@@ -96,14 +95,14 @@ def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, 
                 scores[h * _STRIDE + r] = scale * _add_rest(total(x), q, o, keys, row, head_dim)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _prefetch_row(keys, values, row, ahead, head_dim):
     for line in range(_0, head_dim, _LINE):
         prefetch(values, row + line)  # type: ignore[call-arg]
         prefetch(keys, ahead + line)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _add_rest(x, q, o, keys, row, head_dim):
     """Add to x the products of the elements that do not fill a vector."""
     for e in range(head_dim & ~_LAST_LANE, head_dim):
@@ -111,7 +110,7 @@ def _add_rest(x, q, o, keys, row, head_dim):
     return x
 
 
-@njit(error_model="numpy")
+@subroutine()
 def add_values_(out, values, rows, n_groups, head_dim, apart, weights):
     """Add values to the output: out[h] += sum of weights[h, r] values[rows[r]], in the order of rows.
     The function takes four rows at once, so that `out` is written less often.
@@ -143,14 +142,14 @@ def add_values_(out, values, rows, n_groups, head_dim, apart, weights):
             _add_rest_(out, o, weight, values, row, whole, head_dim)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _add_rest_(out, o, weight, values, row, begin, end):
     """Add the elements that do not fill a vector."""
     for e in range(begin, end):
         out[o + e] += weight * get(values, row + e)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):
     """Replace scores[h, :n] by weights relative to the highest score so far, and rescale `out` and `total` to it.
 
@@ -176,28 +175,28 @@ def weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):
             total[h] += _exp_and_sum_(row_scores, highest[h])
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _hide_(x):
     """Replace scores by weights if no score is above -inf: -inf becomes 0, NaN stays NaN."""
     for e in range(len(x)):
         x[e] = _ZERO if x[e] == -np.inf else np.float32(np.nan)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _cap_(x, cap):
     """Cap scores: x = cap tanh(x / cap)."""
     for e in range(len(x)):
         x[e] = cap * (_ONE - _TWO / (_ONE + exp_f32(_TWO * x[e] / cap)))
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _add_bias_(x, bias, distance):
     """Add the bias of each distance. x[0] is the score of a row at `distance`, and each next row is nearer by one."""
     for e in range(len(x)):
         x[e] += get(bias, min(distance - e, len(bias) - 1))
 
 
-@njit(fastmath=REDUCING)
+@subroutine(REDUCING)
 def _largest(x):
     largest = x[0]
     for r in range(1, len(x)):
@@ -205,20 +204,20 @@ def _largest(x):
     return largest
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def scale_(x, factor):
     for e in range(len(x)):
         x[e] *= factor
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _exp_and_sum_(x, shift):
     for e in range(len(x)):
         x[e] = exp_f32(x[e] - shift)
     return _sum(x)
 
 
-@njit(fastmath=REDUCING)
+@subroutine(REDUCING)
 def _sum(x):
     total = _ZERO
     for e in range(len(x)):

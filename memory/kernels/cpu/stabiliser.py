@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import get, put
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, subroutine
 from hybridmem.memory.kernels.cpu.tail_states import arrays_of, places_of
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE
 from hybridmem.memory.kernels.cpu.vector_math import exp_f32
 from hybridmem.memory.kernels.signature import StateSlots
 
@@ -33,7 +32,7 @@ def stabilise(gate_TH: Tensor, log_decay_TH: Tensor, state: StateSlots) -> Tenso
     return out_3TH
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def _stabilise(
     gate_TH, log_decay_TH, cu_rows, flat, sources, targets, initial, has_tail, ring, old, new, ring_rows, firsts,
     counts, folds, out_3TH,
@@ -68,19 +67,19 @@ def _stabilise(
                 _write_(ring, new[i] + (first + p) % ring_rows * n_heads, m)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _read_(m, flat, at, initial):
     for h in range(len(m)):
         m[h] = initial if at < 0 else get(flat, at + h)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _write_(flat, at, m):
     for h in range(len(m)):
         put(flat, at + h, m[h])
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _advance_(m, gate, log_decay, fade, strength, floor):
     for h in range(len(m)):
         faded = log_decay[h] + m[h]

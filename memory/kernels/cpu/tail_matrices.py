@@ -6,12 +6,12 @@ A task is one segment, over some rows of one head's state.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import get, put
 from hybridmem.memory.kernels.cpu.rows import copy_, fill_
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, subroutine
 from hybridmem.memory.kernels.cpu.vector_math import exp_f32
 from hybridmem.memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, total
 
@@ -21,7 +21,7 @@ _ELEMENTS_AT_ONCE = 8192
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
-@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE, parallel=True)
 def scan_matrices(inputs, kind, cu_rows, flat, sources, targets, initial, rings, old, new, ring_rows, spans, y_THV):
     """Advance matrix states.
 
@@ -45,7 +45,7 @@ def scan_matrices(inputs, kind, cu_rows, flat, sources, targets, initial, rings,
         _scan(inputs, kind, own, span, flat, sources[i], targets[i], initial, rings, reads, writes, ring_rows, y_THV)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _scan(inputs, kind, own, span, flat, source, target, initial, rings, reads, writes, ring_rows, y_THV):
     """Advance rows [first, last) of head h over a segment."""
     h, first, last = own
@@ -81,7 +81,7 @@ def _scan(inputs, kind, own, span, flat, source, target, initial, rings, reads, 
             _write_output(y, inputs[7], h, inputs[2][t, h, first:last], y_THV[t, h, first:last])
 
 
-@njit
+@subroutine()
 def _copy_state(flat, at, initial, own, n_rows, n_columns, s, is_written):
     """Read the state of some rows, or write it."""
     h, first, last = own
@@ -96,7 +96,7 @@ def _copy_state(flat, at, initial, own, n_rows, n_columns, s, is_written):
             copy_(row, flat[place : place + n_columns])
 
 
-@njit
+@subroutine()
 def _copy_change(rings, blocks, slot, inputs, own, n_rows, has_b, change, is_written):
     """Read what a token changed from the rings, or write it there.
 
@@ -123,7 +123,7 @@ def _copy_change(rings, blocks, slot, inputs, own, n_rows, has_b, change, is_wri
         _copy(rings[4][at + first : at + last], found, is_written)
 
 
-@njit
+@subroutine()
 def _copy(ring, x, is_written):
     if is_written:
         copy_(ring, x)
@@ -131,7 +131,7 @@ def _copy(ring, x, is_written):
         copy_(x, ring)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _find_change(inputs, kind, own, t, s, rings, change, decay):
     """Set `change` to what a new token changes, rounded to the rings' dtypes, and `decay` to decays per column."""
     _, k_TGN, v_THV, decay_THD, a_TGN, b_THN, strength_TH, _ = inputs
@@ -158,7 +158,7 @@ def _find_change(inputs, kind, own, t, s, rings, change, decay):
         _round(found, rings[4], found)
 
 
-@njit
+@subroutine()
 def _round(x, like, out):
     """Set `out` to x, rounded to the dtype of `like`."""
     rounded = np.empty(len(out), like.dtype)
@@ -166,7 +166,7 @@ def _round(x, like, out):
     copy_(out, rounded)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _spread(log_decay, n_columns, decay):
     """Set `decay` to exp(log_decay) for each column."""
     if len(log_decay) == 1:
@@ -176,13 +176,13 @@ def _spread(log_decay, n_columns, decay):
             decay[e] = exp_f32(log_decay[e])
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _multiply_(x, y):
     for e in range(len(x)):
         x[e] *= y[e]
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _read_out(s, a, found):
     """Set `found` to S a."""
     n = len(a)
@@ -193,7 +193,7 @@ def _read_out(s, a, found):
         found[r] = total(f0)
 
 
-@njit(error_model="numpy")
+@subroutine()
 def _advance(s, w, b, has_b, found, k, u, q, y):
     """Advance S by a token, s = w s + u k + (S a) b for each row s, and compute y = s . q."""
     n = len(k)
@@ -209,7 +209,7 @@ def _advance(s, w, b, has_b, found, k, u, q, y):
         y[r] = total(y0)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _write_output(y, skip, h, value, out):
     factor = get(skip, h) if len(skip) > 0 else _ZERO
     for r in range(len(out)):

@@ -7,12 +7,12 @@ written only if the body moves, as it was at the body's new position. A task is 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import get
 from hybridmem.memory.kernels.cpu.rows import as_array, copy_, fill_
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, subroutine
 from hybridmem.memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
 from hybridmem.memory.kernels.signature import Prepared, StateSlots, Tail
 
@@ -34,7 +34,7 @@ def places_of(state: StateSlots) -> tuple[Prepared, ...]:
     return state.cu_rows.host, *arrays, np.float32(state.initial)
 
 
-@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE, parallel=True)
 def convolve(
     rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, ring, blocks, ring_rows, firsts, counts,
     folds, out_TE, activation,
@@ -74,19 +74,19 @@ def convolve(
                 copy_(flat[at + first : at + last], seen[fold + j])
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _add_product_(out, a, b):
     for e in range(len(out)):
         out[e] += get(a, e) * b[e]
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _silu_(x):
     for e in range(len(x)):
         x[e] = x[e] / (_ONE + exp_f32(-x[e]))
 
 
-@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE, parallel=True)
 def scan_channels(
     x_TE, dt_TE, bias_E, b_TN, c_TN, a_NE, d_E, cu_rows, flat, sources, targets, initial, rings, old, new, ring_rows,
     firsts, counts, folds, y_TE,
@@ -140,7 +140,7 @@ def scan_channels(
                 copy_(y_TE[t, first:last], y)
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _time_step_(dt, bias, x, dtx):
     """Turn dt into steps in units of ln 2, and compute dt x."""
     for e in range(len(dt)):
@@ -149,7 +149,7 @@ def _time_step_(dt, bias, x, dtx):
         dtx[e] = step * x[e]
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@subroutine(ELEMENTWISE)
 def _advance_channels_(h, y, dt, dtx, a, b, c):
     for e in range(len(h)):
         h[e] = exp2_f32(dt[e] * get(a, e)) * h[e] + dtx[e] * b

@@ -1,4 +1,4 @@
-"""Sets how many threads a kernel uses, and which floating-point rules the compiler may relax."""
+"""Sets how many threads a kernel uses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from numba.np.ufunc.parallel import threading_layer
 
 from hybridmem.memory.blocks.forked_process import refuse_kernel
 from hybridmem.memory.kernels.cpu.launches import note
-
-# Reassociation lets sums use vector registers. In kernels without sums it stays off, because together with "nsz" it
-# would let LLVM remove the rounding steps of `exp2_f32`. "nnan" and "ninf" stay off, because NaN must reach the output.
-REDUCING = {"reassoc", "contract"}
-ELEMENTWISE = {"contract", "arcp", "nsz"}
 
 _WORTH_A_THREAD = 1 << 15
 """How many multiplications a second thread must save. Waking it costs microseconds, far more on a busy machine."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from hybridmem.memory.kernels.cpu.rules import inlined
 
 LOG2_E = np.float32(1.4426950408889634)
 _LOWEST, _HIGHEST = np.float32(-126.0), np.float32(127.0)
@@ -46,7 +48,7 @@ def _bits_from_float(typing_context, x):
     return types.int32(types.float32), codegen
 
 
-@njit(inline="always", error_model="numpy")
+@inlined
 def exp2_f32(x):
     """Compute 2**x for float32, to 2 ulp within [-126, 127]. Other x are clamped to this range."""
     # It is written so that NaN stays NaN: every comparison with NaN is false.
@@ -66,13 +68,13 @@ def exp2_f32(x):
     return p * float_from_bits((_bits_from_float(shifted) << np.int32(23)) + _BITS_OF_ONE)  # type: ignore[call-arg]
 
 
-@njit(inline="always", error_model="numpy")
+@inlined
 def exp_f32(x):
     """Compute e**x for float32. The rounded product with log2(e) gives a relative error up to |x| * 1.2e-7."""
     return exp2_f32(x * LOG2_E)
 
 
-@njit(inline="always", error_model="numpy")
+@inlined
 def softplus_f32(x):
     """Compute log(1 + e**x) without overflow."""
     u = exp_f32(-abs(x))
