@@ -375,17 +375,18 @@ class Coordinator(Lifetime):
         """See `HybridMemory.rollback`."""
         ledger, layers = self.ledger, self.layers
         ledger.check_usable(sequence)
+        horizon = self.horizon_of(sequence)
         if n_tokens is not None:
-            to = position_before(sequence, self.length_of(sequence), n_tokens, to, self.horizon_of(sequence))
+            to = position_before(sequence, self.length_of(sequence), n_tokens, to, horizon)
         if isinstance(to, Sequence):
             ledger.check_mark(sequence, to)
             with self.journal.change():
                 self._share([to], [sequence])
             return
-        reached, source = self.nearest(sequence, to)
-        assert to is not None, "`nearest` has refused this"
+        reached, source = nearest_position(ledger, sequence, to, horizon)
+        assert to is not None, "`nearest_position` has refused this"
         if reached != to:
-            raise out_of_reach(sequence, to, reached, self.length_of(sequence), self.horizon_of(sequence))
+            raise out_of_reach(sequence, to, reached, self.length_of(sequence), horizon)
         with self.journal.change():
             if source is None:
                 layers.truncate(sequence.slot, 0)

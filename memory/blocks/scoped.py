@@ -34,9 +34,10 @@ class Scoped(Generic[_T]):
 
     def get(self) -> _T:
         """Return the value set by the innermost running block, or the default."""
-        for block in reversed(self._blocks.get()):
-            if block.is_running:
-                return block.value
+        if blocks := self._blocks.get():  # Most often there is none, and a step asks some ten times.
+            for block in reversed(blocks):
+                if block.is_running:
+                    return block.value
         return self._default
 
     def set_to(self, value: _T) -> AbstractContextManager[None]:

@@ -143,12 +143,12 @@ class Stages:
             return None
 
 
-_PLAYS_DEVICE = os.environ.get("TRITON_INTERPRET") == "1"
+_APART = {"cuda", "cpu"} if os.environ.get("TRITON_INTERPRET") == "1" else {"cuda"}
 
 
 def is_apart(device: torch.device) -> bool:
     """True if the device has memory of its own. For Triton's interpreter, the CPU counts as such a device."""
-    return device.type == "cuda" or (_PLAYS_DEVICE and device.type == "cpu")
+    return device.type in _APART
 
 
 class Watch(Protocol):
@@ -251,9 +251,10 @@ def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor
     Args:
         room: rounds the array's capacity up, so that later, slightly larger plans keep the same addresses.
     """
-    if is_apart(device) or _stage_for(device) is not None:
+    # A step uploads ten arrays, so the usual case makes few calls.
+    if device.type in _APART or (_open_stage.get() is not None and _stage_for(device) is not None):
         return _upload(array, device, room=room)
-    if _watch.get() is not None:  # This test comes first because it is fast, and a step uploads ten arrays.
+    if _watch.get() is not None:
         object_to_replays("the step makes an array that its plan does not hold")
     return torch.from_numpy(array)
 

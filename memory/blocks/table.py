@@ -220,8 +220,12 @@ class BlockTable:
     def release(self, slot: int) -> None:
         """Release all blocks of a slot."""
         row = self._rows.get(slot)
-        if row is None and not (self.numbers and any(slot in column for column in self.numbers.values())):
-            return
+        if row is None:
+            for column in self.numbers.values():
+                if slot in column:
+                    break
+            else:
+                return
         self._note(slot)
         for column in self.numbers.values():
             column.pop(slot, None)

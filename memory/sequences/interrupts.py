@@ -13,6 +13,7 @@ keeps the books of a memory whole, whatever is raised. This file does what a jou
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -38,6 +39,19 @@ _NAMES = "SIGINT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2", "SIG
 _HELD_SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
+_main_thread: int | None
+
+
+def _find_main_thread() -> None:
+    global _main_thread
+    _main_thread = threading.main_thread().ident
+
+
+_find_main_thread()  # Asking each time would take a tenth of what opening a sequence takes.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_find_main_thread)
+
+
 class uninterrupted:
     """Delay signals until the block ends, so that no change inside the block stops half-way.
 
@@ -49,7 +63,7 @@ class uninterrupted:
     def __enter__(self) -> None:
         self._arrived: list[int] = []
         self._previous: dict[int, Any] = {}
-        if get_ident() != threading.main_thread().ident:
+        if get_ident() != _main_thread:
             return
         try:
             for number in _HELD_SIGNALS:
@@ -178,7 +192,7 @@ class uninterrupted_call:
         return frame is not None
 
     def __enter__(self) -> uninterrupted_call:
-        if get_ident() != threading.main_thread().ident:
+        if get_ident() != _main_thread:
             return self
         waiting = self._waiting = _Waiting()
         try:

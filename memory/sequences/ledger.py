@@ -151,7 +151,8 @@ class Ledger:
         self._found_usable = []
         self._leave_buffer(sequence)
         self.lengths[sequence.slot] = self.peaks[sequence.slot] = self.backs[sequence.slot] = 0
-        self.bring_back(sequence.slot)
+        self._swapped.pop(sequence.slot, None)
+        self.is_away[sequence.slot] = False
         self._seams.pop(sequence.slot, None)
         self._free_slots.append(sequence.slot)
 
@@ -319,8 +320,7 @@ class Ledger:
         self._found_usable = []
 
     def bring_back(self, slot: int) -> None:
-        if slot in self.handles:  # A slot that has just been closed is in the journal already.
-            self._note(self.handles[slot])
+        self._note(self.handles[slot])
         self._swapped.pop(slot, None)
         self.is_away[slot] = False
 
@@ -407,10 +407,11 @@ class Ledger:
         """
         if type(sequence) is not Sequence or self.handles.get(sequence.slot) is not sequence:
             self.check_open(sequence)
-        if self.is_busy[sequence.slot] and (owner := self._owner()) is not None:
-            owner.abort_abandoned()
         if self.is_busy[sequence.slot]:
-            raise SequenceError(f"{sequence!r} is in an open step; leave the step first")
+            if (owner := self._owner()) is not None:
+                owner.abort_abandoned()
+            if self.is_busy[sequence.slot]:
+                raise SequenceError(f"{sequence!r} is in an open step; leave the step first")
         if self.is_away[sequence.slot] and not may_be_away:
             raise SequenceError(f"{sequence!r} is swapped out; bring it back with memory.swap_in(sequence) first")
         if to_advance and sequence.is_checkpoint:

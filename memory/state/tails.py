@@ -303,9 +303,10 @@ class TailTable(Generic[TailPlanT]):
     def release(self, slot: int) -> None:
         """Release every block that the slot refers to."""
         if slot < len(self.slots):
-            column = self.slots.table[:, slot].copy()
+            column = self.slots.table[:, slot]
             if column.tolist() == _EMPTY_LIST:
                 return
+            column = column.copy()
             self.store.journal.before(self._put_back, slot, column)
             self.states.release(column[5:8])
             self.tails.release(column[8:])
