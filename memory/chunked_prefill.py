@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hybridmem.memory.blocks.arguments import is_integer
 from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.ends import ExitOnStack
 from hybridmem.memory.blocks.hints import OF_TRANSFORMERS, is_of_transformers
-from hybridmem.memory.blocks.journal import ExitOnStack
 from hybridmem.memory.errors import BatchError, CapacityError, StepError
 from hybridmem.memory.interface import Requests, Sequence
 from hybridmem.memory.sequences.batch import count_tokens, read_pairs, read_tokens

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridmem.memory.blocks.arguments import is_integer
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.blocks.copying import refuse_to_copy
-from hybridmem.memory.blocks.journal import ExitOnStack
+from hybridmem.memory.blocks.ends import ExitOnStack
 from hybridmem.memory.blocks.scoped import without_gradients
 from hybridmem.memory.blocks.staging import object_to_replays
 from hybridmem.memory.blocks.store import Store

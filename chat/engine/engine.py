@@ -334,7 +334,7 @@ class Engine:
         with self.lock:
             if self._stepping.is_taken:
                 raise StepError("this engine is in a step; call step() elsewhere than in on_token")
-            with self._stepping.take():
+            with self._stepping:
                 self._settle()
                 self._scheduler.admit(self._clock())
                 self._stepper.feed()

@@ -356,7 +356,7 @@ class ChatSession:
             raise BatchError(f"on_text={on_text!r}; give a function of a piece of text")
         prompt = self._encode(messages := (*self._messages[:n_kept], *new))
         n_heard, was_held = min(self._n_heard, n_kept), self._live is not None
-        with self._answering.take():
+        with self._answering:
             try:
                 self._on_text = on_text
                 with self.engine.lock, uninterrupted():

@@ -17,43 +17,14 @@ change counts: see `after`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, overload
+from typing import Any
 from weakref import ref
 
+from hybridmem.memory.blocks.ends import ExitOnStack, has_ended
 from hybridmem.memory.errors import HybridMemoryError, SequenceError
 
 _Call = tuple[Callable[..., object], tuple[Any, ...]]
-
-
-class Left(Protocol):
-    """Declares a context manager whose `__exit__` is an `ExitOnStack`."""
-
-    _block: ref[Any] | None
-
-    def _leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-class ExitOnStack:
-    """Makes `__exit__` a new function at each access, so that only the `with` statement's stack refers to it.
-
-    When that function is gone, the block has ended, even if an exception came before the first line of `_leave`.
-    """
-
-    @overload
-    def __get__(self, block: None, owner: type[Left]) -> Callable[..., None]: ...
-    @overload
-    def __get__(self, block: Left, owner: type[Left] | None = None) -> partial[None]: ...
-    def __get__(self, block: Left | None, owner: type[Left] | None = None) -> Callable[..., None]:
-        if block is None:
-            assert owner is not None, "it is looked up on the class"
-            return owner._leave
-        leave = partial(block._leave)
-        block._block = ref(leave)
-        return leave
 
 
 def _do_nothing(*arguments: object) -> None:
@@ -108,17 +79,17 @@ class Journal:
     @property
     def is_left(self) -> bool:
         """True if an exception left a change or a run before its end."""
-        return (self.is_open and _is_gone(self._block)) or any(_is_gone(run.block) for run in list(self.watched))
+        return (self.is_open and has_ended(self._block)) or any(has_ended(run.block) for run in list(self.watched))
 
     def mend(self) -> None:
         """Undo or finish a change whose block ended too early, and undo such runs. Otherwise do nothing."""
-        if self.is_open and _is_gone(self._block):
+        if self.is_open and has_ended(self._block):
             self._roll_back()
-        for run in [run for run in self.watched if _is_gone(run.block)]:
+        for run in [run for run in self.watched if has_ended(run.block)]:
             self.abandon(run)
 
     def _give_way(self) -> None:
-        if _is_gone(self._block):
+        if has_ended(self._block):
             self._roll_back()
         else:
             raise SequenceError(
@@ -133,10 +104,6 @@ class Journal:
         self._after.clear()
         self._undo = None
         self.is_open = False
-
-
-def _is_gone(block: ref[Any] | None) -> bool:
-    return block is None or block() is None
 
 
 class Change:

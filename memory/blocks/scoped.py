@@ -1,7 +1,7 @@
 """Sets values that hold while a block runs. At its end the old values are back, even after an exception.
 
-An exception may come between any two bytecodes (see `memory.blocks.journal`), even before the line that would restore
-an old value. So a value holds exactly as long as its block runs, and no line has to restore the old one.
+An exception may come even before the line that would restore an old value. So a value holds exactly as long as its
+block runs (see `memory.blocks.ends`), and no line has to restore the old one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 
-from hybridmem.memory.blocks.journal import ExitOnStack
+from hybridmem.memory.blocks.ends import AtEnd, ExitOnStack, has_ended
 
 _T = TypeVar("_T")
 
@@ -53,7 +53,7 @@ class _Block(Generic[_T]):
 
     @property
     def is_running(self) -> bool:
-        return self._block is not None and self._block() is not None
+        return not has_ended(self._block)
 
     def __enter__(self) -> None:
         self._blocks.set((*(block for block in self._blocks.get() if block.is_running), self))
@@ -65,13 +65,6 @@ class _Block(Generic[_T]):
     ) -> None:
         self._block = None
         self._blocks.set(tuple(block for block in self._blocks.get() if block.is_running))
-
-
-class _End(ref[Any]):
-    """Is a weak reference to a context manager, with a C function that runs when the context manager dies."""
-
-    __slots__ = ()
-    set_gradients = torch._C._set_grad_enabled
 
 
 _switch_on = methodcaller("set_gradients", True)
@@ -91,7 +84,7 @@ class _WithoutGradients:
 
     def __enter__(self) -> None:
         assert self._block is not None, "`__exit__` was looked up first"
-        self._end = _End(self._block(), _switch_on)
+        self._end = AtEnd(self._block(), _switch_on)
         torch._C._set_grad_enabled(False)
 
     __exit__ = ExitOnStack()

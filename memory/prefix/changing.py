@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 from weakref import ref
 
-from hybridmem.memory.blocks.journal import ExitOnStack
+from hybridmem.memory.blocks.ends import ExitOnStack, has_ended
 from hybridmem.memory.errors import HybridMemoryError
 
 
@@ -31,11 +31,11 @@ class Changes:
     @property
     def are_left(self) -> bool:
         """True if a block was left half-way."""
-        return any(block is None or block() is None for block in self._blocks)
+        return any(has_ended(block) for block in self._blocks)
 
     def forget_left(self) -> None:
         """Forget that a block was left half-way, because the books have been computed anew."""
-        self._blocks[:] = [block for block in self._blocks if block is not None and block() is not None]
+        self._blocks[:] = [block for block in self._blocks if not has_ended(block)]
 
 
 class Changing:

@@ -17,23 +17,22 @@ import os
 import signal
 import sys
 import threading
-import weakref
-from _thread import get_ident, interrupt_main
-from contextlib import AbstractContextManager
+from _thread import get_ident
 from operator import methodcaller
 from types import FrameType
 from typing import Any
+from weakref import ref
 
-# The module `signal` wraps these functions of `_signal`. The wrappers convert numbers to enums, which takes several
-# times as long as the system call.
+from hybridmem.memory.blocks.ends import AtEnd, ExitOnStack, has_ended
+
+# The functions of the module `signal` convert numbers to enums, which takes several times as long as the system call.
 try:
     from _signal import getsignal as _get_handler
-    from _signal import signal as _set_handler
 except ImportError:
     from signal import getsignal as _get_handler
-    from signal import signal as _set_handler
 
 
+_set_handler = AtEnd.set_handler
 _CTRL_C = (int(signal.SIGINT),)  # An integer is faster than an enum.
 _NAMES = "SIGINT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2", "SIGTERM"  # Windows has only some of them.
 _HELD_SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
@@ -92,17 +91,6 @@ class uninterrupted:
             _set_handler(number, handler)
 
 
-class _End(weakref.ref[Any]):
-    """Is a weak reference to the object of a `with` block.
-
-    When the object dies, its C callbacks run one after the other, with no Python bytecode in between.
-    """
-
-    __slots__ = ()
-    set_handler = _set_handler
-    interrupt = interrupt_main
-
-
 class _Waiting:
     """Handles signals while an `uninterrupted_call` waits, and notes which signals came.
 
@@ -118,22 +106,22 @@ class _Waiting:
 
     def __init__(self) -> None:
         self.previous: list[tuple[int, Any]] = []
-        self.ends: list[_End] = []
+        self.ends: list[AtEnd] = []
         self.come: list[int] = []
 
     def hold(self, number: int, handler: Any, block: uninterrupted_call) -> None:
         """Handle a signal instead of `handler`, until `block` dies."""
         self.previous.append((number, handler))
         _set_handler(number, self)
-        self.ends.append(_End(block, methodcaller("set_handler", number, handler)))
+        self.ends.append(AtEnd(block, methodcaller("set_handler", number, handler)))
 
     def wait_for(self, block: uninterrupted_call) -> None:
         """Make the death of `block` restore the handlers, and then run the handlers of the signals that have come."""
         n_ready = -1
         while n_ready != len(self.come):  # A signal may come while the loop runs.
             n_ready = len(self.come)
-            ends = [_End(block, methodcaller("interrupt", number)) for number in self.come]
-            self.ends = [*ends, *[_End(block, methodcaller("set_handler", *each)) for each in self.previous]]
+            ends = [AtEnd(block, methodcaller("interrupt", number)) for number in self.come]
+            self.ends = [*ends, *[AtEnd(block, methodcaller("set_handler", *each)) for each in self.previous]]
 
     def deliver(self) -> None:
         """Run the handlers of the signals that have come."""
@@ -220,20 +208,19 @@ class uninterrupted_call:
 
 
 class Lease:
-    """Says whether a block runs: in `with lease.take(): ...`, and only there, `lease.is_taken` is True.
-
-    The object that `take` returns lives only on the stack of the `with` statement. So it is gone when the block has
-    ended, even by an exception.
-    """
+    """Says whether a block runs: in `with lease: ...`, and only there, `lease.is_taken` is True."""
 
     def __init__(self) -> None:
-        self._taken: weakref.ref[Any] | None = None
+        self._block: ref[Any] | None = None
 
     @property
     def is_taken(self) -> bool:
-        return self._taken is not None and self._taken() is not None
+        return not has_ended(self._block)
 
-    def take(self) -> AbstractContextManager[Any]:
-        block = threading.Lock()
-        self._taken = weakref.ref(block)
-        return block
+    def __enter__(self) -> None:
+        pass
+
+    __exit__ = ExitOnStack()
+
+    def _leave(self, *error: object) -> None:
+        pass

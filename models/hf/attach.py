@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
 
 from hybridmem.memory import AttentionSpec, BatchError, MemorySpec, RecurrentSpec, StepError
-from hybridmem.memory.blocks import ExitOnStack, without_gradients
+from hybridmem.memory.blocks import ExitOnStack, has_ended, without_gradients
 from hybridmem.memory.errors import HybridMemoryError
 from hybridmem.models.hf.cache import HybridCache
 from hybridmem.models.hf.mixers import MIXERS, WITH_SECOND_OUTPUT, Mix, MixMany, Module
@@ -426,7 +426,7 @@ class _AttentionOf:
         An exception may have kept the end of the last block from doing so.
         """
         with self._lock:
-            self._blocks = [b for b in self._blocks if b is not None and b is not left and b() is not None]
+            self._blocks = [b for b in self._blocks if b is not left and not has_ended(b)]
             if not self._blocks and self._config._attn_implementation == _ATTENTION:
                 self._config._attn_implementation = self._before
 

@@ -155,10 +155,8 @@ def try_operation(name: str, number: int, spec: MemorySpec = DRY, n_places: int 
 
         return lambda: OPERATIONS[name](scene), verify
 
-    return try_places(
-        attempt, n_places, edges=("memory/step.py", "memory/chunked_prefill.py", "memory/blocks/journal.py"),
-        number=number,
-    )  # fmt: skip
+    files = "memory/step.py", "memory/chunked_prefill.py", "memory/blocks/journal.py", "memory/blocks/ends.py"
+    return try_places(attempt, n_places, edges=files, number=number)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -281,7 +279,7 @@ def test_a_handler_that_does_not_raise_ends_nothing() -> None:
 
 def test_a_lease_ends_with_its_block() -> None:
     lease = Lease()
-    with pytest.raises(ValueError, match="why"), lease.take():
+    with pytest.raises(ValueError, match="why"), lease:
         assert lease.is_taken
         raise ValueError("why")
     assert not lease.is_taken
