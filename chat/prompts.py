@@ -10,7 +10,7 @@ from uuid import uuid4
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hybridmem.chat.special_tokens import Rendered, apply_template, find_turn_end, protect
+from hybridmem.chat.special_tokens import Rendered, apply_template, bare_of, context_of, find_turn_end, protect
 from hybridmem.chat.special_tokens import Tokenizer as Tokenizer
 from hybridmem.memory import FormatError
 from hybridmem.models import LanguageModel
@@ -187,18 +187,17 @@ def render_guarded(
             "this tokenizer has no chat template; set tokenizer.chat_template to the one that the model was trained "
             "with"
         )
-    options = dict(getattr(tokenizer, "template_options", {}))
+    context = context_of(tokenizer)
+    options = dict(context.template_options)
     read: Callable[[str], Rendered] = Rendered
     if not parse_special:
         messages, options, read = protect(tokenizer, messages, options)
-    # The tokenizer itself writes tool calls, which the template leaves out.
-    if (write := getattr(tokenizer, "write_calls", None)) is not None:
-        messages = [write(message) for message in messages]
+    if context.write_calls is not None:
+        messages = [context.write_calls(message) for message in messages]
     try:
-        bare = getattr(tokenizer, "unbounded", tokenizer)
-        text = apply_template(bare, messages, add_generation_prompt=awaits_reply, **options)
+        text = apply_template(bare_of(tokenizer), messages, add_generation_prompt=awaits_reply, **options)
     except _OF_TEMPLATES as error:
         raise FormatError(f"this chat template refuses the messages: {str(error).rstrip('.')}") from error
-    if (check := getattr(tokenizer, "check_text", None)) is not None:  # A server's tokenizer refuses long texts.
-        check(text)
+    if context.check_text is not None:
+        context.check_text(text)
     return read(text)

@@ -13,11 +13,13 @@ import copy
 import heapq
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from hybridmem.chat.prompts import Message, Tokenizer
 from hybridmem.chat.server.errors import ContextError, too_many
+from hybridmem.chat.special_tokens import PromptContext, WrappedTokenizer
 from hybridmem.chat.special_tokens.marks import FindIds
 
 T = TypeVar("T")
@@ -49,7 +51,7 @@ class Texts:
         self.longest_token_bytes = find_longest_token(tokenizer)
         self.most_bytes = context_tokens * self.longest_token_bytes
         self._max_long = max_long
-        self.write_calls = write_calls
+        self._write_calls = write_calls
         self._n_long = 0
         self._short = _Lane(tokenizer, "texts")
         self._long: _Lane | None = None
@@ -71,7 +73,7 @@ class Texts:
         self._n_long += is_long
         try:
             lane = await self._lane_of_long() if is_long else self._short
-            return await lane.run(n_bytes, partial(work, _Bounded(lane.tokenizer, self, param)))
+            return await lane.run(n_bytes, partial(work, _Bounded(lane.tokenizer, self, param, self.context(param))))
         finally:
             self._n_long -= is_long
 
@@ -92,6 +94,12 @@ class Texts:
                 tokenizer = await self._short.run(0, partial(copy.deepcopy, self._short.tokenizer))
                 self._long = _Lane(tokenizer, "long-texts")
             return self._long
+
+    def context(self, param: str | None) -> PromptContext:
+        """Return what a prompt of the field `param` needs beside the tokenizer, without options and pictures."""
+        return PromptContext(
+            write_calls=self._write_calls, check_text=lambda text: self.check_bytes(_count_bytes(text), param)
+        )
 
     def check_bytes(self, n_bytes: int, param: str | None) -> None:
         """Refuse a text by its length. Raises ContextError."""
@@ -137,52 +145,37 @@ class _Lane:
         self._is_busy = False
 
 
-class _Bounded:
-    """Wraps a tokenizer.
+class _Bounded(WrappedTokenizer):
+    """Refuses a text, before tokenising, if the prompt would have more bytes than its tokens can have."""
 
-    It refuses a text, before tokenising, if the prompt would have more bytes than its tokens can have.
-
-    Attributes:
-        unbounded: the wrapped tokenizer.
-        template_options: the options of its chat template, such as its tools.
-        write_calls: as in `Texts`.
-        picture_ids: returns the token ids of a picture of the prompt by its name. None: there are no pictures.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, texts: Texts, param: str | None, options: dict[str, Any] | None = None,
-        picture_ids: FindIds | None = None,
-    ) -> None:  # fmt: skip
-        self.unbounded = tokenizer
+    def __init__(self, tokenizer: Tokenizer, texts: Texts, param: str | None, context: PromptContext) -> None:
+        super().__init__(tokenizer, context)
         self._texts = texts
         self._param = param
         self._n_bytes = 0
-        self.template_options = options or {}
-        self.write_calls = texts.write_calls
-        self.picture_ids = picture_ids
 
     def with_pictures(self, picture_ids: FindIds) -> _Bounded:
         """Return a new wrapper that knows the token ids of pictures."""
-        return _Bounded(self.unbounded, self._texts, self._param, self.template_options, picture_ids)
+        return self._with(replace(self.context, picture_ids=picture_ids))
 
     def with_options(self, options: dict[str, Any]) -> _Bounded:
         """Return a new wrapper for another prompt, with options of the chat template such as its tools."""
-        return _Bounded(self.unbounded, self._texts, self._param, options, self.picture_ids)
+        return self._with(replace(self.context, template_options=options))
 
     def for_another_prompt(self) -> _Bounded:
-        return _Bounded(self.unbounded, self._texts, self._param)
+        return self._with(self._texts.context(self._param))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.unbounded, name)
+    def _with(self, context: PromptContext) -> _Bounded:
+        return _Bounded(self.bare, self._texts, self._param, context)
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        self._n_bytes += len(text.encode(errors="surrogatepass"))
+        self._n_bytes += _count_bytes(text)
         self._texts.check_bytes(self._n_bytes, self._param)
-        return list(self.unbounded.encode(text, **options))
+        return list(self.bare.encode(text, **options))
 
-    def check_text(self, text: str) -> None:
-        """Refuse a rendered text that is too long to be encoded."""
-        self._texts.check_bytes(len(text.encode(errors="surrogatepass")), self._param)
+
+def _count_bytes(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
 
 
 def find_longest_token(tokenizer: Tokenizer) -> int:
@@ -192,4 +185,4 @@ def find_longest_token(tokenizer: Tokenizer) -> int:
     """
     names = tokenizer.get_vocab()
     n_most = max(map(len, names))  # A character has four bytes at most, so shorter names need no check.
-    return max(len(name.encode(errors="surrogatepass")) for name in names if 4 * len(name) >= n_most)
+    return max(_count_bytes(name) for name in names if 4 * len(name) >= n_most)

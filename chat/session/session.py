@@ -32,8 +32,8 @@ from hybridmem.chat.session.saved import SavedSession, read_folder
 from hybridmem.chat.session.tree import Tree, resume_together, save_together
 from hybridmem.chat.session.turn import EDITED, NEW, explain
 from hybridmem.chat.session.turn import Turn as Turn
-from hybridmem.chat.special_tokens import Tokenizer
-from hybridmem.chat.special_tokens.marks import Seeing, mark_of, names_in
+from hybridmem.chat.special_tokens import PromptContext, Tokenizer, WrappedTokenizer
+from hybridmem.chat.special_tokens.marks import mark_of, names_in
 from hybridmem.memory import BatchError, FormatError, Sequence, SequenceError, SpecError, StepError
 from hybridmem.memory.blocks import is_integer
 from hybridmem.memory.sequences import Lease, uninterrupted, uninterrupted_call
@@ -97,7 +97,9 @@ class ChatSession:
         self.owner = owner
         self.parse_special = parse_special
         self._album = Album(engine) if album is None else album
-        self._tokenizer: Tokenizer = Seeing(engine.tokenizer, self._album.picture_ids)
+        self._tokenizer: Tokenizer = WrappedTokenizer(
+            engine.tokenizer, PromptContext(picture_ids=self._album.picture_ids)
+        )
         first = [] if system is None else [Utterance("system", system)]
         self._messages: tuple[Utterance, ...] = (*first, *read_messages(messages))
         self._n_heard = 0  # This is how many messages the memory has held at most.

@@ -8,12 +8,17 @@ template gets the text. Only uncut names in the rendered text become special tok
 from hybridmem.chat.special_tokens.guard import Rendered, protect
 from hybridmem.chat.special_tokens.templates import apply_template, find_turn_begin, find_turn_end, template_text
 from hybridmem.chat.special_tokens.tokens import SpecialTokens, Tokenizer, special_tokens_of
+from hybridmem.chat.special_tokens.wrapped import PromptContext, WrappedTokenizer, bare_of, context_of
 
 __all__ = [
+    "PromptContext",
     "Rendered",
     "SpecialTokens",
     "Tokenizer",
+    "WrappedTokenizer",
     "apply_template",
+    "bare_of",
+    "context_of",
     "find_turn_begin",
     "find_turn_end",
     "protect",

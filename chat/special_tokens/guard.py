@@ -8,8 +8,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 from uuid import uuid4
 
-from hybridmem.chat.special_tokens.marks import ids_of_picture, split_at_marks
+from hybridmem.chat.special_tokens.marks import split_at_marks
 from hybridmem.chat.special_tokens.tokens import SpecialTokens, Tokenizer, special_tokens_of
+from hybridmem.chat.special_tokens.wrapped import ids_of_picture
 
 _OWN = ("content", "reasoning_content", "reasoning", "thinking")
 """The fields that hold what a model itself said. Marks that are not special tokens are its own there."""

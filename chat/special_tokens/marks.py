@@ -12,9 +12,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
-
-from hybridmem.memory import FormatError
 
 _SIGN = "\U0010fffe"
 MARK = re.compile(f"{_SIGN}([0-9a-f]{{64}}){_SIGN}")
@@ -50,24 +47,3 @@ def split_at_marks(text: str, start: int, end: int) -> Iterator[tuple[int, int, 
         yield found.start(), found.end(), found[1]
         at = found.end()
     yield at, end, None
-
-
-def ids_of_picture(tokenizer: Any, name: str) -> list[int]:
-    """Return the token ids of a picture. Raises FormatError if the tokenizer does not know it; see `Seeing`."""
-    find: FindIds | None = getattr(tokenizer, "picture_ids", None)
-    ids = None if find is None else find(name)
-    if ids is None:
-        raise FormatError("a message names a picture that is not with it, or that this model cannot see")
-    return ids
-
-
-class Seeing:
-    """Wraps a tokenizer that also knows the token ids of pictures."""
-
-    def __init__(self, tokenizer: Any, find: FindIds) -> None:
-        self.unbounded = getattr(tokenizer, "unbounded", tokenizer)
-        self.picture_ids = find
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_tokenizer"], name)

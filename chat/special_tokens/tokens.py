@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridmem.chat.special_tokens.templates import rendered_samples, template_text
 from hybridmem.chat.special_tokens.twin import Piece, Twin
+from hybridmem.chat.special_tokens.wrapped import bare_of
 from hybridmem.memory import FormatError
 
 Tokenizer = Any
@@ -164,8 +165,7 @@ def special_tokens_of(tokenizer: Tokenizer, role: str = "user") -> SpecialTokens
 
     They are computed once for each tokenizer and chat template.
     """
-    # A server's tokenizer refuses long texts. The tokenizer inside of it has the same special tokens.
-    tokenizer = getattr(tokenizer, "unbounded", tokenizer)
+    tokenizer = bare_of(tokenizer)  # A wrapped tokenizer may refuse long texts, and has the same special tokens.
     template = template_text(tokenizer)
     known = _known.get(tokenizer)
     if known is None or known[0] != template:

@@ -16,7 +16,7 @@ from hybridmem.chat.prompts import encode_chat, encode_prompt, encode_turn, load
 from hybridmem.chat.session.history import Utterance, encode_history
 from hybridmem.chat.session.session import ChatSession
 from hybridmem.chat.session.template import Template, fill
-from hybridmem.chat.special_tokens import special_tokens_of
+from hybridmem.chat.special_tokens import PromptContext, WrappedTokenizer, special_tokens_of
 from hybridmem.memory import FormatError, HybridMemory
 from hybridmem.models import EMBEDDED, LanguageModel
 
@@ -224,14 +224,9 @@ def make_calling_tokenizer() -> Any:
     return tokenizer
 
 
-class Optioned:
-    """A tokenizer with options of its template, as the server has it."""
-
-    def __init__(self, tokenizer: Any, **options: Any) -> None:
-        self.unbounded, self.template_options = tokenizer, options
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.unbounded, name)
+def with_options(tokenizer: Any, options: dict[str, Any]) -> WrappedTokenizer:
+    """Return a tokenizer with options of its template, as the server has it."""
+    return WrappedTokenizer(tokenizer, PromptContext(template_options=options))
 
 
 def calling_chat(word: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -250,8 +245,8 @@ def test_a_name_in_any_text_is_text(word: str) -> None:
     tokenizer = make_calling_tokenizer()
     messages, options = calling_chat(word)
     harmless, harmless_options = calling_chat("@")
-    ids = encode_chat(Optioned(tokenizer, **options), messages)
-    expected = encode_chat(Optioned(tokenizer, **harmless_options), harmless)
+    ids = encode_chat(with_options(tokenizer, options), messages)
+    expected = encode_chat(with_options(tokenizer, harmless_options), harmless)
     special = set(special_tokens_of(tokenizer).names.values())
     own = special_tokens_of(tokenizer, "assistant").names
     if word in own or word not in special_tokens_of(tokenizer).names:

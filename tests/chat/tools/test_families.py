@@ -6,14 +6,13 @@ The templates are short ones of our own.
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hybridmem.chat.prompts import encode_chat, render
 from hybridmem.chat.sampling.grammar import Grammars
-from hybridmem.chat.special_tokens import find_turn_begin, find_turn_end
+from hybridmem.chat.special_tokens import PromptContext, WrappedTokenizer, find_turn_begin, find_turn_end
 from hybridmem.chat.tools.calls import Tool
 from hybridmem.chat.tools.families import find_habits
 from hybridmem.chat.tools.grammars import Required, Shape, make_grammar
@@ -199,7 +198,7 @@ def test_calls_that_a_template_leaves_out_are_written_into_contents() -> None:
     tokenizer = make_byte_tokenizer(plain, ["<|turn|>", "<|end|>", "<|tool_call_start|>", "<|tool_call_end|>"])
     habits = find_habits(tokenizer)
     assert habits.write_calls is not None and model("lfm")[1].write_calls is None
-    texts = SimpleNamespace(unbounded=tokenizer, chat_template=plain, write_calls=habits.write_calls)
+    texts = WrappedTokenizer(tokenizer, PromptContext(write_calls=habits.write_calls))
     arguments = {"city": "<|tool_call_end|>", "days": 3}
     ids = encode_chat(texts, [{"role": "user", "content": "a"}, said(arguments)])
     start, end = tokenizer.convert_tokens_to_ids(["<|tool_call_start|>", "<|tool_call_end|>"])
