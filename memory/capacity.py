@@ -16,6 +16,7 @@ from hybridmem.memory.errors import SpecError
 from hybridmem.memory.eviction import EvictionPolicy
 from hybridmem.memory.hybrid import HybridMemory
 from hybridmem.memory.interface import Encoded
+from hybridmem.memory.sequences.chunks import GRID_TOKENS
 from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec
 
 _ROOM_BYTES = 1 << 61
@@ -124,7 +125,7 @@ def checkpoint_bytes(
     memory = HybridMemory(spec, _ROOM_BYTES, device="meta", page_tokens=page_tokens, **options)
     sequence = memory.open(encoder=_encoded(spec, encoder_tokens))
     # The distance is larger than the longest fold of any policy or storage.
-    n_apart = 512 * ceil_div(2 * memory.rollback_window + page_tokens, 512)
+    n_apart = GRID_TOKENS * ceil_div(2 * memory.rollback_window + page_tokens, GRID_TOKENS)
     memory.run(None, {sequence: np.zeros(n_apart + memory.rollback_window // 2 + 1, np.int64)})
     checkpoint = memory.checkpoint(sequence, holds_tail=holds_tail)
     memory.run(None, {sequence: np.zeros(n_apart, np.int64)})

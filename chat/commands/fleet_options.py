@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hybridmem.chat.commands.option_table import Chosen, Option
+from hybridmem.defaults import PREFIX_GRID_TOKENS
 
 ROUTERS = ("resumable", "consistent-hash", "round-robin", "load")
 
@@ -43,8 +44,8 @@ FLEET: tuple[Option, ...] = (
     Option("kv_events", "whole", None,
            "The first replica publishes KV events in vLLM's format on this port. The other replicas take the "
            "next ports.", least=1024, most=65000),
-    Option("event_tokens", "whole", 512,
-           "A block in KV events has this many tokens; 512 is the grid of prefix caches.", least=1),
+    Option("event_tokens", "whole", PREFIX_GRID_TOKENS,
+           "A block in KV events has this many tokens; the default is the grid of prefix caches.", least=1),
 )  # fmt: skip
 """The options of `hybrid-memory serve` that concern a fleet. The command itself reads them."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from hybridmem.defaults import ROLLBACK_WINDOW, STEP_TOKENS
+from hybridmem.defaults import PREFIX_GRID_TOKENS, ROLLBACK_WINDOW, STEP_TOKENS
 
 if TYPE_CHECKING:
     from hybridmem.chat.simulation.agents import AgentHabits
@@ -96,7 +96,7 @@ def simulate(
     rollback_window: Annotated[
         int, Option(min=0, help="This many tokens can be taken back without a checkpoint.")
     ] = ROLLBACK_WINDOW,
-    grid_tokens: GridTokens = 512,
+    grid_tokens: GridTokens = PREFIX_GRID_TOKENS,
     prefixes: Annotated[bool, Option(help="Let prompts continue from what was computed before.")] = True,
     max_running: MaxRunning = None,
     step_tokens: StepTokens = None,

@@ -26,7 +26,7 @@ from hybridmem.chat.simulation.dry import NoModel, Script, Words
 from hybridmem.chat.simulation.report import STEP_SECONDS, Answer, Report, Sample, Tally
 from hybridmem.chat.simulation.user import Room, SimulatedUser
 from hybridmem.chat.simulation.workload import Event, Family, Workload
-from hybridmem.defaults import ROLLBACK_WINDOW, STEP_TOKENS
+from hybridmem.defaults import PREFIX_GRID_TOKENS, ROLLBACK_WINDOW, STEP_TOKENS
 from hybridmem.memory import HybridMemory, MemorySpec, SpecError
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import LanguageModel
@@ -64,7 +64,7 @@ class Setup:
     host_budget: int | str | None = None
     swap_dir: Path | None = None
     rollback_window: int = ROLLBACK_WINDOW
-    grid_tokens: int | None = 512
+    grid_tokens: int | None = PREFIX_GRID_TOKENS
     step_tokens: int = STEP_TOKENS
     max_running: int = 64
     max_tokens: int = 32

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from hybridmem.cluster.routing.index import PrefixIndex
 from hybridmem.cluster.routing.prompts import Prompt
 from hybridmem.cluster.routing.route import Reason, Route
+from hybridmem.defaults import PREFIX_GRID_TOKENS
 
 MOST_SESSIONS = 1 << 20
 """A router remembers the replicas of this many sessions. It forgets the oldest, and finds them again by their prefixes.
@@ -53,7 +54,7 @@ class Bounds:
     slack_requests: int = 4
     least_tokens: int = 16
     believed_seconds: float = 10.0
-    grid_tokens: int = 512
+    grid_tokens: int = PREFIX_GRID_TOKENS
 
 
 @dataclass

@@ -19,6 +19,7 @@ from hybridmem.cluster.routing.policies import make_policy
 from hybridmem.cluster.routing.policy import Policy
 from hybridmem.cluster.simulation.replicas import SimulatedCache, Sizes
 from hybridmem.cluster.simulation.sessions import FleetHabits, Turns, make_turns
+from hybridmem.defaults import PREFIX_GRID_TOKENS
 
 _LOADS_EVERY = 2_000
 """The simulation samples the differences of loads after this many turns."""
@@ -43,7 +44,7 @@ class FleetSetup:
     prefill_tokens_per_second: float = 20_000.0
     decode_tokens_per_second: float = 50.0
     store_bytes_per_second: float = 1e9
-    grid_tokens: int = 512
+    grid_tokens: int = PREFIX_GRID_TOKENS
     imbalance: float = 1.5
     slack_requests: int = 4
 

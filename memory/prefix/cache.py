@@ -25,6 +25,7 @@ from time import monotonic
 
 import numpy as np
 
+from hybridmem.defaults import PREFIX_GRID_TOKENS
 from hybridmem.memory.blocks.arena import read_budget
 from hybridmem.memory.blocks.arguments import is_integer
 from hybridmem.memory.blocks.arrays import EMPTY, Int64s
@@ -65,7 +66,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self, memory: HybridMemory, *, grid_tokens: int = 512, max_bytes: float | str = 0,
+        self, memory: HybridMemory, *, grid_tokens: int = PREFIX_GRID_TOKENS, max_bytes: float | str = 0,
         seconds_to_live: float | None = None, now: Callable[[], float] = monotonic,
     ) -> None:  # fmt: skip
         if not is_integer(grid_tokens, 0):

@@ -14,7 +14,7 @@ import numpy as np
 from hybridmem.memory.blocks.arrays import Int64s, ceil_div, ranges
 
 GRID_TOKENS = 512
-"""The distance between cuts on the grid. It is also the default of how many tokens a step has."""
+"""The distance between cuts on the grid, and the default of how many tokens a step of `HybridMemory.run` has."""
 
 
 @dataclass(frozen=True)
