@@ -71,11 +71,7 @@ def deploy(path: Path) -> None:
 
     from hybridmem.cluster.serving.application import make_application
 
-    address, name = about.get("address", "auto"), about.get("name", "hybrid-memory")
-    try:
-        ray.init(address=address, logging_level="warning", log_to_driver=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise SpecError(f"no Ray at address {address!r} ({error}); start one: ray start --head") from error
+    name = _connect(about)
     try:
         if chosen["sessions"] is not None:
             check_shared(chosen["sessions"], machines_of_ray())
@@ -92,12 +88,22 @@ def remove(path: Path) -> None:
     import ray
     from ray import serve
 
-    address, name = about.get("address", "auto"), about.get("name", "hybrid-memory")
-    try:
-        ray.init(address=address, logging_level="warning", log_to_driver=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise SpecError(f"no Ray at address {address!r} ({error})") from error
+    name = _connect(about)
     try:
         serve.delete(name)
     finally:
         ray.shutdown()
+
+
+def _connect(about: Mapping[str, str]) -> str:
+    """Connect to the Ray that a file names. Return the name of the fleet there. Raises SpecError if there is no Ray."""
+    import ray
+
+    address = about.get("address", "auto")
+    try:
+        ray.init(address=address, logging_level="warning", log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise SpecError(
+            f"no Ray at address {address!r} ({error}); name one that runs, or start one: ray start --head"
+        ) from error
+    return about.get("name", "hybrid-memory")

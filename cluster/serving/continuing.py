@@ -16,7 +16,7 @@ from starlette.types import Message
 
 from hybridmem.chat.server.formats import as_event
 from hybridmem.cluster.serving.continuing_responses import ResponsesSoFar
-from hybridmem.cluster.serving.parts import AnotherReplyError, Name, PartSoFar
+from hybridmem.cluster.serving.parts import AnotherReplyError, Name, StreamSoFar
 
 RESPONSES = "/v1/responses"
 STREAMS = ("/v1/chat/completions", "/v1/completions", RESPONSES)
@@ -46,7 +46,7 @@ class ResponseSoFar:
         self._may_go_on = path in STREAMS
         self._is_stream = False
         self._held: list[Message] = []
-        self._reply = ResponsesSoFar() if path == RESPONSES else ReplySoFar()
+        self._reply: StreamSoFar = ResponsesSoFar() if path == RESPONSES else ReplySoFar()
 
     @property
     def can_go_on(self) -> bool:
@@ -106,37 +106,24 @@ class ResponseSoFar:
         return name + as_event(rest).encode()
 
 
-class ReplySoFar:
-    """Records the events of a stream of completions, and returns the unsent part of a second one of the same reply."""
+class ReplySoFar(StreamSoFar):
+    """Records the events of a stream of completions."""
 
     def __init__(self) -> None:
-        self._is_first = True
+        super().__init__()
         self._head: dict[str, Any] = {}
-        self._parts: dict[Name, PartSoFar] = {}
-        self._seen: set[Name] = set()
-
-    def begin_again(self) -> None:
-        """Treat the next events as those of another stream of the same reply."""
-        self._is_first = False
-        for part in self._parts.values():
-            part.at = 0
 
     def is_end(self, event: dict[str, Any]) -> bool:
-        """Return whether an event is the last one of its stream.
-
-        It is always False, because these streams end with a line that is no event.
-        """
-        return False
+        return False  # These streams end with a line that is no event.
 
     def rest_of(self, event: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the unsent part of an event, or None if all of it was sent. Raises AnotherReplyError."""
         if "error" in event:
             return event
         self._head = self._head or {name: event[name] for name in _HEAD}
         if "prompt_progress" in event:
-            return event if self._is_first else None
+            return event if self.is_first else None
         choices = [choice for choice in event["choices"] if self._keep(choice)]
-        if self._is_first:
+        if self.is_first:
             return event
         return event | self._head | {"choices": choices} if choices or not event["choices"] else None
 
@@ -144,20 +131,15 @@ class ReplySoFar:
         """Remove the sent parts from a choice. Return whether anything is left."""
         index, is_new = choice["index"], False
         for name, holder, key in _parts_of(choice):
-            holder[key] = self._parts.setdefault((index, *name), PartSoFar()).rest_of(holder[key])
+            holder[key] = self.rest_of_part((index, *name), holder[key])
             is_new |= bool(holder[key])
         if "role" in choice.get("delta", {}):
-            is_new |= self._is_unseen(index, "opening")
+            is_new |= self.is_unseen(index, "opening")
         if choice["finish_reason"] is not None:
-            if any(part.at < part.n_told for name, part in self._parts.items() if name[0] == index):
+            if any(part.at < part.n_told for name, part in self.parts.items() if name[0] == index):
                 raise AnotherReplyError("it ends before what has been sent")
-            is_new |= self._is_unseen(index, "end")
+            is_new |= self.is_unseen(index, "end")
         return is_new
-
-    def _is_unseen(self, *name: Any) -> bool:
-        is_unseen = name not in self._seen
-        self._seen.add(name)
-        return is_unseen
 
 
 def _parts_of(choice: dict[str, Any]) -> Iterator[tuple[Name, dict[str, Any], str]]:

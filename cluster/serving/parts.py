@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,3 +38,41 @@ class PartSoFar:
         self.at += len(piece)
         self.n_told += len(rest)
         return rest
+
+
+class StreamSoFar(ABC):
+    """Records the events of a stream, and returns the unsent part of a second stream of the same reply.
+
+    Attributes:
+        is_first: whether the events are those of the first stream.
+        parts: what was sent of each part of the reply.
+    """
+
+    def __init__(self) -> None:
+        self.is_first = True
+        self.parts: dict[Name, PartSoFar] = {}
+        self._seen: set[Name] = set()
+
+    def begin_again(self) -> None:
+        """Treat the next events as those of another stream of the same reply."""
+        self.is_first = False
+        for part in self.parts.values():
+            part.at = 0
+
+    def rest_of_part(self, name: Name, piece: Any) -> Any:
+        """Return the unsent rest of a piece of the part that has this name. Raises AnotherReplyError."""
+        return self.parts.setdefault(name, PartSoFar()).rest_of(piece)
+
+    def is_unseen(self, *name: Any) -> bool:
+        """Return True the first time that it is asked about a name."""
+        is_unseen = name not in self._seen
+        self._seen.add(name)
+        return is_unseen
+
+    @abstractmethod
+    def is_end(self, event: dict[str, Any]) -> bool:
+        """Return True for the last event of a stream."""
+
+    @abstractmethod
+    def rest_of(self, event: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the unsent part of an event, or None if all of it was sent. Raises AnotherReplyError."""
