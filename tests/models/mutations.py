@@ -24,9 +24,9 @@ from transformers import (
 from hybridmem.memory import BatchError, HybridMemory
 from hybridmem.memory.errors import HybridMemoryError
 from hybridmem.models import from_transformers
-from tests.models import checkpoints, test_encoder_decoder, test_qwen3_5
+from tests.models import checkpoints, test_encoder_decoder
 from tests.models.checkpoints import draw_tokens, randomise_
-from tests.models.families.qwen3_5 import qwen3_5_config, qwen3_5_moe_config
+from tests.models.families.qwen3_5 import EYES, qwen3_5_config, qwen3_5_moe_config
 
 Path = tuple[str, ...]
 """Where a field is in config.json."""
@@ -36,9 +36,9 @@ SUBJECTS: dict[str, Callable[[], PreTrainedConfig]] = {
     # transformers does not know it
     **{name: config for name, config in checkpoints.CONFIGS.items() if not name.startswith("rwkv7")},
     **test_encoder_decoder.CONFIGS,
-    "qwen3.5-that-sees": lambda: Qwen3_5Config(text_config=qwen3_5_config().to_dict(), vision_config=test_qwen3_5.EYES),
+    "qwen3.5-that-sees": lambda: Qwen3_5Config(text_config=qwen3_5_config().to_dict(), vision_config=EYES),
     "qwen3.5-moe-that-sees": lambda: Qwen3_5MoeConfig(
-        text_config=qwen3_5_moe_config().to_dict(), vision_config=test_qwen3_5.EYES
+        text_config=qwen3_5_moe_config().to_dict(), vision_config=EYES
     ),
 }  # fmt: skip
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from transformers import BailingHybridConfig
 
-from tests.models.families.kimi_linear import SIZES
+from tests.models.families.kimi_linear import KIMI_SIZES
 
 
 def bailing_hybrid_config(layers: str = "DAD", **options: Any) -> BailingHybridConfig:
     """D stands for a layer of delta attention, A for one of latent attention."""
-    defaults = SIZES | {
+    defaults = KIMI_SIZES | {
         "num_hidden_layers": len(layers), "head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
         "layer_types": ["linear_attention" if kind == "D" else "full_attention" for kind in layers],
     }  # fmt: skip

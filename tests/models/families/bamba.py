@@ -6,13 +6,12 @@ from typing import Any
 
 from transformers import BambaConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import HEADS, SIZES
 
 
 def bamba_config(**options: Any) -> BambaConfig:
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 4,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "attn_layer_indices": [1, 3], "mamba_n_heads": 6,
+    defaults = SIZES | HEADS | {
+        "intermediate_size": 32, "num_hidden_layers": 4, "attn_layer_indices": [1, 3], "mamba_n_heads": 6,
         "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 8,
     }  # fmt: skip
     return BambaConfig(**(defaults | options))

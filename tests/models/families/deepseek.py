@@ -6,12 +6,12 @@ from typing import Any
 
 from transformers import DeepseekV2Config, DeepseekV3Config
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import SIZES
 
-_SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-    "v_head_dim": 5, "first_k_dense_replace": 1, "pad_token_id": 0,
+_SIZES = SIZES | {
+    "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "first_k_dense_replace": 1, "pad_token_id": 0,
 }  # fmt: skip
 _EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 12}
 _YARN = {

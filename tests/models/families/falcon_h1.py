@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import FalconH1Config
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import HEADS, SIZES
 
 MULTIPLIERS = {
     "embedding_multiplier": 2.0, "lm_head_multiplier": 1.3, "key_multiplier": 0.7, "attention_in_multiplier": 1.5,
@@ -16,9 +16,8 @@ MULTIPLIERS = {
 
 
 def falcon_h1_config(**options: Any) -> FalconH1Config:
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_n_groups": 2,
+    defaults = SIZES | HEADS | {
+        "intermediate_size": 32, "num_hidden_layers": 3, "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_n_groups": 2,
         "mamba_d_state": 16, "mamba_chunk_size": 8, "mamba_rms_norm": True,
     }  # fmt: skip
     return FalconH1Config(**(defaults | options))

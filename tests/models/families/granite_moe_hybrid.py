@@ -6,15 +6,14 @@ from typing import Any
 
 from transformers import GraniteMoeHybridConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import HEADS, SIZES
 
 
 def granite_config(**options: Any) -> GraniteMoeHybridConfig:
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 16, "shared_intermediate_size": 32,
-        "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"], "mamba_n_heads": 6,
-        "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 8, "num_local_experts": 3,
+    defaults = SIZES | HEADS | {
+        "intermediate_size": 16, "shared_intermediate_size": 32, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 8, "num_local_experts": 3,
         "num_experts_per_tok": 3, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0,
         "logits_scaling": 0.5,
     }  # fmt: skip

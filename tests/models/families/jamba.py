@@ -6,14 +6,13 @@ from typing import Any
 
 from transformers import JambaConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import HEADS, SIZES
 
 
 def jamba_config(**options: Any) -> JambaConfig:
     """Attention, Mamba, experts and plain MLPs in three layers, unless `options` say otherwise."""
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "attn_layer_period": 3, "attn_layer_offset": 1,
+    defaults = SIZES | HEADS | {
+        "intermediate_size": 32, "num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1,
         "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 3, "num_experts_per_tok": 3,
         "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_dt_rank": 3,
     }  # fmt: skip

@@ -6,19 +6,18 @@ from typing import Any
 
 from transformers import KimiLinearConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import SIZES
 
-SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 6,
-    "num_key_value_heads": 6, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
-    "moe_intermediate_size": 12, "num_local_experts": 3, "num_experts_per_tok": 3, "pad_token_id": None,
-    "bos_token_id": None, "eos_token_id": None, "rms_norm_eps": 1e-2,
+KIMI_SIZES = SIZES | {
+    "intermediate_size": 32, "num_attention_heads": 6, "num_key_value_heads": 6, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "moe_intermediate_size": 12, "num_local_experts": 3,
+    "num_experts_per_tok": 3, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "rms_norm_eps": 1e-2,
 }  # fmt: skip
 
 
 def kimi_linear_config(layers: str = "DAD", **options: Any) -> KimiLinearConfig:
     """D stands for a layer of delta attention, A for one of latent attention."""
-    defaults = SIZES | {
+    defaults = KIMI_SIZES | {
         "num_hidden_layers": len(layers), "linear_num_heads": 3, "linear_head_dim": 8,
         "layer_types": ["linear_attention" if kind == "D" else "full_attention" for kind in layers],
     }  # fmt: skip

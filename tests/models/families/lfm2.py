@@ -6,21 +6,19 @@ from typing import Any
 
 from transformers import Lfm2Config, Lfm2MoeConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import HEADS, SIZES
 
 
 def lfm2_config(**options: Any) -> Lfm2Config:
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 4,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "full_attn_idxs": [1, 3], "block_multiple_of": 20,
+    defaults = SIZES | HEADS | {
+        "intermediate_size": 48, "num_hidden_layers": 4, "full_attn_idxs": [1, 3], "block_multiple_of": 20,
     }  # fmt: skip
     return Lfm2Config(**(defaults | options))
 
 
 def lfm2_moe_config(**options: Any) -> Lfm2MoeConfig:
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 48, "moe_intermediate_size": 12,
-        "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+    defaults = SIZES | HEADS | {
+        "intermediate_size": 48, "moe_intermediate_size": 12, "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 3,
         "num_experts_per_tok": 3, "routed_scaling_factor": 1.7,
     }  # fmt: skip

@@ -6,18 +6,17 @@ from typing import Any
 
 from transformers import Lfm3Config
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import HEADS, SIZES
 
 _KINDS = {"C": "conv", "F": "full_attention", "S": "sliding_attention"}
 
 
 def lfm3_config(layers: str = "CSFC", **options: Any) -> Lfm3Config:
     """C stands for a convolution, F for attention over all tokens, S for attention over a window."""
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": len(layers),
-        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 7, "conv_L_cache": 4,
-        "layer_types": [_KINDS[kind] for kind in layers], "pad_token_id": None, "bos_token_id": None,
-        "eos_token_id": None,
+    defaults = SIZES | HEADS | {
+        "intermediate_size": 32, "num_hidden_layers": len(layers), "head_dim": 8, "sliding_window": 7,
+        "conv_L_cache": 4, "layer_types": [_KINDS[kind] for kind in layers], "pad_token_id": None,
+        "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
     return Lfm3Config(**(defaults | options))
 

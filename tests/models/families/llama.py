@@ -6,12 +6,9 @@ from typing import Any
 
 from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import HEADS, SIZES
 
-_SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "pad_token_id": 0,
-}  # fmt: skip
+_SIZES = SIZES | HEADS | {"intermediate_size": 32, "num_hidden_layers": 3, "pad_token_id": 0}
 
 
 def llama_config(**options: Any) -> LlamaConfig:

@@ -6,23 +6,22 @@ from typing import Any
 
 from transformers import FalconMambaConfig, Mamba2Config, MambaConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import SIZES
 
 
 def mamba_config(**options: Any) -> MambaConfig:
-    return MambaConfig(**({"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3} | options))
+    return MambaConfig(**(SIZES | {"num_hidden_layers": 3} | options))
 
 
 def mamba2_config(**options: Any) -> Mamba2Config:
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 8, "n_groups": 2,
-        "state_size": 16, "chunk_size": 8,
+    defaults = SIZES | {
+        "num_hidden_layers": 3, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 16, "chunk_size": 8,
     }  # fmt: skip
     return Mamba2Config(**(defaults | options))
 
 
 def falcon_mamba_config(**options: Any) -> FalconMambaConfig:
-    return FalconMambaConfig(**({"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3} | options))
+    return FalconMambaConfig(**(SIZES | {"num_hidden_layers": 3} | options))
 
 
 CONFIGS = {

@@ -6,14 +6,13 @@ from typing import Any
 
 from transformers import MiniMaxConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import HEADS, SIZES
 
 
 def minimax_config(layers: str = "LFL", **options: Any) -> MiniMaxConfig:
     """L stands for a layer of lightning attention, F for one of softmax attention."""
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 12, "num_hidden_layers": len(layers),
-        "num_attention_heads": 6, "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 3,
+    defaults = SIZES | HEADS | {
+        "intermediate_size": 12, "num_hidden_layers": len(layers), "num_local_experts": 3, "num_experts_per_tok": 3,
         "layer_types": ["linear_attention" if kind == "L" else "full_attention" for kind in layers], "block_size": 8,
     }  # fmt: skip
     return MiniMaxConfig(**(defaults | options))

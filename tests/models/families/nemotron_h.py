@@ -6,15 +6,15 @@ from typing import Any
 
 from transformers import NemotronHConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import HEADS, SIZES
 
 
 def nemotron_config(**options: Any) -> NemotronHConfig:
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "hybrid_override_pattern": "M-M*E", "num_attention_heads": 6,
-        "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32, "ssm_state_size": 16, "mamba_num_heads": 6,
-        "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 8, "n_routed_experts": 3, "num_experts_per_tok": 3,
-        "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 2.5,
+    defaults = SIZES | HEADS | {
+        "hybrid_override_pattern": "M-M*E", "head_dim": 8, "intermediate_size": 32, "ssm_state_size": 16,
+        "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 8, "n_routed_experts": 3,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 20,
+        "routed_scaling_factor": 2.5,
     }  # fmt: skip
     return NemotronHConfig(**(defaults | options))
 

@@ -14,6 +14,11 @@ SHARES = {
 }  # fmt: skip
 """Rotary positions by time, height and width."""
 
+EYES = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24,
+    "num_position_embeddings": 4, "patch_size": 4,
+}  # fmt: skip
+
 
 def qwen3_5_config(**options: Any) -> Qwen3_5TextConfig:
     return Qwen3_5TextConfig(**(DELTA_SIZES | {"intermediate_size": 32} | options))

@@ -7,12 +7,11 @@ from typing import Any
 
 from transformers import Qwen3NextConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import HEADS, SIZES
 
-DELTA_SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 4,
+DELTA_SIZES = SIZES | HEADS | {
+    "num_hidden_layers": 4, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 4,
 }  # fmt: skip
 EXPERT_SIZES = {
     "num_experts": 3,

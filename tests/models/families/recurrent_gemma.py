@@ -6,13 +6,13 @@ from typing import Any
 
 from transformers import RecurrentGemmaConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import SIZES
 
 
 def recurrent_gemma_config(**options: Any) -> RecurrentGemmaConfig:
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 64, "num_hidden_layers": 4,
-        "num_attention_heads": 3, "num_key_value_heads": 1, "attention_window_size": 7,
+    defaults = SIZES | {
+        "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 1,
+        "attention_window_size": 7,
     }  # fmt: skip
     return RecurrentGemmaConfig(**(defaults | options))
 

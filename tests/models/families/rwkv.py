@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import RwkvConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import SIZES
 
 
 def rwkv_config(**options: Any) -> RwkvConfig:
-    return RwkvConfig(**({"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3} | options))
+    return RwkvConfig(**(SIZES | {"num_hidden_layers": 3} | options))
 
 
 CONFIGS = {

@@ -6,15 +6,15 @@ from typing import Any
 
 from hybridmem.models.families.rwkv7 import RWKV7Config
 from tests.models import rwkv7_oracle
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import SIZES
 
 assert RWKV7Config is rwkv7_oracle.RWKV7Config  # importing the oracle makes transformers' auto classes know it
 
 
 def rwkv7_config(**options: Any) -> RWKV7Config:
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3, "head_dim": 8, "intermediate_size": 40,
-        "decay_low_rank_dim": 5, "gate_low_rank_dim": 7, "a_low_rank_dim": 4, "v_low_rank_dim": 3,
+    defaults = SIZES | {
+        "num_hidden_layers": 3, "head_dim": 8, "intermediate_size": 40, "decay_low_rank_dim": 5,
+        "gate_low_rank_dim": 7, "a_low_rank_dim": 4, "v_low_rank_dim": 3,
     }  # fmt: skip
     return RWKV7Config(**(defaults | options))
 

@@ -14,14 +14,10 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig, Qwen3_5C
 from hybridmem.memory import HybridMemory
 from hybridmem.models import load_model
 from tests.models.checkpoints import Peer, draw_tokens, randomise_, write_checkpoint
-from tests.models.families.qwen3_5 import qwen3_5_config, qwen3_5_moe_config
+from tests.models.families.qwen3_5 import EYES, qwen3_5_config, qwen3_5_moe_config
 from tests.tolerances import assert_logits_close
 
 TOKENS = draw_tokens(30)
-EYES = {
-    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24,
-    "num_position_embeddings": 4, "patch_size": 4,
-}  # fmt: skip
 
 
 def run(folder: Path) -> Tensor:

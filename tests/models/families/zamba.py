@@ -6,14 +6,14 @@ from typing import Any
 
 from transformers import ZambaConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import SIZES
 
 
 def zamba_config(layers: str = "HMH", **options: Any) -> ZambaConfig:
     """M stands for a Mamba layer, H for one with the shared block before it."""
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": len(layers),
-        "num_attention_heads": 6, "num_key_value_heads": 6, "mamba_d_state": 16, "n_mamba_heads": 2,
+    defaults = SIZES | {
+        "intermediate_size": 32, "num_hidden_layers": len(layers), "num_attention_heads": 6, "num_key_value_heads": 6,
+        "mamba_d_state": 16, "n_mamba_heads": 2,
         "layers_block_type": ["hybrid" if kind == "H" else "linear_attention" for kind in layers],
     }  # fmt: skip
     return ZambaConfig(**(defaults | options))

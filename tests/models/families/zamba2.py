@@ -6,14 +6,13 @@ from typing import Any
 
 from transformers import Zamba2Config
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import SIZES
 
 
 def zamba2_config(layers: str = "HHH", **options: Any) -> Zamba2Config:
     """M stands for a Mamba layer, H for one with a shared block before it."""
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": len(layers),
-        "num_attention_heads": 6,
+    defaults = SIZES | {
+        "intermediate_size": 32, "num_hidden_layers": len(layers), "num_attention_heads": 6,
         "layers_block_type": ["hybrid" if kind == "H" else "linear_attention" for kind in layers], "mamba_d_state": 16,
         "n_mamba_heads": 6, "mamba_ngroups": 2, "chunk_size": 8, "num_mem_blocks": 2,
         "use_shared_attention_adapter": True, "adapter_rank": 3, "use_mem_rope": True,

@@ -6,14 +6,13 @@ from typing import Any
 
 from transformers import ZayaConfig
 
-from tests.models.families.vocabulary import VOCAB
+from tests.models.families.vocabulary import SIZES
 
 
 def zaya_config(**options: Any) -> ZayaConfig:
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 20, "num_experts": 3,
-        "router_hidden_size": 12,
+    defaults = SIZES | {
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "moe_intermediate_size": 20, "num_experts": 3, "router_hidden_size": 12,
     }  # fmt: skip
     return ZayaConfig(**(defaults | options))
 
