@@ -17,6 +17,8 @@ import socket
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,8 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 NODE = Path(os.environ.get("NODE_CLIENTS", ROOT / ".node-clients"))
 _SECONDS = 300
+OTHER_WORDS = "My dog is called Rex, and I have a horse as well."
+"""A session that asks for nothing, and whose prompt begins like every other one."""
 
 
 def environment() -> dict[str, str]:
@@ -155,3 +159,43 @@ def cancel(command: list[str], folder: Path, env: dict[str, str], server: Script
         time.sleep(1)
         os.killpg(begun.pid, signal.SIGKILL)  # Codex is a program that starts another one.
     server.wait_until_idle()
+
+
+def loop(commands: tuple[list[str], list[str]], folder: Path, env: dict[str, str], server: ScriptedServer) -> None:
+    """Run a session in which tools are called, and one with other words. Only the new tokens of prompts are computed.
+
+    Args:
+        commands: the agent with the script of `steps`, and the agent with a text that asks for nothing.
+    """
+    n_before = len(server.requests())
+    assert run(commands[0], folder, env).strip() == "All is done."
+    requests = server.requests()[n_before:]
+    assert len(requests) >= 3 and all(each["prompt_tokens"] - each["cached_tokens"] < 500 for each in requests[-2:])
+    run(commands[1], folder, env)
+    last = server.requests()[-1]
+    assert last["prompt_tokens"] - last["cached_tokens"] <= 0.02 * last["prompt_tokens"]
+
+
+def restart(commands: tuple[list[str], list[str]], folder: Path, env: dict[str, str], server: ScriptedServer) -> None:
+    """Continue a session after a restart of the server, which then computes nearly nothing again.
+
+    Args:
+        commands: the agent that is to reply "One.", and the same session that is to reply "Two.".
+    """
+    assert run(commands[0], folder, env).strip() == "One."
+    server.stop()
+    server.start()
+    assert run(commands[1], folder, env).strip() == "Two."
+    (again, *_) = server.requests()
+    assert again["cached_tokens"] > 0.98 * again["prompt_tokens"]
+
+
+@contextmanager
+def small_server(folder: Path) -> Iterator[ScriptedServer]:
+    """Serve contexts of 4,096 tokens, into which no prompt of an agent fits."""
+    server = ScriptedServer(folder, options=("--max-tokens", "4096"))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()

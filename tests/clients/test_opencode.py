@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from scripts import ScriptedServer, program, run, steps, version_of  # type: ignore[import-not-found]
+from scripts import OTHER_WORDS, ScriptedServer, program, run, steps, version_of  # type: ignore[import-not-found]
 
 PACKAGE, VERSION = "opencode", version_of("opencode-ai")
 
@@ -26,6 +26,6 @@ def test_a_loop(scripted: ScriptedServer, tmp_path: Path) -> None:
     assert len(loop) >= 3 and all(each["prompt_tokens"] - each["cached_tokens"] < 500 for each in loop[-2:])
     # Another session with other words computes nearly nothing of its main prompt again.
     n_before = len(scripted.requests())
-    run([path, "run", "My dog is called Rex, and I have a horse as well."], tmp_path, env)
+    run([path, "run", OTHER_WORDS], tmp_path, env)
     main = max(scripted.requests()[n_before:], key=lambda each: each["prompt_tokens"])
     assert main["prompt_tokens"] - main["cached_tokens"] <= 0.02 * main["prompt_tokens"]

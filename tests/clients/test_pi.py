@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts import ScriptedServer, cancel, program, run, steps, version_of  # type: ignore[import-not-found]
+from scripts import OTHER_WORDS, ScriptedServer, cancel, program, restart, run, steps, version_of  # type: ignore[import-not-found]
 
 PACKAGE, VERSION = "pi", version_of("@mariozechner/pi-coding-agent")
 _OFFLINE = {"PI_OFFLINE": "1", "PI_SKIP_VERSION_CHECK": "1"}
@@ -34,7 +34,7 @@ def test_a_loop(scripted: ScriptedServer, pi: list[str], tmp_path: Path) -> None
     assert len(loop) == 3 and all(each["prompt_tokens"] - each["cached_tokens"] < 500 for each in loop[-2:])
     # Another session with other words computes nearly nothing again. The first one's words are longer than the rollback
     # window, so a checkpoint of up to 512 tokens before them counts.
-    run([*pi, "My dog is called Rex, and I have a horse as well."], tmp_path, env)
+    run([*pi, OTHER_WORDS], tmp_path, env)
     last = scripted.requests()[-1]
     assert last["prompt_tokens"] - last["cached_tokens"] <= 0.03 * last["prompt_tokens"]
 
@@ -47,9 +47,5 @@ def test_cancel(scripted: ScriptedServer, pi: list[str], tmp_path: Path) -> None
 def test_restart(scripted: ScriptedServer, pi: list[str], tmp_path: Path) -> None:
     """a restart of the server in the middle of a session."""
     env = {"HOME": str(tmp_path), **_OFFLINE}
-    assert run([*pi, "Hello. [[SAY One.]]"], tmp_path, env).strip() == "One."
-    scripted.stop()
-    scripted.start()
-    assert run([*pi, "--continue", "And now? [[SAY Two.]]"], tmp_path, env).strip() == "Two."
-    (again, *_) = scripted.requests()
-    assert again["cached_tokens"] > 0.98 * again["prompt_tokens"]
+    commands = [*pi, "Hello. [[SAY One.]]"], [*pi, "--continue", "And now? [[SAY Two.]]"]
+    restart(commands, tmp_path, env, scripted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts import ScriptedServer, program, run, steps, version_of  # type: ignore[import-not-found]
+from scripts import OTHER_WORDS, ScriptedServer, program, run, steps, version_of  # type: ignore[import-not-found]
 
 PACKAGE, VERSION = "Qwen Code", version_of("@qwen-code/qwen-code")
 
@@ -22,7 +22,7 @@ def test_a_loop(scripted: ScriptedServer, tmp_path: Path) -> None:
     # Another session with other words computes nearly nothing of its main prompt again.
     n_before = len(scripted.requests())
     run(
-        [*command, "My dog is called Rex, and I have a horse as well."],
+        [*command, OTHER_WORDS],
         tmp_path,
         env | {"OPENAI_BASE_URL": f"{scripted.url}/v1"},
     )

@@ -41,6 +41,21 @@ def asked(*parts: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 3, **options}
 
 
+BASE: dict[str, Any] = {"model": MODEL, "max_output_tokens": 3, "temperature": 0}
+SHOW = BASE | {
+    "input": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_image", "image_url": data_url(WIDE)},
+                {"type": "input_text", "text": "What is this?"},
+            ],
+        }
+    ]
+}
+"""A request of /v1/responses with a picture."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     folder, n = tmp_path_factory.mktemp("seeing"), len(tokenizer_of_speaker())
@@ -131,16 +146,8 @@ def test_dialects_make_the_same_prompt(server: Running) -> None:
 def test_stored_responses_go_on_behind_a_picture(server: Running, model: LanguageModel) -> None:
     server.forget()
     before = pictures_of(model).n_computed
-    content = [{"type": "input_image", "image_url": data_url(WIDE)}, {"type": "input_text", "text": "What is this?"}]
-    body = {"model": MODEL, "input": [{"role": "user", "content": content}], "max_output_tokens": 3, "temperature": 0}
-    first = post(server, body, "/v1/responses").json
-    more = {
-        "model": MODEL,
-        "input": "And now?",
-        "previous_response_id": first["id"],
-        "max_output_tokens": 3,
-        "temperature": 0,
-    }
+    first = post(server, SHOW, "/v1/responses").json
+    more = BASE | {"input": "And now?", "previous_response_id": first["id"]}
     second = post(server, more, "/v1/responses")
     assert second.status == 200, second.body
     details = second.json["usage"]["input_tokens_details"]
@@ -240,18 +247,10 @@ def test_a_host_is_named_without_scheme() -> None:
 
 
 def test_a_session_in_a_folder_keeps_its_pictures(model: LanguageModel, tmp_path: Path) -> None:
-    content = [{"type": "input_image", "image_url": data_url(WIDE)}, {"type": "input_text", "text": "What is this?"}]
-    body = {"model": MODEL, "input": [{"role": "user", "content": content}], "max_output_tokens": 3, "temperature": 0}
     options = ServerOptions(sessions=str(tmp_path))
     with running(model, tokenizer_of_speaker(), options, stop_ids=()) as server:
-        first = post(server, body, "/v1/responses").json
+        first = post(server, SHOW, "/v1/responses").json
     with running(model, tokenizer_of_speaker(), options, stop_ids=()) as server:
-        more = {
-            "model": MODEL,
-            "input": "And now?",
-            "previous_response_id": first["id"],
-            "max_output_tokens": 3,
-            "temperature": 0,
-        }
+        more = BASE | {"input": "And now?", "previous_response_id": first["id"]}
         answer = post(server, more, "/v1/responses")
         assert answer.status == 200 and answer.json["usage"]["input_tokens"] > N_ROWS

@@ -286,6 +286,16 @@ def change_entry(n: int, **changes: Any) -> Callable[[list[dict[str, Any]]], obj
     return lambda entries: entries[n].update(changes)
 
 
+def assert_refused(path: Path) -> None:
+    """A memory refuses to load the family in this file, and stays as it was."""
+    memory = make()
+    before = state_of(memory)
+    with pytest.raises(FormatError, match="saved"):
+        memory.load(path, family=True)
+    memory.check()
+    assert state_of(memory) == before
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -308,12 +318,7 @@ def test_a_family_with_a_right_checksum_and_wrong_content_is_refused(
     entries = json.loads(metadata["members"])
     change(entries)
     rewrite(path, tensors, metadata | {"members": json.dumps(entries)})
-    memory = make()
-    before = state_of(memory)
-    with pytest.raises(FormatError, match="saved"):
-        memory.load(path, family=True)
-    memory.check()
-    assert state_of(memory) == before
+    assert_refused(path)
 
 
 @pytest.mark.parametrize("change", ["tokens of two axes", "blocks of numbers"])
@@ -327,12 +332,7 @@ def test_a_family_with_tensors_that_are_none_of_ours_is_refused(change: str, tmp
         elif change == "blocks of numbers" and name.startswith("blocks"):
             tensors[name] = tensor.view(torch.int8)
     rewrite(path, tensors, metadata)
-    memory = make()
-    before = state_of(memory)
-    with pytest.raises(FormatError, match="saved"):
-        memory.load(path, family=True)
-    memory.check()
-    assert state_of(memory) == before
+    assert_refused(path)
 
 
 def test_a_family_without_room_loads_nothing_and_names_its_bytes(tmp_path: Path) -> None:

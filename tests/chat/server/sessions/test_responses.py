@@ -26,14 +26,6 @@ OPEN_TEMPLATE = (
 """Writes tools and calls as they are, and knows an option."""
 
 
-@pytest.fixture(scope="module")
-def server(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Running]:
-    with running(embedded, tokenizer, ServerOptions(default_tokens=32, isolate=True)) as server:
-        yield server
-        server.settle()
-        assert 'code="500"' not in server.call("GET", "/metrics").body.decode()
-
-
 @pytest.fixture
 def client(server: Running, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
     """Each test is somebody else."""

@@ -8,22 +8,11 @@ from typing import Any
 import openai
 import pytest
 
-from hybridmem.chat.prompts import Tokenizer
-from hybridmem.chat.server import ServerOptions
-from hybridmem.models import LanguageModel
-from tests.chat.servers import MODEL, PATIENCE_SECONDS, Running, running, wait_until
+from tests.chat.servers import MODEL, PATIENCE_SECONDS, Running, wait_until
 
 BASE: dict[str, Any] = {"model": MODEL, "temperature": 0}
 NO_REPLY = ({"tools": "x"}, {"temperature": "hot"}, {"temperature": 9}, {"max_output_tokens": -5}, {"instructions": 5})
 CAT, ASK, LUNA = "My cat is called Zoe.", "What is my cat called?", "My cat is called Luna."
-
-
-@pytest.fixture(scope="module")
-def server(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Running]:
-    with running(embedded, tokenizer, ServerOptions(default_tokens=32, isolate=True)) as server:
-        yield server
-        server.settle()
-        assert 'code="500"' not in server.call("GET", "/metrics").body.decode()
 
 
 class Caller:
