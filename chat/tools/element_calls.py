@@ -45,16 +45,14 @@ class ElementCalls(FramedCalls):
     def open(self, tools: Sequence[Tool]) -> Block:
         return ElementBlock(self, tools)
 
-    def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
-        names = [f"call{i}" for i in range(len(tools))]
-        writer = _Writer(self, literals)
-        rules = [self.frame.rule(names, literals, is_parallel=is_parallel)]
-        for name, tool in zip(names, tools, strict=True):
+    def rules_of(self, tools: Mapping[str, Tool], literals: Literals) -> list[str]:
+        rules, writer = list[str](), _Writer(self, literals)
+        for name, tool in tools.items():
             values = ValueRules(f"{name}v", tool.parameters, writer)
             members = {key: values.of(schema) for key, schema in properties_of(tool).items()}
             body = f"{json.dumps(tool.name)} {literals(self.name_end)} {writer.elements(members, required_of(tool))}"
             rules += [f"{name}: {body}", *values.rules]
-        return "\n".join([*rules, *writer.rules])
+        return [*rules, *writer.rules]
 
 
 class _Writer:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridmem.chat.tools.calls import ID, INDEX, Literals
+from hybridmem.chat.tools.calls import ID, INDEX, Literals, Tool
 
 MARK = re.compile(r"<[\w|｜/][^<>\s]*>|\[/?[A-Z_]+\]")
 """What most families write around calls and their parts."""
@@ -69,7 +70,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class FramedCalls:
+class FramedCalls(ABC):
     """Defines what the formats have in common whose calls are inside a frame and begin with the frame's mark.
 
     Attributes:
@@ -93,6 +94,19 @@ class FramedCalls:
     @property
     def marks(self) -> tuple[str, ...]:
         return (self.frame.mark,)
+
+    def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
+        by_name = {f"call{i}": tool for i, tool in enumerate(tools)}
+        frame = self.frame.rule(list(by_name), literals, is_parallel=is_parallel)
+        return "\n".join([frame, *self.rules_of(by_name, literals)])
+
+    @abstractmethod
+    def rules_of(self, tools: Mapping[str, Tool], literals: Literals) -> list[str]:
+        """Return the rules of calls without their frame.
+
+        Args:
+            tools: the tool that each rule calls, by the name of the rule.
+        """
 
 
 def _terms(*terms: str) -> str:

@@ -41,15 +41,13 @@ class GemmaCalls(FramedCalls):
     def open(self, tools: Sequence[Tool]) -> Block:
         return GemmaBlock(self)
 
-    def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
-        names = [f"call{i}" for i in range(len(tools))]
-        writer = _Writer(self.quote, literals)
-        rules = [self.frame.rule(names, literals, is_parallel=is_parallel)]
-        for name, tool in zip(names, tools, strict=True):
+    def rules_of(self, tools: Mapping[str, Tool], literals: Literals) -> list[str]:
+        rules, writer = list[str](), _Writer(self.quote, literals)
+        for name, tool in tools.items():
             values = ValueRules(f"{name}v", tool.parameters, writer)
             members = {key: values.of(schema) for key, schema in properties_of(tool).items()}
             rules += [f"{name}: {json.dumps(tool.name)} {writer.members(members, required_of(tool))}", *values.rules]
-        return "\n".join([*rules, *writer.rules])
+        return [*rules, *writer.rules]
 
 
 class _Writer:

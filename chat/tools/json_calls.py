@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridmem.chat.tools.calls import Block, CallPart, Literals, Tool, parse_json
 from hybridmem.chat.tools.example import NAME, Example
-from hybridmem.chat.tools.frames import Frame
+from hybridmem.chat.tools.frames import FramedCalls
 from hybridmem.chat.tools.tool_schemas import arguments_rule
 
 _NAMES, _ARGUMENTS, _IDS = ("name", "tool_name"), ("arguments", "parameters"), ("id", "tool_call_id")
@@ -28,7 +28,7 @@ _BETWEEN = " \n\r\t,;"
 
 
 @dataclass(frozen=True)
-class JsonCalls:
+class JsonCalls(FramedCalls):
     """Defines the format in which a block holds objects, or a list of objects.
 
     Attributes:
@@ -40,7 +40,6 @@ class JsonCalls:
         is_bare: whether a call without a mark may be the whole reply.
     """
 
-    frame: Frame
     name_key: str = "name"
     arguments_key: str = "arguments"
     id_key: str = ""
@@ -53,29 +52,17 @@ class JsonCalls:
         return tuple(mark for mark in (self.frame.mark, *self.other_marks) if mark)
 
     @property
-    def begun_by(self) -> str:
-        return self.frame.mark
-
-    @property
-    def has_blocks(self) -> bool:
-        return bool(self.frame.begin.strip())
-
-    @property
     def literals(self) -> tuple[str, ...]:
         return (*self.frame.texts, *self.other_marks)
 
     def open(self, tools: Sequence[Tool]) -> Block:
         return JsonBlock(self, tools)
 
-    def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
-        names = [f"call{i}" for i in range(len(tools))]
-        bodies = [self._body(tool, literals) for tool in tools]
-        rules = [f"{name}: {body}" for name, body in zip(names, bodies, strict=True)]
-        if self.id_key:
-            rules.append('call_id: "\\"" /[A-Za-z0-9]{9}/ "\\""')
-        return "\n".join([self.frame.rule(names, literals, is_parallel=is_parallel), *rules])
+    def rules_of(self, tools: Mapping[str, Tool], literals: Literals) -> list[str]:
+        call_id = ['call_id: "\\"" /[A-Za-z0-9]{9}/ "\\""'] if self.id_key else []
+        return [*(f"{name}: {self._body(tool)}" for name, tool in tools.items()), *call_id]
 
-    def _body(self, tool: Tool, literals: Literals) -> str:
+    def _body(self, tool: Tool) -> str:
         """Return an expression for an object that calls one function."""
         before = json.dumps(tool.name) if not self.name_key else f"{json.dumps(self.name_key)}: {json.dumps(tool.name)}"
         if self.name_key:

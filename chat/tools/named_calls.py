@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,11 +41,9 @@ class NamedCalls(FramedCalls):
     def open(self, tools: Sequence[Tool]) -> Block:
         return NamedBlock(self)
 
-    def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
-        names = [f"call{i}" for i in range(len(tools))]
-        frame = self.frame.rule(names, literals, is_parallel=is_parallel)
-        bodies = [f"{json.dumps(tool.name)} {literals(self.name_end)} {arguments_rule(tool)}" for tool in tools]
-        return "\n".join([frame, *(f"{name}: {body}" for name, body in zip(names, bodies, strict=True))])
+    def rules_of(self, tools: Mapping[str, Tool], literals: Literals) -> list[str]:
+        end = literals(self.name_end)
+        return [f"{name}: {json.dumps(tool.name)} {end} {arguments_rule(tool)}" for name, tool in tools.items()]
 
     @cached_property
     def head(self) -> re.Pattern[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,8 @@ class PythonCalls(FramedCalls):
     def open(self, tools: Sequence[Tool]) -> Block:
         return PythonBlock(self.frame.stop, tools)
 
-    def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
-        rules = [rule for i, tool in enumerate(tools) for rule in _rules_of(i, tool)]
-        frame = self.frame.rule([f"call{i}" for i in range(len(tools))], literals, is_parallel=is_parallel)
-        return "\n".join([frame, *rules])
+    def rules_of(self, tools: Mapping[str, Tool], literals: Literals) -> list[str]:
+        return [rule for name, tool in tools.items() for rule in _rules_of(name, tool)]
 
 
 def infer_python_calls(example: Example) -> PythonCalls | None:
@@ -57,7 +55,7 @@ def infer_python_calls(example: Example) -> PythonCalls | None:
     return PythonCalls(example.frame([call.span() for call in calls]))
 
 
-def _rules_of(i: int, tool: Tool) -> list[str]:
+def _rules_of(call: str, tool: Tool) -> list[str]:
     """Return the rules of one function. Required arguments come first, in the order of the schema.
 
     Values are written as JSON. Strings, numbers and lists are written the same way in Python, and the reader also
@@ -65,10 +63,10 @@ def _rules_of(i: int, tool: Tool) -> list[str]:
     """
     rules, terms = list[str](), dict[str, str]()
     for k, (name, schema) in enumerate(properties_of(tool).items()):
-        terms[name] = f"arg{i}_{k}"
+        terms[name] = f"{call}arg{k}"
         rules.append(f"{terms[name]}: {json.dumps(name + '=')} {argument_rule(tool, schema)}")
     arguments = joined_members(terms, required_of(tool), '", "')
-    return [f'call{i}: {json.dumps(tool.name + "(")} {arguments} ")"', *rules]
+    return [f'{call}: {json.dumps(tool.name + "(")} {arguments} ")"', *rules]
 
 
 class PythonBlock:

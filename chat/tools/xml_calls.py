@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -89,12 +89,10 @@ class XmlCalls(FramedCalls):
     def open(self, tools: Sequence[Tool]) -> Block:
         return XmlBlock(self, tools)
 
-    def rules(self, tools: Sequence[Tool], literals: Literals, *, is_parallel: bool) -> str:
-        rules = [rule for i, tool in enumerate(tools) for rule in self._rules_of(i, tool, literals)]
-        frame = self.frame.rule([f"call{i}" for i in range(len(tools))], literals, is_parallel=is_parallel)
-        return "\n".join([frame, *rules])
+    def rules_of(self, tools: Mapping[str, Tool], literals: Literals) -> list[str]:
+        return [rule for name, tool in tools.items() for rule in self._rules_of(name, tool, literals)]
 
-    def _rules_of(self, i: int, tool: Tool, literals: Literals) -> list[str]:
+    def _rules_of(self, call: str, tool: Tool, literals: Literals) -> list[str]:
         """Return the rules of one function.
 
         Its parameters come in the order of the schema; optional ones may be left out.
@@ -105,20 +103,20 @@ class XmlCalls(FramedCalls):
             allowed = allowed_by(schema, tool.parameters)
             key_end, texts = self.key_ends[0], allowed.literals
             if allowed.is_text:
-                rules.append(f"text{i}_{k}{how}: {any_text}")
-                body = f"text{i}_{k}"
+                rules.append(f"{call}text{k}{how}: {any_text}")
+                body = f"{call}text{k}"
             elif (most := longest_text(schema, tool.parameters)) is not None:
                 bounded, how_bounded = literals.until(self.value_end, most)
-                rules.append(f"text{i}_{k}{how_bounded}: {bounded}")
-                body = f"text{i}_{k}"
+                rules.append(f"{call}text{k}{how_bounded}: {bounded}")
+                body = f"{call}text{k}"
             elif texts and all(isinstance(text, str) for text in texts):
                 body = f"({' | '.join(json.dumps(text) for text in texts)}) {literals(self.value_end)}"
             else:
                 key_end = self.key_ends[-1]
                 body = f"{argument_rule(tool, schema)} {literals(self.value_end)}"
-            rules.append(f"param{i}_{k}: {literals(self.key_begin)} {json.dumps(name)} {literals(key_end)} {body}")
-            terms.append(f"param{i}_{k}" + ("" if name in required else "?"))
-        return [" ".join([f"call{i}: {json.dumps(tool.name)}", literals(self.name_end), *terms]), *rules]
+            rules.append(f"{call}param{k}: {literals(self.key_begin)} {json.dumps(name)} {literals(key_end)} {body}")
+            terms.append(f"{call}param{k}" + ("" if name in required else "?"))
+        return [" ".join([f"{call}: {json.dumps(tool.name)}", literals(self.name_end), *terms]), *rules]
 
     @cached_property
     def patterns(self) -> Patterns:
