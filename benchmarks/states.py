@@ -1,4 +1,4 @@
-"""Measures recurrent states: bytes of a rollback window, drift of 16-bit states, and deferred writes."""
+"""Measures recurrent states: bytes of a rollback window and drift of 16-bit states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from transformers import BambaConfig, Mamba2Config, PreTrainedConfig, Qwen3_5TextConfig
 
-from benchmarks.deferred import deferred
 from benchmarks.harness import Report
 from hybridmem.memory import HybridMemory, MemorySpec, RecurrentSpec
 from hybridmem.memory.recurrences import DeltaRuleShape, SSDShape, mamba1_spec
@@ -33,12 +32,11 @@ PEERS = (
 
 
 def states(*, quick: bool) -> Report:
-    """Measure recurrent states: bytes of a rollback window, drift of 16-bit states, and deferred writes."""
+    """Measure recurrent states: bytes of a rollback window and drift of 16-bit states."""
     report = Report("states")
     report.notes.append(PEERS)
     _windows(report)
     _drift(report, quick=quick)
-    deferred(report, quick=quick)
     return report
 
 

@@ -44,7 +44,7 @@ WITH_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "rollback": (books.rollback, BOOK_TESTS),
     "sampling": (sampling.sampling, ("tests/chat/sampling/test_sampling.py",)),
     "speculative": (speculative.speculative, ("tests/chat/decoding/test_speculative.py",)),
-    "states": (states.states, ("tests/benchmarks/test_deferred.py", *BOOK_TESTS)),
+    "states": (states.states, BOOK_TESTS),
 }
 """Names of commands, with what they measure and the tests that must pass before."""
 WITHOUT_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {
