@@ -50,9 +50,9 @@ class Parts:
         return Parts(model, tokenizer, grammars, encode_chat(tokenizer, _ASKED))
 
 
-def write_all(parts: Parts, schemas: list[dict[str, Any]], *, n_running: int = 32) -> list[Generation | str]:
+def write_all(parts: Parts, schemas: list[dict[str, Any]]) -> list[Generation | str]:
     """Return the embedded model's sampled reply for each schema, or a text that says why the schema was refused."""
-    engine = Engine(parts.model, HybridMemory(parts.model.memory_spec, "1GiB"), parts.tokenizer, max_running=n_running)
+    engine = Engine(parts.model, HybridMemory(parts.model.memory_spec, "1GiB"), parts.tokenizer, max_running=32)
     written = list[Generation | str]()
     for seed, schema in enumerate(schemas):
         try:

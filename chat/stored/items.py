@@ -72,12 +72,12 @@ def picture_part(url: str, detail: str) -> Item:
     return {"type": "input_image", "image_url": url, "detail": detail}
 
 
-def text_item(role: str, text: str, *, kind: str = "msg") -> Item:
+def text_item(role: str, text: str) -> Item:
     """Return a message with one text."""
     part: Item = {"type": "input_text", "text": text}
     if role == "assistant":
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {"id": new_id(kind), "type": "message", "role": role, "status": "completed", "content": [part]}
+    return {"id": new_id("msg"), "type": "message", "role": role, "status": "completed", "content": [part]}
 
 
 def joined_name(namespace: str, name: str) -> str:

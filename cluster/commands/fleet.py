@@ -28,12 +28,12 @@ COLUMNS = (
 
 
 def simulate_policies(
-    setup: FleetSetup, habits: FleetHabits, spec: MemorySpec, policies: tuple[str, ...] = ROUTERS, seed: int = 0
+    setup: FleetSetup, habits: FleetHabits, spec: MemorySpec, seed: int = 0
 ) -> dict[str, dict[str, Any]]:
     """Play the same sessions with each policy, and return a report for each."""
     sizes = Sizes.of(spec)
     found = {}
-    for policy in policies:
+    for policy in ROUTERS:
         report = simulate_fleet(replace(setup, policy=policy), habits, sizes, seed).to_json()
         for name in ("first_token_p50", "first_token_p99"):
             report[f"{name}_ms"] = 1000 * report[f"{name}_seconds"]

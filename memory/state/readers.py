@@ -17,7 +17,7 @@ from hybridmem.memory.blocks.arrays import Int64s, ranges, starts_of
 from hybridmem.memory.blocks.staging import is_placed
 from hybridmem.memory.errors import SpecError, StepError
 from hybridmem.memory.interface import Packed
-from hybridmem.memory.kernels import Kernels, Prepared, Tail
+from hybridmem.memory.kernels import Prepared, Tail
 from hybridmem.memory.sequences.folding import NOTHING, Pass, StateAddresses, schedule
 from hybridmem.memory.specs import RecurrentSpec
 from hybridmem.memory.state.access import BlockAccess, Recurrence, Segments, States
@@ -79,9 +79,9 @@ class HeadReader:
     written to a new block.
     """
 
-    def __init__(self, specs: list[RecurrentSpec], blocks: TailBlocks, kernels: Kernels | None = None) -> None:
+    def __init__(self, specs: list[RecurrentSpec], blocks: TailBlocks) -> None:
         self.specs = specs
-        self.access = BlockAccess(blocks, kernels)
+        self.access = BlockAccess(blocks)
         self._blocks = blocks
 
     def plan(self, step: TailStep) -> HeadReads:
@@ -183,14 +183,14 @@ class TailReader:
     Raises SpecError if a recurrence has a state that is needed at each token (`StateTensor.ring`).
     """
 
-    def __init__(self, specs: list[RecurrentSpec], blocks: TailBlocks, kernels: Kernels | None = None) -> None:
+    def __init__(self, specs: list[RecurrentSpec], blocks: TailBlocks) -> None:
         if unable := sorted({spec.family for spec in specs if not spec.can_defer}):
             names = ", ".join(unable)
             raise SpecError(
                 f"fold='defer' is not for {names}: a state of theirs is needed at each token; choose 'replay'"
             )
         self.specs = specs
-        self.access = BlockAccess(blocks, kernels)
+        self.access = BlockAccess(blocks)
         self._blocks = blocks
         self._part_sizes = {field.dtype.itemsize for field in blocks.tail_layout.fields}
         self._rings = list(map(self._rings_of, specs, self.access.tails))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import Request
@@ -52,9 +52,8 @@ class MemoryView:
     All listeners share the pause between two snapshots, so many listeners slow the engine no more than one does.
     """
 
-    def __init__(self, service: Served, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, service: Served) -> None:
         self._service = service
-        self._clock = clock
         self._lock = asyncio.Lock()
         self._next_at = 0.0
         self._last: tuple[Chosen, Taken] | None = None
@@ -82,7 +81,7 @@ class MemoryView:
         self.n_listeners += 1
         try:
             yield taken.event
-            sent_at = self._clock()
+            sent_at = time.perf_counter()
             while self._service.is_open:
                 await asyncio.sleep(LEAST_SECONDS)
                 if self._state() != taken.state:
@@ -93,10 +92,10 @@ class MemoryView:
                         yield f"event: closed\ndata: {event}\n\n"
                         taken = await self._take(None)
                     yield taken.event
-                    sent_at = self._clock()
-                elif self._clock() - sent_at > _QUIET_SECONDS:
+                    sent_at = time.perf_counter()
+                elif time.perf_counter() - sent_at > _QUIET_SECONDS:
                     yield ": nothing has changed\n\n"
-                    sent_at = self._clock()
+                    sent_at = time.perf_counter()
         finally:
             self.n_listeners -= 1
 
@@ -112,10 +111,10 @@ class MemoryView:
         """
         async with self._lock:
             if self._last is not None and self._last[0] == sequence_id:
-                if self._clock() < self._next_at or self._state() == self._last[1].state:
+                if time.perf_counter() < self._next_at or self._state() == self._last[1].state:
                     return self._last[1]
-            await asyncio.sleep(self._next_at - self._clock())
-            started, state = self._clock(), self._state()
+            await asyncio.sleep(self._next_at - time.perf_counter())
+            started, state = time.perf_counter(), self._state()
             shown, event, seconds = await asyncio.to_thread(self._count, sequence_id)
             self.n_snapshots += 1
             self._next_at = started + seconds / _MOST_SHARE

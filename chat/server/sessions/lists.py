@@ -11,23 +11,22 @@ from hybridmem.chat.server.errors import ApiError, clip
 _MOST = 100
 
 
-def read_limit(request: Request, default: int = 20) -> int:
+def read_limit(request: Request) -> int:
     """Return how many entries a page has. Raises ApiError 400."""
-    text = request.query_params.get("limit", str(default))
+    text = request.query_params.get("limit", "20")
     if not (text.isdecimal() and len(text) < 5 and 1 <= int(text) <= _MOST):
         message = f"Invalid 'limit': it must be 1 ... {_MOST}; got {clip(text)!r}."
         raise ApiError(400, message, param="limit", code="invalid_value")
     return int(text)
 
 
-def page_of(request: Request, entries: list[dict[str, Any]], *, order: str = "desc") -> dict[str, Any]:
+def page_of(request: Request, entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the page of a list for which a request asks. Raises ApiError 400 for wrong parameters.
 
     Args:
-        entries: all entries, in ascending order.
-        order: the order if the request names none.
+        entries: all entries, in ascending order. If the request names no order, they are returned in descending order.
     """
-    limit, wanted = read_limit(request), request.query_params.get("order", order)
+    limit, wanted = read_limit(request), request.query_params.get("order", "desc")
     if wanted not in ("asc", "desc"):
         message = f"Invalid 'order': it must be 'asc' or 'desc'; got {clip(wanted)!r}."
         raise ApiError(400, message, param="order", code="invalid_value")
