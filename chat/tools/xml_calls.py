@@ -71,7 +71,7 @@ class XmlCalls(FramedCalls):
 
     @cached_property
     def marks(self) -> tuple[str, ...]:
-        """Return the mark, and the text that follows it, because some models leave the mark out."""
+        """Return the mark, and the text after it, with which models begin that leave the mark out."""
         second = self.inner_opening.strip()
         is_clear = len(second) > 3 and not second[0].isalnum()
         return (self.frame.mark, second) if is_clear else (self.frame.mark,)

@@ -102,7 +102,8 @@ class Idempotency:
         digest = hashlib.sha256(request.body).hexdigest()
         if name not in self._recordings and (stored := await self._stored(name)) is not None:
             self._recordings.setdefault(name, stored)
-        # Nothing waits after this line. The same key may have come during the waits before it.
+        # Another request with the same key may have come while this one waited for the store. From here on, no `await`
+        # comes before the recording is entered.
         recording = self._recordings.get(name)
         if recording is None or recording.error is not None:
             recording = self._recordings[name] = Recording(digest)

@@ -151,8 +151,8 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
     def _plan_reads(self, step: TailStep) -> Reads:
         packed, before, after, states, tails = step.packed, step.before, step.after, self.states, self.tails
         rules, upload, tokens = self.rules, self._store.upload, None
-        # A sequence has gone beyond its present start if the last fold point that it has passed at the start is before
-        # its body.
+        # If a sequence was longer once, before a rollback, its body may be after the last fold point that a sequence of
+        # its present length has passed.
         has_gone_beyond = (packed.starts < before.body_at + rules.rollback_window) & (before.body_at > 0)
         is_copied = (packed.starts < after.body_at) | has_gone_beyond
         in_place = (~is_copied).nonzero()[0]

@@ -93,9 +93,9 @@ class KeptRows:
         return min(fold_point, self.policy.budget_tokens)
 
     def evicted(self, since: int, until: int) -> list[slice]:
-        """Return the places in a body of rows that folds evicted, after fold point `since` and up to `until`.
+        """Return where a body holds the rows that were evicted by the folds after `since`, up to the one at `until`.
 
-        The fold at `since` itself does not count. The rows that were evicted first come first.
+        The rows that were evicted first come first.
         """
         budget, ring_rows = self.policy.budget_tokens, max(1, self.ring_rows)
         first, last = (at - self.n_kept(at) for at in (since, until))
@@ -143,7 +143,7 @@ class KeptRows:
         return _exact(self.all_of(body).between(0, self.n_kept(body_at)))
 
     def evicted_of(self, body: list[Tensor], since: int, until: int) -> Rows:
-        """Return the rows of a body that folds have evicted, with the arguments of `evicted`."""
+        """Return the rows that were evicted by the folds after `since`, up to the one at `until`."""
         rows = self.all_of(body)
         return _exact(Rows.join([rows.between(own.start, own.stop) for own in self.evicted(since, until)]))
 

@@ -96,7 +96,7 @@ class HostedAttention:
         return self.near.least_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Return (4, N) bytes of the budget. Pages in host memory take none of it."""
+        """Return (4, N) bytes on the device, as `LayerMemory.bytes_for` does. Sequences in host memory take none."""
         return np.where(self._are_far(stretch.slots), 0, self.near.bytes_for(stretch))
 
     # Where sequences are

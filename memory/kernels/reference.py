@@ -320,7 +320,7 @@ def matrix_scan(
                 write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
             if t >= start:
                 update = _update(s_HVN, t, k_TGN, v_THV, log_decay, erase, strength_TH)
-                if tail is not None:  # Add the tokens that the ring holds, which are rounded to its dtype.
+                if tail is not None:  # The ring holds the update in its own dtype, so add it as rounded.
                     update = tuple(x.to(flat.dtype) for x, flat in zip(update, tail.flats, strict=True))
                 updates.append(update)
             s_HVN = _updated(s_HVN, *updates[t - first])
@@ -420,7 +420,7 @@ def stabilise(gate_TH: Tensor, log_decay_TH: Tensor, state: StateSlots) -> Tenso
     out_3TH = gate_TH.new_empty(3, *gate_TH.shape, dtype=torch.float32)
     for i, m_H in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
         start, end = state.cu_rows.host[i : i + 2].tolist()
-        # Entry p is m behind p tokens from the state on.
+        # Entry p is m after the first p tokens behind the state.
         behind = [m_H] if state.tail is None else [m_H, *tail_rows(state.tail, i, [state.shape])[0].float()]
         for t in range(start, end):
             faded_H = behind[-1] + log_decay_TH[t].float()

@@ -152,7 +152,8 @@ class Attached:
         self._forwards.append(_Forward(hf_model, self._run, self._cache_name, "position_ids"))
         self._prepare = hf_model.prepare_inputs_for_generation
         hf_model.prepare_inputs_for_generation = self._check_prompt
-        # Assisted generation reads the cache from the outputs by this name, so it needs a model that returns it.
+        # Assisted generation reads the cache from the model's outputs by the name of the cache's parameter. So it works
+        # only with models that return the cache.
         self._lifts_guard = type(hf_model)._is_stateful and self._cache_name in self._parameters
         if self._lifts_guard:
             hf_model._is_stateful = False

@@ -132,7 +132,7 @@ class Attention:
         return self.out(y if self.gate is None else y * self._spread(self.gate(x_TM)))
 
     def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], step: Step, *, scale: float) -> Tensor:
-        """Return x + s self(norm(x), step)."""
+        """Return x + scale * self(norm(x), step)."""
         if not isinstance(self.qkv, Linear):
             return add_scaled(x_TM, self(norm(x_TM), step), scale)
         linears = (self.qkv,) if self.gate is None else (self.qkv, self.gate)

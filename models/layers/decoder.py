@@ -110,7 +110,7 @@ class Block:
         return x_TM
 
     def _add(self, x_TM: Tensor, norm: Function, part: Callable[..., Tensor], *arguments: Step) -> Tensor:
-        """Return x + s part(norm(x)). Parts with `add_to` compute this in fewer calls."""
+        """Return x + scale * part(norm(x)). Parts with `add_to` compute this in fewer calls."""
         if (add_to := getattr(part, "add_to", None)) is not None:
             return add_to(x_TM, norm, *arguments, scale=self.scale)  # type: ignore[no-any-return]
         return add_scaled(x_TM, part(norm(x_TM), *arguments), self.scale)

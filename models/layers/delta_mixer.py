@@ -127,7 +127,7 @@ class DeltaMixer:
         return self._out(self._mix(self._rows(x_TM), step) * self._gate(x_TM))
 
     def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], step: Step, *, scale: float) -> Tensor:
-        """Return x + s self(norm(x), step)."""
+        """Return x + scale * self(norm(x), step)."""
         rows_TR, gate = normed_products(x_TM, norm, self._rows, self._gate)
         return add_product(x_TM, self._out, self._mix(rows_TR, step), gate, scale=scale)
 

@@ -143,7 +143,7 @@ def add_product(
 def add_gated_mlp(
     x_TM: Tensor, norm: Callable[[Tensor], Tensor], gate: Linear, up: Linear, down: Linear, *, scale: float
 ) -> Tensor:
-    """Return x + s down(gate(norm(x)) * up(norm(x))). For few rows it is one call, with the same bits."""
+    """Return x + scale * down(gate(norm(x)) * up(norm(x))). For few rows it is one call, with the same bits."""
     plan, up_plan, down_plan = gate.compiled, up.compiled, down.compiled
     if plan is not None and up_plan is not None and down_plan is not None and isinstance(norm, RMSNorm):
         if scale == 1.0 and (found := plan.gated_mlp(x_TM, norm, up_plan, down_plan)) is not None:

@@ -158,7 +158,7 @@ class MambaMixer:
         return self._out(y_TE * self._gate(x_TM))
 
     def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], step: Step, *, scale: float) -> Tensor:
-        """Return x + s self(norm(x), step)."""
+        """Return x + scale * self(norm(x), step)."""
         rows, gate = normed_products(x_TM, norm, self._rows, self._gate)
         return add_product(x_TM, self._out, step.recur(self._layer, rows, self._recurrence), gate, scale=scale)
 
@@ -226,7 +226,7 @@ class Mamba2Mixer:
         return self._out(self._norm(y_TI, gate_TI))
 
     def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], step: Step, *, scale: float) -> Tensor:
-        """Return x + s self(norm(x), step)."""
+        """Return x + scale * self(norm(x), step)."""
         rows, gate = normed_products(x_TM, norm, self._rows, self._gate)
         y_TI = self._norm_before(step.recur(self._layer, rows, self._recurrence))
         return add_product(x_TM, self._out, y_TI, gate, self._norm, scale=scale)

@@ -33,7 +33,7 @@ class MLP:
         return self.down(self.up(x_TM))
 
     def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], *, scale: float) -> Tensor:
-        """Return x + s self(norm(x))."""
+        """Return x + scale * self(norm(x))."""
         (up,) = normed_products(x_TM, norm, self.up)
         return add_product(x_TM, self.down, up, scale=scale)
 
@@ -71,5 +71,5 @@ class GatedMLP:
         return self.down(self.gate(x_TM) * self.up(x_TM))
 
     def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], *, scale: float) -> Tensor:
-        """Return x + s self(norm(x))."""
+        """Return x + scale * self(norm(x))."""
         return add_gated_mlp(x_TM, norm, self.gate, self.up, self.down, scale=scale)

@@ -38,7 +38,7 @@ class ShortConvMixer:
         return self._out(out_gate_TM * y_TM)
 
     def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], step: Step, *, scale: float) -> Tensor:
-        """Return x + s self(norm(x), step)."""
+        """Return x + scale * self(norm(x), step)."""
         (parts,) = normed_products(x_TM, norm, self._in)
         return add_product(x_TM, self._out, *self._mix(parts, step), scale=scale)
 

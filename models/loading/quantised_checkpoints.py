@@ -166,7 +166,11 @@ class _Scheme:
         )
 
     def rank(self, module: str) -> int:
-        """Return how well the targets name a module: 3 by name or pattern, 2 by a likely class, 1 by another one."""
+        """Return how well the targets fit a module. The scheme with the highest number stores the module.
+
+        3: a target is the module's name, or a pattern of it. 2: a target is the class that the name suggests. 1: a
+        target is another class. 0: no target fits.
+        """
         for target in self.targets:
             pattern = target.removeprefix("re:")
             if target == module or (pattern != target and re.match(pattern, module)):

@@ -68,7 +68,7 @@ class _Rounded:
             self.integers.append(b.fsub(b.fadd(b.fmul(x, factor), ROUNDER), ROUNDER))
 
     def as_words(self) -> ir.Value:
-        """Return the integers as 16-bit integers, or zeros if the unit is no number above 0."""
+        """Return the integers with 16 bits each. They are all 0 if the unit is 0 or NaN."""
         b = self.b
         ints = [b.trunc(b.fptosi(half, INTS), ir.VectorType(I16, BLOCK)) for half in self.integers]
         every = in_every_lane(b, self._is_number, 2 * BLOCK)

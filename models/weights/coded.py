@@ -128,7 +128,7 @@ def plain_form(name: str, layout: Layout) -> Form:
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """Return, in bfloat16, half of the powers of two that bytes encode with a bias of 127."""
+    """Return 2**(byte - 128) for each byte, in bfloat16: half of the power of two for which the byte stands."""
     wide = exponents.to(torch.int16)
     return torch.where(wide < 2, 0x20 << wide.clamp(max=1), wide - 1 << 7).to(torch.int16).view(torch.bfloat16)
 

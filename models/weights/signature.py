@@ -75,7 +75,9 @@ def sample_of(tensor: Tensor, dtype: torch.dtype, factor: float | Tensor | None 
 
 
 def signature_of(config: PreTrainedConfig, dtype: torch.dtype, samples: Mapping[str, bytes]) -> str | None:
-    """Return `MemorySpec.weights` of a model: the dtype of its weights, a colon, and a digest; None without numbers.
+    """Return `MemorySpec.weights` of a model: the dtype of its weights, a colon, and a digest.
+
+    None: all samples are empty, as those of tensors without numbers are.
 
     Args:
         samples: name of a tensor -> the result of `sample_of` for it.

@@ -37,7 +37,7 @@ def _stabilise(
     gate_TH, log_decay_TH, cu_rows, flat, sources, targets, initial, has_tail, ring, old, new, ring_rows, firsts,
     counts, folds, out_3TH,
 ):  # fmt: skip
-    """Advance m. A few heads a token are too little work for threads."""
+    """Advance the stabiliser m of each head by a segment's tokens. This is too little work for several threads."""
     n_heads = gate_TH.shape[1]
     m = np.empty(n_heads, np.float32)
     for i in range(len(cu_rows) - 1):

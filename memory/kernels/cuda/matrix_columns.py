@@ -190,7 +190,7 @@ def _advance(
             other = _load(b, b_stride, h, rows, end, n, n_columns)
         else:
             u -= beta * found
-    if HAS_TAIL:  # Add the numbers that the rings hold, which are rounded to their dtypes.
+    if HAS_TAIL:  # The rings hold these numbers in dtypes of their own, so add them as rounded.
         u = u.to(writes.dtype.element_ty).to(tl.float32)
         if HAS_B:
             found = found.to(finds.dtype.element_ty).to(tl.float32)

@@ -282,7 +282,10 @@ def fold_tail(
 
 @triton.jit
 def _decays(p, count, end, ring, old, rows, row_stride, first, ring_rows, n_heads):
-    """Load log decays of positions p < end: (BLOCK,), zeros elsewhere. From `count` on they are the segment's own."""
+    """Load the log decays of positions p < end, and zeros for others: (BLOCK,).
+
+    The first `count` positions are tokens of the tail, in the ring. The segment's own tokens follow them.
+    """
     is_old, is_new = (p < count) & (p < end), (p >= count) & (p < end)
     old_fade = tl.load(ring + old + (first + p) % ring_rows * n_heads, mask=is_old, other=0.0)
     return old_fade + tl.load(rows + (p - count) * row_stride, mask=is_new, other=0.0).to(tl.float32)

@@ -1,6 +1,7 @@
 """Computes prompts on the GPU by libraries that are made for them: causal-conv1d and mamba-ssm.
 
-The versions are 1.4 or newer and 2.2 or newer. Their public functions are called for one sequence after the other.
+causal-conv1d must be of version 1.4 or newer, and mamba-ssm of version 2.2 or newer. Their public functions are
+called for one sequence after the other.
 Matrix states are not computed by them, because mamba-ssm's scan takes time steps and rates where `matrix_scan` has
 decays and strengths. Neither library can start from a tail or return a state within a prompt.
 """
