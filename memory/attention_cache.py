@@ -393,7 +393,7 @@ class AttentionCache:
     def _check_slot(self, slot: int, length: int, peak: int) -> None:
         n_pages, first, page_tokens = len(self._table[slot]), self._first_page.get(slot, 0), self.page_tokens
         expected = int(self.grid.first_page(np.array(peak)))
-        if not expected <= first <= self.grid.last_first_page(np.array(peak)):
+        if first != expected:
             raise IntegrityError(f"slot {slot} holds pages from {first} on, its peak {peak} makes it {expected}")
         if not 0 <= (oldest := self._oldest.get(slot, 0)) <= self.grid.oldest_wanted(np.array(peak)):
             raise IntegrityError(f"slot {slot} has rows from {oldest} on, its peak {peak} needs older ones")

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -19,14 +19,13 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.server.checked import Checked, read_request
 from hybridmem.chat.server.errors import ApiError, stopping
 from hybridmem.chat.server.guard import exchange_of
 from hybridmem.chat.server.lengths import check_lists
 from hybridmem.chat.server.schema import Prompt, read_prompts
-from hybridmem.chat.server.texts import Texts
+from hybridmem.chat.server.service import Service
 from hybridmem.memory import CapacityError
 from hybridmem.models.layers.decoder import HIDDEN_STATES
 
@@ -62,19 +61,6 @@ def find_pooling(folder: Path | None) -> Pooling | None:
     return "last" if told.get("pooling_mode_lasttoken") else None
 
 
-class Served(Protocol):
-    """Declares what the endpoint reads of the service."""
-
-    engine: Engine
-    texts: Texts
-    context_tokens: int
-    model_id: str
-    is_open: bool
-
-    def check_model(self, name: str) -> None: ...
-    def encode(self, texts: Tokenizer, prompt: Prompt, param: str) -> list[int]: ...
-
-
 class Embedding:
     """Computes embeddings between the engine's steps, one chunk of an input at a time, so that replies go on.
 
@@ -82,7 +68,7 @@ class Embedding:
         pooling: the model's pooling. None: requests must name it.
     """
 
-    def __init__(self, service: Served, pooling: Pooling | None) -> None:
+    def __init__(self, service: Service, pooling: Pooling | None) -> None:
         self._service = service
         self._pooling = pooling
         self._turn = asyncio.Lock()
@@ -111,9 +97,7 @@ class Embedding:
             async with self._turn:
                 vectors.append(await asyncio.to_thread(self._compute, token_ids, pooling))
         n_tokens = sum(map(len, inputs))
-        exchange.notes["prompt_tokens"] = n_tokens
-        if exchange.use is not None:
-            exchange.use.charge(n_tokens)
+        exchange.charge({"prompt_tokens": n_tokens, "total_tokens": n_tokens})
         return asked, vectors, n_tokens
 
     def _read(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import Counter
 from starlette.responses import Response
@@ -132,6 +132,15 @@ class Exchange:
         """Add to the reply which parts of the request were accepted but not carried out."""
         if left_out:
             self.more_usage["left_out"] = list(left_out)
+
+    def charge(self, usage: Mapping[str, Any]) -> None:
+        """Charge the tokens of the finished request to its key, and add them to the access log."""
+        if self.use is not None:
+            self.use.charge(usage["total_tokens"])
+        self.notes["prompt_tokens"] = usage["prompt_tokens"]
+        if "completion_tokens" in usage:
+            self.notes["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
+            self.notes["completion_tokens"] = usage["completion_tokens"]
 
     def take_place(self) -> None:
         """Take a place among the requests that are being answered, until the end. Raises ApiError 429."""

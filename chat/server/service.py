@@ -38,7 +38,6 @@ from hybridmem.chat.server.schema import ChatRequest, CommonRequest, CompletionR
 from hybridmem.chat.server.shaping import NewReader, Shaping
 from hybridmem.chat.server.streams import OpenAIWriter, Style, Writer, first_piece, write_stream
 from hybridmem.chat.server.texts import LONG_BYTES, Texts
-from hybridmem.chat.server.usage import account_for
 from hybridmem.memory import CapacityError, FormatError, IntegrityError
 from hybridmem.models.vision.pictures import Pictures
 
@@ -371,7 +370,9 @@ class Service:
             raise ApiError(400, f"{error}.", code="context_length_exceeded") from None
         self._live.add(replies)
         exchange.replies = replies
-        exchange.at_end += [replies.cancel, lambda: self._live.discard(replies), lambda: account_for(exchange, replies)]
+        exchange.at_end += [
+            replies.cancel, lambda: self._live.discard(replies), lambda: exchange.charge(replies.usage())
+        ]  # fmt: skip
         return replies
 
     async def run(self, exchange: Exchange, prompts: list[PromptRequest]) -> Replies:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -14,9 +14,8 @@ from hybridmem.chat.server.checked import Checked, Neutral, read_request
 from hybridmem.chat.server.errors import ApiError
 from hybridmem.chat.server.lengths import check_lists
 from hybridmem.chat.server.schema import Message
-from hybridmem.chat.server.shaping import Shaping
+from hybridmem.chat.server.service import Service
 from hybridmem.chat.server.template_fields import TemplateFields
-from hybridmem.chat.server.texts import Texts
 from hybridmem.memory import FormatError
 
 Ids = Annotated[list[int], Field(max_length=1 << 20)]
@@ -52,23 +51,10 @@ class DetokenizeRequest(Checked):
     tokens: Ids
 
 
-class Served(Protocol):
-    """Declares the attributes of the service that the endpoints read."""
-
-    texts: Texts
-    shaping: Shaping
-    context_tokens: int
-    model_id: str
-
-    @property
-    def n_vocab(self) -> int: ...
-    def check_model(self, name: str) -> None: ...
-
-
 class Tokenizing:
     """Answers both requests in the threads of the tokenizer. The model is not used."""
 
-    def __init__(self, service: Served) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
 
     async def tokenize(self, request: Request) -> Response:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from hybridmem.chat.engine.requests import Generation
-from hybridmem.chat.server.keys import Use
 
 _NO_CACHE = "this server keeps no prefixes"
 _GOES_ON = "the conversation's own sequence goes on"
@@ -53,35 +52,6 @@ def explain(prompts: list[Generation], replies: list[Generation]) -> dict[str, A
         "prefill_seconds": _longest((g.admitted_at, g.first_token_at or g.finished_at) for g in replies),
         "decode_seconds": _longest((g.first_token_at, g.finished_at) for g in replies),
     }
-
-
-class Charged(Protocol):
-    """Declares the attributes of an exchange that are written at its end."""
-
-    notes: dict[str, object]
-
-    @property
-    def use(self) -> Use | None: ...
-
-
-class Replied(Protocol):
-    """Declares the attributes of replies that are read at the end."""
-
-    generations: dict[int, Generation]
-
-    def usage(self) -> dict[str, Any]: ...
-
-
-def account_for(exchange: Charged, replies: Replied) -> None:
-    """Charge the tokens of a finished request to its key, and add them to the access log."""
-    usage = replies.usage()
-    if exchange.use is not None:
-        exchange.use.charge(usage["total_tokens"])
-    exchange.notes.update(
-        prompt_tokens=usage["prompt_tokens"],
-        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-        completion_tokens=usage["completion_tokens"],
-    )
 
 
 def reused_tokens(generation: Generation) -> int:

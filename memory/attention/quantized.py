@@ -61,10 +61,6 @@ class FoldGrid(PageGrid):
     def first_page(self, peaks: Int64s) -> Int64s:
         return self.n_groups(peaks - self.rollback_window) * self.group_pages
 
-    def last_first_page(self, peaks: Int64s) -> Int64s:
-        # A file of format 3 or an earlier one holds no more exact pages than these.
-        return self.n_groups(peaks) * self.group_pages
-
     def horizon_of(self, n_groups: Int64s, first_page: Int64s) -> Int64s:
         """Return the earliest position whose past is complete, in quantized or exact rows."""
         exact_from = first_page * self.page_tokens

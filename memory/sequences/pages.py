@@ -53,10 +53,6 @@ class PageGrid:
             return np.zeros_like(peaks)
         return FoldPoints(self.rollback_window + self.window - 1, self.page_tokens).count(peaks)
 
-    def last_first_page(self, peaks: Int64s) -> Int64s:
-        """Return the greatest number that the oldest page of sequences with these peaks may have."""
-        return self.first_page(peaks)
-
     def oldest_wanted(self, peaks: Int64s) -> Int64s:
         """Return the oldest row that sequences with these peaks may need after any rollback in the rollback window."""
         return np.maximum(0, peaks - self.rollback_window - (self.window or 0) + 1)
