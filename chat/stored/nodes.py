@@ -50,8 +50,8 @@ OWNER_BYTES = 32
 
 
 def prefix_owner(owner: bytes) -> bytes:
-    """Return the owner of the prefixes of a session. Sessions of earlier releases have one owner for both."""
-    return owner[OWNER_BYTES:] or owner
+    """Return the owner of the prefixes of a session."""
+    return owner[OWNER_BYTES:]
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ CHOICES: dict[type, Named] = {
     Quantized: _named("Quantized", "group", "bits"),
     Float8: _named("Float8", "group"),
 }
-"""The policies and storages of this library. The order of parameters is that of format version 2."""
+"""The policies and storages of this library. Saved files hold the parameters in this order."""
 
 
 def kind_in_files(memory: LayerSpec) -> str:
