@@ -36,7 +36,7 @@ class Scoped(Generic[_T]):
         """Return the value set by the innermost running block, or the default."""
         if blocks := self._blocks.get():  # Most often there is none, and a step asks some ten times.
             for block in reversed(blocks):
-                if block.is_running:
+                if not has_ended(block._block):
                     return block.value
         return self._default
 
@@ -51,12 +51,8 @@ class _Block(Generic[_T]):
         self._blocks = blocks
         self._block: ref[Any] | None = None
 
-    @property
-    def is_running(self) -> bool:
-        return not has_ended(self._block)
-
     def __enter__(self) -> None:
-        self._blocks.set((*(block for block in self._blocks.get() if block.is_running), self))
+        self._blocks.set((*(block for block in self._blocks.get() if not has_ended(block._block)), self))
 
     __exit__ = ExitOnStack()
 
@@ -64,7 +60,7 @@ class _Block(Generic[_T]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._block = None
-        self._blocks.set(tuple(block for block in self._blocks.get() if block.is_running))
+        self._blocks.set(tuple(block for block in self._blocks.get() if not has_ended(block._block)))
 
 
 _switch_on = methodcaller("set_gradients", True)
