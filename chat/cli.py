@@ -23,7 +23,16 @@ from hybridmem.chat.commands.inspect import inspect
 from hybridmem.chat.commands.plan import plan
 from hybridmem.chat.commands.serve import serve
 from hybridmem.chat.commands.simulate import simulate
-from hybridmem.chat.commands.start import ABOUT_EMBEDDED, choose_threads, load, one_line_errors, wait_passively_if_busy
+from hybridmem.chat.commands.start import (
+    ABOUT_EMBEDDED,
+    Unread,
+    check_budget,
+    choose_threads,
+    load,
+    one_line_errors,
+    read_prompts,
+    wait_passively_if_busy,
+)
 
 if TYPE_CHECKING:
     from hybridmem.chat.console import Reply
@@ -102,11 +111,15 @@ def generate(
     with one_line_errors(f"loading {model} …"):
         from hybridmem.chat.console import make_console, show_replies
         from hybridmem.chat.engine.engine import Engine
-        from hybridmem.chat.prompts import encode_prompt
         from hybridmem.memory import HybridMemory
 
-        language_model, tokenizer = load(model, device, dtype, weights)
-        prompts = [encode_prompt(tokenizer, text, is_chat=is_chat) for text in prompt]
+        prompts = list[list[int]]()
+
+        def check(unread: Unread) -> None:
+            check_budget(unread.spec, budget)
+            prompts.extend(read_prompts(unread, prompt, is_chat=is_chat, max_tokens=max_tokens))
+
+        language_model, tokenizer = load(model, device, dtype, weights, check)
         memory = HybridMemory(language_model.memory_spec, budget)
         choose_threads(language_model, memory, threads)
         engine = Engine(language_model, memory, tokenizer)
@@ -142,10 +155,10 @@ def chat(
     with one_line_errors(f"loading {model} …"):
         from hybridmem.chat.commands.terminal import Settings, run_terminal
 
-        language_model, tokenizer = load(model, device, dtype, weights)
+        settings = Settings(budget, system, max_tokens, temperature, seed, resume, threads)
+        language_model, tokenizer = load(model, device, dtype, weights, settings.check)
         if model == "embedded" and sys.stdin.isatty():
             typer.echo(ABOUT_EMBEDDED, err=True)
-        settings = Settings(budget, system, max_tokens, temperature, seed, resume, threads)
         run_terminal(language_model, tokenizer, settings)
 
 
@@ -219,12 +232,16 @@ def demo(
     Every answer is compared with the right one. Exits with 1 if an answer is wrong or if history was computed twice.
     """
     with one_line_errors(f"loading {model} …"):
-        from hybridmem.chat.commands.demo import run_demo
+        from hybridmem.chat.commands.demo import check_tokenizer, run_demo
         from hybridmem.chat.commands.demo_view import live_stage, print_report
         from hybridmem.chat.console import make_console
 
+        def check(unread: Unread) -> None:
+            check_budget(unread.spec, budget)
+            check_tokenizer(unread.tokenizer)
+
         console = make_console()
-        language_model, tokenizer = load(model, device, dtype, weights)
+        language_model, tokenizer = load(model, device, dtype, weights, check)
         if model == "embedded":
             console.print(ABOUT_EMBEDDED, highlight=False)
         with live_stage(console) as on_word:

@@ -16,7 +16,7 @@ from hybridmem.memory import FormatError
 from hybridmem.models import LanguageModel
 from hybridmem.models.loading.folders import find_folder
 from hybridmem.models.loading.generation_config import read_generation_config
-from hybridmem.models.loading.gguf import is_gguf, load_gguf_tokenizer
+from hybridmem.models.loading.gguf import GgufFile, is_gguf, load_gguf_tokenizer
 
 _OF_TEMPLATES = (
     TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError,
@@ -30,8 +30,8 @@ Span = tuple[int, int]
 """The characters [start, end) of a rendered text."""
 
 
-def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint, named as for `load_model`.
+def load_tokenizer(path_or_hub_id: str | Path | GgufFile) -> Tokenizer:
+    """Load the tokenizer of a checkpoint, named as for `load_model`, or of an open GGUF file.
 
     The tokenizer does what tokenizer.json says, whatever class a config names. Some tokenizer classes of transformers
     replace the file's pre-tokenizer by another one, which would split texts into other tokens than the model has
@@ -39,9 +39,11 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
 
     Raises FormatError if the file is missing or damaged.
     """
+    if isinstance(path_or_hub_id, GgufFile):
+        return load_gguf_tokenizer(path_or_hub_id)
     folder = find_folder(path_or_hub_id)
     if is_gguf(folder):
-        return load_gguf_tokenizer(folder)
+        return load_gguf_tokenizer(GgufFile(folder))
     try:
         of_class = PreTrainedTokenizerFast if (folder / "tokenizer.json").exists() else AutoTokenizer
         tokenizer: Tokenizer = of_class.from_pretrained(folder, local_files_only=True)

@@ -85,8 +85,7 @@ def run_demo(
     """
     if n_users < 2 or n_turns < 2:
         raise SpecError(f"{n_users} users with {n_turns} turns each; the demo needs at least 2 of both")
-    if not tokenizer.chat_template or tokenizer.eos_token_id is None:
-        raise FormatError("the demo needs a tokenizer with a chat template and an end-of-text token")
+    check_tokenizer(tokenizer)
     memory = HybridMemory(model.memory_spec, budget)
     engine = Engine(model, memory, tokenizer)
     users = [Conversation(f"user {i + 1}", memory.open()) for i in range(n_users)]
@@ -101,6 +100,12 @@ def run_demo(
     memory.check()
     report.usage = memory.usage()
     return report
+
+
+def check_tokenizer(tokenizer: Tokenizer) -> None:
+    """Raise FormatError unless a tokenizer suits the demo."""
+    if not tokenizer.chat_template or tokenizer.eos_token_id is None:
+        raise FormatError("the demo needs a tokenizer with a chat template and an end-of-text token")
 
 
 class _Scenes:

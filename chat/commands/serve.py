@@ -12,7 +12,15 @@ import typer
 from hybridmem.chat.commands.fleet_options import FLEET, is_fleet, run_fleet
 from hybridmem.chat.commands.option_table import Chosen, command_of
 from hybridmem.chat.commands.serve_options import SERVE
-from hybridmem.chat.commands.start import choose_threads, find_extra, load, name_of, one_line_errors
+from hybridmem.chat.commands.start import (
+    Unread,
+    check_budget,
+    choose_threads,
+    find_extra,
+    load,
+    name_of,
+    one_line_errors,
+)
 
 if TYPE_CHECKING:
     from hybridmem.chat.engine.engine import Engine
@@ -50,7 +58,11 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     pooling = chosen["pooling"] or find_pooling(find_folder(chosen["model"]))
     more = {"save_seconds": places.save_seconds, "pooling": pooling}
     options = ServerOptions(**chosen.arguments_of("server") | more)
-    model, tokenizer = load(*(chosen[name] for name in ("model", "device", "dtype", "weights")))
+
+    def check(unread: Unread) -> None:
+        check_budget(unread.spec, **{name: places.memory[name] for name in ("budget", "rollback_window")})
+
+    model, tokenizer = load(*(chosen[name] for name in ("model", "device", "dtype", "weights")), check)
     memory = HybridMemory(model.memory_spec, **places.memory)
     choose_threads(model, memory, chosen["threads"])
     cache = PrefixCache(memory, max_bytes=places.prefix_bytes) if chosen["prefix_cache"] else None

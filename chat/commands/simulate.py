@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybridmem.chat.commands.start import load
 from hybridmem.defaults import PREFIX_GRID_TOKENS, ROLLBACK_WINDOW, STEP_TOKENS
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from hybridmem.chat.simulation.simulation import Setup
     from hybridmem.chat.simulation.workload import Habits, Workload
     from hybridmem.memory import MemorySpec
-    from hybridmem.models.weights.formats import WeightFormat
 
 _RUNNING, _DRY_RUNNING = 64, 512
 _DRY_STEP_TOKENS = 4096
@@ -261,15 +261,15 @@ def _make_setup(
     from hybridmem.chat.prompts import load_tokenizer
     from hybridmem.chat.simulation.simulation import Setup
     from hybridmem.memory import FormatError, SpecError
-    from hybridmem.models import load_model, plan_memory
+    from hybridmem.models import plan_memory
     from hybridmem.models.loading.folders import find_folder, read_config
 
-    folder = find_folder(model)
     if not is_dry:
-        language_model = load_model(folder, device=device, dtype=dtype, weights=cast("WeightFormat", weights))
-        return Setup(language_model.memory_spec, language_model, load_tokenizer(folder), **numbers)
+        language_model, tokenizer = load(model, device, dtype, weights)
+        return Setup(language_model.memory_spec, language_model, tokenizer, **numbers)
     if weights != "auto":
         raise SpecError(f"--weights {weights}: a dry run has no weights, and the budget is for the memory alone")
+    folder = find_folder(model)
     config, _ = read_config(folder)
     try:
         # A dry run counts the bytes that this device would hold.

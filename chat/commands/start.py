@@ -5,17 +5,20 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from hybridmem.chat.prompts import Tokenizer
-    from hybridmem.memory import HybridMemory
+    from hybridmem.memory import HybridMemory, MemorySpec
     from hybridmem.models import LanguageModel
     from hybridmem.models.weights.formats import WeightFormat
 
@@ -29,18 +32,56 @@ _BUSY = 0.5
 """A machine is busy if more than this share of its processors has had work over the last minute."""
 
 
-def load(model: str, device: str, dtype: str, weights: str) -> tuple[LanguageModel, Tokenizer]:
-    """Load a model and its tokenizer, named by a folder, a hub id or "embedded". Raises the library's errors."""
+@dataclass(frozen=True)
+class Unread:
+    """Holds what is known of a model before its weights are read: its tokenizer, its config, and its memory's spec."""
+
+    tokenizer: Tokenizer
+    config: PreTrainedConfig
+    spec: MemorySpec
+
+
+def load(
+    model: str, device: str, dtype: str, weights: str, check: Callable[[Unread], None] | None = None
+) -> tuple[LanguageModel, Tokenizer]:
+    """Load a model and its tokenizer, named by a folder, a hub id or "embedded". Raises the library's errors.
+
+    What headers, config and tokenizer can refuse is refused before the weights are read, which may take minutes.
+
+    Args:
+        check: raises the errors of a command that cannot do its work with this model.
+    """
     from hybridmem.chat.prompts import load_tokenizer
-    from hybridmem.models import load_model
-    from hybridmem.models.loading.folders import find_folder
+    from hybridmem.models.loading.load import open_model
 
     gc.freeze()  # Imported objects live until the exit, so later garbage collections need not visit them.
-    folder = find_folder(model)
-    language_model = load_model(folder, device=device, dtype=dtype, weights=cast("WeightFormat", weights))
-    tokenizer = load_tokenizer(folder)
+    opened, format = open_model(model, device=device, dtype=dtype), cast("WeightFormat", weights)
+    spec, tokenizer = opened.dry_spec(format), load_tokenizer(opened.file or opened.place)
+    if check is not None:
+        check(Unread(tokenizer, opened.config, spec))
+    language_model = opened.load(weights=format)
     show("")
     return language_model, tokenizer
+
+
+def check_budget(spec: MemorySpec, budget: str, **options: Any) -> None:
+    """Raise SpecError if a memory of this budget and these options cannot be made. No memory is taken."""
+    from hybridmem.memory import HybridMemory
+
+    HybridMemory(spec, budget, device="meta", **options)
+
+
+def read_prompts(unread: Unread, texts: list[str], *, is_chat: bool | None, max_tokens: int) -> list[list[int]]:
+    """Return the token ids of prompts, as `encode_prompt` does. Raises BatchError if a prompt is empty or too long."""
+    from hybridmem.chat.engine.context import fit_reply, named_context_tokens
+    from hybridmem.chat.engine.requests import read_token_ids
+    from hybridmem.chat.prompts import encode_prompt
+
+    prompts = [encode_prompt(unread.tokenizer, text, is_chat=is_chat) for text in texts]
+    for prompt in prompts:
+        read_token_ids(prompt, unread.spec.vocab_size)
+        fit_reply(len(prompt), max_tokens, named_context_tokens(unread.config))
+    return prompts
 
 
 def choose_threads(model: LanguageModel, memory: HybridMemory, n_threads: int | None = None) -> None:

@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hybridmem.chat.commands.start import choose_threads
+from hybridmem.chat.commands.start import Unread, check_budget, choose_threads
 from hybridmem.chat.console import make_console
 from hybridmem.chat.engine.engine import Engine
-from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.prompts import Tokenizer, encode_chat
+from hybridmem.chat.session.saved import read_folder
 from hybridmem.chat.session.session import ChatSession, Turn
-from hybridmem.memory import BatchError, HybridMemory, HybridMemoryError
+from hybridmem.memory import BatchError, FormatError, HybridMemory, HybridMemoryError
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.views import format_bytes
 from hybridmem.models import LanguageModel
@@ -47,6 +48,18 @@ class Settings:
     seed: int | None = None
     resume: str | None = None
     threads: int | None = None
+
+    def check(self, unread: Unread) -> None:
+        """Raise the errors of a model with which nobody can chat, before its weights are read."""
+        check_budget(unread.spec, self.budget)
+        if not unread.tokenizer.chat_template:
+            raise FormatError(
+                "this model has no chat template, so it only continues texts; give them to hybrid-memory generate"
+            )
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        encode_chat(unread.tokenizer, [*system, {"role": "user", "content": "?"}])
+        if self.resume is not None:
+            read_folder(self.resume, FormatError)
 
 
 def run_terminal(model: LanguageModel, tokenizer: Tokenizer, settings: Settings) -> None:

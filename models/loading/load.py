@@ -6,7 +6,7 @@ transformers, the hub's library and progress bars are imported when they are nee
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -29,6 +29,7 @@ from hybridmem.models.weights.checkpoint import (
     Checkpoint,
     LoadedCheckpoint,
     SampledCheckpoint,
+    UnreadCheckpoint,
     UnsupportedModelError,
 )
 from hybridmem.models.weights.coded import CodedTensor
@@ -78,25 +79,75 @@ def load_model(
     """
     if unknown:
         refuse_arguments("load_model", (), unknown)
-    device = _read_device(device)
-    folder = find_folder(path_or_hub_id)
-    config, model_class, checkpoint = _open(folder, device, dtype)
-    from rich.console import Console
-    from rich.progress import Progress
+    return open_model(path_or_hub_id, device=device, dtype=dtype).load(weights=weights, progress=progress)
 
-    is_shown = (
-        Console(stderr=True).is_terminal and len(checkpoint) >= _PROGRESS_FROM_TENSORS if progress is None else progress
-    )
-    kinds = Counter[Kind]()
-    with Progress(console=Console(stderr=True), disable=not is_shown) as bar:
-        task = bar.add_task(f"loading {folder.name}", total=len(checkpoint))
-        checkpoint.on_taken = lambda: bar.advance(task)
-        with weights_in(weights, device), noting_kinds(kinds):
-            model = build(model_class, config, checkpoint)
-    checkpoint.warn_of_surprises()
-    if device.type == "cpu":
-        compile_ahead(kinds)  # Compile kernels now, so that no step waits for it.
-    return model
+
+def open_model(
+    path_or_hub_id: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"
+) -> OpenedModel:
+    """Open a model's files, and read their headers and the config. Arguments and errors are those of `load_model`."""
+    found, place = _read_device(device), find_folder(path_or_hub_id)
+    if is_gguf(place):
+        file = GgufFile(place)
+        config = read_gguf_config(file)
+        model_class = ARCHITECTURES[config.architectures[0]]
+        return OpenedModel(place, config, model_class, found, _read_dtype(dtype, config), file)
+    config, model_class = read_config(place)
+    return OpenedModel(place, config, model_class, found, _read_dtype(dtype, config))
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """Holds a model whose headers and config were read, and whose weights were not.
+
+    Attributes:
+        place: the checkpoint's folder, or its GGUF file.
+        file: the open GGUF file; None for a folder.
+    """
+
+    place: Path
+    config: PreTrainedConfig
+    model_class: ModelClass
+    device: torch.device
+    dtype: torch.dtype
+    file: GgufFile | None = None
+
+    def dry_spec(self, weights: WeightFormat = "auto") -> MemorySpec:
+        """Return the memory spec, without the signature of the weights, and read no weights.
+
+        Raises FormatError and UnsupportedModelError as `load` does, for everything that headers and config tell.
+        """
+        with weights_in(weights, self.device):
+            dry = build(self.model_class, self.config, self._checkpoint(is_read=False))
+        return replace(dry.memory_spec, device=self.device, weights=None)
+
+    def load(self, *, weights: WeightFormat = "auto", progress: bool | None = None) -> LanguageModel:
+        """Read the weights. Arguments, errors and warnings are those of `load_model`."""
+        checkpoint, kinds = self._checkpoint(), Counter[Kind]()
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True)
+        is_shown = console.is_terminal and len(checkpoint) >= _PROGRESS_FROM_TENSORS if progress is None else progress
+        with Progress(console=console, disable=not is_shown) as bar:
+            task = bar.add_task(f"loading {self.place.name}", total=len(checkpoint))
+            checkpoint.on_taken = lambda: bar.advance(task)
+            with weights_in(weights, self.device), noting_kinds(kinds):
+                model = build(self.model_class, self.config, checkpoint)
+        checkpoint.warn_of_surprises()
+        if self.device.type == "cpu":
+            compile_ahead(kinds)  # Compile kernels now, so that no step waits for it.
+        return model
+
+    def _checkpoint(self, *, is_read: bool = True) -> Checkpoint:
+        """Return the checkpoint. If it is not read, its tensors have shapes and no numbers."""
+        device = self.device if is_read else torch.device("meta")
+        if self.file is not None:
+            return GgufCheckpoint(self.file, self.config, device, self.dtype)
+        checkpoint = Checkpoint(self.place, device, self.dtype) if is_read else UnreadCheckpoint(self.place, self.dtype)
+        if (coding := find_coding(self.config)) is not None:
+            checkpoint.decode_with(coding)
+        return checkpoint
 
 
 def from_transformers(
@@ -139,25 +190,6 @@ def from_transformers(
     if device.type == "cpu":
         compile_ahead(kinds)  # Compile kernels now, so that no step waits for it.
     return model
-
-
-def _open(
-    folder: Path, device: torch.device, dtype: str | torch.dtype
-) -> tuple[PreTrainedConfig, ModelClass, Checkpoint]:
-    """Return the config of a model's folder or GGUF file, the class that implements it, and the checkpoint."""
-    if is_gguf(folder):
-        file = GgufFile(folder)
-        config = read_gguf_config(file)
-        return (
-            config,
-            ARCHITECTURES[config.architectures[0]],
-            GgufCheckpoint(file, config, device, _read_dtype(dtype, config)),
-        )
-    config, model_class = read_config(folder)
-    checkpoint = Checkpoint(folder, device, _read_dtype(dtype, config))
-    if (coding := find_coding(config)) is not None:
-        checkpoint.decode_with(coding)
-    return config, model_class, checkpoint
 
 
 def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:

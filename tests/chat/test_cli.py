@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hybridmem.chat.cli import app
@@ -21,8 +23,10 @@ from hybridmem.chat.simulation.conversation import Conversation, Player
 from hybridmem.chat.simulation.dialogues import make_dialogue
 from hybridmem.memory import FormatError, HybridMemory, SpecError
 from hybridmem.models import EMBEDDED, LanguageModel
+from hybridmem.models.loading.load import OpenedModel
 
 PROMPTS = ["My cat is called Zoe.", "What is my dog called?"]
+SMALL = [[*command, "--budget", "1KiB"] for command in (["chat"], ["generate", "--prompt", "hello"], ["serve"])]
 REPLIES = ["Okay, noted.", "You have not told me that."]
 
 
@@ -60,6 +64,16 @@ def assert_one_line_error(arguments: list[str], *words: str) -> None:
         assert word in result.stderr
 
 
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if weights are read."""
+
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(OpenedModel, "load", read)
+
+
 @pytest.mark.parametrize("command", [["generate", "--prompt", "hello"], ["demo"]])
 def test_a_bad_model_path_is_one_line(command: list[str], tmp_path: Path) -> None:
     assert_one_line_error([*command, "--model", str(tmp_path / "nowhere")], "nowhere")
@@ -89,6 +103,38 @@ def test_a_tokenizer_that_cannot_be_read_is_one_line(damage: str, tmp_path: Path
 )
 def test_what_the_library_refuses_is_one_line(arguments: list[str], word: str) -> None:
     assert_one_line_error(["generate", *arguments], word)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["chat"], "chat template"),
+        (["generate", "--chat", "--prompt", "hello"], "--raw"),
+        (["demo"], "chat template"),
+        (["generate", "--prompt", "hello " * 9000], "context"),
+        (["generate", "--raw", "--prompt", ""], "token"),
+        *((command, "too small") for command in SMALL),
+    ],
+)
+@pytest.mark.usefixtures("unread")
+def test_what_a_header_tells_is_refused_before_weights_are_read(
+    arguments: list[str], word: str, tmp_path: Path
+) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        shutil.copy(EMBEDDED / name, tmp_path)
+    config = json.loads((EMBEDDED / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1000}))
+    assert_one_line_error([*arguments, "--model", str(tmp_path)], word)
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_tensor_that_is_missing_is_missed_before_others_are_read(tmp_path: Path) -> None:
+    tensors = load_file(EMBEDDED / "model.safetensors")
+    del tensors["model.final_layernorm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(EMBEDDED / name, tmp_path)
+    assert_one_line_error(["generate", "--prompt", "hello", "--model", str(tmp_path)], "final_layernorm")
 
 
 @pytest.mark.parametrize(

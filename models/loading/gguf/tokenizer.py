@@ -41,12 +41,11 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep":
 """Maps transformers' names of special tokens to those of GGUF, which really spells "separator" as "seperator"."""
 
 
-def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+def load_gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, with its chat template.
 
     Raises FormatError if there is no tokenizer, or if it is of an unknown kind or contradicts itself.
     """
-    file = GgufFile(path)
     model = file.value("tokenizer.ggml.model", is_needed=False)
     if model == "rwkv":
         tokenizer = _load_world(file)
@@ -56,7 +55,7 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     else:
         known = ", ".join([*_KINDS, "rwkv"])
         raise FormatError(
-            f"{path} has no tokenizer that can be read: its kind is {model!r}, and those of {known} are known; put "
+            f"{file.path} has no tokenizer that can be read: its kind is {model!r}, and those of {known} are known; put "
             "tokenizer.json into a folder and load the tokenizer from there"
         )
     # A file may have several templates: a request with tools uses "tool_use", for example.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridmem.models.loading.gguf import kept_tokenizers, load_gguf_tokenizer
+from hybridmem.models.loading.gguf import GgufFile, kept_tokenizers, load_gguf_tokenizer
 from hybridmem.models.loading.gguf import tokenizer as building
 from tests.models.loading.test_gguf_tokenizers import NORMAL, of_bytes, write
 
@@ -35,22 +35,22 @@ def kept_files(folder: Path) -> list[Path]:
 
 def test_a_kept_tokenizer_is_the_one_that_was_built(built: list[str], tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", of_bytes(**{"<|im_end|>": NORMAL}), add_bos_token=True, bos_token_id=3)
-    first, second = load_gguf_tokenizer(path), load_gguf_tokenizer(path)
+    first, second = load_gguf_tokenizer(GgufFile(path)), load_gguf_tokenizer(GgufFile(path))
     assert built == ["gpt2"]
     assert second.backend_tokenizer.to_str() == first.backend_tokenizer.to_str()
     assert second.encode(TEXT) == first.encode(TEXT) and second.special_tokens_map == first.special_tokens_map
-    other = load_gguf_tokenizer(write(tmp_path / "o.gguf", of_bytes(other=NORMAL)))
+    other = load_gguf_tokenizer(GgufFile(write(tmp_path / "o.gguf", of_bytes(other=NORMAL))))
     assert len(built) == 2 and len(other) == len(of_bytes()) + 1 and len(kept_files(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 100])
 def test_a_damaged_file_is_written_anew(built: list[str], damage: bytes, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", of_bytes())
-    ids = load_gguf_tokenizer(path).encode(TEXT)
+    ids = load_gguf_tokenizer(GgufFile(path)).encode(TEXT)
     (kept,) = kept_files(tmp_path)
     whole = kept.read_bytes()
     kept.write_bytes(damage or whole[:-1])
-    assert load_gguf_tokenizer(path).encode(TEXT) == ids
+    assert load_gguf_tokenizer(GgufFile(path)).encode(TEXT) == ids
     assert len(built) == 2 and kept.read_bytes() == whole and kept_files(tmp_path) == [kept]
 
 
@@ -58,7 +58,7 @@ def test_those_that_were_used_last_stay(built: list[str], monkeypatch: pytest.Mo
     monkeypatch.setattr(kept_tokenizers, "_MOST_KEPT", 2)
     paths = [write(tmp_path / f"{i}.gguf", of_bytes(**{f"word{i}": NORMAL})) for i in range(3)]
     for path in (paths[0], paths[1], paths[0], paths[2], paths[0]):
-        load_gguf_tokenizer(path)
+        load_gguf_tokenizer(GgufFile(path))
     assert len(built) == 3 and len(kept_files(tmp_path)) == 2
 
 
@@ -67,9 +67,9 @@ def test_a_fast_build_and_a_folder_that_takes_no_files_keep_nothing(
 ) -> None:
     path = write(tmp_path / "m.gguf", of_bytes())
     monkeypatch.setattr(kept_tokenizers, "_SLOW_SECONDS", 60.0)
-    load_gguf_tokenizer(path)
+    load_gguf_tokenizer(GgufFile(path))
     assert not (tmp_path / "cache" / "tokenizers").exists()
     monkeypatch.setattr(kept_tokenizers, "_SLOW_SECONDS", 0.0)
     monkeypatch.setenv("HYBRID_MEMORY_CACHE", "/dev/null")
-    load_gguf_tokenizer(path)
+    load_gguf_tokenizer(GgufFile(path))
     assert len(built) == 2
