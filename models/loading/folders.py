@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.architectures import ARCHITECTURES, REFUSED, ModelClass
-from hybridmem.models.loading.compiler import compiler_when_called
+from hybridmem.models.loading.compiler import light_configs
 from hybridmem.models.loading.gguf import GgufFile, find_gguf, is_gguf, read_gguf_config
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
@@ -102,7 +102,7 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
     # This comes first, because the class's module may register a config class.
     model_class = ARCHITECTURES[architectures[0]]
     try:
-        with compiler_when_called():
+        with light_configs():
             config = AutoConfig.from_pretrained(place)
     except Exception as error:  # Validators of configs raise errors of several libraries.
         raise FormatError(f"{path} does not describe a {architectures[0]}: {error}") from error

@@ -250,6 +250,16 @@ class CodedTensor(Tensor):
         return CodedTensor(self.form, parts, self.shape[-1], dtype or self.dtype)
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Change rows without torch's dispatch, which imports torch.distributed at its first tensor of a subclass."""
+        kwargs = kwargs or {}
+        if (rule := _FUNCTIONS.get(func)) is not None and kwargs.keys() <= {"dim", "dtype", "device"}:
+            if (found := rule(*args, **kwargs)) is not None:
+                return found
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -333,6 +343,43 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> CodedTensor | None:
     return first.like([joined(*parts, dim=dim % first.dim()) for parts in zip(*own, strict=True)])
 
 
+def _reshape(x: CodedTensor, *shape: Any) -> CodedTensor | None:
+    whole = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    return _view(x, whole) if isinstance(whole, Sequence) else None
+
+
+def _flatten(x: CodedTensor, start_dim: int = 0, end_dim: int = -1) -> CodedTensor | None:
+    start, end = start_dim % x.dim(), end_dim % x.dim() + 1
+    return _view(x, (*x.shape[:start], prod(x.shape[start:end]), *x.shape[end:]))
+
+
+def _permuted(x: CodedTensor, *dims: Any) -> CodedTensor | None:
+    return _permute(x, dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)
+
+
+def _at(x: CodedTensor, index: Any) -> CodedTensor | None:
+    """Return rows at an index that does not reach the last axis."""
+    own = index if isinstance(index, tuple) else (index,)
+    is_known = all(
+        type(i) in (int, slice) or (isinstance(i, Tensor) and i.dtype == torch.int64 and i.dim() == 1) for i in own
+    )
+    return _of_each(x, lambda part: part[index]) if is_known and len(own) < x.dim() else None
+
+
+def _to_float(x: CodedTensor) -> CodedTensor:
+    return x.like(x.parts, torch.float32)
+
+
+def _to(x: CodedTensor, *options: Any, **named: Any) -> CodedTensor | None:
+    """Change the dtype, if that is all that is asked for."""
+    wanted = [*options, *named.values()]
+    if not named.keys() <= {"device", "dtype"} or not all(isinstance(w, torch.dtype | torch.device) for w in wanted):
+        return None
+    dtype = next((w for w in wanted if isinstance(w, torch.dtype)), x.dtype)
+    stays = all(w == x.device for w in wanted if isinstance(w, torch.device))
+    return x.like(x.parts, dtype) if stays and dtype.is_floating_point else None
+
+
 def _copy(x: CodedTensor, *_: Any, dtype: torch.dtype | None = None, device: Any = None, **__: Any) -> Any:
     """Change the dtype of the floats for which the bits stand."""
     moves = device is not None and torch.device(device).type not in ("cpu", "meta")
@@ -350,3 +397,12 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _ATEN._to_copy.default: _copy, _ATEN.detach.default: _copy, _ATEN.alias.default: _copy, _ATEN.clone.default: _copy,
 }  # fmt: skip
 """Maps functions of torch that change only rows to their versions for parts. A version returns None if it cannot."""
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    Tensor.reshape: _reshape, Tensor.view: _reshape, torch.reshape: _view, Tensor.flatten: _flatten,
+    torch.flatten: _flatten, Tensor.permute: _permuted, torch.permute: _permute, Tensor.transpose: _transpose,
+    torch.transpose: _transpose, Tensor.__getitem__: _at, Tensor.split: _split, torch.split: _split,
+    Tensor.unbind: _unbind, torch.unbind: _unbind, Tensor.unsqueeze: _unsqueeze, torch.unsqueeze: _unsqueeze,
+    torch.cat: _cat, Tensor.float: _to_float, Tensor.to: _to,
+}  # fmt: skip
+"""Maps the usual ones of these functions, as they are called in Python, to the same versions. Others are dispatched."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.architectures import ARCHITECTURES
-from hybridmem.models.loading.compiler import compiler_when_called
+from hybridmem.models.loading.compiler import light_configs
 from hybridmem.models.loading.gguf.fields import (
     Fields,
     attention_fields,
@@ -53,7 +53,7 @@ def read_gguf_config(file: GgufFile) -> PreTrainedConfig:
         model_class, model_type, describe = _FALCON_MAMBA
     ARCHITECTURES[model_class]  # The module of the class may register a config class that transformers lacks.
     try:
-        with compiler_when_called():
+        with light_configs():
             config = AutoConfig.for_model(model_type, **common_fields(file), **describe(file))
     except (UnsupportedModelError, FormatError):
         raise

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -55,8 +54,8 @@ def load_gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     else:
         known = ", ".join([*_KINDS, "rwkv"])
         raise FormatError(
-            f"{file.path} has no tokenizer that can be read: its kind is {model!r}, and those of {known} are known; put "
-            "tokenizer.json into a folder and load the tokenizer from there"
+            f"{file.path} has no tokenizer that can be read: its kind is {model!r}, and those of {known} are "
+            "known; put tokenizer.json into a folder and load the tokenizer from there"
         )
     # A file may have several templates: a request with tools uses "tool_use", for example.
     if named := file.values_below("tokenizer.chat_template."):
