@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hybridmem.chat.special_tokens import Rendered, apply_template, bare_of, context_of, find_turn_end, protect
 from hybridmem.chat.special_tokens import Tokenizer as Tokenizer
@@ -45,7 +45,10 @@ def load_tokenizer(path_or_hub_id: str | Path | GgufFile) -> Tokenizer:
     if is_gguf(folder):
         return load_gguf_tokenizer(GgufFile(folder))
     try:
-        of_class = PreTrainedTokenizerFast if (folder / "tokenizer.json").exists() else AutoTokenizer
+        of_class: Any = PreTrainedTokenizerFast
+        if not (folder / "tokenizer.json").exists():
+            # It is imported only here, because it brings the names of all models, which takes a tenth of a second.
+            from transformers import AutoTokenizer as of_class
         tokenizer: Tokenizer = of_class.from_pretrained(folder, local_files_only=True)
         tokenizer.encode("a")  # Some nonsensical options are found only at this first use.
         return tokenizer

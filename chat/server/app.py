@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -52,7 +53,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         FormatError, MismatchError: as `chat.stored.database.open_database`, for the folder of sessions.
     """
     service = Service(engine, tokenizer, model_id, options or ServerOptions())
-    store = SessionStore(service.options.sessions, model_signature(engine.memory.spec, tokenizer))
+    store = SessionStore(service.options.sessions, partial(model_signature, engine.memory.spec, tokenizer))
     repository = SessionRepository(service, store)
     pins = Pins(repository)
     if service.options.trees:

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from hybridmem.chat.prompts import Message, Tokenizer
@@ -36,8 +36,6 @@ class Texts:
         context_tokens: the tokens that a prompt and its reply may have together.
         max_long: how many requests with long bodies may wait for their turn.
         write_calls: writes the calls of a message into its content, if the chat template leaves them out.
-    Attributes:
-        most_bytes: the most bytes of a text, which are those of `context_tokens` times the longest token.
     """
 
     def __init__(
@@ -48,8 +46,6 @@ class Texts:
         # it.
         tokenizer.encode("a", add_special_tokens=False)
         self.context_tokens = context_tokens
-        self.longest_token_bytes = find_longest_token(tokenizer)
-        self.most_bytes = context_tokens * self.longest_token_bytes
         self._max_long = max_long
         self._write_calls = write_calls
         self._n_long = 0
@@ -95,6 +91,11 @@ class Texts:
                 self._long = _Lane(tokenizer, "long-texts")
             return self._long
 
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Return what `find_longest_token` finds. For a vocabulary of 262,144 tokens it takes a third of a second."""
+        return find_longest_token(self._short.tokenizer)
+
     def context(self, param: str | None) -> PromptContext:
         """Return what a prompt of the field `param` needs beside the tokenizer, without options and pictures."""
         return PromptContext(
@@ -103,7 +104,8 @@ class Texts:
 
     def check_bytes(self, n_bytes: int, param: str | None) -> None:
         """Refuse a text by its length. Raises ContextError."""
-        if n_bytes > self.most_bytes:
+        # A token stands for a byte at least, so most texts need no look at the vocabulary.
+        if n_bytes > self.context_tokens and n_bytes > self.context_tokens * self.longest_token_bytes:
             n_least = -(-n_bytes // self.longest_token_bytes)
             raise ContextError(n_least, self.context_tokens, param=param, is_counted=False)
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from hybridmem.chat.stored.database import open_database
@@ -89,18 +90,25 @@ class SessionStore:
 
     Args:
         folder: the folder of the database. None: it is in host memory and ends with the process.
-        model: a signature that identifies the model and its tokenizer.
+        model: a signature that identifies the model and its tokenizer, or a function that returns it. For a large
+            vocabulary it takes a third of a second, and a database in host memory needs it only for archives.
         now: returns the time in unix seconds.
     Raises:
         FormatError, MismatchError: as `open_database`.
     """
 
-    def __init__(self, folder: str | None, model: str, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, folder: str | None, model: str | Callable[[], str], *, now: Callable[[], float] = time.time
+    ) -> None:
         self.folder = folder
-        self.model = model
+        self._model = model
         self.now = now
-        self._database = open_database(folder, model)
+        self._database = open_database(folder, "" if folder is None else self.model)
         self._database.create_function("visible", 1, _visible, deterministic=True)
+
+    @cached_property
+    def model(self) -> str:
+        return self._model if isinstance(self._model, str) else self._model()
 
     def close(self) -> None:
         """Close the database. What was stored in a folder stays there."""

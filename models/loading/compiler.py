@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-
 _ACTIVATIONS = "transformers.activations"
 
 

@@ -371,13 +371,12 @@ def _to_float(x: CodedTensor) -> CodedTensor:
 
 
 def _to(x: CodedTensor, *options: Any, **named: Any) -> CodedTensor | None:
-    """Change the dtype, if that is all that is asked for."""
-    wanted = [*options, *named.values()]
-    if not named.keys() <= {"device", "dtype"} or not all(isinstance(w, torch.dtype | torch.device) for w in wanted):
+    """Change the dtype or the device, if nothing else is asked for."""
+    wanted = [torch.device(w) if isinstance(w, str) else w for w in (*options, *named.values())]
+    if not all(isinstance(w, torch.dtype | torch.device) for w in wanted):
         return None
-    dtype = next((w for w in wanted if isinstance(w, torch.dtype)), x.dtype)
-    stays = all(w == x.device for w in wanted if isinstance(w, torch.device))
-    return x.like(x.parts, dtype) if stays and dtype.is_floating_point else None
+    dtype = next((w for w in wanted if isinstance(w, torch.dtype)), None)
+    return _copy(x, dtype=dtype, device=next((w for w in wanted if isinstance(w, torch.device)), None))
 
 
 def _copy(x: CodedTensor, *_: Any, dtype: torch.dtype | None = None, device: Any = None, **__: Any) -> Any:
