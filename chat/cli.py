@@ -274,10 +274,10 @@ for _command in (simulate, plan, inspect):
 def main() -> None:
     """Run the command line.
 
-    Python's garbage collector runs less often here, and not at all at the exit. Importing torch alone makes half a
-    million live objects, so each collection takes a tenth of a second.
+    Python's garbage collector does not run while libraries are imported, nor at the exit. Importing torch alone makes
+    half a million live objects, so each collection takes a tenth of a second.
     """
     wait_passively_if_busy()
-    gc.set_threshold(100_000)
+    gc.set_threshold(2_000_000)
     atexit.register(gc.freeze)
     app()

@@ -28,6 +28,9 @@ ABOUT_EMBEDDED = (
     'cat called?"'
 )
 
+_GARBAGE = 100_000
+"""So many new objects let Python's garbage collector run, while a model is loaded and used."""
+
 _BUSY = 0.5
 """A machine is busy if more than this share of its processors has had work over the last minute."""
 
@@ -54,7 +57,10 @@ def load(
     from hybridmem.chat.prompts import load_tokenizer
     from hybridmem.models.loading.load import open_model
 
-    gc.freeze()  # Imported objects live until the exit, so later garbage collections need not visit them.
+    # Imported objects live until the exit, so garbage collections, which are more frequent from now on, need not visit
+    # them.
+    gc.freeze()
+    gc.set_threshold(_GARBAGE)
     opened, format = open_model(model, device=device, dtype=dtype), cast("WeightFormat", weights)
     spec, tokenizer = opened.dry_spec(format), load_tokenizer(opened.file or opened.place)
     if check is not None:
