@@ -21,6 +21,7 @@ from hybridmem.memory.errors import FormatError, HybridMemoryError
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
 from hybridmem.models.loading.dry import DryCheckpoint
 from hybridmem.models.loading.folders import find_folder, read_config, unsupported
+from hybridmem.models.loading.freed_memory import give_back_freed_memory
 from hybridmem.models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
 from hybridmem.models.loading.quantised_checkpoints import find_coding
 from hybridmem.models.products.choice import Kind, compile_ahead, noting_kinds
@@ -135,6 +136,9 @@ class OpenedModel:
             with weights_in(weights, self.device), noting_kinds(kinds):
                 model = build(self.model_class, self.config, checkpoint)
         checkpoint.warn_of_surprises()
+        if self.file is not None:
+            self.file.release()
+        give_back_freed_memory()
         if self.device.type == "cpu":
             compile_ahead(kinds)  # Compile kernels now, so that no step waits for it.
         return model
