@@ -214,6 +214,8 @@ class CodedTensor(Tensor):
             return None
         if form.floats and width % form.n_block == 0:
             (blocks,) = self.rows()
+            if self.is_meta:
+                return self
             return self.like([blocks.view(len(blocks), len(order), -1)[:, order].flatten(1)])
         layout = form.layout
         if layout.is_by_row or (layout.has_factors and width <= layout.group) or layout.unit % width:
@@ -222,6 +224,8 @@ class CodedTensor(Tensor):
 
     def _with_pieces(self, order: Tensor) -> CodedTensor:
         """Return a matrix of a plain form, whose inputs are reordered in pieces of whole units."""
+        if self.is_meta:  # There are no numbers to reorder, and torch would import sympy.
+            return self
         return self.like([part.view(len(part), len(order), -1)[:, order].flatten(1) for part in self.parts])
 
     def _plain(self, unit: int) -> CodedTensor:
