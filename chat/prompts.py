@@ -48,7 +48,9 @@ def load_tokenizer(path_or_hub_id: str | Path | GgufFile) -> Tokenizer:
         of_class: Any = PreTrainedTokenizerFast
         if not (folder / "tokenizer.json").exists():
             # It is imported only here, because it brings the names of all models, which takes a tenth of a second.
-            from transformers import AutoTokenizer as of_class
+            from transformers import AutoTokenizer
+
+            of_class = AutoTokenizer
         tokenizer: Tokenizer = of_class.from_pretrained(folder, local_files_only=True)
         tokenizer.encode("a")  # Some nonsensical options are found only at this first use.
         return tokenizer

@@ -62,7 +62,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     def check(unread: Unread) -> None:
         check_budget(unread.spec, **{name: places.memory[name] for name in ("budget", "rollback_window")})
 
-    model, tokenizer = load(*(chosen[name] for name in ("model", "device", "dtype", "weights")), check)
+    model, tokenizer = load(chosen["model"], chosen["device"], chosen["dtype"], chosen["weights"], check)
     memory = HybridMemory(model.memory_spec, **places.memory)
     choose_threads(model, memory, chosen["threads"])
     cache = PrefixCache(memory, max_bytes=places.prefix_bytes) if chosen["prefix_cache"] else None

@@ -361,7 +361,7 @@ def _permuted(x: CodedTensor, *dims: Any) -> CodedTensor | None:
     return _permute(x, dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)
 
 
-def _at(x: CodedTensor, index: Any) -> CodedTensor | None:
+def _at(x: CodedTensor, index: Any) -> Any:
     """Return rows at an index that does not reach the last axis."""
     own = index if isinstance(index, tuple) else (index,)
     is_known = all(
@@ -374,7 +374,7 @@ def _to_float(x: CodedTensor) -> CodedTensor:
     return x.like(x.parts, torch.float32)
 
 
-def _to(x: CodedTensor, *options: Any, **named: Any) -> CodedTensor | None:
+def _to(x: CodedTensor, *options: Any, **named: Any) -> Any:
     """Change the dtype or the device, if nothing else is asked for."""
     wanted = [torch.device(w) if isinstance(w, str) else w for w in (*options, *named.values())]
     if not all(isinstance(w, torch.dtype | torch.device) for w in wanted):
