@@ -128,7 +128,7 @@ def table() -> str:
             name, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), _size(row_bytes // 16),
             _size(bytes_of.get("states", 0)), _size(bytes_of.get("tails", 0)), f"{worst:.0e}",
             "yes" if architecture in ATTACHABLE else "–", "yes" if architecture in in_files else "–",
-            SEES.get(architecture, "–"),
+            ", ".join(SEES.get(architecture, ("–",))),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "Loaded, but not attached:", "", "| architecture | why not |", "|---|---|"]
@@ -142,10 +142,11 @@ _ALL_ROWS = ("pages", "pages of indexed attention", "pages of index")
 """Pools of rows that a sequence keeps for each of its tokens."""
 MINOR = ".".join(transformers.__version__.split(".")[:2])
 SEES = {
-    "Lfm2ForCausalLM": "Lfm2Vl", "Lfm3ForCausalLM": "Lfm3Vl", "Qwen3_5ForCausalLM": "Qwen3_5",
-    "Qwen3_5MoeForCausalLM": "Qwen3_5Moe",
+    "Lfm2ForCausalLM": ("Lfm2Vl",), "Lfm3ForCausalLM": ("Lfm3Vl",),
+    "NemotronHForCausalLM": ("NemotronH_Omni_Reasoning_V3",), "Qwen3_5ForCausalLM": ("Qwen3_5",),
+    "Qwen3_5MoeForCausalLM": ("Qwen3_5Moe",),
 }  # fmt: skip
-"""Language models -> the architecture, ending in ForConditionalGeneration, of those that also see."""
+"""Language models -> the architectures of those that also see, without the ending ForConditionalGeneration."""
 _STATES = re.compile(r"update_(recurrent|conv)_state|set_linear_cache|rnn_state|recurrent_states|state: list\[")
 """What modules of transformers say that hold states."""
 _CLASS = re.compile(r"^class (\w+For(?:CausalLM|ConditionalGeneration))\(", re.MULTILINE)

@@ -17,19 +17,21 @@ from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options
 from hybridmem.models.layers.mlp import MLP
 from hybridmem.models.layers.norms import RMSNorm
-from hybridmem.models.layers.vocabulary import Vocabulary
+from hybridmem.models.layers.vocabulary import HEAD, Vocabulary
 from hybridmem.models.loading.architectures import register
+from hybridmem.models.vision.grid import ShuffledGridSight
+from hybridmem.models.vision.pictures import pictures_below
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError, require
 
 if TYPE_CHECKING:
-    from transformers import NemotronHConfig
+    from transformers import NemotronH_Omni_Reasoning_V3_Config, NemotronHConfig
 
 
 @register("NemotronHForCausalLM")
 class NemotronH(Decoder):
     """Implements Nemotron-H. The config's pattern of layers says what each layer is."""
 
-    def __init__(self, config: NemotronHConfig, checkpoint: Checkpoint) -> None:
+    def __init__(self, config: NemotronHConfig, checkpoint: Checkpoint, root: str = "") -> None:
         # The config has these options, but implementations ignore them or interpret them differently.
         require(config, tie_word_embeddings=False, attention_bias=False, sliding_window=None)
         if config.mamba_proj_bias != config.use_bias:
@@ -37,15 +39,32 @@ class NemotronH(Decoder):
                 f"mamba_proj_bias={config.mamba_proj_bias}, use_bias={config.use_bias}; implemented are equal ones"
             )
         require(config, time_step_limit=(0.0, math.inf))
-        vocabulary = Vocabulary.load(checkpoint, config, "backbone.embeddings.weight")
-        layers = [_load_block(config, checkpoint, i) for i in range(config.num_hidden_layers)]
-        norm = RMSNorm(checkpoint.take("backbone.norm_f.weight", config.hidden_size), config.layer_norm_epsilon)
+        backbone = f"{root}backbone"
+        vocabulary = Vocabulary.load(checkpoint, config, f"{backbone}.embeddings.weight", head=root + HEAD)
+        layers = [_load_block(config, checkpoint, f"{backbone}.layers.{i}", i) for i in range(config.num_hidden_layers)]
+        norm = RMSNorm(checkpoint.take(f"{backbone}.norm_f.weight", config.hidden_size), config.layer_norm_epsilon)
         residual_dtype = torch.float32 if config.residual_in_fp32 else checkpoint.dtype
         super().__init__(config, checkpoint, vocabulary, layers, norm, residual_dtype=residual_dtype)
 
 
-def _load_block(config: NemotronHConfig, checkpoint: Checkpoint, i: int) -> Block:
-    prefix, kind = f"backbone.layers.{i}", config.layers_block_type[i]
+@register("NemotronH_Omni_Reasoning_V3")
+class NemotronHOmni(NemotronH):
+    """Implements Nemotron 3 Omni: Nemotron-H with a tower, which is loaded at the first picture.
+
+    The parts that hear are not read. The outer config says nothing about the language model.
+    """
+
+    def __init__(self, config: NemotronH_Omni_Reasoning_V3_Config, checkpoint: Checkpoint) -> None:
+        super().__init__(config.get_text_config(), checkpoint, "language_model.")
+        checkpoint.ignore(*checkpoint.names_below(_HEARS))
+        self.see(pictures_below(ShuffledGridSight(config), config, checkpoint))
+
+
+_HEARS = "sound_encoder.", "sound_projection.", "audio_tower.", "embed_audio."
+
+
+def _load_block(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str, i: int) -> Block:
+    kind = config.layers_block_type[i]
     norm = RMSNorm(checkpoint.take(f"{prefix}.norm.weight", config.hidden_size), config.layer_norm_epsilon)
     prefix = f"{prefix}.mixer"
     if kind == "linear_attention":

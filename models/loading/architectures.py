@@ -58,6 +58,7 @@ _MODULES = {
     "MiniMaxForCausalLM": "hybridmem.models.families.minimax",
     "MistralForCausalLM": "hybridmem.models.families.llama",
     "NemotronHForCausalLM": "hybridmem.models.families.nemotron_h",
+    "NemotronH_Omni_Reasoning_V3": "hybridmem.models.families.nemotron_h",
     "OlmoHybridForCausalLM": "hybridmem.models.families.olmo_hybrid",
     "Qwen3ForCausalLM": "hybridmem.models.families.llama",
     "Qwen3NextForCausalLM": "hybridmem.models.families.qwen3_next",

@@ -43,3 +43,19 @@ class FlatGridSight(GridSight):
 
     def positions(self, inputs: Mapping[str, Any]) -> tuple[Int64s | None, int]:
         return None, 0
+
+
+class ShuffledGridSight:
+    """Says how Nemotron 3 Omni does it: rows in the places of tokens, between two tokens that have names."""
+
+    prefixes = "vision_model.", "mlp1.", "vision_projector.", "multi_modal_projector.", "vision_final_layernorm."
+    n_axes = 1
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.placeholder_id = int(config.image_token_id)
+
+    def positions(self, inputs: Mapping[str, Any]) -> tuple[Int64s | None, int]:
+        return None, 0
+
+    def layout(self, inputs: Mapping[str, Any], n_rows: int) -> Layout:
+        return ["<img>", [0, n_rows], "</img>"]

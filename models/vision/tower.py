@@ -47,7 +47,7 @@ class Tower:
         missing = [name for name in report["missing_keys"] if not _is_text(name)]
         if missing:
             raise FormatError(f"{len(missing)} tensors of the tower of {name} are not in its files: {missing[:3]}")
-        self._model = whole.model.eval().to(device)
+        self._model = getattr(whole, "model", whole).eval().to(device)
         self._model.language_model = None
         self._dtype, self._device = dtype, device
 
@@ -77,6 +77,7 @@ def _without_text(config: PreTrainedConfig) -> PreTrainedConfig:
     for each in (config, config.get_text_config()):
         changes = {"num_hidden_layers": 0, "layer_types": [], "vocab_size": 1, "tie_word_embeddings": False}
         changes |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "quantization_config": None}
+        changes |= {"layers_block_type": [], "audio_config": None}
         for name, value in changes.items():
             if hasattr(each, name):
                 setattr(each, name, value)

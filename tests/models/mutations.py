@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    NemotronH_Omni_Reasoning_V3_Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5Config,
@@ -26,7 +27,9 @@ from hybridmem.memory.errors import HybridMemoryError
 from hybridmem.models import from_transformers
 from tests.models import checkpoints, test_encoder_decoder
 from tests.models.checkpoints import draw_tokens, randomise_
+from tests.models.families.nemotron_h import nemotron_config
 from tests.models.families.qwen3_5 import EYES, qwen3_5_config, qwen3_5_moe_config
+from tests.models.seeing import RADIO_EYES
 
 Path = tuple[str, ...]
 """Where a field is in config.json."""
@@ -39,6 +42,9 @@ SUBJECTS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3.5-that-sees": lambda: Qwen3_5Config(text_config=qwen3_5_config().to_dict(), vision_config=EYES),
     "qwen3.5-moe-that-sees": lambda: Qwen3_5MoeConfig(
         text_config=qwen3_5_moe_config().to_dict(), vision_config=EYES
+    ),
+    "nemotron-h-that-sees": lambda: NemotronH_Omni_Reasoning_V3_Config(
+        text_config=nemotron_config().to_dict(), vision_config=RADIO_EYES, vision_hidden_size=16, image_token_id=3
     ),
 }  # fmt: skip
 

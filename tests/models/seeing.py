@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Lfm2VlConfig,
     Lfm3VlConfig,
+    NemotronH_Omni_Reasoning_V3_Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5Config,
@@ -28,11 +29,16 @@ from hybridmem.models.vision.pictures import Picture, Pictures
 from tests.models.checkpoints import randomise_
 from tests.models.families.lfm2 import lfm2_config
 from tests.models.families.lfm3 import lfm3_config
+from tests.models.families.nemotron_h import nemotron_config
 from tests.models.families.qwen3_5 import SHARES, qwen3_5_config, qwen3_5_moe_config
 
 EYES = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24,
     "num_position_embeddings": 16, "patch_size": 4,
+}  # fmt: skip
+RADIO_EYES = {
+    "model_type": "radio", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 32, "max_img_size": 64, "num_cls_tokens": 2, "num_registers": 2, "video_temporal_patch_size": 2,
 }  # fmt: skip
 PLACEHOLDER = 3
 
@@ -88,11 +94,23 @@ def write_lfm3_vl(folder: Path) -> PreTrainedModel:
     return model
 
 
+def write_nemotron_h_omni(folder: Path) -> PreTrainedModel:
+    ears = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "projection_hidden_size": 16}
+    ears |= {"projection_bias": False}
+    text = nemotron_config(num_nextn_predict_layers=1).to_dict()  # so that the tower's output is normed
+    config = NemotronH_Omni_Reasoning_V3_Config(
+        text_config=text, vision_config=RADIO_EYES, vision_hidden_size=16, projector_hidden_size=12,
+        image_token_id=PLACEHOLDER, video_token_id=4, audio_token_id=7, audio_config=ears,
+    )  # fmt: skip
+    return _write(folder, config)
+
+
 WRITERS: dict[str, Callable[[Path], PreTrainedModel]] = {
-    "qwen3.5": write_seeing, "qwen3.5-moe": write_moe, "lfm2-vl": write_lfm2_vl, "lfm3-vl": write_lfm3_vl
+    "qwen3.5": write_seeing, "qwen3.5-moe": write_moe, "lfm2-vl": write_lfm2_vl, "lfm3-vl": write_lfm3_vl,
+    "nemotron-h-omni": write_nemotron_h_omni,
 }  # fmt: skip
 SPECIAL = {"<|image_start|>": 5, "<|image_end|>": 6, "<|img_thumbnail|>": 9, "<|img_row_1_col_1|>": 10}
-SPECIAL |= {"<|img_row_1_col_2|>": 11}
+SPECIAL |= {"<|img_row_1_col_2|>": 11, "<img>": 12, "</img>": 13}
 
 
 class TileProcessor:
@@ -119,8 +137,26 @@ class TileProcessor:
         }  # fmt: skip
 
     def _patches(self, part: Image.Image) -> Tensor:
-        pixels = torch.from_numpy(np.asarray(part).copy()).float() / 127.5 - 1
-        return rearrange(pixels, "(h p) (w q) c -> (h w) (p q c)", p=4, q=4)
+        return rearrange(pixels_of(part), "(h p) (w q) c -> (h w) (p q c)", p=4, q=4)
+
+
+class GridProcessor:
+    """Makes what the image processor of Nemotron 3 Omni makes, without torchvision: patches of a grid."""
+
+    def __call__(self, images: list[Image.Image], **_: Any) -> dict[str, Any]:
+        (image,) = images
+        image = image.resize((48, 32) if image.width > 60 else (16, 24))
+        patches = rearrange(pixels_of(image), "(h p) (w q) c -> (h w) (c p q)", p=4, q=4)
+        return {"pixel_values": patches, "image_grid_hw": torch.tensor([[image.height // 4, image.width // 4]])}
+
+
+PROCESSORS = {"Lfm2Vl": TileProcessor, "NemotronHOmni": GridProcessor}
+"""Classes whose image processor needs torchvision -> what stands in for it."""
+
+
+def pixels_of(image: Image.Image) -> Tensor:
+    """Return (height, width, 3) numbers from -1 to 1."""
+    return torch.from_numpy(np.asarray(image).copy()).float() / 127.5 - 1
 
 
 def _write(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
