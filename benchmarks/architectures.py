@@ -143,7 +143,7 @@ _ALL_ROWS = ("pages", "pages of indexed attention", "pages of index")
 MINOR = ".".join(transformers.__version__.split(".")[:2])
 SEES = {
     "Lfm2ForCausalLM": ("Lfm2Vl",), "Lfm3ForCausalLM": ("Lfm3Vl",),
-    "NemotronHForCausalLM": ("NemotronH_Omni_Reasoning_V3",), "Qwen3_5ForCausalLM": ("Qwen3_5",),
+    "NemotronHForCausalLM": ("NemotronH_Omni_Reasoning_V3",), "Qwen3_5ForCausalLM": ("Qwen3_5", "MiniCPMV4_7"),
     "Qwen3_5MoeForCausalLM": ("Qwen3_5Moe",),
 }  # fmt: skip
 """Language models -> the architectures of those that also see, without the ending ForConditionalGeneration."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -114,9 +114,14 @@ class Seen:
     sources: Sources = field(default_factory=dict)
     pictures: dict[str, Picture] = field(default_factory=dict)
     token_ids: dict[str, list[int]] = field(default_factory=dict)
+    reader: Pictures | None = None
 
     def picture_ids(self, name: str) -> list[int] | None:
         return self.token_ids.get(name)
+
+    def placed(self, token_ids: list[int], id_of: Callable[[str], int | None], n_before: int) -> list[int]:
+        """Return a prompt with pictures as the model wants it (`Pictures.placed`)."""
+        return token_ids if self.reader is None else self.reader.placed(token_ids, id_of, n_before)
 
 
 NOTHING = Seen()
@@ -163,7 +168,7 @@ class Sight:
         if len(sources) > self._most:
             message = f"Invalid '{param}': it has {len(sources)} pictures; {self._most} are possible."
             raise ApiError(400, message, param=param, code="invalid_value")
-        seen = Seen(dict(sources))
+        seen = Seen(dict(sources), reader=self._pictures)
         for name, source in sources.items():
             try:
                 picture = self._pictures.read(_shrunk(self._bytes_of(source), self._pictures.limits, source.detail))

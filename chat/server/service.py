@@ -288,7 +288,7 @@ class Service:
             raise ApiError(400, message, param="prompt_logprobs", code="unsupported_value")
         try:
             messages = [message.as_template_knows() for message in asked.messages]
-            texts = asked.with_template(texts.with_pictures(asked.seen.picture_ids), self.shaping.habits.template)
+            texts = asked.with_template(texts.with_pictures(asked.seen), self.shaping.habits.template)
             token_ids = self.encode_chat(texts, asked, messages)
         except FormatError as error:
             raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None

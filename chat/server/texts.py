@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from hybridmem.chat.prompts import Message, Tokenizer
 from hybridmem.chat.server.errors import ContextError, too_many
 from hybridmem.chat.special_tokens import PromptContext, WrappedTokenizer
-from hybridmem.chat.special_tokens.marks import FindIds
+from hybridmem.chat.special_tokens.marks import KnownPictures
 
 T = TypeVar("T")
 
@@ -156,9 +156,9 @@ class _Bounded(WrappedTokenizer):
         self._param = param
         self._n_bytes = 0
 
-    def with_pictures(self, picture_ids: FindIds) -> _Bounded:
-        """Return a new wrapper that knows the token ids of pictures."""
-        return self._with(replace(self.context, picture_ids=picture_ids))
+    def with_pictures(self, pictures: KnownPictures) -> _Bounded:
+        """Return a new wrapper that knows these pictures."""
+        return self._with(replace(self.context, pictures=pictures))
 
     def with_options(self, options: dict[str, Any]) -> _Bounded:
         """Return a new wrapper for another prompt, with options of the chat template such as its tools."""

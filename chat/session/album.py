@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,10 @@ class Album:
         """Return the token ids of a picture, or None for an unknown one."""
         seen = self._seen.get(name)
         return None if seen is None else seen.token_ids
+
+    def placed(self, token_ids: list[int], id_of: Callable[[str], int | None], n_before: int) -> list[int]:
+        """Return a prompt with pictures as the model wants it (`Pictures.placed`)."""
+        return pictures_of(self._engine.model).placed(token_ids, id_of, n_before)
 
     def hold(self, token_ids: Seq[int]) -> list[Picture]:
         """Return the pictures whose rows must be there to feed these tokens. Keep them until the tokens are fed."""

@@ -97,9 +97,7 @@ class ChatSession:
         self.owner = owner
         self.parse_special = parse_special
         self._album = Album(engine) if album is None else album
-        self._tokenizer: Tokenizer = WrappedTokenizer(
-            engine.tokenizer, PromptContext(picture_ids=self._album.picture_ids)
-        )
+        self._tokenizer: Tokenizer = WrappedTokenizer(engine.tokenizer, PromptContext(pictures=self._album))
         first = [] if system is None else [Utterance("system", system)]
         self._messages: tuple[Utterance, ...] = (*first, *read_messages(messages))
         self._n_heard = 0  # This is how many messages the memory has held at most.

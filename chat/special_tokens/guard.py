@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 from uuid import uuid4
 
-from hybridmem.chat.special_tokens.marks import split_at_marks
+from hybridmem.chat.special_tokens.marks import names_in, split_at_marks
 from hybridmem.chat.special_tokens.tokens import SpecialTokens, Tokenizer, special_tokens_of
-from hybridmem.chat.special_tokens.wrapped import ids_of_picture
+from hybridmem.chat.special_tokens.wrapped import ids_of_picture, place_pictures
 
 _OWN = ("content", "reasoning_content", "reasoning", "thinking")
 """The fields that hold what a model itself said. Marks that are not special tokens are its own there."""
@@ -35,13 +35,14 @@ class Rendered:
 
         Raises FormatError if the tokenizer cannot encode a name without its special token, or does not know a picture.
         """
-        ids = list[int]()
+        ids, is_seeing = list[int](), False
         for begin, stop, name in split_at_marks(self.text, start, len(self.text) if end is None else end):
             if name is not None:
                 ids += ids_of_picture(tokenizer, name)
+                is_seeing = True
             elif begin < stop:
                 ids += self._encode(tokenizer, begin, stop)
-        return ids
+        return place_pictures(tokenizer, ids, len(names_in(self.text[:start]))) if is_seeing else ids
 
     def _encode(self, tokenizer: Tokenizer, start: int, end: int) -> list[int]:
         text, cuts = self.text[start:end], [cut - start for cut in self.cuts if start <= cut < end]

@@ -12,11 +12,22 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 _SIGN = "\U0010fffe"
 MARK = re.compile(f"{_SIGN}([0-9a-f]{{64}}){_SIGN}")
-FindIds = Callable[[str], list[int] | None]
-"""Returns the token ids of a picture by its name of 64 hexadecimal digits. None: it is not known."""
+
+
+class KnownPictures(Protocol):
+    """Knows the pictures of a prompt."""
+
+    def picture_ids(self, name: str) -> list[int] | None:
+        """Return the token ids of a picture by its name of 64 hexadecimal digits. None: it is not known."""
+        ...
+
+    def placed(self, token_ids: list[int], id_of: Callable[[str], int | None], n_before: int) -> list[int]:
+        """Return a prompt with pictures as the model wants it (`Pictures.placed`)."""
+        ...
 
 
 def name_of_source(url: str, detail: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridmem.chat.special_tokens.marks import FindIds
+from hybridmem.chat.special_tokens.marks import KnownPictures
 from hybridmem.memory import FormatError
 
 
@@ -16,13 +16,13 @@ class PromptContext:
 
     Attributes:
         template_options: the options of the chat template, such as its tools.
-        picture_ids: returns the token ids of a picture of the prompt by its name. None: there are no pictures.
+        pictures: the pictures of the prompt. None: there are none.
         write_calls: writes the calls of a message into its content. None: the chat template writes them.
         check_text: raises an error if a rendered text is too long to be encoded. None: no text is.
     """
 
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    picture_ids: FindIds | None = None
+    pictures: KnownPictures | None = None
     write_calls: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     check_text: Callable[[str], None] | None = None
 
@@ -55,8 +55,14 @@ def context_of(tokenizer: Any) -> PromptContext:
 
 def ids_of_picture(tokenizer: Any, name: str) -> list[int]:
     """Return the token ids of a picture. Raises FormatError if the tokenizer's context does not know it."""
-    find = context_of(tokenizer).picture_ids
-    ids = None if find is None else find(name)
+    pictures = context_of(tokenizer).pictures
+    ids = None if pictures is None else pictures.picture_ids(name)
     if ids is None:
         raise FormatError("a message names a picture that is not with it, or that this model cannot see")
     return ids
+
+
+def place_pictures(tokenizer: Any, token_ids: list[int], n_before: int) -> list[int]:
+    """Return a prompt with pictures as the model wants it, where `n_before` pictures stand before these tokens."""
+    pictures = context_of(tokenizer).pictures
+    return token_ids if pictures is None else pictures.placed(token_ids, tokenizer.convert_tokens_to_ids, n_before)

@@ -2,7 +2,7 @@
 
 from hybridmem.memory.sequences.batch import count_tokens, why_no_ids
 from hybridmem.memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
-from hybridmem.memory.sequences.soft_tokens import is_soft, plain_ids
+from hybridmem.memory.sequences.soft_tokens import is_soft, passages_in, plain_ids
 from hybridmem.memory.sequences.token_buffer import common_prefix
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "common_prefix",
     "count_tokens",
     "is_soft",
+    "passages_in",
     "plain_ids",
     "uninterrupted",
     "uninterrupted_call",

@@ -14,6 +14,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -124,7 +125,8 @@ class SoftTokens:
         Args:
             digest: of the content, such as a SHA-256: 16 bytes or more.
             rows: (N, M) embeddings, as the model's layers read them.
-            positions: (axes, N) rotary positions of the rows, counted from the passage's first; for several axes.
+            positions: (axes, N) rotary positions of the rows, counted from the passage's first; for several axes. Rows
+                may stand before it; what would be before the sequence's first position is there.
             n_positions: how many positions the passage takes; text behind it goes on from there.
         Raises:
             SpecError: a shape or a number does not fit. BatchError: another passage has one of its ids.
@@ -139,7 +141,7 @@ class SoftTokens:
     def restore(self, digest: bytes, rows: Tensor, offsets: Int64s | None, back: int, about: Any) -> Passage:
         """Add a passage that a file holds, with the attributes of `Passage`. Raises ValueError if they do not fit."""
         wanted = None if self.n_axes == 1 else (self.n_axes, len(rows))
-        if (None if offsets is None else offsets.shape) != wanted or not 0 <= back < len(rows) < MOST_ROWS:
+        if (None if offsets is None else offsets.shape) != wanted or not 0 <= back <= len(rows) < MOST_ROWS:
             raise ValueError(f"the positions of the picture {digest.hex()}")
         return self._insert(Passage(digest, rows, offsets, back, about))
 
@@ -166,7 +168,7 @@ class SoftTokens:
         given = np.asarray(positions, np.int64)
         if given.shape != (self.n_axes, n_rows) or self.n_axes == 1:
             raise SpecError(f"positions have shape {given.shape}; give ({self.n_axes}, {n_rows}), or None for one axis")
-        if not 0 < n_positions <= n_rows or given.min() < 0 or given.max() >= n_positions:
+        if not 0 <= n_positions <= n_rows or given.max() >= n_positions:
             raise SpecError(
                 f"n_positions={n_positions} for {n_rows} rows at {given.min()} ... {given.max()}; give more than the "
                 "last of these, and at most one for each row"
@@ -237,7 +239,7 @@ def rotary_positions(packed: Packed, backs: Int64s, runs: list[Run], n_axes: int
     for run in runs:
         if run.passage.offsets is not None:
             axes[:, run.at : run.at + run.n] += run.passage.offsets[:, run.row : run.row + run.n]
-    return axes
+    return np.maximum(axes, 0)
 
 
 def kept_back(packed: Packed, kept: Int64s) -> Int64s:
@@ -268,6 +270,19 @@ def refuse_to_drop(token_ids: Int64s, dropped: Dropped) -> None:
 def is_soft(token_id: int) -> bool:
     """Return whether an id is a soft token's, and in no vocabulary."""
     return token_id >= FIRST_SOFT_ID
+
+
+def passages_in(token_ids: Seq[int]) -> Iterator[tuple[int, int, int]]:
+    """Generate where passages that move text back start and end, and how many positions each takes, in order."""
+    start = None
+    for i, token in enumerate(token_ids):
+        if token < FIRST_SOFT_ID:
+            start = None
+            continue
+        start = i if start is None else start
+        if back := token & (MOST_ROWS - 1):
+            yield start, i + 1, i + 1 - start - back
+            start = None
 
 
 def plain_ids(token_ids: Iterable[int]) -> list[int]:

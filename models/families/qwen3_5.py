@@ -17,8 +17,9 @@ from hybridmem.models.families.qwen3_next import Qwen3Next, load_mixture
 from hybridmem.models.layers.delta_mixer import DeltaInputs
 from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.loading.architectures import register
+from hybridmem.models.vision.canvas import CanvasSight
 from hybridmem.models.vision.grid import GridSight
-from hybridmem.models.vision.pictures import pictures_below
+from hybridmem.models.vision.pictures import Sight, pictures_below
 from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ class Qwen35(Qwen3Next):
         # A checkpoint that ties embedding and head may hold only the head.
         super().__init__(text, checkpoint, root if f"{root}.norm.weight" in checkpoint else "model")
         if text is not config and hasattr(config, "vision_config"):
-            self.see(pictures_below(GridSight(config), config, checkpoint))
+            self.see(pictures_below(self._sight(config), config, checkpoint))
+
+    def _sight(self, config: PreTrainedConfig) -> Sight:
+        return GridSight(config)
 
     def _delta_inputs(self, checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
         return DeltaInputs.take(checkpoint, prefix, n_model, shape)
@@ -62,3 +66,11 @@ class Qwen35Moe(Qwen35):
         self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, i: int
     ) -> Callable[[Tensor], Tensor]:
         return load_mixture(config, checkpoint, prefix, renormalise=True)
+
+
+@register("MiniCPMV4_7ForConditionalGeneration")
+class MiniCPMV47(Qwen35):
+    """Implements MiniCPM-V 4.7 (OpenBMB 2026): Qwen3.5 with a tower and positions of its own for pictures."""
+
+    def _sight(self, config: PreTrainedConfig) -> Sight:
+        return CanvasSight(config)

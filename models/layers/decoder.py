@@ -180,6 +180,7 @@ class Decoder:
         """Let rows of pictures be fed in place of tokens."""
         if pictures is not None:
             self.pictures = pictures
+            pictures.embed = self._vocabulary.embed
             self.memory_spec = replace(self.memory_spec, soft_tokens=pictures.soft_tokens)
 
     if not TYPE_CHECKING:  # Without this condition, a type checker would accept any name.

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridmem.memory.blocks import Int64s
-from hybridmem.models.vision.pictures import Layout
+from hybridmem.models.vision.pictures import Layout, Sight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-class GridSight:
+class GridSight(Sight):
     """Says that a picture is a grid, whose positions take as many places as its longer side (Wang et al. 2024)."""
 
     prefixes: tuple[str, ...] = ("model.visual.", "visual.")
@@ -45,17 +45,13 @@ class FlatGridSight(GridSight):
         return None, 0
 
 
-class ShuffledGridSight:
+class ShuffledGridSight(Sight):
     """Says how Nemotron 3 Omni does it: rows in the places of tokens, between two tokens that have names."""
 
     prefixes = "vision_model.", "mlp1.", "vision_projector.", "multi_modal_projector.", "vision_final_layernorm."
-    n_axes = 1
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.placeholder_id = int(config.image_token_id)
-
-    def positions(self, inputs: Mapping[str, Any]) -> tuple[Int64s | None, int]:
-        return None, 0
 
     def layout(self, inputs: Mapping[str, Any], n_rows: int) -> Layout:
         return ["<img>", [0, n_rows], "</img>"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
@@ -25,8 +25,8 @@ Layout: TypeAlias = list[str | int | list[int]]
 """What stands for a picture in a prompt: names of special tokens, ids of tokens, and ranges [start, end) of rows."""
 
 
-class Sight(Protocol):
-    """Says how a family puts pictures into its prompts.
+class Sight:
+    """Says how a family puts pictures into its prompts. As it is: each row takes one position, as a token does.
 
     Attributes:
         prefixes: what the names of the tensors of tower and projector begin with.
@@ -34,23 +34,33 @@ class Sight(Protocol):
         placeholder_id: the token that stands for a row in transformers' `input_ids`.
     """
 
-    @property
-    def prefixes(self) -> tuple[str, ...]: ...
-    @property
-    def n_axes(self) -> int: ...
-    @property
-    def placeholder_id(self) -> int: ...
+    prefixes: tuple[str, ...] = ()
+    n_axes = 1
+    placeholder_id: int
+
+    def rows(self, inputs: Mapping[str, Any], rows: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the rows (N, M) that stand for a picture, given those of the tower and the lookup of tokens."""
+        return rows
 
     def positions(self, inputs: Mapping[str, Any]) -> tuple[Int64s | None, int]:
-        """Return the positions of the rows (axes, N), from 0 on, and how many positions the picture takes.
+        """Return the positions of the rows (axes, N), from the first on, and how many positions the picture takes.
 
         None, 0: each row takes one, as a token does.
         """
-        ...
+        return None, 0
 
     def layout(self, inputs: Mapping[str, Any], n_rows: int) -> Layout:
         """Return what stands for a picture in a prompt."""
-        ...
+        raise NotImplementedError
+
+    def prepare(self, pictures: Pictures, passage: Passage) -> None:
+        """Make what else a prompt with this picture may need."""
+
+    def placed(
+        self, pictures: Pictures, token_ids: Sequence[int], id_of: Callable[[str], int | None], n_before: int
+    ) -> list[int]:
+        """Return a prompt as the family wants it: see `Pictures.placed`."""
+        return [*token_ids]
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,8 @@ class Pictures:
         soft_tokens: finds the rows of pictures for memories of this model.
         limits: what a picture may cost.
         n_computed: how often the tower has run.
+        embed: looks up the embeddings of tokens of the vocabulary.
+        device: where rows are.
     """
 
     def __init__(self, sight: Sight, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
@@ -117,6 +129,8 @@ class Pictures:
         self._tower: Tower | None = None
         self._processor: Any = None
         self._lock = threading.Lock()
+        self.device = checkpoint.device
+        self.embed: Callable[[Tensor], Tensor] = _embed_nothing
         checkpoint.ignore(*checkpoint.names_below(sight.prefixes))
 
     @property
@@ -165,7 +179,21 @@ class Pictures:
         if passage is None:
             with self._lock:  # Who sends the same picture at the same time waits here, and finds it.
                 passage = self.soft_tokens.find(digest) or self._compute(digest, image)
+        self._sight.prepare(self, passage)
         return Picture(passage, passage.about, file_of(source, image))
+
+    def placed(
+        self, token_ids: Sequence[int], id_of: Callable[[str], int | None] = lambda name: None, n_before: int = 0
+    ) -> list[int]:
+        """Return the token ids of a prompt as the family wants them, given those in which pictures just stand.
+
+        Most families want no more than that. MiniCPM-V numbers the pictures, and moves line breaks behind them.
+
+        Args:
+            id_of: as in `Picture.token_ids`.
+            n_before: how many pictures stand before these tokens.
+        """
+        return self._sight.placed(self, token_ids, id_of, n_before)
 
     def _compute(self, digest: bytes, image: Image) -> Passage:
         tower = self._load()
@@ -173,7 +201,7 @@ class Pictures:
             inputs = self.processor(images=[image], return_tensors="pt", **self._options())
         except (TypeError, ValueError) as error:
             raise PictureError(f"the model cannot take a picture of {image.width} × {image.height}: {error}") from error
-        rows = tower(inputs)
+        rows = self._sight.rows(inputs, tower(inputs), self.embed)
         self.n_computed += 1
         positions, n_positions = self._sight.positions(inputs)
         layout = self._sight.layout(inputs, len(rows))
@@ -188,6 +216,10 @@ class Pictures:
             tensors = checkpoint.read_below(self._sight.prefixes)
             self._tower = Tower(self._config, tensors, checkpoint.dtype, checkpoint.device)
         return self._tower
+
+
+def _embed_nothing(token_ids_T: Tensor) -> Tensor:
+    raise RuntimeError("these pictures belong to no model yet")
 
 
 def pictures_of(model: object) -> Pictures:

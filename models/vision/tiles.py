@@ -6,26 +6,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hybridmem.memory import FormatError
-from hybridmem.memory.blocks import Int64s
 from hybridmem.models.vision.grid import FlatGridSight
-from hybridmem.models.vision.pictures import Layout
+from hybridmem.models.vision.pictures import Layout, Sight
 
 if TYPE_CHECKING:
     from transformers import Lfm2VlConfig
 
 
-class TileSight:
+class TileSight(Sight):
     """Says that each tile of a picture has a token before it that names its row and its column."""
 
     prefixes = FlatGridSight.prefixes
-    n_axes = 1
 
     def __init__(self, config: Lfm2VlConfig) -> None:
         self.placeholder_id = int(config.image_token_id)
         self._factor = int(config.downsample_factor)
-
-    def positions(self, inputs: Mapping[str, Any]) -> tuple[Int64s | None, int]:
-        return None, 0
 
     def layout(self, inputs: Mapping[str, Any], n_rows: int) -> Layout:
         counts = (inputs["spatial_shapes"] // self._factor).prod(-1).tolist()

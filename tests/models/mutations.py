@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    MiniCPMV4_7Config,
     NemotronH_Omni_Reasoning_V3_Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -29,7 +30,7 @@ from tests.models import checkpoints, test_encoder_decoder
 from tests.models.checkpoints import draw_tokens, randomise_
 from tests.models.families.nemotron_h import nemotron_config
 from tests.models.families.qwen3_5 import EYES, qwen3_5_config, qwen3_5_moe_config
-from tests.models.seeing import RADIO_EYES
+from tests.models.seeing import CANVAS_EYES, MARKS, RADIO_EYES
 
 Path = tuple[str, ...]
 """Where a field is in config.json."""
@@ -45,6 +46,9 @@ SUBJECTS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "nemotron-h-that-sees": lambda: NemotronH_Omni_Reasoning_V3_Config(
         text_config=nemotron_config().to_dict(), vision_config=RADIO_EYES, vision_hidden_size=16, image_token_id=3
+    ),
+    "minicpm-v": lambda: MiniCPMV4_7Config(
+        text_config=qwen3_5_config().to_dict(), vision_config=CANVAS_EYES, insert_layer_id=1, image_token_id=3, **MARKS
     ),
 }  # fmt: skip
 

@@ -17,12 +17,14 @@ from transformers import (
     AutoModelForImageTextToText,
     Lfm2VlConfig,
     Lfm3VlConfig,
+    MiniCPMV4_7Config,
     NemotronH_Omni_Reasoning_V3_Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
 )
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hybridmem.models.vision.pictures import Picture, Pictures
@@ -39,6 +41,10 @@ EYES = {
 RADIO_EYES = {
     "model_type": "radio", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4,
     "image_size": 32, "max_img_size": 64, "num_cls_tokens": 2, "num_registers": 2, "video_temporal_patch_size": 2,
+}  # fmt: skip
+CANVAS_EYES = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 32,
 }  # fmt: skip
 PLACEHOLDER = 3
 
@@ -105,12 +111,36 @@ def write_nemotron_h_omni(folder: Path) -> PreTrainedModel:
     return _write(folder, config)
 
 
+def write_minicpm_v(
+    folder: Path, *, placeholder: int = PLACEHOLDER, marks: dict[str, int] | None = None, **text: Any
+) -> PreTrainedModel:
+    """Write a small MiniCPM-V that sees, with its image processor, and return transformers' model.
+
+    Args:
+        placeholder: the token that stands for a row.
+        marks: the tokens around parts of pictures.
+    """
+    config = MiniCPMV4_7Config(
+        text_config=qwen3_5_config(rope_parameters=SHARES, **text).to_dict(), vision_config=CANVAS_EYES,
+        insert_layer_id=1, image_token_id=placeholder, **(marks or MARKS),
+    )  # fmt: skip
+    model = _write(folder, config)
+    MiniCPMV4_6ImageProcessorPil(patch_size=4, scale_resolution=48, max_slice_nums=4).save_pretrained(folder)
+    return model
+
+
 WRITERS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "qwen3.5": write_seeing, "qwen3.5-moe": write_moe, "lfm2-vl": write_lfm2_vl, "lfm3-vl": write_lfm3_vl,
-    "nemotron-h-omni": write_nemotron_h_omni,
+    "nemotron-h-omni": write_nemotron_h_omni, "minicpm-v": write_minicpm_v,
 }  # fmt: skip
 SPECIAL = {"<|image_start|>": 5, "<|image_end|>": 6, "<|img_thumbnail|>": 9, "<|img_row_1_col_1|>": 10}
 SPECIAL |= {"<|img_row_1_col_2|>": 11, "<img>": 12, "</img>": 13}
+SPECIAL |= {"<image_id>": 30, "</image_id>": 31, "0": 40, "1": 41, "2": 42}
+LINE_BREAK = 17
+MARKS = {
+    "image_start_id": 5, "image_end_id": 6, "slice_start_id": 14, "slice_end_id": 16, "newline_id": LINE_BREAK,
+}  # fmt: skip
+"""Tokens of MiniCPM-V 4.7 around parts of pictures."""
 
 
 class TileProcessor:
@@ -193,8 +223,12 @@ def logits_of_peer(
     peer: PreTrainedModel, pictures: Pictures, parts: list[int | Picture], images: list[Image.Image]
 ) -> Tensor:
     """Return transformers' logits for a prompt whose pictures, in order, are these images."""
-    ids = torch.tensor([[PLACEHOLDER if id >= 1 << 62 else id for id in joined(*parts)]])
     inputs = [pictures.processor(images=[image], return_tensors="pt") for image in images]
+    is_canvas = peer.config.model_type == "minicpmv4_7"
+    if is_canvas:
+        ids = torch.tensor([_canvas_ids(parts, inputs, pictures.processor.use_image_id)])
+    else:
+        ids = torch.tensor([[PLACEHOLDER if id >= 1 << 62 else id for id in joined(*parts)]])
     tensors = [name for name, value in inputs[0].items() if isinstance(value, Tensor)]
     most = max(each["pixel_values"].shape[-2] for each in inputs)
     is_padded = "pixel_attention_mask" in tensors
@@ -202,8 +236,28 @@ def logits_of_peer(
         n = most - each["pixel_values"].shape[-2]
         each["pixel_values"] = pad(each["pixel_values"], (0, 0, 0, n))
         each["pixel_attention_mask"] = pad(each["pixel_attention_mask"], (0, n))
-    seen = {name: torch.cat([each[name] for each in inputs]) for name in tensors}
-    if peer.config.model_type in ("qwen3_5", "qwen3_5_moe"):
+    seen = {
+        name: torch.cat([each[name] for each in inputs], -1 if is_canvas and name == "pixel_values" else 0)
+        for name in tensors
+    }
+    if peer.config.model_type in ("qwen3_5", "qwen3_5_moe", "minicpmv4_7"):
         seen["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
     logits: Tensor = peer(input_ids=ids, **seen).logits[0]
     return logits
+
+
+def _canvas_ids(parts: list[int | Picture], inputs: list[Any], is_numbered: bool) -> list[int]:
+    """Return the ids that transformers' processor of MiniCPM-V 4.7 makes of a prompt."""
+    ids, at = list[int](), iter(enumerate(inputs))
+    for part in parts:
+        if isinstance(part, int):
+            ids.append(part)
+            continue
+        number, each = next(at)
+        numbers = [SPECIAL["<image_id>"], SPECIAL[str(number)], SPECIAL["</image_id>"]]
+        whole, *slices = [[PLACEHOLDER] * (int(size.prod()) // 16) for size in each["target_sizes"]]
+        ids += [*(numbers if is_numbered else []), 5, *whole, 6]
+        for i, rows in enumerate(slices):
+            ids += [LINE_BREAK] if i and i % each["grids"][0][1] == 0 else []
+            ids += [14, *rows, 16]
+    return ids

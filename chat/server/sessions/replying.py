@@ -152,7 +152,7 @@ class Replying:
 
         def work(texts: Any) -> tuple[Prompt, bool]:
             self._seen = service.sight.read(sources, texts, param="input")
-            prompt = make(texts.with_pictures(self._seen.picture_ids))
+            prompt = make(texts.with_pictures(self._seen))
             self._inputs = count_nodes(texts, len(prompt.token_ids), n_before, self._inputs)
             return prompt, service.shaping.is_thinking(texts, prompt.token_ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.session.session import ChatSession
 from hybridmem.memory import BatchError, HybridMemory
 from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.sequences import is_soft
 from hybridmem.models import UnsupportedModelError, load_model
 from hybridmem.models.vision.pictures import Pictures, pictures_of
-from tests.models.seeing import as_png, draw_picture, write_seeing
+from tests.models.seeing import MARKS, as_png, draw_picture, write_minicpm_v, write_seeing
 from tests.speaker import speaker, tokenizer_of_speaker
 from tests.tolerances import assert_split_close
 
@@ -105,6 +107,36 @@ def test_a_saved_picture_is_computed_again_where_its_rows_are_lost(seeing: Seein
     resumed.say("six")
     assert_as_recomputed(resumed)
     assert pictures_of(elsewhere.model).n_computed == 1
+
+
+def test_pictures_of_minicpm_v_are_numbered_and_line_breaks_behind_them_take_no_position(tmp_path: Path) -> None:
+    tokenizer: Any = copy.deepcopy(tokenizer_of_speaker())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_id>", "</image_id>"]})
+    n, line_break = len(tokenizer), tokenizer.convert_tokens_to_ids("Ċ")
+    marks = {name: n + i for i, name in enumerate(MARKS, 1)} | {"newline_id": line_break}
+    write_minicpm_v(tmp_path, placeholder=n, marks=marks, vocab_size=n + 6)
+
+    def begin() -> Engine:
+        model: Any = load_model(tmp_path)
+        memory = HybridMemory(model.memory_spec, "64MiB", rollback_window=16, poison=True)
+        return Engine(model, memory, tokenizer, prefixes=PrefixCache(memory), stop_ids=())
+
+    session = ChatSession(begin(), max_tokens=3)
+    session.say("\nwhat?", pictures=[WIDE])
+    session.say("this?", pictures=[TALL])
+    assert_as_recomputed(session)
+    assert session.sequence is not None
+    ids = session.sequence.tokens.tolist()
+    begin_id, end_id = tokenizer.convert_tokens_to_ids(["<image_id>", "</image_id>"])
+    numbers = [ids[i + 1] for i, id in enumerate(ids) if id == begin_id and ids[i + 2] == end_id]
+    assert numbers == tokenizer.convert_tokens_to_ids(["0", "1"])
+    assert line_break not in ids and len({id for id in ids if is_soft(id)}) == 1 + sum(
+        len(pictures_of(session.engine.model).read(image)) for image in (WIDE, TALL)
+    )
+    session.save(tmp_path / "kept")
+    resumed = ChatSession.resume(begin(), tmp_path / "kept")
+    resumed.edit(0, "\nwhich?")
+    assert_as_recomputed(resumed)
 
 
 def test_pictures_with_the_same_number_of_rows_share_no_prefix(seeing: Seeing) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridmem.memory import BatchError, SoftTokens, SpecError
-from hybridmem.memory.sequences import is_soft, plain_ids
+from hybridmem.memory.sequences import is_soft, passages_in, plain_ids
 from hybridmem.memory.sequences.soft_tokens import MOST_ROWS, positions_back
 
 
@@ -35,6 +35,22 @@ def test_the_last_id_says_how_far_text_moves_back() -> None:
     table = SoftTokens(0, n_axes=2)
     passage = table.add(digest("a"), rows(6), [[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]], 3)
     assert positions_back(np.array([7, *passage.token_ids, 7])).tolist() == [0] * 6 + [3, 0]
+
+
+def test_passages_are_found_by_what_their_last_ids_say() -> None:
+    table = SoftTokens(0, n_axes=2)
+    a, b = (table.add(digest(text), rows(4), [[0, 0, 1, 1], [0, 1, 0, 1]], 2).token_ids.tolist() for text in "ab")
+    assert list(passages_in([7, *a, *b, 8, *b[2:]])) == [(1, 5, 2), (5, 9, 2), (10, 12, 0)]
+
+
+def test_a_passage_may_stand_at_an_earlier_position_and_take_none() -> None:
+    table = SoftTokens(0, n_axes=2)
+    passage = table.add(digest("a"), rows(1), [[-3], [-3]], 0)
+    assert positions_back(passage.token_ids).tolist() == [1]
+    again = SoftTokens(0, n_axes=2).restore(passage.digest, passage.rows, passage.offsets, passage.back, None)
+    assert np.array_equal(again.token_ids, passage.token_ids)
+    with pytest.raises(SpecError, match="n_positions=0 for 1 rows at 0"):
+        table.add(digest("b"), rows(1), [[0], [0]], 0)
 
 
 def test_runs_are_found_wherever_they_are_cut() -> None:

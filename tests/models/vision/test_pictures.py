@@ -17,7 +17,16 @@ from hybridmem.models import from_transformers, load_model, plan_memory, weight_
 from hybridmem.models.families.lfm2 import Lfm2Vl
 from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.vision.pictures import Picture
-from tests.models.seeing import PROCESSORS, WRITERS, draw_picture, joined, logits_of_peer
+from tests.models.seeing import (
+    LINE_BREAK,
+    PROCESSORS,
+    SPECIAL,
+    WRITERS,
+    draw_picture,
+    joined,
+    logits_of_peer,
+    write_minicpm_v,
+)
 from tests.tolerances import assert_split_close
 
 WIDE, TALL = draw_picture(1, 72, 40), draw_picture(2, 24, 64)
@@ -42,8 +51,12 @@ class Seeing:
         assert self.model.pictures is not None
         return logits_of_peer(self.peer, self.model.pictures, parts, images)
 
+    def ids(self, *parts: int | Picture) -> list[int]:
+        assert self.model.pictures is not None
+        return self.model.pictures.placed(joined(*parts), SPECIAL.get)
+
     def fed(self, memory: HybridMemory, sequence: Sequence, *parts: int | Picture, chunk: int = 512) -> Tensor:
-        logits = memory.run(self.model, {sequence: joined(*parts)}, max_tokens=chunk, outputs="all")
+        logits = memory.run(self.model, {sequence: self.ids(*parts)}, max_tokens=chunk, outputs="all")
         assert logits is not None
         return logits
 
@@ -73,6 +86,21 @@ def test_logits_are_those_of_transformers(seeing: Seeing) -> None:
         assert expected.std() > 1 and (logits - expected).abs().max() < PARITY
 
 
+def test_pictures_of_minicpm_v_stand_at_the_start_and_side_by_side(tmp_path: Path) -> None:
+    """Without numbers between them, a picture may be the first of a sequence, and the next may follow at once."""
+    peer = write_minicpm_v(tmp_path)
+    seeing = Seeing(tmp_path, peer, load(tmp_path))
+    assert seeing.model.pictures is not None
+    seeing.model.pictures.processor.use_image_id = False
+    wide, tall = seeing.read(WIDE), seeing.read(TALL)
+    parts = [wide, tall, LINE_BREAK, wide, LINE_BREAK, LINE_BREAK, 9, LINE_BREAK, 10]
+    expected = seeing.expected(parts, [WIDE, TALL, WIDE])
+    memory = seeing.memory()
+    for chunk in (512, 5):
+        logits = seeing.fed(memory, memory.open(), *parts, chunk=chunk)
+        assert expected.std() > 1 and (logits - expected).abs().max() < PARITY
+
+
 def test_the_table_of_architectures_names_what_sees(seeing: Seeing) -> None:
     (name,) = seeing.peer.config.architectures
     named = [name for names in SEES.values() for name in names]
@@ -85,7 +113,7 @@ def test_a_step_mixes_pictures_text_and_single_tokens_of_several_sequences(seein
     alice, bob, carol = memory.open(), memory.open(), memory.open()
     seeing.fed(memory, alice, 7, wide, 8)
     seeing.fed(memory, bob, 9)
-    requests = {alice: [10], bob: joined(tall, 11), carol: joined(12, wide)}
+    requests = {alice: [10], bob: seeing.ids(tall, 11), carol: seeing.ids(12, wide)}
     with memory.step(requests) as step:
         logits = seeing.model(step)
     for row, parts, images in (
@@ -99,7 +127,8 @@ def test_what_follows_a_picture_keeps_its_positions_on_every_way_back(seeing: Se
     wide = seeing.read(WIDE)
     parts = [7, 8, 9, wide, 10, 11, 12, 13, 14, 15]
     expected = seeing.expected(parts, [WIDE])
-    ids, n = joined(*parts), len(joined(*parts))
+    ids = seeing.ids(*parts)
+    n = len(ids)
     memory = seeing.memory(window=n)
     alice = memory.open()
     seeing.fed(memory, alice, *parts)
@@ -135,7 +164,7 @@ def test_an_edit_before_a_picture_moves_what_follows_it(seeing: Seeing) -> None:
 
 def test_an_aborted_step_and_a_refused_part_leave_positions_as_they_were(seeing: Seeing) -> None:
     wide = seeing.read(WIDE)
-    ids = joined(wide)
+    ids = seeing.ids(wide)
     memory = seeing.memory(window=64)
     alice = memory.open()
     seeing.fed(memory, alice, 7)
