@@ -121,6 +121,14 @@ def _gemma(config: dict[str, Any], tensors: Tensors) -> Written:
     return arch, fields, renamed(arch, moved)
 
 
+def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
+    betas = {f"rope.scaling.yarn_{name}": float(rope[name]) for name in ("beta_fast", "beta_slow") if name in rope}
+    return betas | {
+        "rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+    }  # fmt: skip
+
+
 def _deepseek(config: dict[str, Any], tensors: Tensors) -> Written:
     """Write DeepSeek-V2 or V3. Keys and values that are made of a latent are apart, and keys transposed."""
     is_third, rope = config["model_type"] == "deepseek_v3", config["rope_parameters"]
@@ -141,13 +149,7 @@ def _deepseek(config: dict[str, Any], tensors: Tensors) -> Written:
     if config["n_group"]:
         fields |= {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
     if rope["rope_type"] == "yarn":
-        fields |= {
-            "rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
-            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-            "rope.scaling.yarn_beta_fast": float(rope["beta_fast"]),
-            "rope.scaling.yarn_beta_slow": float(rope["beta_slow"]),
-            "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
-        }  # fmt: skip
+        fields |= _yarn(rope) | {"rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"]}
     found: Tensors = {}
     for name, tensor in split_experts(tensors).items():
         if name.endswith("kv_b_proj.weight"):
@@ -159,8 +161,79 @@ def _deepseek(config: dict[str, Any], tensors: Tensors) -> Written:
     return MODEL_ARCH.DEEPSEEK2, fields, renamed(MODEL_ARCH.DEEPSEEK2, found)
 
 
+def _latent(config: dict[str, Any], layers: list[int]) -> dict[str, Any]:
+    """Return the fields of Kimi Linear and Ling 3."""
+    n_latent, n_rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    as_one_head = config | {"num_key_value_heads": 1, "max_position_embeddings": config["model_max_length"]}
+    fields = attention_fields(as_one_head, layers) | {
+        "feed_forward_length": config["intermediate_size"], "attention.kv_lora_rank": n_latent,
+        "attention.key_length": n_latent + n_rotary, "rope.dimension_count": n_rotary,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + n_rotary,
+        "attention.value_length_mla": config["v_head_dim"], "kda.head_dim": config["linear_head_dim"],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"], "expert_count": config["num_experts"],
+        "expert_used_count": config["num_experts_per_token"], "expert_shared_count": config["num_shared_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"], "expert_gating_func": 2,
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "leading_dense_block_count": config["mlp_layer_types"].index("sparse"),
+    }  # fmt: skip
+    if config["q_lora_rank"]:
+        fields["attention.q_lora_rank"] = config["q_lora_rank"]
+    return fields
+
+
+def _delta_attention(config: dict[str, Any], tensors: Tensors) -> Written:
+    """Write Kimi Linear or Ling 3, which is written as Kimi Linear where the package has no names for it."""
+    is_ling = config["model_type"] == "bailing_hybrid"
+    layers = [i for i, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    fields = _latent(config, layers)
+    if is_ling:
+        n_shared = config["moe_intermediate_size"] * config["num_shared_experts"]
+        fields |= {
+            "kda.safe_gate": config["kda_safe_gate"], "kda.gate_lower_bound": float(config["kda_lower_bound"]),
+            "expert_weights_norm": config["moe_renormalize"], "expert_shared_feed_forward_length": n_shared,
+            "expert_group_count": config["num_expert_group"], "expert_group_used_count": config["topk_group"],
+        }  # fmt: skip
+        fields |= _yarn(config["rope_parameters"]) if config["rope_parameters"]["rope_type"] == "yarn" else {}
+    found: Tensors = {}
+    for name, tensor in stack_experts(tensors, "mlp" if is_ling else "block_sparse_moe").items():
+        layer = name.split(".")[2] if ".layers." in name else ""
+        part = name.split(f".layers.{layer}.")[-1]
+        if part.endswith("_conv1d.weight"):
+            tensor = tensor.reshape(1, tensor.shape[0], 1, tensor.shape[-1])
+        if part.endswith("A_log"):
+            tensor = tensor.exp().view(-1, 1) if is_ling else -tensor.exp()
+        if part.endswith("kv_b_proj.weight"):
+            parts = config["qk_nope_head_dim"], config["v_head_dim"]
+            keys, values = tensor.view(config["num_attention_heads"], sum(parts), -1).split(parts, 1)
+            found |= {f"blk.{layer}.attn_k_b.weight": keys.transpose(1, 2), f"blk.{layer}.attn_v_b.weight": values}
+        elif part == "attention.g_proj.weight" and int(layer) in layers:
+            found[f"blk.{layer}.attn_gate.weight"] = tensor
+        elif part in _OF_LING:
+            found[f"blk.{layer}.{_OF_LING[part]}"] = tensor
+        else:
+            for old, new in _RENAMED:
+                name = name.replace(old, new)
+            found |= renamed(MODEL_ARCH.KIMI_LINEAR, {name: tensor})
+    return MODEL_ARCH.KIMI_LINEAR, fields, found
+
+
+_OF_LING = {
+    "attention.f_proj.weight": "ssm_f_a.weight", "attention.g_proj.weight": "ssm_g_a.weight",
+    "attention.dense.weight": "attn_output.weight", "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.expert_bias": "exp_probs_b.bias",
+}  # fmt: skip
+_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_RENAMED = (
+    (".attention.", ".self_attn."), ("word_embeddings", "embed_tokens"), (".dt_bias", ".dt_proj.bias"),
+    ("e_score_correction_bias", "e_score_correction.bias"),
+    *((f".experts.{old}.", f".experts.{new}.") for old, new in _PARTS.items()),
+    # Transformers writes them so; published files call MLPs by the names on the right.
+    *((f".block_sparse_moe.{name}.", f".mlp.{name}.") for name in _PARTS.values()),
+)  # fmt: skip
+
+
 ATTENDING = {
     "llama": _llama, "qwen3": _qwen3, "gemma2": _gemma, "gemma3_text": _gemma, "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
+    "deepseek_v3": _deepseek, "kimi_linear": _delta_attention, "bailing_hybrid": _delta_attention,
 }  # fmt: skip
 """What writes each type of model."""

@@ -31,7 +31,9 @@ from tests.models.gguf_attending import (
     stack_experts,
 )
 
-_ONLY_F32 = r"(norm|conv1d|conv|ffn_gate_inp|time_mix_(w1|w2|lerp_fused))\.weight$"
+_ONLY_F32 = r"(norm|conv1d(_[qkv])?|conv|ffn_gate_inp|time_mix_(w1|w2|lerp_fused))\.weight$"
+_NEWER = {"bailing_hybrid": "bailingmoe3"}
+"""Types of models whose architecture the `gguf` package does not name, and what llama.cpp calls it."""
 
 
 def write_gguf(
@@ -61,7 +63,7 @@ def write_gguf(
     arch, fields, tensors = described(config, tensors)
     if fuses_experts:
         tensors = _fused(tensors)
-    writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
+    writer = GGUFWriter(path, _NEWER.get(config["model_type"], MODEL_ARCH_NAMES[arch]))
     for key, value in (fields | changed).items():
         add_field(writer, f"{writer.arch}.{key}", value)
     for name, tensor in tensors.items():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.gguf.file import GgufFile, import_gguf
-from hybridmem.models.loading.gguf.names import expert_of, known_name, layer_of
+from hybridmem.models.loading.gguf.names import expert_of, known_name, layer_of, table_of
 from hybridmem.models.loading.gguf.undo import interleave_by_key_head, keys_and_values, undo
 from hybridmem.models.weights.checkpoint import MOST_MAPPED_BYTES, Checkpoint
 from hybridmem.models.weights.dry import joined
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _QKVZ = ".linear_attn.in_proj_qkvz.weight"
-_KEYS_AND_VALUES = ".self_attn.kv_b_proj.weight"
+_KEYS_AND_VALUES = ".kv_b_proj.weight"
+_GATE_OF_HEADS = ".attention.g_proj.weight"
 _HALVES = {"shared_mlp.input_linear": "shared_mlp", "block_sparse_moe.input_linear": "experts"}
 
 
@@ -39,7 +40,7 @@ class GgufCheckpoint(Checkpoint):
         gguf = import_gguf(file.path)
         self._start(file.path, device, dtype)
         self._file, self._config = file, config
-        kind = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[file.architecture]
+        kind = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[table_of(file.architecture)]
         self._names = gguf.get_tensor_name_map(kind, int(file.own("block_count")))
         self._used: set[str] = set()
         self._read_bytes = 0
@@ -104,6 +105,8 @@ class GgufCheckpoint(Checkpoint):
             return [f"blk.{layer_of(name)}.{part}.weight" for part in ("attn_qkv", "attn_gate")]
         if name.endswith(_KEYS_AND_VALUES) and f"blk.{layer_of(name)}.attn_k_b.weight" in self._file:
             return [f"blk.{layer_of(name)}.{part}.weight" for part in ("attn_k_b", "attn_v_b")]
+        if name.endswith(_GATE_OF_HEADS) and (gate := f"blk.{layer_of(name)}.attn_gate.weight") in self._file:
+            return [gate]
         if self._file.architecture == "rwkv7" and name.endswith(".x_x"):
             return [f"blk.{layer_of(name)}.time_mix_lerp_fused.weight"]
         return self._mapped(known_name(self._file.architecture, name))

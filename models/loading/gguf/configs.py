@@ -385,6 +385,55 @@ def _qwen3_next(file: GgufFile) -> Fields:
     return _qwen35_moe(file) | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
+def _delta_attention(file: GgufFile) -> Fields:
+    """Return the fields that Kimi Linear and Ling 3 have in common: layers without key heads are delta attention."""
+    if file.own("expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise UnsupportedModelError(f"{file.path} scores experts by something else than sigmoids")
+    n_rotary, n_heads = int(file.own("rope.dimension_count")), largest(file.own("attention.head_count"))
+    layers, numbers = attention_layers(file), range(count_layers(file))
+    return {
+        "num_attention_heads": n_heads, "num_key_value_heads": n_heads, "rms_norm_eps": rms_eps(file),
+        "intermediate_size": largest(file.own("feed_forward_length")), "attention_bias": False,
+        "layer_types": ["full_attention" if i in layers else "linear_attention" for i in numbers],
+        "mlp_layer_types": ["sparse" if f"blk.{i}.ffn_gate_inp.weight" in file else "dense" for i in numbers],
+        "kv_lora_rank": file.own("attention.kv_lora_rank"), "qk_rope_head_dim": n_rotary,
+        "q_lora_rank": file.own("attention.q_lora_rank") if has_part(file, "attn_q_a.weight") else None,
+        "qk_nope_head_dim": file.own("attention.key_length_mla") - n_rotary,
+        "v_head_dim": file.own("attention.value_length_mla"), "num_local_experts": file.own("expert_count"),
+        "num_experts_per_tok": file.own("expert_used_count"), "n_shared_experts": file.own("expert_shared_count"),
+        "moe_intermediate_size": largest(file.own("expert_feed_forward_length")),
+        "n_group": file.own("expert_group_count", 1), "topk_group": file.own("expert_group_used_count", 1),
+        "routed_scaling_factor": float(file.own("expert_weights_scale", 1.0)),
+    }  # fmt: skip
+
+
+def _kimi_linear(file: GgufFile) -> Fields:
+    """Return the fields of Kimi Linear. llama.cpp renormalizes the weights of experts, and rotates nothing."""
+    return _delta_attention(file) | {
+        "linear_num_heads": largest(file.own("attention.head_count")), "linear_head_dim": file.own("kda.head_dim"),
+        "linear_conv_kernel_dim": file.own("ssm.conv_kernel"), "norm_topk_prob": True,
+        "max_position_embeddings": file.own("context_length"),
+    }  # fmt: skip
+
+
+def _ling3(file: GgufFile) -> Fields:
+    """Return the fields of Ling 3. The config's size of heads is that of delta attention."""
+    fields = _delta_attention(file)
+    if any(any(file.own(f"swiglu_clamp_{part}", [])) for part in ("exp", "shexp")):
+        raise UnsupportedModelError(f"{file.path} clamps products of experts (swiglu_clamp), which is not implemented")
+    n_shared = fields["moe_intermediate_size"] * fields["n_shared_experts"]
+    if (found := file.own("expert_shared_feed_forward_length", n_shared)) != n_shared:
+        raise UnsupportedModelError(
+            f"{file.path} has shared experts of expert_shared_feed_forward_length={found}; implemented is {n_shared}"
+        )
+    return fields | rope_fields(file, head_dim=fields["qk_rope_head_dim"]) | {
+        "head_dim": file.own("kda.head_dim"), "short_conv_kernel_size": file.own("ssm.conv_kernel"),
+        "kda_safe_gate": bool(file.own("kda.safe_gate", default=True)),
+        "kda_lower_bound": float(file.own("kda.gate_lower_bound")), "num_mtp_layers": 0,
+        "norm_topk_prob": bool(file.own("expert_weights_norm", default=False)),
+    }  # fmt: skip
+
+
 _BAMBA = ("BambaForCausalLM", "bamba", _bamba)
 _DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek2)
 _FALCON_MAMBA = ("FalconMambaForCausalLM", "falcon_mamba", _mamba)
@@ -392,12 +441,14 @@ _VARIANTS = _BAMBA, _DEEPSEEK_V3, _FALCON_MAMBA
 """Models that files hold under the architecture of another class."""
 
 _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
+    "bailingmoe3": ("BailingHybridForCausalLM", "bailing_hybrid", _ling3),
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek_v2),
     "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
     "gemma2": ("Gemma2ForCausalLM", "gemma2", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
     "jamba": ("JambaForCausalLM", "jamba", _jamba),
+    "kimi-linear": ("KimiLinearForCausalLM", "kimi_linear", _kimi_linear),
     "lfm2": ("Lfm2ForCausalLM", "lfm2", _lfm2),
     "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2_moe),
     "llama": ("LlamaForCausalLM", "llama", _llama),

@@ -18,20 +18,39 @@ _RWKV7 = (
 )
 """Pairs of patterns for flash-linear-attention's names of RWKV-7. The first that fits is replaced."""
 
+_LING3 = (
+    (r"\.attention\.dense\.", ".self_attn.o_proj."),
+    (r"\.attention\.f_proj\.", ".self_attn.f_a_proj."),
+    (r"\.attention\.g_proj\.", ".self_attn.g_a_proj."),
+    (r"\.attention\.dt_bias$", ".self_attn.dt_proj.bias"),
+    (r"\.attention\.", ".self_attn."),
+    (r"\.word_embeddings\.", ".embed_tokens."),
+    (r"\.mlp\.gate\.expert_bias$", ".block_sparse_moe.gate.e_score_correction.bias"),
+    (r"\.mlp\.gate\.", ".block_sparse_moe.gate."),
+)
+"""Pairs of patterns for names of Ling 3, which become those of Kimi Linear. The first that fits is replaced."""
+
 _OTHERS = (
     (r"\.dt_bias$", ".dt_proj.bias"),
     (r"\.e_score_correction_bias$", ".e_score_correction.bias"),
     (r"\.expert_bias$", ".expert_bias.bias"),
 )
 
+_PATTERNS = {"bailingmoe3": _LING3, "rwkv7": _RWKV7}
+
 _PARTS_OF_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
+def table_of(architecture: str) -> str:
+    """Return the architecture whose table has an architecture's names: the package has none for Ling 3."""
+    return "kimi-linear" if architecture == "bailingmoe3" else architecture
+
+
 def known_name(architecture: str, name: str) -> str:
     """Return the name in the tables of a tensor that the file holds as a single tensor."""
-    for pattern, replacement in _RWKV7 if architecture == "rwkv7" else _OTHERS:
+    for pattern, replacement in _PATTERNS.get(architecture, _OTHERS):
         name, n_replaced = re.subn(pattern, replacement, name)
         if n_replaced:
             break

@@ -50,6 +50,13 @@ def _by_case(digits: str, suffix: str) -> str:
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
+def _without_han(expression: str) -> str:
+    """Return the expression of Kimi's vocabularies: signs of Chinese are words of their own, and slashes end none."""
+    for letters in (_UPPER, _LOWER):
+        expression = expression.replace(letters, rf"{letters[:-1]}&&[^\p{{Han}}]]")
+    return r"\p{Han}+|" + expression.replace(r"[\r\n/]*", r"[\r\n]*")
+
+
 _LLAMA_3 = (_like_llama_3(r"\p{N}{1,3}"),)
 _QWEN_2 = (_like_llama_3(r"\p{N}"),)
 _DEEPSEEK_3 = (r"\p{N}{1,3}", _KANA_AND_HAN, rf"{_DEEPSEEK_WORDS}[\r\n]*|{_SPACES}")
@@ -104,6 +111,7 @@ _NAMED: dict[tuple[str, ...], PreTokenizer] = {
     ("tekken",): PreTokenizer((_by_case(r"\p{N}", ""),), ignores_merges=True, adds_bos=True),
     ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"):
         PreTokenizer((_by_case(r"\p{N}{1,3}", f"{_SUFFIXES}?"),)),
+    ("kimi-k2",): PreTokenizer((_without_han(_by_case(r"\p{N}{1,3}", f"{_SUFFIXES}?")),)),
     ("tiny_aya", "cohere2moe"):
         PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _by_case(r"\p{N}{1,3}", f"{_SUFFIXES}?"))),
     ("youtu",): PreTokenizer(

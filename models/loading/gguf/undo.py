@@ -25,13 +25,18 @@ _TILED_HEADS = ("qwen35", "qwen35moe")
 
 _QUERY_OR_KEY = re.compile(r"\.([qk])_proj\.(weight|bias)$")
 
+_CONV_OF_ONE = re.compile(r"\.[qkv]_conv1d\.weight$")
+"""Convolutions of queries, of keys or of values alone."""
+
 
 def undo(architecture: str, config: PreTrainedConfig, name: str, tensor: Tensor) -> Tensor:
     """Return the tensor as a Hugging Face checkpoint has it."""
+    if _CONV_OF_ONE.search(name):
+        return tensor.reshape(-1, 1, tensor.shape[-1])  # Files have up to two more axes of one element.
     if tensor.is_meta and not isinstance(tensor, CodedTensor):
         return tensor  # A tensor on "meta" has no numbers, and its shape stays.
     if name.endswith(".A_log"):
-        tensor = (-tensor.float()).log()
+        tensor = (tensor.float() if architecture == "bailingmoe3" else -tensor.float()).log()
     if architecture in _PERMUTED and (match := _QUERY_OR_KEY.search(name)):
         n_heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
         return _unpaired(tensor, n_heads)

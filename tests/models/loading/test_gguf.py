@@ -26,7 +26,9 @@ from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
 
 FAMILIES = (
-    "bamba", "deepseek-v2", "deepseek-v2-three-of-eight-experts-in-groups", "deepseek-v3",
+    "bailing-hybrid", "bailing-hybrid-two-of-eight-experts-in-groups", "kimi-linear",
+    "kimi-linear-two-of-eight-experts-in-groups", "bamba", "deepseek-v2",
+    "deepseek-v2-three-of-eight-experts-in-groups", "deepseek-v3",
     "deepseek-v3-three-of-eight-experts-in-groups", "deepseek-v3-no-experts", "falcon-mamba-wide", "gemma2", "gemma3",
     "gemma3-capped-tied", "granite-moe-hybrid", "granite-moe-hybrid-rope-two-of-four-experts",
     "granite-moe-hybrid-no-experts", "jamba", "jamba-two-of-four-experts", "jamba-no-attention", "lfm2",
@@ -52,6 +54,13 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Pat
         rope["mscale"] = rope["mscale_all_dim"]  # Files say one of the two.
     if hasattr(config, "time_step_limit"):
         config.time_step_limit = (0.0, float("inf"))  # llama.cpp knows no other
+    if config.model_type in ("kimi_linear", "bailing_hybrid"):  # Likewise; and Kimi Linear's files know no groups.
+        config.attention_bias, config.kda_safe_gate = False, True
+        config.linear_num_heads = config.num_attention_heads
+        for part in ("mscale", "mscale_all_dim"):
+            rope.pop(part, None)
+    if config.model_type == "kimi_linear":
+        config.n_group, config.norm_topk_prob = 1, True
     if config.model_type == "lfm2_moe":
         config.routed_scaling_factor = 1.0  # likewise
     folder = write_checkpoint(tmp_path, config)
@@ -175,6 +184,15 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     path = write_gguf(write_checkpoint(tmp_path, CONFIGS["mamba"]()), tmp_path / "model.gguf", **options)
     with pytest.raises(error, match=match):
+        load_model(path)
+
+
+@pytest.mark.parametrize("changed", [
+    {"expert_gating_func": 1}, {"swiglu_clamp_exp": [0.0, 7.0]}, {"expert_shared_feed_forward_length": 5},
+])  # fmt: skip
+def test_options_of_ling_that_are_not_implemented_are_named(changed: dict[str, Any], tmp_path: Path) -> None:
+    path = write_gguf(write_checkpoint(tmp_path, CONFIGS["bailing-hybrid"]()), tmp_path / "model.gguf", **changed)
+    with pytest.raises(UnsupportedModelError, match=r"sigmoids|swiglu_clamp|expert_shared_feed_forward_length=5"):
         load_model(path)
 
 

@@ -77,6 +77,13 @@ def test_digits_are_cut_as_the_models_were_trained(names: tuple[str, ...], digit
         assert suffix in pieces(name, "don't") or name in ("gpt-4o", "deepseek-v3", "tekken", "tiny_aya"), name
 
 
+def test_signs_of_chinese_are_words_of_their_own_for_kimi() -> None:
+    assert pieces("kimi-k2", "HelloWorld汉字Word's  汉/\nかな") == [
+        "Hello", "World", "汉字", "Word's", " ", " ", "汉", "/\n", "かな",
+    ]  # fmt: skip
+    assert pieces("kimi-k2", " a/\n/b 1234") == [" a", "/\n", "/b", " ", "123", "4"]
+
+
 def test_added_tokens_keep_their_ids_and_texts(tmp_path: Path) -> None:
     """Also spaces, which programs are indented with, and marks with letters that no byte is written with."""
     added = {"    ": USER_DEFINED, "<｜end▁of▁sentence｜>": CONTROL, "[PAD7]": USER_DEFINED}
