@@ -26,6 +26,7 @@ from hybridmem.memory import AttentionSpec, BatchError, MemorySpec, RecurrentSpe
 from hybridmem.memory.blocks import ExitOnStack, has_ended, without_gradients
 from hybridmem.memory.errors import HybridMemoryError
 from hybridmem.models.hf.cache import HybridCache
+from hybridmem.models.hf.latent import attend_latent, check_latent
 from hybridmem.models.hf.mixers import MIXERS, WITH_SECOND_OUTPUT, Mix, MixMany, Module
 from hybridmem.models.hf.passes import CURRENT_PASS, Pass
 from hybridmem.models.hf.probe import check_mixer
@@ -33,11 +34,15 @@ from hybridmem.models.loading.load import check_is_of_transformers, check_source
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 ATTACHABLE = (
+    "BailingHybridForCausalLM",
     "BambaForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
     "FalconH1ForCausalLM",
     "FalconMambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM",
+    "KimiLinearForCausalLM",
     "LaraMiniForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
@@ -60,13 +65,7 @@ ATTACHABLE = (
 )
 """Classes of transformers models that `attach` accepts."""
 
-_LATENT = "transformers hands its attention keys and values of single heads, where the memory keeps one row for all"
-
 NOT_ATTACHED = {
-    "BailingHybridForCausalLM": _LATENT,
-    "DeepseekV2ForCausalLM": _LATENT,
-    "DeepseekV3ForCausalLM": _LATENT,
-    "KimiLinearForCausalLM": _LATENT,
     "RecurrentGemmaForCausalLM": "its modules keep their states themselves, and no function of `mixers` runs them yet",
     "RwkvForCausalLM": "its forward takes and returns a list of tensors, `state`, and no cache",
 }
@@ -133,6 +132,7 @@ class Attached:
         self._model = hf_model
         self._parameters = _signature_of(hf_model).parameters
         self._cache_name = "cache" if "cache" in self._parameters else "past_key_values"  # the first since 5.24
+        check_latent(hf_model, self.memory_spec)
         recurrent = [module for module in hf_model.modules() if _known(module) is not None]
         layers = [i for i, own in enumerate(spec.layers) if any(isinstance(one, RecurrentSpec) for one in own)]
         n_recurrences = len(layers)
@@ -391,13 +391,18 @@ def _attend(
             "use one thread"
         )
     layer = current.attending
-    _check_attention(module, layer, current, kwargs)
+    spec = _check_attention(module, layer, current, kwargs)
+    if spec.value_dim is not None:
+        return current.unpack(attend_latent(module, spec, current, query, scaling)), None
     q, k, v = (current.pack(t.transpose(1, 2)) for t in (query, key, value))
     return current.unpack(current.step.attend(layer, q, k, v, scale=scaling)), None
 
 
-def _check_attention(module: Module, layer: int, current: Pass, options: dict[str, Any]) -> None:
-    """Raise StepError for attention options that the memory does not have, and would ignore."""
+def _check_attention(module: Module, layer: int, current: Pass, options: dict[str, Any]) -> AttentionSpec:
+    """Return the layer's spec.
+
+    Raises StepError for attention options that the memory does not have, and would ignore.
+    """
     (spec,) = (spec for spec in current.memory.spec.layers[layer] if isinstance(spec, AttentionSpec))
     what = f"{type(module).__name__} of layer {layer}"
     if (window := options.get("sliding_window")) != spec.window:
@@ -405,6 +410,7 @@ def _check_attention(module: Module, layer: int, current: Pass, options: dict[st
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
             raise StepError(f"{what} wants {name}={options[name]!r}, which attach does not implement")
+    return spec
 
 
 class _AttentionOf:

@@ -245,7 +245,7 @@ class HybridCache(Cache):  # type: ignore[misc]
         current = CURRENT_PASS.get()
         if current is None or current.memory is not self.memory:
             self._not_attached()
-        current.attending = layer_idx
+        current.attending, current.given = layer_idx, (key_states, value_states)
         return key_states, value_states
 
     def _not_attached(self, *args: object, **kwargs: object) -> NoReturn:

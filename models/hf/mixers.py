@@ -7,6 +7,7 @@ biases) are copied once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,21 +42,21 @@ MixMany = Callable[[Tensor, Step], tuple[Tensor, ...]]
 """The same, with several outputs (N, ...)."""
 
 
-def _weights_of(module: Module) -> Module:
+def weights_of(module: Module) -> Module:
     """Return a module whose tensors are read instead of calling it.
 
     Raises UnsupportedModelError if an adapter is around the module.
     """
     if hasattr(module, "base_layer"):
         raise UnsupportedModelError(
-            f"an adapter around a {type(module.base_layer).__name__} whose weights a recurrence reads; merge it "
+            f"an adapter around a {type(module.base_layer).__name__} whose weights a layer reads; merge it "
             "into the weights, peft_model.merge_and_unload(), and attach what that returns"
         )
     return module
 
 
 def _conv_of(conv: Module, *, activation: bool = True) -> CausalConv:
-    conv = _weights_of(conv)
+    conv = weights_of(conv)
     bias = None if conv.bias is None else conv.bias.detach()
     return CausalConv(conv.weight.detach()[:, 0].T.contiguous(), bias, activation)
 
@@ -68,7 +69,7 @@ def _decay_of(module: Module) -> Tensor:
 
 def mamba(module: Module, *, norms: SplitNorm | None = None) -> Mix:
     """Return the mix of a Mamba-1 mixer."""
-    dt_proj = _weights_of(module.dt_proj)
+    dt_proj = weights_of(module.dt_proj)
     recurrence = Mamba1(
         conv=_conv_of(module.conv1d),
         x_proj=module.x_proj,
@@ -141,7 +142,7 @@ def falcon_h1_mamba(module: Module) -> Mix:
 
 def zamba_mamba(module: Module) -> Mix:
     """Return the mix of a Mamba-1 mixer with heads, whose rows of x and of the gate alternate."""
-    heads, weights, n_each = module.n_mamba_heads, _weights_of(module), module.mamba_head_dim
+    heads, weights, n_each = module.n_mamba_heads, weights_of(module), module.mamba_head_dim
     x_proj, dt_proj = weights.x_proj_weight.detach(), weights.dt_proj_weight.detach()
     rates, direct, dt_bias = _decay_of(module), module.D.detach().float(), module.dt_proj_bias.detach()
     recurrences = [
@@ -242,6 +243,36 @@ def qwen3_next_delta(module: Module) -> Mix:
     return _delta(module, project)
 
 
+def kimi_delta(module: Module) -> Mix:
+    """Return the mix of delta attention with a decay for each key channel, which may be bounded from below."""
+    n_heads, size, forget = module.num_heads, module.head_dim, module.forget_gate
+    shape = DeltaRuleShape(n_heads, n_heads, size, size, module.conv_kernel_size, decays_keys=True)
+    conv = _conv_of(module.conv1d)
+    conv = replace(conv, weight_WE=conv.weight_WE.to(module.q_proj.weight.dtype))
+    rates = _decay_of(forget).view(-1, 1).expand(n_heads, size).reshape(-1)
+    is_bounded = getattr(forget, "safe_gate", False)
+    decays = (None, None) if is_bounded else (forget.dt_bias.detach().float(), rates)
+    recurrence = DeltaRule(shape, conv, *decays)
+
+    def decay(x_TM: Tensor) -> Tensor:
+        if is_bounded:
+            return forget(x_TM[None])[0].flatten(1)  # type: ignore[no-any-return]  # logarithms of decays
+        in_one_step = hasattr(forget, "f_proj")
+        return forget.f_proj(x_TM) if in_one_step else forget.f_b_proj(forget.f_a_proj(x_TM))  # type: ignore[no-any-return]
+
+    def mix(x_TM: Tensor, step: Step) -> Tensor:
+        qkv = [module.q_proj(x_TM), module.k_proj(x_TM), module.v_proj(x_TM)]
+        rows = torch.cat([*qkv, module.b_proj(x_TM).sigmoid(), decay(x_TM)], -1)
+        y_TI = step.recur(module.layer_idx, rows, recurrence)
+        in_one_step = hasattr(module, "g_proj")
+        gate_TI = module.g_proj(x_TM) if in_one_step else module.g_b_proj(module.g_a_proj(x_TM))
+        normed = module.o_norm(y_TI.view(-1, n_heads, size), gate_TI.view(-1, n_heads, size))
+        out_TM: Tensor = module.o_proj(normed.flatten(1))
+        return out_TM
+
+    return mix
+
+
 def lfm2_conv(module: Module) -> Mix:
     """Return the mix of a short convolution with a gate before and after it."""
     recurrence = ShortConv(_conv_of(module.conv, activation=False))
@@ -279,9 +310,9 @@ def xlstm_layer(module: Module) -> Mix:
 
 def zaya_projection(module: Module) -> MixMany:
     """Return what computes queries, keys and values of convolved attention, before their norms."""
-    convs = _weights_of(module.conv_qk_depthwise), _weights_of(module.conv_qk_grouped)
+    convs = weights_of(module.conv_qk_depthwise), weights_of(module.conv_qk_grouped)
     taps = [(conv.weight.detach(), conv.bias.detach()) for conv in convs]
-    delayed = _weights_of(module.v_proj_delayed)
+    delayed = weights_of(module.v_proj_delayed)
     conv = QueryKeyConv(taps[0], taps[1], len(delayed.weight))
     heads = module.num_attention_heads, module.num_key_value_heads
 
@@ -298,11 +329,13 @@ def zaya_projection(module: Module) -> MixMany:
 
 
 MIXERS: dict[str, Callable[[Module], Mix | MixMany]] = {
+    "BailingHybridDeltaAttention": kimi_delta,
     "BambaMixer": mamba2,
     "FalconH1Mixer": falcon_h1_mamba,
     "FalconMambaMixer": falcon_mamba,
     "GraniteMoeHybridMambaLayer": mamba2,
     "JambaMambaMixer": jamba_mamba,
+    "KimiLinearDeltaAttention": kimi_delta,
     "LaraMiniGatedDeltaNet": qwen3_5_delta,
     "Lfm2MoeShortConv": lfm2_conv,
     "Lfm2ShortConv": lfm2_conv,

@@ -43,6 +43,7 @@ class Pass:
     rows: Tensor | None
     position_ids: Tensor
     attending: int = -1
+    given: tuple[Tensor, Tensor] | None = None
 
     def pack(self, x: Tensor) -> Tensor:
         """Return the packed rows (N, ...) of x (B, T, ...)."""

@@ -149,7 +149,12 @@ def test_adapters_run_where_modules_are_called_and_are_refused_where_weights_are
         cache = HybridCache(memory, [memory.open()])
         assert torch.allclose(logits(model, torch.tensor([TOKENS]), **given(cache)), expected, atol=5e-4)
     mixer.in_proj, mixer.dt_proj = plain, Adapter(mixer.dt_proj)
-    with pytest.raises(UnsupportedModelError, match="adapter around a Linear whose weights a recurrence reads"):
+    with pytest.raises(UnsupportedModelError, match="adapter around a Linear whose weights a layer reads"):
+        attach(model)
+    model = copy.deepcopy(hf_model("deepseek-v3"))
+    attention = model.model.layers[1].self_attn
+    attention.kv_b_proj = Adapter(attention.kv_b_proj)  # which makes keys and values of what is remembered
+    with pytest.raises(UnsupportedModelError, match="adapter around a Linear whose weights a layer reads"):
         attach(model)
 
 

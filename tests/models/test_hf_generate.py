@@ -16,13 +16,17 @@ from tests.models.hf_models import HYBRIDS, N_NEW, attached, generate, given, hf
 from tests.tolerances import assert_logits_close
 
 ONE_OF_EACH = (
-    "bamba", "falcon-h1", "falcon-mamba", "granite-moe-hybrid", "jamba", "lara-mini", "lfm2", "lfm2-moe", "lfm3",
-    "llama", "mamba2", "mamba", "minimax", "mistral", "nemotron-h", "olmo-hybrid", "qwen3", "qwen3-next", "qwen3.5",
-    "qwen3.5-moe", "xlstm", "zamba", "zamba2", "zaya",
+    "bailing-hybrid", "bamba", "deepseek-v2", "deepseek-v3", "falcon-h1", "falcon-mamba", "granite-moe-hybrid", "jamba",
+    "kimi-linear", "lara-mini", "lfm2", "lfm2-moe", "lfm3", "llama", "mamba2", "mamba", "minimax", "mistral",
+    "nemotron-h", "olmo-hybrid", "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe", "xlstm", "zamba", "zamba2", "zaya",
 )  # fmt: skip
 ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # Transformers 5.23 lacks one.
 WITH_BIASES = (
+    "bailing-hybrid-two-of-eight-experts-in-groups",
     "bamba-biases",
+    "deepseek-v2-three-of-eight-experts-in-groups",
+    "deepseek-v3-three-of-eight-experts-in-groups",
+    "kimi-linear-two-of-eight-experts-in-groups",
     "falcon-h1-biases",
     "lfm3-biases-untied",
     "minimax-two-of-four-experts",
@@ -193,7 +197,7 @@ def test_assisted_generation_of_mamba_is_refused_by_transformers() -> None:
 # Beside the rest of the library
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [*HYBRIDS, "bailing-hybrid", "deepseek-v2", "deepseek-v3", "kimi-linear"])
 def test_our_own_model_of_the_same_weights_takes_over(name: str) -> None:
     """A sequence goes from transformers' model to ours and back, over one memory."""
     expected = generate(hf_model(name), ids(9), max_new_tokens=3)
