@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from benchmarks.architectures import SEES
 from hybridmem.memory import BatchError, DropError, HybridMemory, Sequence
 from hybridmem.models import from_transformers, load_model, plan_memory, weight_bytes
-from hybridmem.models.families.lfm2 import Lfm2Vl
 from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.vision.pictures import Picture
 from tests.models.seeing import (
