@@ -58,6 +58,7 @@ ATTACHABLE = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
+    "RecurrentGemmaForCausalLM",
     "Zamba2ForCausalLM",
     "ZambaForCausalLM",
     "ZayaForCausalLM",
@@ -66,7 +67,6 @@ ATTACHABLE = (
 """Classes of transformers models that `attach` accepts."""
 
 NOT_ATTACHED = {
-    "RecurrentGemmaForCausalLM": "its modules keep their states themselves, and no function of `mixers` runs them yet",
     "RwkvForCausalLM": "its forward takes and returns a list of tensors, `state`, and no cache",
 }
 """Classes that `load_model` loads and `attach` refuses, and why."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridmem.memory import Step
 from hybridmem.memory.recurrences import (
     MLSTM,
+    RGLRU,
     SSD,
     CausalConv,
     DeltaRule,
@@ -308,6 +309,24 @@ def xlstm_layer(module: Module) -> Mix:
     return mix
 
 
+def recurrent_gemma_block(module: Module) -> Mix:
+    """Return the mix of Griffin's recurrent block."""
+    gates = weights_of(module.rg_lru)
+
+    def both(name: str) -> Tensor:
+        return torch.cat([getattr(gates, f"{gate}_gate_{name}").detach() for gate in ("input", "recurrent")], -1)
+
+    decay = F.softplus(gates.recurrent_param.detach().float())
+    recurrence = RGLRU(_conv_of(module.conv_1d, activation=False), both("weight"), both("bias"), decay)
+
+    def mix(x_TM: Tensor, step: Step) -> Tensor:
+        y_TE = step.recur(module.layer_idx, module.linear_x(x_TM), recurrence)
+        out_TM: Tensor = module.linear_out(y_TE * module.act_fn(module.linear_y(x_TM)))
+        return out_TM
+
+    return mix
+
+
 def zaya_projection(module: Module) -> MixMany:
     """Return what computes queries, keys and values of convolved attention, before their norms."""
     convs = weights_of(module.conv_qk_depthwise), weights_of(module.conv_qk_grouped)
@@ -348,6 +367,7 @@ MIXERS: dict[str, Callable[[Module], Mix | MixMany]] = {
     "Qwen3NextGatedDeltaNet": qwen3_next_delta,
     "Qwen3_5GatedDeltaNet": qwen3_5_delta,
     "Qwen3_5MoeGatedDeltaNet": qwen3_5_delta,
+    "RecurrentGemmaRecurrentBlock": recurrent_gemma_block,
     "Zamba2MambaMixer": mamba2,
     "ZambaMambaMixer": zamba_mamba,
     "ZayaCCAProjection": zaya_projection,
@@ -355,5 +375,5 @@ MIXERS: dict[str, Callable[[Module], Mix | MixMany]] = {
 }
 """Maps the class name of a recurrent module of transformers to the function that makes its mix."""
 
-WITH_SECOND_OUTPUT = ("MiniMaxLightningAttention", "xLSTMLayer")
+WITH_SECOND_OUTPUT = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock", "xLSTMLayer")
 """Classes of `MIXERS` that return a second value beside their outputs, of which their layers make no use."""

@@ -31,7 +31,7 @@ def check_mixer(module: Module, mix: Mix | MixMany, spec: MemorySpec, n_model: i
     Cost: the module's forward runs over five tokens, twice. A memory of 64 MiB exists meanwhile.
     """
     x_TM = torch.randn(_N_ROWS, n_model, generator=torch.Generator().manual_seed(1)).to(spec.device, spec.dtype)
-    theirs = module(x_TM[None], *[None] * (_n_needed(module) - 1))
+    theirs = module(x_TM[None], **_others(module))
     ours = _run(mix, x_TM, spec, int(module.layer_idx))
     if isinstance(ours, tuple):
         ours_TM, theirs_TM = _in_rows(*ours), _in_rows(*(part[0] for part in theirs))
@@ -50,10 +50,17 @@ def _in_rows(*parts: Tensor) -> Tensor:
     return torch.cat([part.flatten(1).float() for part in parts], -1)
 
 
-def _n_needed(module: Module) -> int:
-    """Return the number of arguments that a module's `forward` must be given."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+def _others(module: Module) -> dict[str, Tensor | bool | None]:
+    """Return what else a module's `forward` must be given. Modules that keep their states are to keep none of these."""
+    parameters = [*inspect.signature(module.forward).parameters.values()][1:]
+    found: dict[str, Tensor | bool | None] = {
+        p.name: None for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    }
+    if "position_ids" in found:
+        found["position_ids"] = torch.arange(_N_ROWS)[None]
+    if any(p.name == "use_cache" for p in parameters):
+        found["use_cache"] = False
+    return found
 
 
 def _run(mix: Mix | MixMany, x_TM: Tensor, spec: MemorySpec, layer: int) -> Tensor | tuple[Tensor, ...]:

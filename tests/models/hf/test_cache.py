@@ -392,9 +392,9 @@ def test_mamba_takes_a_hybrid_cache_by_the_usual_name() -> None:
 
 def test_a_model_that_cannot_be_attached_is_refused() -> None:
     with pytest.raises(
-        UnsupportedModelError, match=f"because its modules keep their states .*; these are: {ATTACHABLE[0]}"
+        UnsupportedModelError, match=f"because its forward takes and returns a list .*; these are: {ATTACHABLE[0]}"
     ):
-        attach(hf_model("recurrent-gemma"))
+        attach(hf_model("rwkv"))
     with pytest.raises(UnsupportedModelError, match="JambaModel cannot be attached"):
         attach(hf_model("jamba").base_model)
     with pytest.raises(UnsupportedModelError, match="weights on meta"):
