@@ -135,7 +135,7 @@ WRITERS: dict[str, Callable[[Path], PreTrainedModel]] = {
 }  # fmt: skip
 SPECIAL = {"<|image_start|>": 5, "<|image_end|>": 6, "<|img_thumbnail|>": 9, "<|img_row_1_col_1|>": 10}
 SPECIAL |= {"<|img_row_1_col_2|>": 11, "<img>": 12, "</img>": 13}
-SPECIAL |= {"<image_id>": 30, "</image_id>": 31, "0": 40, "1": 41, "2": 42}
+SPECIAL |= {"<image_id>": 31, "</image_id>": 50, "0": 26, "1": 36, "2": 24}
 LINE_BREAK = 17
 MARKS = {
     "image_start_id": 5, "image_end_id": 6, "slice_start_id": 14, "slice_end_id": 16, "newline_id": LINE_BREAK,
