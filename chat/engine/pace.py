@@ -15,6 +15,8 @@ _OUTLIER = 3.0
 """A step that takes longer than this many times the expected seconds counts as this many times. The machine did
 something else then.
 """
+_LOST_SHARE = 0.01
+"""A drafter is tried again while it has lost at most this share of the time."""
 MARGIN = 1.05
 """Drafts are used if they promise this many times the tokens a second that plain steps bring."""
 
@@ -53,15 +55,42 @@ class Cost:
 
 
 @dataclass
+class Ledger:
+    """Counts the seconds that a drafter has lost, so that trying it again costs little.
+
+    Attributes:
+        seconds: the time in steps so far. lost: the part of it that was lost by drafts that did not pay.
+    """
+
+    seconds: float = 0.0
+    lost: float = 0.0
+
+    def note(self, seconds: float, lost: float) -> None:
+        """Count a step. What a step gains (`lost` is negative then) makes up for earlier losses, and not for later."""
+        self.seconds += seconds
+        self.lost = max(0.0, self.lost + lost)
+
+    @property
+    def allows_trial(self) -> bool:
+        return self.lost <= _LOST_SHARE * self.seconds
+
+
+@dataclass
 class Pace:
-    """Holds the costs of steps with and without drafts, and compares them."""
+    """Holds the costs of steps with and without drafts, and compares them. `model` is that of a draft model's steps."""
 
     plain: Cost = field(default_factory=Cost)
     drafted: Cost = field(default_factory=Cost)
+    model: Cost = field(default_factory=Cost)
+    margin: float = MARGIN
+
+    @property
+    def is_known(self) -> bool:
+        return self.plain.is_known and self.drafted.is_known
 
     def pays(self, n_sequences: int, n_tokens: int, n_expected: float) -> bool | None:
         """Return whether drafts give more tokens a second, or None if that is not known yet."""
-        if not (self.plain.is_known and self.drafted.is_known):
+        if not self.is_known:
             return None
         plain = n_sequences / self.plain.of(n_sequences)
         return n_expected / self.drafted.of(n_tokens) >= MARGIN * plain

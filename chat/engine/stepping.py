@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hybridmem.chat.engine.callbacks import Callbacks
 from hybridmem.chat.engine.choose import Choice, Choose, Plan
-from hybridmem.chat.engine.drafting import Drafting, Drafts
+from hybridmem.chat.engine.draft_models import Drafts
+from hybridmem.chat.engine.drafting import Drafting
 from hybridmem.chat.engine.forking import Fork, forks_of, with_forks
 from hybridmem.chat.engine.loop import take_step
 from hybridmem.chat.engine.requests import Job
