@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from hybridmem.chat.engine.choose import Plan
 from hybridmem.chat.engine.draft_models import Drafts, JobDrafter
-from hybridmem.chat.engine.pace import Ledger, Pace
+from hybridmem.chat.engine.pace import MARGIN, Ledger, Pace
 from hybridmem.chat.engine.requests import Job
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.guesses import Guesses
@@ -37,6 +37,8 @@ _OF_PREDICTIONS, _OF_TEXTS, _OF_MODELS = 0.8, 0.5, 0.7
 """The expected share of right tokens before any draft was verified: in predictions, in the texts, and of a model."""
 _TRIED_JOBS, _TRIED_STEPS = 2, 8
 """A trial of a drafter drafts for so many generations, in so many steps."""
+_LENGTHS = (1, 2, 3, 4, 6, 8)
+"""The drafter's drafts have one of these lengths, whichever promises the most tokens a second."""
 _LEAST_REPLY = 32
 """A reply is expected to go on for as many tokens as it has, and at least for these."""
 
@@ -88,6 +90,25 @@ class _Own:
     model: Drafted
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """Describes a step that is about to be made.
+
+    Attributes:
+        jobs: the jobs that decode.
+        room: the most tokens of a draft for which the step has room.
+        is_mixed: whether the step computes prompts as well.
+    """
+
+    jobs: list[Job]
+    room: int
+    is_mixed: bool
+
+    @property
+    def n(self) -> int:
+        return len(self.jobs)
+
+
 @dataclass
 class _Proposal:
     """Holds the drafts of one step.
@@ -128,7 +149,7 @@ class Drafting:
         self._n_right = 0
 
     def propose(self, plan: Plan) -> Drafts:
-        """Return drafts for a step that only decodes, where they are expected to pay. Often there are none."""
+        """Return drafts for a step, where they are expected to pay. Often there are none."""
         self._last = self._propose(plan)
         return self._last.drafts
 
@@ -141,13 +162,12 @@ class Drafting:
                 return _Proposal()
             if not (self._looks_up or any(job.request.prediction for job, _ in plan)):
                 return _Proposal()
-        if any(job.is_prefilling for job, _ in plan):
-            return _Proposal()  # Such a step would compute the logits of all tokens of the prompts.
-        if self._adapts and self._is_compared():
+        jobs = [job for job, _ in plan if not job.is_prefilling]
+        if not jobs or (self._adapts and self._is_compared()):
             return _Proposal()
-        room = self._step_tokens // len(plan) - 1
-        looked_up = self._look_up(plan, room)
-        return _Proposal(looked_up) if self._drafter is None else self._add_model(plan, looked_up, room, self._drafter)
+        turn = _Turn(jobs, self._step_tokens // len(plan) - 1, is_mixed=len(jobs) < len(plan))
+        looked_up = self._look_up(turn)
+        return _Proposal(looked_up) if self._drafter is None else self._add_model(turn, looked_up, self._drafter)
 
     def _is_compared(self) -> bool:
         """Return True for one step in 64, which runs without drafts, so that the cost of such steps stays known."""
@@ -156,18 +176,18 @@ class Drafting:
 
     # Drafts of the texts
 
-    def _look_up(self, plan: Plan, room: int) -> Drafts:
+    def _look_up(self, turn: _Turn) -> Drafts:
         if self._rest > 0:
             self._rest -= 1
             return {}
-        found = {job: guess for job, _ in plan if (guess := self._guess(job, room))}
+        found = {job: guess for job in turn.jobs if (guess := self._guess(job, turn.room))}
         if not self._adapts:
             return found
         if not found:  # Looking for drafts costs time as well, so pause it if drafts have not paid.
-            self._rest = max(len(plan) // 8, (self._next_rest - _FIRST_REST) // 16)
+            self._rest = max(turn.n // 8, (self._next_rest - _FIRST_REST) // 16)
             return {}
         good = {job: guess for job, guess in found.items() if self._is_often_right(self._of(job).text)}
-        pays = self._pays(len(plan), good) if good else False
+        pays = self._pays(turn, good) if good else False
         if pays:
             self._next_rest = _FIRST_REST
             return good
@@ -207,9 +227,8 @@ class Drafting:
         drafted.rate *= _FORGIVEN
         return False
 
-    def _pays(self, n_sequences: int, drafts: Drafts) -> bool | None:
-        n_drafted, n_expected = self._sums(drafts)
-        return self._pace.pays(n_sequences, n_sequences + n_drafted, n_sequences + n_expected)
+    def _pays(self, turn: _Turn, drafts: Drafts) -> bool | None:
+        return self._pace.pays(turn.n, *self._sums(drafts), is_mixed=turn.is_mixed)
 
     def _sums(self, drafts: Drafts) -> tuple[int, float]:
         """Return how many tokens drafts of texts have, and how many of these are expected to be right."""
@@ -218,16 +237,16 @@ class Drafting:
 
     # Drafts of a model
 
-    def _add_model(self, plan: Plan, looked_up: Drafts, room: int, drafter: JobDrafter) -> _Proposal:
+    def _add_model(self, turn: _Turn, looked_up: Drafts, drafter: JobDrafter) -> _Proposal:
         """Return the drafts of a step: those of the texts, and the drafter's for other jobs, if these pay."""
         most = {
             job: n
-            for job, _ in plan
+            for job in turn.jobs
             if job not in looked_up
-            and (n := min(self._possible(job, room), drafter.most_drafted))
+            and (n := min(self._possible(job, turn.room), drafter.most_drafted))
             and drafter.n_behind(job) is not None
         }
-        wanted = self._choose_model(plan, looked_up, most, drafter) if self._adapts else most
+        wanted = self._choose_model(turn, looked_up, most, drafter) if self._adapts else most
         if not wanted:
             return _Proposal(looked_up)
         started = time.perf_counter()
@@ -237,7 +256,9 @@ class Drafting:
             self._pace.model.note(n_rows, of_step)
         return _Proposal(looked_up | drafts, frozenset(drafts), seconds)
 
-    def _choose_model(self, plan: Plan, looked_up: Drafts, most: dict[Job, int], drafter: JobDrafter) -> dict[Job, int]:
+    def _choose_model(
+        self, turn: _Turn, looked_up: Drafts, most: dict[Job, int], drafter: JobDrafter
+    ) -> dict[Job, int]:
         """Return how many tokens the drafter drafts for which jobs.
 
         If that is not expected to pay, it may be tried, as long as all trials lost little of the time so far.
@@ -245,36 +266,35 @@ class Drafting:
         if not most:
             return {}
         good = [job for job in most if self._is_often_right(self._of(job).model)]
-        n_tokens, pays = self._best(plan, looked_up, good, drafter)
+        n_tokens, pays = self._best(turn, looked_up, good, drafter)
         if pays:
             self._n_tried = 0
             return {job: min(n_tokens, most[job]) for job in pays}
-        if self._n_tried == 0 and not self._ledger.allows_trial:
+        is_cheap = self._n_tried > 0 or self._ledger.allows_trial
+        if turn.is_mixed or not self._pace.plain.is_known or not is_cheap:
             return {}
         self._n_tried = (self._n_tried + 1) % _TRIED_STEPS
         tried = sorted(most, key=lambda job: (drafter.n_behind(job) or 0, -self._of(job).model.rate))[:_TRIED_JOBS]
         return {job: min(_PROBED, most[job]) for job in tried}
 
-    def _best(self, plan: Plan, looked_up: Drafts, jobs: list[Job], drafter: JobDrafter) -> tuple[int, list[Job]]:
+    def _best(self, turn: _Turn, looked_up: Drafts, jobs: list[Job], drafter: JobDrafter) -> tuple[int, list[Job]]:
         """Return the best number of tokens for the drafter, and the jobs for which it pays. There may be none."""
-        pace, n = self._pace, len(plan)
-        if not jobs or not pace.is_known or not pace.model.is_known:
+        pace, n, n_jobs = self._pace, turn.n, len(jobs)
+        if not jobs or not pace.knows(is_mixed=turn.is_mixed) or not pace.model.is_known:
             return 0, []
         n_found, n_right = self._sums(looked_up)
-        plain = n / pace.plain.of(n)
-        least = max(plain, (n + n_right) / pace.drafted.of(n + n_found) if n_found else 0.0)
-        rate = sum(self._of(job).model.rate for job in jobs) / len(jobs)
-        speeds = {
-            k: (n + n_right + len(jobs) * Drafted(rate).expected(k))
-            / (pace.drafted.of(n + n_found + k * len(jobs)) + k * pace.model.of(len(jobs)))
-            for k in (1, 2, 3, 4, 6, MOST_DRAFTED)
-            if k <= self._most
-        }
-        best = max(speeds, key=lambda k: speeds[k])
-        if speeds[best] < pace.margin * least:
+        rate = Drafted(sum(self._of(job).model.rate for job in jobs) / n_jobs)
+
+        def speed(k: int) -> float:
+            seconds = pace.seconds(n, n_found + k * n_jobs, is_mixed=turn.is_mixed)
+            return (n + n_right + n_jobs * rate.expected(k)) / (seconds + (k * pace.model.of(n_jobs) if k else 0.0))
+
+        best = max((k for k in _LENGTHS if k <= self._most), key=speed)
+        least = max(n / pace.plain.of(n), speed(0))
+        if speed(best) < MARGIN * least:
             return 0, []
-        saved = n / least - n / speeds[best]  # Seconds for one more token of each reply.
-        return best, [job for job in jobs if self._is_worth_feeding(job, drafter, saved / n)]
+        saved = 1 / least - 1 / speed(best)  # Seconds for each token.
+        return best, [job for job in jobs if self._is_worth_feeding(job, drafter, saved)]
 
     def _is_worth_feeding(self, job: Job, drafter: JobDrafter, saved: float) -> bool:
         """Return whether a job's reply is expected to go on for long enough to pay for feeding its text."""
@@ -288,21 +308,22 @@ class Drafting:
     # What became of the drafts
 
     def note(self, plan: Plan, drafts: Drafts, seconds: float) -> None:
-        """Record how many seconds a step without prompts took, with the time in which its drafts were made."""
+        """Record how many seconds a step took, with the time in which its drafts were made."""
         last, self._last = self._last, _Proposal()
         n_right, self._n_right = self._n_right, 0
-        if drafts:
-            self._pace.drafted.note(len(plan) + sum(map(len, drafts.values())), seconds - last.seconds)
-        elif not any(job.is_prefilling for job, _ in plan):
-            self._pace.plain.note(len(plan), seconds - last.seconds)
-        if self._drafter is not None:
-            n = len(plan)
-            lost = 0.0
-            if last.seconds:
-                lost = (
-                    seconds - self._pace.plain.of(n) * (n + n_right) / n if self._pace.plain.is_known else last.seconds
-                )
-            self._ledger.note(seconds, lost)
+        n, n_fed, n_drafted = len(plan), sum(n_tokens for _, n_tokens in plan), sum(map(len, drafts.values()))
+        is_mixed = n_fed > n
+        cost = self._pace.mixed if is_mixed else self._pace.drafted if drafts else self._pace.plain
+        cost.note(n_fed + n_drafted, seconds - last.seconds)
+        if self._drafter is None:
+            return
+        lost = 0.0
+        if last.seconds and self._pace.plain.is_known:
+            n_decoding = sum(n_tokens == 1 for _, n_tokens in plan)
+            plain = self._pace.plain.of(n_decoding)
+            verified = n_drafted * cost.slope if is_mixed and cost.is_known else seconds - last.seconds - plain
+            lost = last.seconds + min(verified, 2 * plain) - n_right * plain / n_decoding
+        self._ledger.note(seconds, lost)
 
     def count(self, job: Job, n_drafted: int, n_right: int) -> None:
         """Count how many of a job's drafted tokens were right."""

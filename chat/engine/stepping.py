@@ -64,8 +64,7 @@ class Stepper:
             started = time.perf_counter()
             plan = plan_scores(scheduler.running, limit, self.memory.spec.vocab_size)
             drafts = self.drafting.propose(plan) if may_draft else {}
-            is_scored = any(job.is_scored for job, _ in plan)
-            step = open_step(self.memory, scheduler, plan, drafts, is_scored=is_scored)
+            step = open_step(self.memory, scheduler, plan, drafts)
             if step is None:
                 continue
             try:
@@ -106,15 +105,16 @@ class Stepper:
             waited = time.perf_counter()
             wait_for_masks()
             self.stats.mask_seconds += time.perf_counter() - waited
-            if step.outputs == "all" and not drafts:
-                rows = step.split(logits)
-                scores.update(scores_of(rows, plan))
-                logits = torch.stack([rows_SV[-1] for rows_SV in rows])
-            if not drafts:
+            if step.outputs == "last":
                 return [[choice] for choice in self.choose(*with_forks(logits, plan, forks))]
-            chosen = choose_verified(self.choose, step.split(logits), plan, drafts, self.stop_ids)
-            kept = {job.live_sequence: len(choices) for (job, _), choices in zip(plan, chosen, strict=True)}
-            step.accept({job.live_sequence: kept[job.live_sequence] for job in drafts})
+            rows = step.split(logits)
+            scores.update(scores_of(rows, plan))
+            firsts = torch.stack(
+                [rows_SV[0 if job in drafts else -1] for rows_SV, (job, _) in zip(rows, plan, strict=True)]
+            )
+            chosen = choose_verified(self.choose, *with_forks(firsts, plan, forks), rows, drafts, self.stop_ids)
+            kept = ((job, len(choices)) for (job, _), choices in zip(plan, chosen, strict=False))
+            step.accept({job.live_sequence: n for job, n in kept if job in drafts})
             return chosen
 
         wanting = (job.sampler for job, n_tokens in plan if job.wants_choice(n_tokens) and job.sampler is not None)

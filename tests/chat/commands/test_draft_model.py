@@ -57,7 +57,7 @@ def test_another_tokenizer_and_a_memory_that_cannot_go_back_are_refused(small: P
     first, second = [token for token, i in vocabulary.items() if i in (300, 301)]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     path.write_text(json.dumps(tokenizer))
-    with pytest.raises(SpecError, match="another tokenizer: it gives .* choose a draft model of the same family"):
+    with pytest.raises(SpecError, match=r"another tokenizer: it gives .* choose a draft model of the same family"):
         served(draft_model=str(small), threads=1)
     with pytest.raises(SpecError, match="--rollback-window"):
         served(draft_model=str(small), rollback_window=0, threads=1)
