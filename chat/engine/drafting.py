@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from hybridmem.chat.engine.choose import Plan
 from hybridmem.chat.engine.draft_models import Drafts, JobDrafter
-from hybridmem.chat.engine.pace import MARGIN, Ledger, Pace
+from hybridmem.chat.engine.pace import LOST_SHARE, MARGIN, TRIED_SHARE, Ledger, Pace
 from hybridmem.chat.engine.requests import Job
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.guesses import Guesses
@@ -261,16 +261,16 @@ class Drafting:
     ) -> dict[Job, int]:
         """Return how many tokens the drafter drafts for which jobs.
 
-        If that is not expected to pay, it may be tried, as long as all trials lost little of the time so far.
+        If that is not expected to pay, it may be tried, as long as little of the time so far was lost.
         """
-        if not most:
+        if not most or not self._ledger.allows(LOST_SHARE):
             return {}
         good = [job for job in most if self._is_often_right(self._of(job).model)]
         n_tokens, pays = self._best(turn, looked_up, good, drafter)
         if pays:
             self._n_tried = 0
             return {job: min(n_tokens, most[job]) for job in pays}
-        is_cheap = self._n_tried > 0 or self._ledger.allows_trial
+        is_cheap = self._n_tried > 0 or self._ledger.allows(TRIED_SHARE)
         if turn.is_mixed or not self._pace.plain.is_known or not is_cheap:
             return {}
         self._n_tried = (self._n_tried + 1) % _TRIED_STEPS

@@ -21,8 +21,10 @@ _OUTLIER = 3.0
 """A step that takes longer than this many times the expected seconds counts as this many times. The machine did
 something else then.
 """
-_LOST_SHARE = 0.01
-"""A drafter is tried again while it has lost at most this share of the time."""
+TRIED_SHARE, LOST_SHARE = 0.01, 0.02
+"""A drafter is tried again while it has lost at most the first share of the time. It is used at all while it has lost
+at most the second, whatever it promises.
+"""
 MARGIN = 1.05
 """Drafts are used if they promise this many times the tokens a second that plain steps bring."""
 
@@ -102,9 +104,9 @@ class Ledger:
         self.seconds += seconds
         self.lost = max(0.0, self.lost + lost)
 
-    @property
-    def allows_trial(self) -> bool:
-        return self.lost <= _LOST_SHARE * self.seconds
+    def allows(self, share: float) -> bool:
+        """Return whether at most this share of the time was lost."""
+        return self.lost <= share * self.seconds
 
 
 @dataclass

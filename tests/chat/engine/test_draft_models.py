@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from typing import Any
 
 import pytest
 
 from hybridmem.chat.engine.draft_models import ModelDrafter
 from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine, Generation
+from hybridmem.chat.sampling.sampling import Sampling
+from hybridmem.memory import SpecError
 from hybridmem.memory.prefix import PrefixCache
 from tests.chat.engine.test_drafting import Repeating
 from tests.chat.engines import draw_sampling, make_memory, run_checked
+from tests.toy import Toy
 
 
 def make_drafter(budget: str = "4MiB", *, caches: bool = False, **options: object) -> ModelDrafter:
@@ -54,3 +59,102 @@ def test_replies_are_the_same_with_drafts_of_a_model(seed: int, budget: str) -> 
     assert sum(g.n_accepted for g in drafted) > 10
     kept = drafter.prefixes.stats().n_checkpoints if drafter.prefixes is not None else 0
     assert len(drafter.memory.sequences) == kept, "its sequences are closed with the jobs"
+
+
+def follow(drafter: ModelDrafter, *, budget: str = "4MiB", **options: Any) -> Engine:
+    model = Repeating()
+    speculation = Speculation(adapts=False, drafter=drafter)
+    return Engine(model, make_memory(model, budget), None, stop_ids=(), speculation=speculation, **options)
+
+
+def test_a_model_that_drafts_for_itself_is_always_right_drawn_or_not() -> None:
+    """A drafter draws with the random numbers of the reply. So where both models agree, no draft is rejected."""
+    model = Repeating()
+    engine = follow(ModelDrafter(model, make_memory(model)))
+    samplings = [
+        Sampling(1.5, seed=3), Sampling(), Sampling(1, repetition_penalty=1.4, seed=5), Sampling(0.7, top_k=5, seed=9),
+    ]  # fmt: skip
+    generations = [engine.submit([1, 2, 3], max_tokens=60, sampling=sampling) for sampling in samplings]
+    engine.run()
+    assert engine.stats.n_accepted == engine.stats.n_drafted > 150
+    assert all(generation.n_accepted > 30 for generation in generations)
+    assert engine.stats.n_steps < 20, "a step brings nine tokens"
+
+
+def test_drawn_tokens_have_the_distribution_of_plain_sampling() -> None:
+    """Chi-square at three temperatures, over the sixth token of replies without a seed."""
+    for temperature in (0.5, 1.0, 1.5):
+        counts = []
+        for drafter in (None, make_drafter()):
+            model = Repeating()
+            speculation = Speculation(adapts=False, drafter=drafter)
+            engine = Engine(model, make_memory(model), None, stop_ids=(), max_running=40, speculation=speculation)
+            sampling = [Sampling(temperature)] * 600
+            counts.append(Counter(g.token_ids[5] for g in submit(engine, sampling)))
+            if drafter is not None:
+                assert 0 < engine.stats.n_accepted < engine.stats.n_drafted
+        a, b = counts
+        tokens = [token for token in {*a, *b} if a[token] + b[token] >= 10]
+        chi_square = sum((a[token] - b[token]) ** 2 / (a[token] + b[token]) for token in tokens)
+        assert len(tokens) > 1 and chi_square < len(tokens) + 4 * (2 * len(tokens)) ** 0.5
+
+
+def submit(engine: Engine, samplings: list[Sampling]) -> list[Generation]:
+    generations = engine.submit_choices([1, 2, 3], samplings, max_tokens=8)
+    engine.run()
+    return generations
+
+
+def test_choices_share_the_draft_models_prompt() -> None:
+    """The prompt is fed to the draft model once, and its sequence is forked as that of the model is."""
+    drafter = make_drafter()
+    fed, advance = list[int](), drafter.memory.step
+    drafter.memory.step = lambda requests, **o: fed.extend(len(ids) for _, ids in requests) or advance(requests, **o)  # type: ignore[method-assign, func-returns-value]
+    engine = follow(drafter)
+    engine.submit_choices([i % 7 for i in range(50)], [Sampling(1.0, seed=i) for i in range(4)], max_tokens=20)
+    run_checked(engine)
+    assert sum(n >= 40 for n in fed) == 1 and engine.stats.n_accepted > 0
+
+
+def test_a_preempted_job_takes_its_draft_sequence_along() -> None:
+    drafter = make_drafter()
+    engine = follow(drafter, budget="24KiB", max_running=3, step_tokens=40)
+    seen = set[tuple[bool, bool]]()
+    generations = [engine.submit([i, 2, 3] * 9, max_tokens=60) for i in range(4)]
+
+    def look(_: int) -> None:
+        drafter.memory.check()
+        for job, follower in drafter._followers.items():
+            if job.sequence is not None:
+                seen.add((job.sequence.is_swapped, follower.sequence.is_swapped))
+
+    run_checked(engine, look)
+    assert engine.stats.n_preempted and (True, True) in seen and (False, False) in seen
+    assert [g.finish_reason for g in generations] == ["length"] * 4 and not drafter.memory.sequences
+
+
+def test_a_draft_model_without_room_leaves_jobs_out() -> None:
+    drafter = make_drafter("6KiB")
+    engine = follow(drafter)
+    generations = [engine.submit([i, 2, 3], max_tokens=40, sampling=Sampling(1.0, seed=i)) for i in range(5)]
+    run_checked(engine)
+    plain = follow(make_drafter())
+    others = [plain.submit([i, 2, 3], max_tokens=40, sampling=Sampling(1.0, seed=i)) for i in range(5)]
+    plain.run()
+    assert [g.token_ids for g in generations] == [g.token_ids for g in others]
+    assert 0 < sum(g.n_drafted for g in generations) < sum(g.n_drafted for g in others)
+
+
+def test_a_drafter_that_cannot_work_is_refused() -> None:
+    small = Repeating(attention=False)
+    with pytest.raises(SpecError, match="rollback_window=0"):
+        ModelDrafter(small, make_memory(small, rollback_window=0))
+    with pytest.raises(SpecError, match="made for"):
+        ModelDrafter(Toy(recurrent=False), make_memory(small))
+    model = Repeating()
+    memory = make_memory(model)
+    with pytest.raises(SpecError, match="a memory of its own"):
+        Engine(model, memory, None, speculation=Speculation(drafter=ModelDrafter(model, memory)))
+    with pytest.raises(SpecError, match="rollback window"):
+        no_window = make_memory(model, rollback_window=0)
+        Engine(model, no_window, None, speculation=Speculation(drafter=make_drafter()))
