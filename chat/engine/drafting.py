@@ -146,7 +146,7 @@ class Drafting:
         self._rates = {"text": _OF_TEXTS, "model": _OF_MODELS}  # The shares of right tokens over all texts so far.
         self._ledger, self._n_tried = Ledger(), 0
         self._last = _Proposal()
-        self._n_right = 0
+        self._right: dict[Job, int] = {}
 
     def propose(self, plan: Plan) -> Drafts:
         """Return drafts for a step, where they are expected to pay. Often there are none."""
@@ -307,29 +307,37 @@ class Drafting:
 
     # What became of the drafts
 
-    def note(self, plan: Plan, drafts: Drafts, seconds: float) -> None:
-        """Record how many seconds a step took, with the time in which its drafts were made."""
+    def note(self, plan: Plan, drafts: Drafts, seconds: float) -> float:
+        """Record how many seconds a step took, with the time in which its drafts were made.
+
+        Returns how many seconds its drafts have saved. The number is negative if they lost time, and 0 if that is not
+        known.
+        """
         last, self._last = self._last, _Proposal()
-        n_right, self._n_right = self._n_right, 0
+        right, self._right = self._right, {}
         n, n_fed, n_drafted = len(plan), sum(n_tokens for _, n_tokens in plan), sum(map(len, drafts.values()))
-        is_mixed = n_fed > n
-        cost = self._pace.mixed if is_mixed else self._pace.drafted if drafts else self._pace.plain
+        pace, is_mixed = self._pace, n_fed > n
+        cost = pace.mixed if is_mixed else pace.drafted if drafts else pace.plain
         cost.note(n_fed + n_drafted, seconds - last.seconds)
-        if self._drafter is None:
-            return
-        lost = 0.0
-        if last.seconds and self._pace.plain.is_known:
+        saved = 0.0
+        if (drafts or last.seconds) and pace.plain.is_known:
             n_decoding = sum(n_tokens == 1 for _, n_tokens in plan)
-            plain = self._pace.plain.of(n_decoding)
+            plain = pace.plain.of(n_decoding)
             verified = n_drafted * cost.slope if is_mixed and cost.is_known else seconds - last.seconds - plain
-            lost = last.seconds + min(verified, 2 * plain) - n_right * plain / n_decoding
-        self._ledger.note(seconds, lost)
+            lost = last.seconds + min(verified, 2 * plain)  # The machine may have done something else in a slow step.
+            saved = sum(right.values()) * plain / n_decoding - lost
+            for job, n_right in right.items():
+                job.generation.saved_seconds += n_right * plain / n_decoding - lost / len(right)
+        if self._drafter is not None:
+            self._ledger.note(seconds, -saved if last.seconds else 0.0)
+        return saved
 
     def count(self, job: Job, n_drafted: int, n_right: int) -> None:
         """Count how many of a job's drafted tokens were right."""
+        job.generation.n_drafts += 1
         job.generation.n_drafted += n_drafted
         job.generation.n_accepted += n_right
-        self._n_right += n_right
+        self._right[job] = n_right
         own, is_of_model = self._of(job), job in self._last.modelled
         drafted = own.model if is_of_model else own.text
         drafted.note(n_drafted, n_right)

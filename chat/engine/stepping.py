@@ -97,7 +97,7 @@ class Stepper:
                 self._fork(fork, choices, now)
             seconds, n_tokens = time.perf_counter() - started, sum(n for _, n in plan)
             self.stats.seconds += seconds
-            self.drafting.note(plan, drafts, seconds)
+            self.stats.saved_seconds += self.drafting.note(plan, drafts, seconds)
             if self.prefixes is not None and n_tokens > 2 * len(plan):  # Prompts are most of this step.
                 self.prefixes.note_speed(seconds / n_tokens)
 
@@ -136,8 +136,7 @@ class Stepper:
         self.stats.n_fed += 1 + len(draft) - len(choices)
         token_ids = [choice.token_id for choice in choices if isinstance(choice, Chosen)]
         n_right = sum(a == b for a, b in zip(draft, token_ids, strict=False))
-        self.stats.n_drafted += len(draft)
-        self.stats.n_accepted += n_right
+        self.stats.count_draft(len(draft), n_right)
         self.drafting.count(job, len(draft), n_right)
 
     def _record(self, job: Job, n_tokens: int) -> None:

@@ -12,6 +12,8 @@ from hybridmem.chat.engine.draft_models import ModelDrafter
 from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine, Generation
 from hybridmem.chat.sampling.sampling import Sampling
+from hybridmem.chat.server.metrics import Metrics
+from hybridmem.chat.server.usage import usage_of
 from hybridmem.memory import SpecError
 from hybridmem.memory.prefix import PrefixCache
 from tests.chat.engine.test_drafting import Repeating
@@ -103,6 +105,27 @@ def submit(engine: Engine, samplings: list[Sampling]) -> list[Generation]:
     generations = engine.submit_choices([1, 2, 3], samplings, max_tokens=8)
     engine.run()
     return generations
+
+
+def test_what_drafts_were_worth_is_counted_by_place_and_by_reply() -> None:
+    model = Repeating()
+    speculation = Speculation(adapts=False)
+    engine = Engine(model, make_memory(model), None, stop_ids=(), speculation=speculation)
+    said = engine.submit([1, 2, 3], max_tokens=40)
+    engine.run()
+    assert engine.stats.n_drafts == 0 and engine.stats.saved_seconds == 0
+    drafted = [engine.submit([1, 2, 3], max_tokens=40, prediction=said.token_ids[:20] + [0] * 9) for _ in range(2)]
+    engine.run()
+    stats = engine.stats
+    assert sum(g.n_drafts for g in drafted) == stats.n_drafts == stats.drafted_at[0] > 0
+    assert sum(stats.drafted_at.values()) == stats.n_drafted > stats.n_accepted == sum(stats.accepted_at.values())
+    assert stats.accepted_at[0] >= stats.accepted_at[7] > 0
+    assert stats.saved_seconds == pytest.approx(sum(g.saved_seconds for g in drafted)) != 0
+    lines = Metrics(engine, "toy").render().decode()
+    assert f'hybrid_memory_accepted_tokens_by_position_total{{position="7"}} {stats.accepted_at[7]}.0' in lines
+    assert f'vllm:spec_decode_num_drafts_total{{model_name="toy"}} {stats.n_drafts}.0' in lines
+    usage = usage_of(drafted[:1], drafted[:1])["hybrid_memory"]
+    assert (usage["drafts"], usage["accepted_tokens"]) == (drafted[0].n_drafts, drafted[0].n_accepted)
 
 
 def test_choices_share_the_draft_models_prompt() -> None:
