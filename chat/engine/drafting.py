@@ -37,6 +37,8 @@ _OF_PREDICTIONS, _OF_TEXTS, _OF_MODELS = 0.8, 0.5, 0.7
 """The expected share of right tokens before any draft was verified: in predictions, in the texts, and of a model."""
 _TRIED_JOBS, _TRIED_STEPS = 2, 8
 """A trial of a drafter drafts for so many generations, in so many steps."""
+_MODEL_REST = 15
+"""After a step in which no draft paid, this many steps go without."""
 _LENGTHS = (1, 2, 3, 4, 6, 8)
 """The drafter's drafts have one of these lengths, whichever promises the most tokens a second."""
 _LEAST_REPLY = 32
@@ -123,6 +125,10 @@ class _Proposal:
     seconds: float = 0.0
 
 
+_IDLE = _Proposal()
+"""The proposal of a step in which nothing is looked for, measured or counted, because that would take time as well."""
+
+
 class Drafting:
     """Proposes drafts for the steps of an engine, and measures whether they pay.
 
@@ -144,12 +150,15 @@ class Drafting:
         self._rest, self._next_rest, self._n_drafted_steps = 0, _FIRST_REST, 0
         self._own = WeakKeyDictionary[Job, _Own]()
         self._rates = {"text": _OF_TEXTS, "model": _OF_MODELS}  # The shares of right tokens over all texts so far.
-        self._ledger, self._n_tried = Ledger(), 0
+        self._ledger, self._n_tried, self._idle = Ledger(), 0, 0
         self._last = _Proposal()
         self._right: dict[Job, int] = {}
 
     def propose(self, plan: Plan) -> Drafts:
         """Return drafts for a step, where they are expected to pay. Often there are none."""
+        if self._idle > 0:
+            self._idle, self._last = self._idle - 1, _IDLE
+            return {}
         self._last = self._propose(plan)
         return self._last.drafts
 
@@ -167,7 +176,15 @@ class Drafting:
             return _Proposal()
         turn = _Turn(jobs, self._step_tokens // len(plan) - 1, is_mixed=len(jobs) < len(plan))
         looked_up = self._look_up(turn)
-        return _Proposal(looked_up) if self._drafter is None else self._add_model(turn, looked_up, self._drafter)
+        if self._drafter is None:
+            return _Proposal(looked_up)
+        proposal = self._add_model(turn, looked_up, self._drafter)
+        if not proposal.seconds and not looked_up and self._adapts and self._pace.plain.is_known:
+            self._idle = _MODEL_REST
+            if self._looks_up or any(job.request.prediction for job in jobs):
+                self._idle = min(self._idle, self._rest)
+                self._rest -= self._idle
+        return proposal
 
     def _is_compared(self) -> bool:
         """Return True for one step in 64, which runs without drafts, so that the cost of such steps stays known."""
@@ -314,6 +331,9 @@ class Drafting:
         known.
         """
         last, self._last = self._last, _Proposal()
+        if last is _IDLE:
+            self._ledger.seconds += seconds
+            return 0.0
         right, self._right = self._right, {}
         n, n_fed, n_drafted = len(plan), sum(n_tokens for _, n_tokens in plan), sum(map(len, drafts.values()))
         pace, is_mixed = self._pace, n_fed > n
