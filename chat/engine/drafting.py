@@ -31,7 +31,7 @@ _UNKNOWN_REST = 2
 """While the cost of drafts is unknown, this many steps lie between two steps with drafts."""
 _LEAST_RATE, _FORGIVEN = 0.2, 1.02
 """A generation with a lower rate of right tokens gets no draft. Each time, its rate is raised by this factor."""
-_COMPARED_EVERY = 64
+_COMPARED_EVERY, _COMPARED_AT_FIRST = 64, 16
 """After this many steps with drafts, one goes without, so that both costs stay known."""
 _OF_PREDICTIONS, _OF_TEXTS, _OF_MODELS = 0.8, 0.5, 0.7
 """The expected share of right tokens before any draft was verified: in predictions, in the texts, and of a model."""
@@ -179,7 +179,7 @@ class Drafting:
         if self._drafter is None:
             return _Proposal(looked_up)
         proposal = self._add_model(turn, looked_up, self._drafter)
-        if not proposal.seconds and not looked_up and self._adapts and self._pace.plain.is_known:
+        if not proposal.seconds and not looked_up and self._adapts and self._pace.plain.is_well_known:
             self._idle = _MODEL_REST
             if self._looks_up or any(job.request.prediction for job in jobs):
                 self._idle = min(self._idle, self._rest)
@@ -187,9 +187,13 @@ class Drafting:
         return proposal
 
     def _is_compared(self) -> bool:
-        """Return True for one step in 64, which runs without drafts, so that the cost of such steps stays known."""
+        """Return True for one step in 64, which runs without drafts, so that the cost of such steps stays known.
+
+        There are more such steps at first, because a few slow ones would make drafts look good.
+        """
         self._n_drafted_steps += 1
-        return self._n_drafted_steps % _COMPARED_EVERY == 0
+        every = _COMPARED_EVERY if self._n_drafted_steps >= 3 * _COMPARED_EVERY else _COMPARED_AT_FIRST
+        return self._n_drafted_steps % every == 0
 
     # Drafts of the texts
 
@@ -288,7 +292,7 @@ class Drafting:
             self._n_tried = 0
             return {job: min(n_tokens, most[job]) for job in pays}
         is_cheap = self._n_tried > 0 or self._ledger.allows(TRIED_SHARE)
-        if turn.is_mixed or not self._pace.plain.is_known or not is_cheap:
+        if turn.is_mixed or not self._pace.plain.is_well_known or not is_cheap:
             return {}
         self._n_tried = (self._n_tried + 1) % _TRIED_STEPS
         tried = sorted(most, key=lambda job: (drafter.n_behind(job) or 0, -self._of(job).model.rate))[:_TRIED_JOBS]

@@ -13,6 +13,8 @@ _KEPT = 0.95
 """With each new step, the weight of all earlier steps is multiplied by this."""
 _LEAST_WEIGHT = 2.8
 """Three measurements have this weight."""
+_GOOD_WEIGHT = 6.0
+"""Seven measurements have this weight."""
 _WARMING = 2
 """The first measurements are not counted, because they include the compilation of kernels."""
 _RECENT, _LEAST_RECENT, _MOST_SIZES = 9, 3, 64
@@ -70,6 +72,10 @@ class Cost:
     @property
     def is_known(self) -> bool:
         return self.weight >= _LEAST_WEIGHT
+
+    @property
+    def is_well_known(self) -> bool:
+        return self.weight >= _GOOD_WEIGHT
 
     def of(self, n_tokens: int) -> float:
         """Return the expected seconds of a step with this many tokens."""
