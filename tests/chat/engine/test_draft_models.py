@@ -11,11 +11,15 @@ import pytest
 from hybridmem.chat.engine.draft_models import ModelDrafter
 from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine, Generation
+from hybridmem.chat.engine.output import Output
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.sampling.grammar import Grammars
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.server.metrics import Metrics
 from hybridmem.chat.server.usage import usage_of
-from hybridmem.memory import SpecError
+from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import LanguageModel
 from tests.chat.engine.test_drafting import Repeating
 from tests.chat.engines import draw_sampling, make_memory, run_checked
 from tests.toy import Toy
@@ -181,3 +185,32 @@ def test_a_drafter_that_cannot_work_is_refused() -> None:
     with pytest.raises(SpecError, match="rollback window"):
         no_window = make_memory(model, rollback_window=0)
         Engine(model, no_window, None, speculation=Speculation(drafter=make_drafter()))
+
+
+def test_grammars_stop_strings_and_log_probabilities_are_those_without_drafts(
+    embedded: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    """The draft model keeps to the grammar of the reply, so that what it drafts can be chosen."""
+    pattern = r"(yes|no)( (yes|no)){11}"
+    grammar = Grammars(tokenizer, len(tokenizer), (tokenizer.eos_token_id,)).regex(pattern)
+    prompt = tokenizer.encode("<|bos|><|user|>My cat is called Zoe.<|end|><|assistant|>")
+    small = HybridMemory(embedded.memory_spec, "16MiB", rollback_window=16)
+    told = []
+    for drafter in (None, ModelDrafter(embedded, small, tokenizer)):
+        engine = Engine(
+            embedded, HybridMemory(embedded.memory_spec, "16MiB", rollback_window=16), tokenizer,
+            speculation=Speculation(adapts=False, drafter=drafter),
+        )  # fmt: skip
+        generations = [
+            engine.submit(prompt, output=Output(grammar=grammar), sampling=Sampling(1.5, seed=3)),
+            engine.submit(prompt, stop=["not"]),
+            engine.submit(prompt, output=Output(logprobs=2), sampling=Sampling(0.8, seed=4), max_tokens=20),
+        ]
+        run_checked(engine)
+        told.append(generations)
+    for plain, drafted in zip(*told, strict=True):
+        assert (plain.text, plain.token_ids, plain.stopped_by) == (drafted.text, drafted.token_ids, drafted.stopped_by)
+        assert drafted.n_accepted >= 2
+    plain, drafted = told[0][2], told[1][2]
+    assert [c.token_id for c in plain.logprobs] == [c.token_id for c in drafted.logprobs]
+    assert [c.logprob for c in plain.logprobs] == pytest.approx([c.logprob for c in drafted.logprobs], abs=1e-3)
