@@ -24,7 +24,7 @@ from hybridmem.memory.sequences.batch import read_pairs, read_tokens
 from hybridmem.memory.sequences.folding import Fold, TailRules
 from hybridmem.memory.sequences.interrupts import uninterrupted_call
 from hybridmem.memory.specs import MemorySpec
-from hybridmem.memory.step import Outputs, RowCounts, Step
+from hybridmem.memory.step import Outputs, Rows, Step
 from hybridmem.memory.storage.archive import NO_FORKS, Archive, Checkpoints, Family, Forks
 from hybridmem.memory.storage.folders import Folders
 from hybridmem.memory.storage.swapping import Swapping
@@ -352,7 +352,7 @@ class HybridMemory:
 
     # Steps
 
-    def step(self, requests: Requests, *excess: Never, outputs: Outputs | RowCounts = "last", **unknown: Never) -> Step:
+    def step(self, requests: Requests, *excess: Never, outputs: Rows = "last", **unknown: Never) -> Step:
         """Make a step over new tokens: `with memory.step({alice: ids, bob: 7}) as step: logits = model(step)`.
 
         Args:

@@ -22,7 +22,7 @@ from hybridmem.memory.errors import BatchError, RollbackError, SequenceError, St
 from hybridmem.memory.interface import OpenStep, Sequence
 from hybridmem.memory.kernels import Scoring
 from hybridmem.memory.layer_memories import LayerMemories, Place, PlaceKey, Places
-from hybridmem.memory.sequences.batch import TokenLists, check_row_counts, output_rows
+from hybridmem.memory.sequences.batch import TokenLists, check_row_counts, output_rows, row_counts
 from hybridmem.memory.sequences.choosing import ChosenRows
 from hybridmem.memory.sequences.soft_tokens import FIRST_SOFT_ID, Run, has_soft, rotary_positions
 from hybridmem.memory.specs import AttentionSpec, MemorySpec
@@ -30,8 +30,7 @@ from hybridmem.memory.state.access import Recurrence, States
 from hybridmem.memory.step_checks import check_scale, check_tensors
 
 Outputs = Literal["last", "all"]
-RowCounts = tuple[int, ...]
-"""For each request, how many of its last tokens have a row of outputs."""
+Rows = Outputs | tuple[int, ...]  # A tuple says for each request how many of its last tokens have outputs.
 
 _FEW_TOKENS = 16
 """A step is captured in a CUDA graph if its requests have at most this many tokens.
@@ -89,9 +88,7 @@ class Step:
             at the step's end.
     """
 
-    def __init__(
-        self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Outputs | RowCounts
-    ) -> None:
+    def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Rows) -> None:
         if outputs not in ("last", "all"):
             check_row_counts(outputs, tokens.counts)
         self.sequences, self.tokens, self.outputs = sequences, tokens, outputs
@@ -410,11 +407,7 @@ class Step:
 
         Each has one row, or one for each token, or as many as `outputs` says.
         """
-        outputs = self.outputs
-        if outputs == "all":
-            counts = self.tokens.counts.tolist()
-        else:
-            counts = [1] * len(self.tokens) if outputs == "last" else [*outputs]
+        counts = row_counts(self.outputs, self.tokens.counts)
         n_rows = len(logits) if isinstance(logits, Tensor) and logits.dim() else None
         if n_rows != sum(counts):
             what = repr(logits) if n_rows is None else f"{n_rows} rows"

@@ -8,7 +8,7 @@ from hybridmem.chat.engine.choose import Plan
 from hybridmem.chat.engine.requests import LEAST_CHUNK_TOKENS, Job
 from hybridmem.chat.engine.scheduling import Scheduler
 from hybridmem.memory import BatchError, HybridMemory, SequenceError, Step
-from hybridmem.memory.step import Outputs
+from hybridmem.memory.step import Rows
 
 _OF_WAITING = 2
 """A step takes 1 / this of all waiting tokens of short prompts, so that their queue shrinks."""
@@ -82,7 +82,7 @@ def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan, drafts: Ma
         return None
 
 
-def _outputs(plan: Plan, drafts: Mapping[Job, list[int]]) -> Outputs | tuple[int, ...]:
+def _outputs(plan: Plan, drafts: Mapping[Job, list[int]]) -> Rows:
     """Return of which tokens a step computes the logits."""
     if not drafts and not any(job.is_scored for job, _ in plan):
         return "last"

@@ -259,3 +259,10 @@ def check_row_counts(outputs: object, counts: Int64s) -> None:
             f"outputs={outputs!r}; choose 'last' (one row a request), 'all' (one row a token), or a tuple with a "
             f"number for each of the {len(counts)} requests, from 1 to the number of its tokens"
         )
+
+
+def row_counts(outputs: str | tuple[int, ...], counts: Int64s) -> list[int]:
+    """Return how many rows of outputs each request of a step has, given its numbers of tokens."""
+    if isinstance(outputs, tuple):
+        return [*outputs]
+    return counts.tolist() if outputs == "all" else [1] * len(counts)
