@@ -1,16 +1,24 @@
-"""Measures the engine with drafts by prompt lookup, for several requests at once, against the engine without drafts."""
+"""Measures the engine with drafts, for several requests at once, against the engine without drafts.
+
+Drafts come by prompt lookup, and from a small model.
+"""
 
 from __future__ import annotations
 
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from benchmarks.harness import Report
 from benchmarks.ours import VOCAB
-from benchmarks.speculative import NOTE, SCALES, repeating_model
+from benchmarks.speculative import NOTE, PERIOD, SCALES, repeating_model
+from hybridmem.chat.engine.draft_models import ModelDrafter
 from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.sampling.sampling import Sampling
@@ -58,6 +66,7 @@ def _compare(report: Report, text: str, model: LanguageModel, n_vocab: int, samp
             "without": _engine(model, Speculation()),
             "prompt lookup": _engine(model, Speculation(looks_up=True)),
             "without again": _engine(model, Speculation()),
+            "draft model": _engine(model, Speculation(drafter=_drafter(n_vocab))),
         }
         if sampling == Sampling():  # Drafts that never pay are known to be slow.
             engines["always"] = _engine(model, Speculation(looks_up=True, adapts=False))
@@ -65,10 +74,13 @@ def _compare(report: Report, text: str, model: LanguageModel, n_vocab: int, samp
         ratios, seconds = _ratios(engines, prompts, sampling, rounds)
         stats = engines["prompt lookup"].stats
         row = {"text": text, "requests": load, "tokens/s without": load * N_TOKENS / seconds}
-        for name in ("prompt lookup", "without again", "always"):
+        for name in ("prompt lookup", "draft model", "without again", "always"):
             row[name] = ratios.get(name, "-")
         row["drafted a token"] = stats.n_drafted / stats.n_generated
         row["right"] = stats.n_accepted / stats.n_drafted if stats.n_drafted else 0.0
+        stats = engines["draft model"].stats
+        row["drafted a token by the model"] = stats.n_drafted / stats.n_generated
+        row["right of the model's"] = stats.n_accepted / stats.n_drafted if stats.n_drafted else 0.0
         report.add("tokens a second with drafts against without", row)
 
 
@@ -93,6 +105,25 @@ def _ratios(
         name: statistics.median(a / b for a, b in zip(plain, own[1:], strict=True)) for name, own in seconds.items()
     }
     return medians, statistics.median(plain)
+
+
+def _drafter(n_vocab: int) -> ModelDrafter:
+    """Return a drafter with a Llama of one layer, which finds the next token on a cycle as the repeating Jamba does."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=n_vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    peer, token_ids = LlamaForCausalLM(config), torch.arange(n_vocab)
+    follows = (token_ids // PERIOD * PERIOD + (token_ids + 1) % PERIOD).clamp(max=n_vocab - 1)
+    with torch.no_grad():
+        embedding = peer.get_input_embeddings().weight
+        embedding *= 8
+        peer.get_output_embeddings().weight[follows] = embedding
+    with tempfile.TemporaryDirectory() as folder:
+        peer.save_pretrained(folder)
+        small = load_model(folder, progress=False)
+    return ModelDrafter(small, HybridMemory(small.memory_spec, "256MiB", rollback_window=32))
 
 
 def _engine(model: LanguageModel, speculation: Speculation) -> Engine:

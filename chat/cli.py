@@ -147,6 +147,14 @@ def chat(
     weights: Weights = "auto",
     budget: Budget = "1GiB",
     threads: Threads = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Draft the next tokens of replies with this smaller model, where that saves time. It has the same "
+            "tokenizer. --budget is for both.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Talk to a model; /edit, /undo, /regenerate and /branch change the conversation.
 
@@ -155,7 +163,7 @@ def chat(
     with one_line_errors(f"loading {model} …"):
         from hybridmem.chat.commands.terminal import Settings, run_terminal
 
-        settings = Settings(budget, system, max_tokens, temperature, seed, resume, threads)
+        settings = Settings(budget, system, max_tokens, temperature, seed, resume, threads, draft_model, weights)
         language_model, tokenizer = load(model, device, dtype, weights, settings.check)
         if model == "embedded" and sys.stdin.isatty():
             typer.echo(ABOUT_EMBEDDED, err=True)

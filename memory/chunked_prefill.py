@@ -89,6 +89,8 @@ def run_in_chunks(
             lets it go.
     """
     _check(memory, model, max_tokens)
+    if isinstance(outputs, tuple):
+        raise BatchError(f"outputs={outputs!r}; choose 'last' or 'all' where requests are cut into steps")
     sequences, values = read_pairs(requests)
     # Refuse too many tokens before they are read, because reading a million takes long.
     memory.counters.require_room(sequences, count_tokens(values), max_tokens)

@@ -24,7 +24,7 @@ from hybridmem.memory.sequences.batch import read_pairs, read_tokens
 from hybridmem.memory.sequences.folding import Fold, TailRules
 from hybridmem.memory.sequences.interrupts import uninterrupted_call
 from hybridmem.memory.specs import MemorySpec
-from hybridmem.memory.step import Outputs, Step
+from hybridmem.memory.step import Outputs, Rows, Step
 from hybridmem.memory.storage.archive import NO_FORKS, Archive, Checkpoints, Family, Forks
 from hybridmem.memory.storage.folders import Folders
 from hybridmem.memory.storage.swapping import Swapping
@@ -352,15 +352,15 @@ class HybridMemory:
 
     # Steps
 
-    def step(self, requests: Requests, *excess: Never, outputs: Outputs = "last", **unknown: Never) -> Step:
+    def step(self, requests: Requests, *excess: Never, outputs: Rows = "last", **unknown: Never) -> Step:
         """Make a step over new tokens: `with memory.step({alice: ids, bob: 7}) as step: logits = model(step)`.
 
         Args:
             requests: the tokens of each sequence: one id, or a list, array or tensor of ids. Lengths may differ. If all
                 are tensors on a CUDA device, such as `zip(sequences, logits.argmax(-1))`, the host waits for them only
                 when it leaves the step: so it plans a step while the device computes the step before.
-            outputs: "last" gives one row of logits for each request, "all" gives one for each token. Rows are in the
-                order of `requests`.
+            outputs: "last" gives one row of logits for each request, "all" gives one for each token, and a tuple says
+                for each request how many of its last tokens have one. Rows are in the order of `requests`.
         Raises:
             BatchError, SequenceError: raised here, or when the step is left if the tokens were on the device.
             CapacityError: raised when the step is entered, or here if requests of thousands of tokens could never fit

@@ -22,7 +22,7 @@ from hybridmem.memory.errors import BatchError, RollbackError, SequenceError, St
 from hybridmem.memory.interface import OpenStep, Sequence
 from hybridmem.memory.kernels import Scoring
 from hybridmem.memory.layer_memories import LayerMemories, Place, PlaceKey, Places
-from hybridmem.memory.sequences.batch import TokenLists, output_rows
+from hybridmem.memory.sequences.batch import TokenLists, check_row_counts, output_rows, row_counts
 from hybridmem.memory.sequences.choosing import ChosenRows
 from hybridmem.memory.sequences.soft_tokens import FIRST_SOFT_ID, Run, has_soft, rotary_positions
 from hybridmem.memory.specs import AttentionSpec, MemorySpec
@@ -30,6 +30,7 @@ from hybridmem.memory.state.access import Recurrence, States
 from hybridmem.memory.step_checks import check_scale, check_tensors
 
 Outputs = Literal["last", "all"]
+Rows = Outputs | tuple[int, ...]  # A tuple says for each request how many of its last tokens have outputs.
 
 _FEW_TOKENS = 16
 """A step is captured in a CUDA graph if its requests have at most this many tokens.
@@ -87,9 +88,9 @@ class Step:
             at the step's end.
     """
 
-    def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Outputs) -> None:
+    def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Rows) -> None:
         if outputs not in ("last", "all"):
-            raise BatchError(f"outputs={outputs!r}; choose 'last' (one row a request) or 'all' (one row a token)")
+            check_row_counts(outputs, tokens.counts)
         self.sequences, self.tokens, self.outputs = sequences, tokens, outputs
         self.notes: dict[Hashable, Any] = {}
         # The reference is weak: a finished step in some variable must not keep the memory alive.
@@ -330,7 +331,7 @@ class Step:
         return x_TM
 
     def select(self, hidden: Tensor) -> Tensor:
-        """Return the rows of hidden (T, ...) to output: the last of each request, or all, in the caller's order."""
+        """Return the rows of hidden (T, ...) to output, as `outputs` says, in the caller's order."""
         self._entered()
         return hidden[self._output_rows.to(hidden.device)]
 
@@ -404,9 +405,9 @@ class Step:
     def split(self, logits: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of this step for each request, in the caller's order.
 
-        Each has one row, or one for each token.
+        Each has one row, or one for each token, or as many as `outputs` says.
         """
-        counts = self.tokens.counts.tolist() if self.outputs == "all" else [1] * len(self.tokens)
+        counts = row_counts(self.outputs, self.tokens.counts)
         n_rows = len(logits) if isinstance(logits, Tensor) and logits.dim() else None
         if n_rows != sum(counts):
             what = repr(logits) if n_rows is None else f"{n_rows} rows"

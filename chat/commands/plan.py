@@ -57,6 +57,10 @@ def plan(
             "int8, int8-row or int4. With none, it is for memories alone."
         ),
     ] = "auto",
+    draft_model: Annotated[
+        str | None,
+        Option(help="A smaller model drafts, whose weights and memory share the budget.", show_default=False),
+    ] = None,
     is_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print how many sessions of a model fit into a budget beside its weights, from its config alone.
@@ -78,12 +82,17 @@ def plan(
     own_context = named_context_tokens(language_model.config) or _USUAL_CONTEXT_TOKENS
     context_tokens = own_context if context == "auto" else read_tokens("--context", context)
     budget_bytes, taken = read_budget(budget), weight_bytes(language_model)
+    drafting = None
+    if draft_model is not None:
+        drafter, _ = _read_model(draft_model, dtype, weights if is_counted else "auto")
+        drafting, taken = replace(drafter.memory_spec, device=_read_device(device)), taken + weight_bytes(drafter)
     spec = replace(language_model.memory_spec, device=_read_device(device), model=model).with_state_dtype(
         _read_state_dtype(state_dtype)
     )
     question = Question(
         spec, architecture, budget_bytes, context_tokens, window,
         read_share("--keep", keep), 0 if encoder is None else read_tokens("--encoder", encoder), taken, is_counted,
+        drafting,
     )  # fmt: skip
     report = make_report(question)
     if is_json:

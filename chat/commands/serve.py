@@ -45,6 +45,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
         keeps_prefixes: whether the server keeps its prefix cache in a folder for its next start. It is false for
             replicas, which share a store instead.
     """
+    from hybridmem.chat.commands.drafter import make_drafter
     from hybridmem.chat.commands.serving import find_places, make_engine, memory_options
     from hybridmem.chat.engine.drafting import Speculation
     from hybridmem.chat.server import ServerOptions
@@ -63,10 +64,15 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
         check_budget(unread.spec, **{name: places.memory[name] for name in ("budget", "rollback_window")})
 
     model, tokenizer = load(chosen["model"], chosen["device"], chosen["dtype"], chosen["weights"], check)
-    memory = HybridMemory(model.memory_spec, **places.memory)
+    drafter, memory_arguments, has_cache = None, places.memory, chosen["prefix_cache"]
+    if chosen["draft_model"] is not None:
+        drafter, memory_arguments = make_drafter(
+            chosen["draft_model"], model, memory_arguments, weights=chosen["weights"], has_cache=has_cache
+        )
+    memory = HybridMemory(model.memory_spec, **memory_arguments)
     choose_threads(model, memory, chosen["threads"])
-    cache = PrefixCache(memory, max_bytes=places.prefix_bytes) if chosen["prefix_cache"] else None
-    speculation = Speculation(looks_up=chosen["speculation"] == "prompt-lookup")
+    cache = PrefixCache(memory, max_bytes=places.prefix_bytes) if has_cache else None
+    speculation = Speculation(looks_up=chosen["speculation"] == "prompt-lookup", drafter=drafter)
     sizes = chosen.arguments_of("engine") | {"speculation": speculation}
     engine, options = make_engine(model, memory, tokenizer, cache, places.prefixes, options, say, **sizes)
     return Served(engine, tokenizer, options, name_of(chosen["model"]))

@@ -104,6 +104,9 @@ SERVE: tuple[Option, ...] = (
     Option("speculation", "text", "none",
            "prompt-lookup drafts the next tokens of a reply from the texts so far, where that saves time. "
            "Replies stay the same.", choices=("none", "prompt-lookup")),
+    Option("draft_model", "text", None,
+           "Draft the next tokens of replies with this smaller model, where that saves time: a folder, a GGUF file or "
+           "a hub id with the same tokenizer. --budget is for both. Replies stay the same."),
     Option("pooling", "text", None,
            "Embed a text by the last hidden state or the mean of all. By default, the checkpoint decides.",
            choices=("last", "mean")),

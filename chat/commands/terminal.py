@@ -13,13 +13,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hybridmem.chat.commands.drafter import make_drafter
 from hybridmem.chat.commands.start import Unread, check_budget, choose_threads
 from hybridmem.chat.console import make_console
+from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer, encode_chat
 from hybridmem.chat.session.saved import read_folder
@@ -48,6 +51,8 @@ class Settings:
     seed: int | None = None
     resume: str | None = None
     threads: int | None = None
+    draft_model: str | None = None
+    weights: str = "auto"
 
     def check(self, unread: Unread) -> None:
         """Raise the errors of a model with which nobody can chat, before its weights are read."""
@@ -67,9 +72,14 @@ def run_terminal(model: LanguageModel, tokenizer: Tokenizer, settings: Settings)
 
     Raises as `ChatSession` does when it is made or resumed.
     """
-    memory = HybridMemory(model.memory_spec, settings.budget)
+    options: dict[str, Any] = {"budget": settings.budget}
+    drafter = None
+    if settings.draft_model is not None:
+        drafter, options = make_drafter(settings.draft_model, model, options, weights=settings.weights, has_cache=True)
+    memory = HybridMemory(model.memory_spec, **options)
     choose_threads(model, memory, settings.threads)
-    engine = Engine(model, memory, tokenizer, prefixes=PrefixCache(memory))
+    speculation = Speculation(drafter=drafter)
+    engine = Engine(model, memory, tokenizer, prefixes=PrefixCache(memory), speculation=speculation)
     session = (
         ChatSession(engine, system=settings.system)
         if settings.resume is None

@@ -88,8 +88,8 @@ class Engine:
         context_tokens: the most tokens of a prompt and its reply together. Longer prompts are refused, and replies end
             there with "length". The default is what the model's config names, if it names a limit; then also
             `engine.context_tokens`.
-        speculation: where drafts come from, such as `Speculation(looks_up=True)` for the replies' own texts. Drafts
-            change no reply, not even drawn ones; see `chat.decoding.speculative`.
+        speculation: where drafts come from, such as `Speculation(looks_up=True)` for the replies' own texts, or
+            `Speculation(drafter=ModelDrafter(small_model, its_memory))`. Drafts change no reply, not even drawn ones.
     Raises:
         SpecError: impossible numbers; a memory that was made for another model, or a prefix cache of another memory.
     """
@@ -144,7 +144,7 @@ class Engine:
         self._callbacks = Callbacks(self._scheduler)
         self._stepper = Stepper(
             model, memory, prefixes, self._scheduler, self._callbacks, self.stats, choose, clock, step_tokens,
-            self.stop_ids, Drafting(memory, step_tokens, speculation),
+            self.stop_ids, Drafting(memory, step_tokens, speculation, tokenizer),
         )  # fmt: skip
         self._finished: list[Generation] = []
         self._n_possible = 0
@@ -391,6 +391,7 @@ class Engine:
             generation.text = job.stream.text
             generation.error, generation.finished_at = error, self._clock()
             self._scheduler.forget(job, reason)
+            self._stepper.drafting.forget(job)
             if job.sequence is not None:
                 self._scheduler.make_room()
             self._finished.append(generation)

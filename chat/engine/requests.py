@@ -58,7 +58,8 @@ class Generation:
             that moment.
         lookup: the prefix cache's lookup of the prompt, if there was one. A forked choice has the lookup of its source.
         choice: the generation's number among the choices of its request, from 0.
-        n_drafted, n_accepted: how many tokens were drafted, and how many of them were right.
+        n_drafts: how many drafts were verified. n_drafted, n_accepted: how many tokens were drafted, and how many of
+            them were right. saved_seconds: the time that drafts have saved; negative if they lost time.
         n_taken_back: how many calls of tools broke their schemas and were drawn again. n_discarded: how many tokens
             these calls had.
         submitted_at, admitted_at, first_token_at, finished_at: seconds on the engine's clock. None: it has not happened
@@ -82,8 +83,10 @@ class Generation:
     admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
+    n_drafts: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    saved_seconds: float = 0.0
     choice: int = 0
     n_taken_back: int = 0
     n_discarded: int = 0

@@ -20,7 +20,9 @@ class EngineStats:
             state": attention could have continued there, but no recurrent state was kept. The reason "last token": the
             last token is fed again for its output.
         n_steps: steps of the model.
-        n_drafted, n_accepted: drafted tokens that were verified, and those of them that were right.
+        n_drafts: drafts that were verified. n_drafted, n_accepted: their tokens, and those of them that were right.
+        drafted_at, accepted_at: place in a draft, from 0 -> drafted tokens at that place, and the right ones of them.
+        saved_seconds: the time that drafts have saved, by what plain steps take. It is negative if they lost time.
         n_preempted, n_swapped_in: how often a request was preempted, and how often a preempted request was swapped in
             again.
         n_taken_back: calls of tools that broke their schemas and were drawn again. n_discarded: the number of tokens in
@@ -36,8 +38,12 @@ class EngineStats:
     recomputed: Counter[str] = field(default_factory=Counter)
     n_generated: int = 0
     n_steps: int = 0
+    n_drafts: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    saved_seconds: float = 0.0
     n_preempted: int = 0
     n_swapped_in: int = 0
     n_taken_back: int = 0
@@ -49,6 +55,14 @@ class EngineStats:
     @property
     def tokens_per_second(self) -> float:
         return self.n_fed / self.seconds if self.seconds else 0.0
+
+    def count_draft(self, n_drafted: int, n_right: int) -> None:
+        """Count the tokens of a draft that was verified."""
+        self.n_drafts += 1
+        self.n_drafted += n_drafted
+        self.n_accepted += n_right
+        self.drafted_at.update(range(n_drafted))
+        self.accepted_at.update(range(n_right))
 
     def __str__(self) -> str:
         return (

@@ -8,6 +8,7 @@ from hybridmem.chat.engine.choose import Plan
 from hybridmem.chat.engine.requests import LEAST_CHUNK_TOKENS, Job
 from hybridmem.chat.engine.scheduling import Scheduler
 from hybridmem.memory import BatchError, HybridMemory, SequenceError, Step
+from hybridmem.memory.step import Rows
 
 _OF_WAITING = 2
 """A step takes 1 / this of all waiting tokens of short prompts, so that their queue shrinks."""
@@ -57,20 +58,18 @@ def _n_wanted(job: Job) -> int:
     return job.next_stop - job.n_fed
 
 
-def open_step(
-    memory: HybridMemory, scheduler: Scheduler, plan: Plan, drafts: Mapping[Job, list[int]], *, is_scored: bool = False
-) -> Step | None:
+def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan, drafts: Mapping[Job, list[int]]) -> Step | None:
     """Return the opened step, or None if somebody else changed one of its sequences.
 
     The generation of that sequence has ended with an error then.
 
     Args:
-        drafts: tokens to feed after those of the plan, which the step verifies.
-        is_scored: whether the step computes the logits of all of its tokens, as it does to verify drafts.
+        drafts: tokens to feed after those of the plan. The step computes the logits of all of them, to verify them, and
+            of all tokens of prompts that are scored.
     """
     requests = [(job.live_sequence, [*job.tokens[job.n_fed : job.n_fed + n], *drafts.get(job, ())]) for job, n in plan]
     try:
-        return memory.step(requests, outputs="all" if drafts or is_scored else "last")
+        return memory.step(requests, outputs=_outputs(plan, drafts))
     except (BatchError, SequenceError):
         n_running = len(scheduler.running)
         for (job, _), request in zip(plan, requests, strict=True):
@@ -81,3 +80,13 @@ def open_step(
         if len(scheduler.running) == n_running:
             raise
         return None
+
+
+def _outputs(plan: Plan, drafts: Mapping[Job, list[int]]) -> Rows:
+    """Return of which tokens a step computes the logits."""
+    if not drafts and not any(job.is_scored for job, _ in plan):
+        return "last"
+    counts = tuple(n if job.is_scored else 1 + len(drafts.get(job, ())) for job, n in plan)
+    if all(n == n_rows or (n == 1 and job in drafts) for (job, n), n_rows in zip(plan, counts, strict=True)):
+        return "all"
+    return counts

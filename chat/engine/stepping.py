@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hybridmem.chat.engine.callbacks import Callbacks
 from hybridmem.chat.engine.choose import Choice, Choose, Plan
-from hybridmem.chat.engine.drafting import Drafting, Drafts
+from hybridmem.chat.engine.draft_models import Drafts
+from hybridmem.chat.engine.drafting import Drafting
 from hybridmem.chat.engine.forking import Fork, forks_of, with_forks
 from hybridmem.chat.engine.loop import take_step
 from hybridmem.chat.engine.requests import Job
@@ -63,8 +64,7 @@ class Stepper:
             started = time.perf_counter()
             plan = plan_scores(scheduler.running, limit, self.memory.spec.vocab_size)
             drafts = self.drafting.propose(plan) if may_draft else {}
-            is_scored = any(job.is_scored for job, _ in plan)
-            step = open_step(self.memory, scheduler, plan, drafts, is_scored=is_scored)
+            step = open_step(self.memory, scheduler, plan, drafts)
             if step is None:
                 continue
             try:
@@ -97,7 +97,7 @@ class Stepper:
                 self._fork(fork, choices, now)
             seconds, n_tokens = time.perf_counter() - started, sum(n for _, n in plan)
             self.stats.seconds += seconds
-            self.drafting.note(plan, drafts, seconds)
+            self.stats.saved_seconds += self.drafting.note(plan, drafts, seconds)
             if self.prefixes is not None and n_tokens > 2 * len(plan):  # Prompts are most of this step.
                 self.prefixes.note_speed(seconds / n_tokens)
 
@@ -105,15 +105,16 @@ class Stepper:
             waited = time.perf_counter()
             wait_for_masks()
             self.stats.mask_seconds += time.perf_counter() - waited
-            if step.outputs == "all" and not drafts:
-                rows = step.split(logits)
-                scores.update(scores_of(rows, plan))
-                logits = torch.stack([rows_SV[-1] for rows_SV in rows])
-            if not drafts:
+            if step.outputs == "last":
                 return [[choice] for choice in self.choose(*with_forks(logits, plan, forks))]
-            chosen = choose_verified(self.choose, step.split(logits), plan, drafts, self.stop_ids)
-            kept = {job.live_sequence: len(choices) for (job, _), choices in zip(plan, chosen, strict=True)}
-            step.accept({job.live_sequence: kept[job.live_sequence] for job in drafts})
+            rows = step.split(logits)
+            scores.update(scores_of(rows, plan))
+            firsts = torch.stack(
+                [rows_SV[0 if job in drafts else -1] for rows_SV, (job, _) in zip(rows, plan, strict=True)]
+            )
+            chosen = choose_verified(self.choose, *with_forks(firsts, plan, forks), rows, drafts, self.stop_ids)
+            kept = ((job, len(choices)) for (job, _), choices in zip(plan, chosen, strict=False))
+            step.accept({job.live_sequence: n for job, n in kept if job in drafts})
             return chosen
 
         wanting = (job.sampler for job, n_tokens in plan if job.wants_choice(n_tokens) and job.sampler is not None)
@@ -135,8 +136,7 @@ class Stepper:
         self.stats.n_fed += 1 + len(draft) - len(choices)
         token_ids = [choice.token_id for choice in choices if isinstance(choice, Chosen)]
         n_right = sum(a == b for a, b in zip(draft, token_ids, strict=False))
-        self.stats.n_drafted += len(draft)
-        self.stats.n_accepted += n_right
+        self.stats.count_draft(len(draft), n_right)
         self.drafting.count(job, len(draft), n_right)
 
     def _record(self, job: Job, n_tokens: int) -> None:

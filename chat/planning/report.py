@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from hybridmem.chat.planning.peers import Model, PeerPlan, plan_peers
@@ -42,7 +43,11 @@ STORAGES: tuple[Storage, ...] = (Quantized(8), Float8(), Quantized(4), Quantized
 
 @dataclass(frozen=True)
 class Question:
-    """Holds the inputs of a capacity plan."""
+    """Holds the inputs of a capacity plan.
+
+    Attributes:
+        drafting: the spec of a draft model's memory, which holds as many sessions. `weight_bytes` includes its weights.
+    """
 
     spec: MemorySpec
     architecture: str
@@ -53,6 +58,7 @@ class Question:
     encoder_tokens: int = 0
     weight_bytes: int = 0
     has_weights: bool = True
+    drafting: MemorySpec | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -68,6 +74,22 @@ class Question:
         return plan_sequence(
             spec, self.context_tokens, encoder_tokens=self.encoder_tokens, rollback_window=self.window_tokens
         )
+
+    @cached_property
+    def draft_session(self) -> SequencePlan | None:
+        """Return what a session holds in the memory of the draft model, if there is one."""
+        if self.drafting is None:
+            return None
+        return plan_sequence(self.drafting, self.context_tokens, rollback_window=self.window_tokens)
+
+    def fit(self, session: SequencePlan) -> int:
+        """Return how many such sessions fit into the budget at once, each with its own in the draft model's memory."""
+        n_alone, drafts = session.fit_into(self.budget_bytes), self.draft_session
+        if drafts is None or not n_alone:
+            return n_alone
+        share = session.most_bytes / (session.most_bytes + drafts.most_bytes)
+        own = int(self.budget_bytes * share)
+        return min(session.fit_into(own), drafts.fit_into(self.budget_bytes - own))
 
     def measure_checkpoint(self, *, holds_tail: bool) -> int:
         """Return the bytes that a checkpoint of such a session adds."""
@@ -118,6 +140,7 @@ class Report:
             "model_fits": question.model_fits, "budget_bytes": question.budget_bytes,
             "context_tokens": question.context_tokens, "rollback_window": question.window_tokens,
             "n_sessions": self.n_sessions, "session": asdict(session),
+            "draft_session": question.draft_session and asdict(question.draft_session),
             "attention_token_bytes": self.attention_token_bytes, "attention_overtakes_states_at": self.overtakes_at,
             "checkpoint_bytes": self.checkpoint_bytes[0], "checkpoint_bytes_with_tail": self.checkpoint_bytes[1],
             "policies": [asdict(choice) for choice in self.policies],
@@ -140,7 +163,7 @@ def make_report(question: Question) -> Report:
         else plan_peers(Model.of(question.spec, question.architecture), *sizes)
     )
     return Report(
-        question, session, session.fit_into(question.budget_bytes),
+        question, session, question.fit(session),
         attention_token_bytes=page_bytes // page_tokens if page_bytes else None,
         overtakes_at=recurrent_bytes // page_bytes * page_tokens + 1 if page_bytes and recurrent_bytes else None,
         checkpoint_bytes=(question.measure_checkpoint(holds_tail=False), question.measure_checkpoint(holds_tail=True)),
@@ -162,7 +185,7 @@ def _choices(question: Question, specs: list[tuple[str, Callable[[], MemorySpec]
     for name, make_spec in specs:
         try:
             session = question.measure(make_spec())
-            choice = Choice((), session.most_bytes, session.fit_into(question.budget_bytes))
+            choice = Choice((), session.most_bytes, question.fit(session))
         except SpecError as error:
             choice = Choice((), why_not=str(error))
         names.setdefault(choice, []).append(name)

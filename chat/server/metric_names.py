@@ -27,6 +27,8 @@ _SAME: dict[str, tuple[str, ...]] = {
     "reused_tokens": ("prefix_cache_hits",),
     "generated_tokens": ("generation_tokens",),
     "preemptions": ("num_preemptions",),
+    "drafts": ("spec_decode_num_drafts",),
+    "accepted_tokens_by_position": ("spec_decode_num_accepted_tokens_per_pos",),
     "drafted_tokens": ("spec_decode_num_draft_tokens",),
     "accepted_tokens": ("spec_decode_num_accepted_tokens",),
     "generations_ended": ("request_success",),

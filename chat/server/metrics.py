@@ -115,6 +115,18 @@ class _EngineCollector(Collector):
         }
         for name, (n, what) in counts.items():
             yield CounterMetricFamily(f"{PREFIX}_{name}_tokens", what, value=n)
+        yield CounterMetricFamily(f"{PREFIX}_drafts", "Drafts that were verified.", value=stats.n_drafts)
+        places = CounterMetricFamily(
+            f"{PREFIX}_accepted_tokens_by_position", "Drafted tokens that were right, by their place in the draft.",
+            labels=["position"],
+        )  # fmt: skip
+        for place in sorted(dict(stats.drafted_at)):
+            places.add_metric([str(place)], stats.accepted_at[place])
+        yield places
+        yield GaugeMetricFamily(
+            f"{PREFIX}_drafts_saved_seconds", "Time that drafts have saved; negative if they lost time.",
+            value=stats.saved_seconds,
+        )  # fmt: skip
         yield CounterMetricFamily(
             f"{PREFIX}_calls_taken_back", "Calls of tools that broke their schemas and were drawn again.",
             value=stats.n_taken_back,

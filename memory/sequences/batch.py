@@ -240,7 +240,29 @@ def requests_of(packed: Packed, chosen: Int64s) -> tuple[Packed, Int64s]:
     ), tokens
 
 
-def output_rows(packed: Packed, outputs: str) -> Int64s:
-    """Return the packed row of each output, in the caller's order: the last token of each request, or all tokens."""
+def output_rows(packed: Packed, outputs: str | tuple[int, ...]) -> Int64s:
+    """Return the packed row of each output, in the caller's order.
+
+    Outputs are those of the last token of each request, of all tokens, or of so many last tokens of each request.
+    """
     starts, ends = packed.cu_seqlens[:-1][packed.place], packed.cu_seqlens[1:][packed.place]
-    return ends - 1 if outputs == "last" else ranges(starts, ends)
+    if outputs == "last":
+        return ends - 1
+    return ranges(starts if outputs == "all" else ends - np.array(outputs, np.int64), ends)
+
+
+def check_row_counts(outputs: object, counts: Int64s) -> None:
+    """Raise BatchError unless `outputs` says for each request of a step how many of its last tokens have outputs."""
+    given = outputs if isinstance(outputs, tuple) and len(outputs) == len(counts) else (None,) * len(counts)
+    if not all(is_integer(n, 1) and n <= most for n, most in zip(given, counts, strict=True)):
+        raise BatchError(
+            f"outputs={outputs!r}; choose 'last' (one row a request), 'all' (one row a token), or a tuple with a "
+            f"number for each of the {len(counts)} requests, from 1 to the number of its tokens"
+        )
+
+
+def row_counts(outputs: str | tuple[int, ...], counts: Int64s) -> list[int]:
+    """Return how many rows of outputs each request of a step has, given its numbers of tokens."""
+    if isinstance(outputs, tuple):
+        return [*outputs]
+    return counts.tolist() if outputs == "all" else [1] * len(counts)

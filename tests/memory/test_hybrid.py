@@ -634,6 +634,9 @@ def test_a_model_that_remembers_nothing_runs_through_the_same_step() -> None:
     with memory.step({a: [1, 2, 3], b: [4]}, outputs="all") as step:
         rows = step.split(step.select(step.token_ids.float()[:, None]))
     assert [r.flatten().tolist() for r in rows] == [[1.0, 2.0, 3.0], [4.0]]
+    with memory.step({b: [5], a: [6, 7, 8]}, outputs=(1, 2)) as step:
+        rows = step.split(step.select(step.token_ids.float()[:, None]))
+    assert [r.flatten().tolist() for r in rows] == [[5.0], [7.0, 8.0]], "only so many last tokens of each"
     memory.rollback(a, to=1)
     assert a.tokens.tolist() == [1] and memory.usage().used_bytes == 0 and a.horizon == 0
     memory.check()

@@ -290,6 +290,8 @@ STEPS: list[Row] = [
     ("memory.step({alice: 1}, outputs='first')", "'first'", "'last'"),
     ("memory.step({alice: 1}, outputs=None)", "None", "'last'"),
     ("memory.step({alice: 1}, outputs=['last'])", "['last']", "'last'"),
+    ("memory.step({alice: 1}, outputs=(2,))", "(2,)", "number of its tokens"),
+    ("memory.step({alice: 1}, outputs=(1, 1))", "(1, 1)", "1 requests"),
     ("with memory.step({alice: 1}): pass", "used", "whole model"),
     ("model(memory.step({alice: 1}))", "not open", "with memory.step"),
     ("with memory.step({alice: 1}) as step: model(step); model(step)", "twice", "another step"),
@@ -344,6 +346,7 @@ STEPS: list[Row] = [
     ("memory.run(model, {alice: 1}, max_tokens=0)", "max_tokens=0", "at least 1"),
     ("memory.run(model, {alice: 1}, max_tokens='8')", "'8'", "at least 1"),
     ("memory.run(model, {alice: 1}, outputs='first')", "'first'", "'last'"),
+    ("memory.run(model, {alice: 1}, outputs=(1,))", "(1,)", "'last'"),
     ("memory.run(lambda step: None, {alice: 1})", "None", "rows"),
 ]  # fmt: skip
 

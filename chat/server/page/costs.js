@@ -37,6 +37,12 @@ export function partBar({ reused, replayed, computed }) {
   return bar;
 }
 
+/** Say what the drafts of a reply were worth. */
+function draftTip({ drafts, accepted_tokens: accepted, saved_seconds: saved }) {
+  const each = `${(1 + accepted / drafts).toFixed(1)} tokens a step with a draft`;
+  return saved > 0 ? `${each}; ${seconds(saved)} saved` : each;
+}
+
 /** Make the line below a reply: what of its prompt was reused, and how fast it came where that is known. */
 export function spent(usage) {
   const parts = partsOf(usage), all = parts.reused + parts.replayed + parts.computed;
@@ -45,5 +51,6 @@ export function spent(usage) {
   const tip = [`${whole(parts.reused)} reused, ${whole(parts.replayed)} replayed, ${whole(parts.computed)} computed`, parts.why].filter(Boolean).join(". ");
   return h("p", { class: "spent", "data-tip": tip }, partBar(parts),
     h("span", null, `${percent(parts.reused, all)} of the prompt reused`),
-    h("span", null, `${count(usage.output_tokens ?? 0, "token")}${time ? ` in ${seconds(time)}` : ""}`));
+    h("span", null, `${count(usage.output_tokens ?? 0, "token")}${time ? ` in ${seconds(time)}` : ""}`),
+    more.drafts ? h("span", { title: draftTip(more) }, `${whole(more.accepted_tokens)} of ${count(more.drafted_tokens, "drafted token")} right`) : null);
 }

@@ -211,3 +211,14 @@ def test_configs_that_are_none_are_one_line(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
         result = CliRunner().invoke(app, ["plan", "--model", str(tmp_path / name)])
         assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (1, "", 1), (name, result.output)
+
+
+def test_a_draft_model_takes_its_part_of_the_budget() -> None:
+    """As many sessions fit into both memories, which `serve` makes with the same shares of the budget."""
+    large, small = (plan(name, "--context", "8k", "--budget", "80GiB") for name in ("nemotron-h-8b", "mamba2-2.7b"))
+    options = ["--context", "8k", "--budget", "80GiB", "--draft-model", str(CONFIGS / "mamba2-2.7b.json")]
+    both = plan("nemotron-h-8b", *options)
+    assert both["draft_session"] == small["session"] and large["draft_session"] is None
+    sizes = large["session"]["most_bytes"], small["session"]["most_bytes"]
+    assert 0 <= 80 * GIB // sum(sizes) - both["n_sessions"] <= 1 and both["n_sessions"] > 0
+    assert both["weight_bytes"] == large["weight_bytes"] + small["weight_bytes"]

@@ -30,9 +30,7 @@ class Repeating(Toy):
 
     def __call__(self, step: Any) -> Any:
         logits = super().__call__(step)
-        ids = torch.as_tensor(step.tokens.flat)
-        if step.outputs == "last":
-            ids = ids[torch.as_tensor(step.tokens.counts).cumsum(0) - 1]
+        ids = step.select(step.token_ids)
         return logits + 6.0 * torch.nn.functional.one_hot((ids * 7 + 3) % 5, logits.shape[1])
 
 
@@ -153,14 +151,19 @@ def test_guesses() -> None:
 
 def test_drafts_pay_by_what_steps_cost() -> None:
     pace = Pace()
-    for n in (1, 2, 4, 8):
+    for n in (1, 1, 1, 2, 4, 8):
         pace.plain.note(n, 0.010 + 0.001 * n)
-    assert pace.pays(4, 20, 12) is None
-    for n in (5, 9, 20, 36):
+    assert pace.pays(4, 16, 8) is None
+    for n in (5, 5, 5, 9, 20, 36):
         pace.drafted.note(n, 0.012 + 0.001 * n)
-    assert pace.pays(1, 9, 5) is True, "a step of one costs mostly what every step costs"
-    assert pace.pays(4, 36, 6) is False
+    assert pace.pays(1, 8, 4) is True, "a step of one costs mostly what every step costs"
+    assert pace.pays(4, 32, 2) is False
     assert abs(pace.plain.of(16) - 0.026) < 0.002
+    assert pace.pays(1, 8, 4, is_mixed=True) is None
+    for n in (40, 40, 100, 150, 200, 250):
+        pace.mixed.note(n, 0.012 + 0.001 * n)
+    assert pace.pays(4, 4, 3, is_mixed=True) is True, "the step is made in any case: only its rows cost more"
+    assert pace.pays(4, 16, 3, is_mixed=True) is False
 
 
 def test_one_slow_step_does_not_change_a_cost_much() -> None:

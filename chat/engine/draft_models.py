@@ -1,0 +1,356 @@
+"""Drafts the next tokens of an engine's replies with a smaller model, which has a memory of its own.
+
+A draft model chooses each token with the sampler of the reply, and so with the same random number, penalties and
+grammar as the model itself. Where both models agree on the probabilities, the draft is what the model will choose.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridmem.chat.engine.arguments import check_belonging, check_parts
+from hybridmem.chat.engine.loop import take_step
+from hybridmem.chat.engine.requests import Job
+from hybridmem.chat.prompts import Tokenizer
+from hybridmem.chat.sampling.sampler import Sampler, choose_rows
+from hybridmem.defaults import STEP_TOKENS
+from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
+from hybridmem.memory.blocks import read_count
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.sequences import uninterrupted
+from hybridmem.models import LanguageModel
+
+Drafts = dict[Job, list[int]]
+_PROBES = ("The year 1984, don't  you?\n\tif x >= 10:\n", "Größe naïve Ærø 東京 привет 🙂", "HTTPServer_v2.0/αβγ")
+"""Tokenizers with the same tokens may still cut texts in other ways, so these texts are compared as well."""
+
+
+class JobDrafter(Protocol):
+    """Makes drafts for jobs of an engine.
+
+    Attributes:
+        most_drafted: the most tokens that a draft may have.
+        noted: the rows and seconds of each step that the drafter made in the last call of `draft`.
+    """
+
+    most_drafted: int
+    noted: list[tuple[int, float]]
+
+    def check(self, memory: HybridMemory, tokenizer: Tokenizer | None) -> None:
+        """Raise SpecError if the drafts could not be used by the model of this memory, with this tokenizer."""
+        ...
+
+    def n_behind(self, job: Job) -> int | None:
+        """Return how many tokens must be fed before the job gets a draft. None: it gets none."""
+        ...
+
+    def draft(self, wanted: Mapping[Job, int]) -> Drafts:
+        """Return drafts of at most so many tokens for these jobs. Jobs without a draft are left out.
+
+        Each job has one token that was not fed to the model yet.
+        """
+        ...
+
+    def forget(self, job: Job) -> None:
+        """Free what is kept for a job that has ended."""
+        ...
+
+
+@dataclass
+class _Follower:
+    """Holds a sequence in the draft model's memory that follows the text of a job.
+
+    Attributes:
+        base: the tokens that the job's own sequence held before the request.
+        n_settled: how many leading tokens were fed from the text. The tokens after them were guesses.
+        n_taken_back: how many calls of the reply had been taken back then.
+    """
+
+    sequence: Sequence
+    base: list[int]
+    n_settled: int = 0
+    n_taken_back: int = 0
+
+
+@dataclass
+class _Guess:
+    """Holds a draft that grows. `sampler` is None if each token is the likeliest."""
+
+    most_tokens: int
+    sampler: Sampler | None
+    token_ids: list[int] = field(default_factory=list)
+    next_ids: list[int] = field(default_factory=list)
+    is_ended: bool = False
+
+
+class ModelDrafter:
+    """Drafts with a smaller model that has the same tokenizer.
+
+    For each job that drafts, its memory has a sequence that follows the job's text. The sequence is rolled back with
+    the job's own, forked where choices of one request share their prompt, swapped out while the job is preempted, and
+    closed when the job ends. Where this memory has no room, jobs go without drafts.
+
+    Args:
+        memory: a memory made from `model.memory_spec`, for this drafter alone. Its rollback window limits drafts.
+        tokenizer: the draft model's. The engine compares it with its own. None: the ids are known to be the same.
+        prefixes: a cache of prefixes in that memory, so that prompts that begin alike are fed once.
+        step_tokens: the most tokens of texts that are fed before one draft. Longer texts take several drafts' time.
+    Raises:
+        SpecError: parts that do not belong together, or a memory that cannot roll back a draft.
+    """
+
+    def __init__(
+        self, model: LanguageModel, memory: HybridMemory, tokenizer: Tokenizer | None = None, *,
+        prefixes: PrefixCache | None = None, step_tokens: int = STEP_TOKENS,
+    ) -> None:  # fmt: skip
+        check_parts(model, memory, "ModelDrafter(model, memory)")
+        check_belonging(model, memory, prefixes)
+        read_count("step_tokens", step_tokens, 1)
+        if memory.rollback_window < 1:
+            raise SpecError(
+                "the draft model's memory has rollback_window=0, and cannot take wrong tokens back; give it the window "
+                "of the model's memory"
+            )
+        if memory.spec.of_kind("cross-attention"):
+            raise SpecError(f"{memory.spec.model} needs an encoder's output, and cannot draft; choose a decoder")
+        self.model, self.memory, self.prefixes = model, memory, prefixes
+        self.most_drafted = memory.rollback_window
+        self.noted: list[tuple[int, float]] = []
+        self._tokenizer, self._step_tokens = tokenizer, step_tokens
+        self._vocab_size = memory.spec.vocab_size
+        self._target_size = memory.spec.vocab_size
+        self._followers: dict[Job, _Follower] = {}
+        self._left_out = set[Job]()
+
+    def check(self, memory: HybridMemory, tokenizer: Tokenizer | None) -> None:
+        if tokenizer is not None and self._tokenizer is not None:
+            check_same_tokens(tokenizer, self._tokenizer, self.memory.spec.model)
+        if memory is self.memory:
+            raise SpecError("the draft model needs a memory of its own; make one from its memory_spec")
+        self._target_size = memory.spec.vocab_size
+
+    def n_behind(self, job: Job) -> int | None:
+        if job in self._left_out:
+            return None
+        follower = self._followers.get(job)
+        return job.n_base + len(job.tokens) - (0 if follower is None else min(follower.n_settled, _length(follower)))
+
+    def draft(self, wanted: Mapping[Job, int]) -> Drafts:
+        self.noted = []
+        self._swap_with_jobs()
+        while wanted:
+            try:
+                return self._draft(wanted)
+            except CapacityError:
+                wanted = self._make_room(wanted)
+        return {}
+
+    def forget(self, job: Job) -> None:
+        self._left_out.clear()  # There is more room now.
+        with uninterrupted():
+            follower = self._followers.pop(job, None)
+            if follower is None or follower.sequence.closed:
+                return
+            if self.prefixes is not None and not follower.sequence.is_swapped:
+                self._feeds(job, follower)  # This takes wrong guesses back.
+                self.prefixes.insert(follower.sequence, job.request.owner)
+            self.memory.close(follower.sequence)
+
+    def _swap_with_jobs(self) -> None:
+        """Swap out the sequences of jobs that are preempted. They are swapped in when the job drafts again."""
+        for job, follower in [*self._followers.items()]:
+            if job.sequence is not None and job.sequence.is_swapped and not follower.sequence.is_swapped:
+                try:
+                    self.memory.swap_out(follower.sequence)
+                except (CapacityError, OSError):
+                    self._close(job)  # There is nowhere to swap to. The text is fed again.
+
+    def _close(self, job: Job) -> None:
+        with uninterrupted():
+            self.memory.close(self._followers.pop(job).sequence)
+
+    def _make_room(self, wanted: Mapping[Job, int]) -> Mapping[Job, int]:
+        """Close the sequences of other jobs, or leave out the job with the longest text. Return the jobs that stay."""
+        others = [job for job in self._followers if job not in wanted]
+        if others:
+            for job in others:
+                self._close(job)
+            return wanted
+        longest = max(wanted, key=lambda job: len(job.tokens))
+        if longest in self._followers:
+            self._close(longest)
+        self._left_out.add(longest)
+        return {job: n for job, n in wanted.items() if job is not longest}
+
+    # The text of a job
+
+    def _follow(self, job: Job, wanted: Mapping[Job, int]) -> _Follower | None:
+        """Return the sequence that follows a job. None: it will be forked from another choice's, a draft later."""
+        follower = self._followers.get(job)
+        if follower is not None:
+            if follower.sequence.is_swapped:
+                self.memory.swap_in(follower.sequence)
+            return follower
+        base = [] if not job.n_base else job.live_sequence.tokens[: job.n_base].tolist()
+        n_shared = job.n_base + job.generation.n_prompt
+        for other in job.others:
+            source = self._followers.get(other)
+            if source is None or source.sequence.is_swapped:
+                continue
+            if source.n_settled >= n_shared:
+                with uninterrupted():
+                    fork = self._followers[job] = _Follower(self.memory.fork(source.sequence), base, n_shared)
+                return fork
+            if other in wanted:
+                return None
+        with uninterrupted():
+            if self.prefixes is not None and not base:
+                sequence, _ = self.prefixes.open(job.tokens, job.request.owner)
+            else:
+                sequence = self.memory.open()
+            follower = self._followers[job] = _Follower(sequence, base, sequence.length)
+        return follower
+
+    def _feeds(self, job: Job, follower: _Follower) -> list[int]:
+        """Roll back what differs from the text. Return the tokens that must still be fed, at least one."""
+        own, n_text = follower.sequence, job.n_base + len(job.tokens)
+        if follower.n_taken_back != job.generation.n_taken_back:
+            follower.n_taken_back = job.generation.n_taken_back
+            follower.n_settled = min(follower.n_settled, job.n_base + job.generation.n_prompt)
+        start = min(follower.n_settled, own.length, n_text - 1)
+        held = own.tokens[start:].tolist()
+        text = self._text(job, follower, start)
+        n_same = next(
+            (i for i, (a, b) in enumerate(zip(held, text, strict=False)) if a != b), min(len(held), len(text))
+        )
+        reached = self.memory.resume_point(own, min(start + n_same, n_text - 1))
+        if reached < own.length:
+            self.memory.rollback(own, to=reached)
+        follower.n_settled = reached
+        return text[reached - start :] if reached >= start else self._text(job, follower, reached)
+
+    @staticmethod
+    def _text(job: Job, follower: _Follower, start: int) -> list[int]:
+        if start >= job.n_base:
+            return job.tokens[start - job.n_base :]
+        return [*follower.base[start:], *job.tokens]
+
+    # The steps of a draft
+
+    def _draft(self, wanted: Mapping[Job, int]) -> Drafts:
+        feeds, left = dict[Job, list[int]](), self._step_tokens
+        for job in wanted:
+            follower = self._follow(job, wanted)
+            if follower is not None:
+                tokens = self._feeds(job, follower)
+                if (
+                    max(tokens) < self._vocab_size
+                ):  # Rows of pictures, and ids of a larger vocabulary, are unknown here.
+                    feeds[job] = tokens
+                else:
+                    self._left_out.add(job)
+        guesses = dict[Job, _Guess]()
+        for job in sorted(feeds, key=lambda job: len(feeds[job])):
+            tokens = feeds[job][:left]
+            left -= len(tokens)
+            if tokens:
+                is_ready = len(tokens) == len(feeds[job])
+                guesses[job] = _Guess(wanted[job] if is_ready else 0, _sampler_of(job), next_ids=tokens)
+        self._advance(guesses)
+        for job, guess in guesses.items():
+            self._followers[job].n_settled += len(guess.next_ids)
+        try:
+            while going := self._going(guesses):
+                self._advance(going)
+        except CapacityError:
+            pass  # The drafts end here.
+        return {job: guess.token_ids for job, guess in guesses.items() if guess.token_ids}
+
+    @staticmethod
+    def _going(guesses: dict[Job, _Guess]) -> dict[Job, _Guess]:
+        """Return the drafts that get one more token."""
+        going = {
+            job: guess
+            for job, guess in guesses.items()
+            if guess.token_ids and len(guess.token_ids) < guess.most_tokens and not guess.is_ended
+        }
+        for guess in going.values():
+            guess.next_ids = guess.token_ids[-1:]
+        return going
+
+    def _advance(self, guesses: dict[Job, _Guess]) -> None:
+        """Feed the next tokens, and guess one more for each draft that may grow."""
+        started = time.perf_counter()
+        step = self.memory.step([(self._followers[job].sequence, guess.next_ids) for job, guess in guesses.items()])
+        growing = [(i, job, guess) for i, (job, guess) in enumerate(guesses.items()) if guess.most_tokens]
+
+        def choose(logits: Tensor, step: object) -> list[int | StepError]:
+            rows_SV = logits if len(growing) == len(logits) else logits[[i for i, _, _ in growing]]
+            return _guess_tokens(self._fit(rows_SV), [guess.sampler for _, _, guess in growing]) if growing else []
+
+        def keep(chosen: list[int | StepError]) -> None:
+            for (_, job, guess), token_id in zip(growing, chosen, strict=True):
+                if isinstance(token_id, StepError):
+                    guess.is_ended = True
+                    continue
+                guess.token_ids.append(token_id)
+                guess.is_ended = token_id in job.request.output.end_ids
+                if guess.sampler is not None and not guess.is_ended:
+                    guess.sampler.add(token_id)
+                    guess.is_ended = guess.sampler.is_stopped
+
+        take_step(self.model, step, choose, keep, uninterrupted())
+        self.noted.append((sum(len(guess.next_ids) for guess in guesses.values()), time.perf_counter() - started))
+
+    def _fit(self, rows_SV: Tensor) -> Tensor:
+        """Return the logits of the model's own vocabulary. Ids that the draft model lacks are never drafted."""
+        missing = self._target_size - rows_SV.shape[1]
+        if missing <= 0:
+            return rows_SV[:, : self._target_size]
+        return torch.nn.functional.pad(rows_SV, (0, missing), value=-torch.inf)
+
+
+def check_same_tokens(tokenizer: Tokenizer, drafting: Tokenizer, name: str) -> None:
+    """Raise SpecError unless both tokenizers give the same ids to the same texts. `name` is the draft model's."""
+    own, other = tokenizer.get_vocab(), drafting.get_vocab()
+    if own != other:
+        token = min(token for token in {*own, *other} if own.get(token) != other.get(token))
+        raise SpecError(
+            f"the draft model {name} has another tokenizer: it gives {token!r} the id {other.get(token)}, and the "
+            f"model the id {own.get(token)}; choose a draft model of the same family"
+        )
+    for text in _PROBES:
+        ids, others = (each.encode(text, add_special_tokens=False) for each in (tokenizer, drafting))
+        if ids != others:
+            raise SpecError(
+                f"the draft model {name} has another tokenizer: it encodes {text!r} as {others}, and the model as "
+                f"{ids}; choose a draft model of the same family"
+            )
+
+
+def _length(follower: _Follower) -> int:
+    return follower.sequence.length
+
+
+def _sampler_of(job: Job) -> Sampler | None:
+    """Return a copy of the reply's sampler, which can take tokens that may be rejected. None: argmax chooses."""
+    assert job.sampler is not None, "made when it was admitted"
+    return None if job.sampler.is_plain else copy(job.sampler)
+
+
+def _guess_tokens(rows_SV: Tensor, samplers: list[Sampler | None]) -> list[int | StepError]:
+    guessed: list[int | StepError] = list(rows_SV.max(-1).indices.tolist())
+    drawn = [i for i, sampler in enumerate(samplers) if sampler is not None]
+    if drawn:
+        rows_SV = rows_SV if len(drawn) == len(samplers) else rows_SV[drawn]
+        own = [sampler for sampler in samplers if sampler is not None]
+        for i, token_id in zip(drawn, choose_rows(rows_SV, own), strict=True):
+            guessed[i] = token_id
+    return guessed
