@@ -69,7 +69,7 @@ def test_no_part_of_torch_is_imported_for_a_gguf_file_that_uses_nothing_of_it(tm
     paths = []
     names = ("granite-moe-hybrid-rope-two-of-four-experts", "llama-3-rope")
     files = {name: (CONFIGS[name], "F32") for name in names} | {
-        name: (WIDE[name], "Q4_1") for name in ("llama", "qwen3.5")
+        name: (WIDE[name], "Q8_0") for name in ("llama", "qwen3.5")
     }
     for name, (make, kind) in files.items():
         (folder := tmp_path / name).mkdir()
