@@ -14,8 +14,15 @@ import pytest
 import xdist
 from hypothesis import HealthCheck, settings
 
+from tests.extent import pick
+
 settings.register_profile(
-    "ci", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
+    "ci",
+    max_examples=pick(20, 50),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+    database=None,
 )
 settings.register_profile("long", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -3,10 +3,10 @@
 The signal is that of Ctrl-C, or of a timer whose handler raises. What another thread raises by
 `PyThreadState_SetAsyncExc` comes at the same places as the latter.
 
-A place is a bytecode of the library that runs, the first time that it does. By default some of them are tried, and
-where functions of chosen files begin and end: there it is that no `try` helps. `INTERRUPTS=all` tries each, which takes
-ten hours for all calls in all set-ups. `INTERRUPTS=once` tries each bytecode of a call in the first set-up that runs
-it.
+A place is a bytecode of the library that runs, the first time that it does. By default some of them are tried, and a
+third of those where functions of chosen files begin and end: there it is that no `try` helps. `TESTS=long` tries three
+times as many, and all where functions begin and end. `INTERRUPTS=all` tries each place, which takes ten hours for all
+calls in all set-ups. `INTERRUPTS=once` tries each bytecode of a call in the first set-up that runs it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+from tests.extent import IS_LONG, pick
 
 ROOT = Path(__file__).parent.parent
 REGION = tuple(str(ROOT / "hybridmem" / package) + os.sep for package in ("memory", "models", "chat"))
@@ -127,7 +129,7 @@ def interrupted(
 
 def try_places(
     attempt: Callable[[], tuple[Callable[[], Any], Callable[[Outcome], None]]],
-    n_default: int,
+    n_places: int,
     edges: tuple[str, ...] = (),
     number: int = signal.SIGINT,
     operation: str | None = None,
@@ -136,8 +138,9 @@ def try_places(
 
     Args:
         attempt: makes all anew; what to call, and what must be true afterwards.
-        n_default: about so many places by default, evenly spread.
-        edges: files; there the first and the last place of each function are tried as well.
+        n_places: about so many places in the long form, evenly spread; by default a third of them, but not fewer than
+            six.
+        edges: files; there the first and the last place of each function are tried as well, by default every third.
         number: of the signal.
         operation: what the call is in other set-ups as well. With `INTERRUPTS=once`, a place of an operation is tried
             in one of them.
@@ -148,9 +151,9 @@ def try_places(
     outcome, places = interrupted(call, None, number)
     assert outcome.has_returned and not outcome.was_interrupted
     verify(outcome)
-    chosen = (
-        places if TRIES_ALL else list(dict.fromkeys([*places[:: len(places) // n_default + 1], *_edges(places, edges)]))
-    )
+    n_spread = n_places if IS_LONG else min(n_places, max(6, n_places // 3))
+    spread = [*places[:: len(places) // n_spread + 1], *_edges(places, edges)[:: pick(3, 1)]]
+    chosen = places if TRIES_ALL else list(dict.fromkeys(spread))
     n_tried = 0
     for place in chosen:
         if TRIES_ONCE and operation is not None:
@@ -169,6 +172,7 @@ def try_places(
         except BaseException as error:
             code, offset = place
             raise AssertionError(f"interrupted at {code.co_filename}:{code.co_name}+{offset}") from error
+    assert 3 * n_tried >= min(n_spread, len(places)), "hardly any place was tried"
     return n_tried
 
 

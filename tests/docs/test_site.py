@@ -18,6 +18,7 @@ import pytest
 
 from hybridmem import memory
 from tests.docs.pages import ROOT
+from tests.extent import IS_LONG
 
 KEY_PAGES = [
     f"{name}.html"
@@ -45,6 +46,7 @@ class Loaded(HTMLParser):
             self.addresses += [found[name] or "" for name in ("src", "srcset", "data") if name in found]
 
 
+@pytest.mark.skipif(not IS_LONG, reason="ten seconds for each change of a page; set TESTS=long")
 def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}

@@ -27,6 +27,7 @@ from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.quantised_checkpoints import find_coding
 from hybridmem.models.weights.checkpoint import Checkpoint, UnreadCheckpoint
 from hybridmem.models.weights.coded import as_floats
+from tests.extent import IS_LONG
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -93,10 +94,11 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def check_equal(coded: Path, dense: Path, dtype: torch.dtype = torch.float32) -> None:
+def check_equal(coded: Path, dense: Path, dtype: torch.dtype = torch.float32, *, in_own_bits: bool = IS_LONG) -> None:
     """Every weight is the dense one, bit by bit, and so are the logits; without numbers all names and shapes fit.
 
-    Of products in the file's own bits, sums alone are rounded otherwise.
+    Of products in the file's own bits, sums alone are rounded otherwise. They are computed in the long form, and by
+    default in one case: a kernel for each layout takes seconds to compile, and `test_gguf_forms.py` tests the products.
     """
     checkpoint, unread = open_coded(coded, dtype), decoded(UnreadCheckpoint(coded, torch.float32))
     expected = load_file(dense / WEIGHTS)
@@ -107,8 +109,9 @@ def check_equal(coded: Path, dense: Path, dtype: torch.dtype = torch.float32) ->
     assert not checkpoint.leftovers() and not unread.leftovers()
     wanted = run(load_model(dense, dtype=dtype))
     assert torch.equal(run(load_model(coded, dtype=dtype, weights="dense")), wanted)
-    error = (run(load_model(coded, dtype=dtype)) - wanted).float().square().mean().sqrt() / wanted.float().std()
-    assert error < (1e-5 if dtype is torch.float32 else 4e-2)
+    if in_own_bits:
+        error = (run(load_model(coded, dtype=dtype)) - wanted).float().square().mean().sqrt() / wanted.float().std()
+        assert error < (1e-5 if dtype is torch.float32 else 4e-2)
 
 
 # compressed-tensors, as its own library writes it
@@ -172,7 +175,8 @@ COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", COMPRESSED)
 def test_compressed_tensors(case: str, tmp_path: Path) -> None:
     format, weights = COMPRESSED[case]
-    check_equal(*write_quantised(tmp_path, "jamba", *compressed(format, **weights)))
+    in_own_bits = IS_LONG or case == "int4 by channel, asymmetric"
+    check_equal(*write_quantised(tmp_path, "jamba", *compressed(format, **weights)), in_own_bits=in_own_bits)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-next"])

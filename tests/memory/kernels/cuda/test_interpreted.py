@@ -1,6 +1,7 @@
 """The CUDA kernels' tests in Triton's interpreter: in a process of their own, for the environment chooses it.
 
-A twelfth of their parameters, unless CONFORMANCE=full; `TRITON_INTERPRET=1 pytest tests/kernels_cuda` runs all of them.
+A fortieth of their parameters, unless CONFORMANCE=full; `TRITON_INTERPRET=1 pytest tests/kernels_cuda` runs all of
+them, as `.ci/run` does.
 """
 
 from __future__ import annotations
