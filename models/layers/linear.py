@@ -70,7 +70,8 @@ class Linear:
         format: HeldFormat | None = None,
     ) -> None:  # fmt: skip
         self.n_out, self.n_in = sum(len(weight) for weight in weights), weights[0].shape[1]
-        self._weight = held = hold_joined(weights, format or wanted_format())
+        wanted = wanted_format()
+        self._weight = held = hold_joined(weights, wanted if format is None or wanted == "plain" else format)
         fused: Container[str | None] = ()
         if not isinstance(held, Tensor):
             fused = held.FUSED

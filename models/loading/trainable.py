@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from hybridmem.memory.blocks import check_usable, read_device, read_dtype, refuse_arguments
 from hybridmem.memory.errors import SpecError
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel
+from hybridmem.models.loading.conversion import Conversion
 from hybridmem.models.loading.folders import find_folder, unsupported
-from hybridmem.models.loading.load import build, check_source, names_in_files, open_checkpoint
+from hybridmem.models.loading.load import build, check_source, open_checkpoint
 from hybridmem.models.weights.checkpoint import SINGLE_FILE, LoadedCheckpoint, UnsupportedModelError
 from hybridmem.models.weights.formats import plain_weights
 
@@ -39,6 +40,7 @@ class Trainable(nn.Module):
         if architecture not in ARCHITECTURES:
             raise unsupported(architecture)
         self.config, self.architecture, self.weights = config, architecture, weights
+        self._conversion: Conversion | None = None
 
     @classmethod
     def load(
@@ -71,12 +73,9 @@ class Trainable(nn.Module):
 
     def model(self) -> LanguageModel:
         """Make the model of the parameters as they are now. Gradients of its weights go on to the parameters."""
-        weights: Any = self.weights.get_base_model() if hasattr(self.weights, "get_base_model") else self.weights
-        tensors = effective_tensors(weights)
-        if not isinstance(weights, _Tree):
-            tensors = names_in_files(weights, tensors)
-        floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
         with torch.enable_grad(), plain_weights():
+            tensors = self._tensors()
+            floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
             checkpoint = LoadedCheckpoint(self.architecture, tensors, floats[0].device, floats[0].dtype)
             return build(ARCHITECTURES[self.architecture], self.config, checkpoint)
 
@@ -84,11 +83,8 @@ class Trainable(nn.Module):
         """Write weights and config, with adapters merged into the weights, so that `load_model(folder)` reads them."""
         from safetensors.torch import save_file
 
-        weights: Any = self.weights.get_base_model() if hasattr(self.weights, "get_base_model") else self.weights
         with torch.no_grad():
-            tensors = effective_tensors(weights)
-            if not isinstance(weights, _Tree):
-                tensors = names_in_files(weights, tensors)
+            tensors = self._tensors()
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         distinct = {tensor.data_ptr(): name for name, tensor in reversed(tensors.items())}
@@ -96,6 +92,17 @@ class Trainable(nn.Module):
         (path / "config.json").write_text(
             json.dumps(self.config.to_dict() | {"architectures": [self.architecture]}, indent=2, default=str) + "\n"
         )
+
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return all tensors under their names in files."""
+        weights: Any = self.weights.get_base_model() if hasattr(self.weights, "get_base_model") else self.weights
+        tensors = effective_tensors(weights)
+        if isinstance(weights, _Tree):
+            return tensors
+        if self._conversion is None:
+            self._conversion = Conversion(weights, tensors)
+        return self._conversion(tensors)
 
 
 class _Tree(nn.Module):
