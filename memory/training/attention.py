@@ -66,7 +66,7 @@ class _Attention(torch.autograd.Function):
                 highest = sinks_H.float()[:, None, None].expand_as(highest)
             total = (highest > -torch.inf).float()
             for begin, parts in blocks.rows_of(own):
-                k_GRD, v_GRD = (_joined(x).transpose(0, 1) for x in list(zip(*parts, strict=True))[:2])
+                k_GRD, v_GRD = blocks.read(parts)
                 scores, _ = blocks.scores(own, begin, k_GRD)
                 higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
                 shift = higher.masked_fill(higher == -torch.inf, 0.0)
@@ -91,7 +91,7 @@ class _Attention(torch.autograd.Function):
         for own in blocks.queries():
             dy_HTV, q_HTD = dy_THV[own].transpose(0, 1), q_THD[own].transpose(0, 1)
             for begin, parts in blocks.rows_of(own):
-                k_GRD, v_GRD = (_joined(x).transpose(0, 1) for x in list(zip(*parts, strict=True))[:2])
+                k_GRD, v_GRD = blocks.read(parts)
                 scores, slopes = blocks.scores(own, begin, k_GRD)
                 weights = scores.sub_(log_sum_HT1[:, own]).exp_()
                 dv_RGD = blocks.of_groups(weights, dy_HTV).transpose(0, 1)
@@ -110,17 +110,13 @@ class _Attention(torch.autograd.Function):
         return dq_THD, new.dk, new.dv, dsinks_H, dbias_HL, None, None, None
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).float()
-
-
 def _add(parts: Sequence[Rows], dk_RGD: Tensor, dv_RGD: Tensor) -> None:
     """Add the gradients of a block's rows to those of its parts."""
     sizes = [len(part.k) for part in parts]
     for part, dk, dv in zip(parts, dk_RGD.split(sizes), dv_RGD.split(sizes), strict=True):
         if part.dk is not None and part.dv is not None:
-            part.dk.add_(dk)
-            part.dv.add_(dv)
+            part.dk.add_(dk.to(part.dk.device))
+            part.dv.add_(dv.to(part.dv.device))
 
 
 class _Blocks:
@@ -155,6 +151,14 @@ class _Blocks:
                     block, n_rows, first = [], 0, first + _ROWS
         if block:
             yield first, block
+
+    def read(self, parts: Sequence[Rows]) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a block, (G, R, D) each, on the queries' device."""
+        k_GRD, v_GRD = (
+            torch.cat([part[i].to(self.q) for part in parts]).transpose(0, 1)  # type: ignore[union-attr]
+            for i in range(2)
+        )
+        return k_GRD, v_GRD
 
     def distances(self, own: slice, begin: int, n_rows: int) -> Tensor:
         """Return how many rows each row lies before each query's own: (queries, rows)."""

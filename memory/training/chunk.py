@@ -22,6 +22,11 @@ def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
     return -torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
 
 
+def no_values(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return nothing. Rows for which this is the head are not selected at all."""
+    return logits.new_zeros(len(targets))
+
+
 class Chunk:
     """Holds the pieces of texts that one step computes.
 
@@ -47,17 +52,29 @@ class Chunk:
         # A model that is asked for no row at all cannot norm it.
         self._select = torch.tensor([*values, *ends] or [first - 1], device=self.device)
         self._is_released = False
+        for piece in pieces:
+            piece.chunk = self
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Compute the values, and the logits of last rows. The pieces keep what later chunks read."""
-        step, values, last_logits = self._run(Before([piece.parent for piece in self._pieces], wants_gradients=False))
+        step, values, last_logits = self._run(Before(self.parents(), wants_gradients=False))
         for place, rows in step.rows.items():
             for piece, *own in zip(self._pieces, *map(step.segments.split, rows), strict=True):
-                piece.rows[place] = tuple(x.clone() for x in own)
-        for place, states in step.states.items():
-            for i, piece in enumerate(self._pieces):
-                piece.states[place] = [x[i].clone() for x in states]
+                piece.keep_rows(place, tuple(own))
+        for i, piece in enumerate(self._pieces):
+            piece.keep_states({place: [x[i] for x in states] for place, states in step.states.items()})
         return values, last_logits
+
+    def parents(self) -> list[Piece | None]:
+        """Return, for each piece, the one before it."""
+        return [piece.parent for piece in self._pieces]
+
+    def compute_states(self) -> None:
+        """Compute states again that were left out. They stay until the pieces' own backward."""
+        with torch.no_grad():
+            step, *_ = self._run(Before(self.parents(), wants_gradients=False))
+        for i, piece in enumerate(self._pieces):
+            piece.states = {place: [x[i].clone() for x in states] for place, states in step.states.items()}
 
     def backward(self, dvalues: Tensor | None, dlast_logits: Tensor | None) -> None:
         """Compute the chunk again, and add gradients to weights, and to what was before the chunk."""
@@ -67,7 +84,7 @@ class Chunk:
                 "new tape"
             )
         self._is_released = True
-        before = Before([piece.parent for piece in self._pieces], wants_gradients=True)
+        before = Before(self.parents(), wants_gradients=True)
         with torch.enable_grad():
             step, values, last_logits = self._run(before)
         found = [(values, dvalues), (last_logits, dlast_logits), *self._later(step)]
@@ -91,10 +108,14 @@ class Chunk:
         for place, rows in step.rows.items():
             if any(place in piece.row_grads for piece in self._pieces):
                 grads = zip(*(piece.own_row_grads(place) for piece in self._pieces), strict=True)
-                found += [(x, torch.cat(parts)) for x, parts in zip(rows, grads, strict=True)]
+                found += [
+                    (x, torch.cat([part.to(self.device) for part in parts]))
+                    for x, parts in zip(rows, grads, strict=True)
+                ]
         for place, states in step.states.items():
             if any(place in piece.state_grads for piece in self._pieces):
-                grads = zip(*(piece.own_state_grads(place) for piece in self._pieces), strict=True)
+                totals = (piece.own_state_grads(place, [x[i] for x in states]) for i, piece in enumerate(self._pieces))
+                grads = zip(*totals, strict=True)
                 found += [(x, torch.stack(parts)) for x, parts in zip(states, grads, strict=True)]
         return found
 

@@ -129,7 +129,7 @@ class TrainingStep:
             for i, (own_q, own_k, own_weights) in enumerate(
                 zip(*(self.segments.split(x) for x in (q, k, weights)), strict=True)
             ):
-                k_RD = torch.cat([*self._before.index_keys(i, place, spec), own_k])[:, 0].float()
+                k_RD = torch.cat([*self._before.index_keys(i, place, self.spec.device), own_k])[:, 0].float()
                 products = torch.einsum("thd,rd->thr", own_q.float(), k_RD).mul_(scale).relu_()
                 scores_TR = torch.einsum("th,thr->tr", own_weights, products)
                 n_before = len(k_RD) - len(own_q)

@@ -9,6 +9,7 @@ that wrote it. torch's own engine orders the chunks, so a prefix that several te
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from hybridmem.memory.blocks.arguments import is_integer, read_count
 from hybridmem.memory.errors import BatchError, RollbackError, SequenceError, SpecError
 from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec
-from hybridmem.memory.training.chunk import Chunk, Head, Record, logprobs_of
+from hybridmem.memory.training.boundaries import Boundaries
+from hybridmem.memory.training.chunk import Chunk, Head, Record, logprobs_of, no_values
 from hybridmem.memory.training.pieces import Piece
 
 
@@ -67,21 +69,38 @@ class Tape:
     Args:
         model: a model whose weights take gradients and are multiplied by torch, as `models.Trainable` makes it.
         chunk_tokens: the most tokens of which activations are in memory at once, over all texts.
+        budget: bytes for the rows of attention and the states that chunks leave behind, and the gradients of rows, such
+            as "2GiB". None: no limit. What does not fit goes to host memory, then to files; if there is neither, states
+            are left out, and forward computes them again when backward needs them.
+        host_budget: bytes of host memory, for models on other devices; None for none.
+        folder: where files may be made. None: there are none.
     Raises:
         SpecError: the model reads an encoder's output, or its memory evicts or quantises rows.
+    `run`, and backward, raise CapacityError if rows fit nowhere.
     """
 
-    def __init__(self, model: Any, *, chunk_tokens: int = 1024) -> None:
+    def __init__(
+        self, model: Any, *, chunk_tokens: int = 1024, budget: float | str | None = None,
+        host_budget: float | str | None = None, folder: str | Path | None = None,
+    ) -> None:  # fmt: skip
         self.chunk_tokens = read_count("chunk_tokens", chunk_tokens, 1, "token")
         self._spec: MemorySpec = model.memory_spec
         _check_spec(self._spec)
         self._model = model
+        self._boundaries = Boundaries(self._spec.device, budget, host_budget, None if folder is None else Path(folder))
         # A function of autograd is recorded only if some input takes gradients.
         self._root = torch.zeros((), device=self._spec.device, requires_grad=True)
 
     def open(self) -> Branch:
         """Return a new text without tokens."""
         return Branch(self)
+
+    def usage(self) -> dict[str, int]:
+        """Return how many bytes of rows, states and gradients are on the device, in host memory and in files now.
+
+        "computed again" counts chunks whose states were left out, and computed again.
+        """
+        return {**self._boundaries.used, "computed again": self._boundaries.n_computed_again}
 
     def fork(self, branch: Branch) -> Branch:
         """Return a text that goes on from where another one is. Gradients of both meet in what they share."""
@@ -110,9 +129,11 @@ class Tape:
         start = 0 if link is None else link.piece.end
         branch._link, branch._pending, branch.last_logits = link, tokens[start:to], None
 
-    def run(
-        self, requests: Mapping[Branch, Sequence[int]], *, head: Head = logprobs_of
-    ) -> dict[Branch, Tensor]:
+    def feed(self, requests: Mapping[Branch, Sequence[int]]) -> None:
+        """Feed tokens to texts, as `run` does, without values for them: only what comes later has a loss."""
+        self.run(requests, head=no_values)
+
+    def run(self, requests: Mapping[Branch, Sequence[int]], *, head: Head = logprobs_of) -> dict[Branch, Tensor]:
         """Feed tokens to texts, all or nothing, and return values for each text: one row for each of its new tokens.
 
         The values of a token are made from the logits of the token before it. The first token of a text has no such
@@ -128,13 +149,20 @@ class Tape:
         texts = [_Text(self._checked(branch), self._read(branch, tokens), head) for branch, tokens in requests.items()]
         if not texts:
             raise BatchError("no requests; give tokens for at least one text")
-        while left := [text for text in texts if text.n_left]:
-            room, parts = self.chunk_tokens, []
-            for text in left:
-                if room:
-                    parts.append(text.cut(min(room, text.n_left), self._spec.device))
-                    room -= len(parts[-1].piece.tokens)
-            self._compute(parts, head)
+        pieces = list[Piece]()
+        try:
+            while left := [text for text in texts if text.n_left]:
+                room, parts = self.chunk_tokens, []
+                for text in left:
+                    if room:
+                        parts.append(text.cut(min(room, text.n_left), self._spec.device, self._boundaries))
+                        room -= len(parts[-1].piece.tokens)
+                pieces += [part.piece for part in parts]
+                self._compute(parts, head)
+        except BaseException:
+            for piece in pieces:
+                piece.release()
+            raise
         for text in texts:
             text.finish()
         return {text.branch: torch.cat(text.values) for text in texts}
@@ -194,20 +222,21 @@ class _Text:
     def __init__(self, branch: Branch, tokens: list[int], head: Head) -> None:
         self.branch, self.link, self.last_logits = branch, branch._link, branch.last_logits
         self._fed = [*branch._pending, *tokens]
-        self._at, self._first_value = 0, max(0, len(branch._pending) - 1)
+        self._at, self._first_value = 0, len(self._fed) if head is no_values else max(0, len(branch._pending) - 1)
         self.values: list[Tensor] = []
-        if branch.last_logits is not None:
+        if branch.last_logits is not None and head is not no_values:
             self.values.append(head(branch.last_logits[None], branch.last_logits.new_tensor(tokens[:1]).long()))
 
     @property
     def n_left(self) -> int:
         return len(self._fed) - self._at
 
-    def cut(self, n_tokens: int, device: torch.device) -> _Part:
+    def cut(self, n_tokens: int, device: torch.device, boundaries: Boundaries) -> _Part:
         """Take the next tokens."""
         begin, end = self._at, self._at + n_tokens
         self._at = end
-        piece = Piece(None if self.link is None else self.link.piece, torch.tensor(self._fed[begin:end], device=device))
+        tokens = torch.tensor(self._fed[begin:end], device=device)
+        piece = Piece(None if self.link is None else self.link.piece, tokens, boundaries)
         first, last = min(max(self._first_value, begin), end), min(end, len(self._fed) - 1)
         rows = range(first - begin, max(first, last) - begin)
         targets = torch.tensor(self._fed[begin + rows.start + 1 : begin + rows.stop + 1], device=device).long()

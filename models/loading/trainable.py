@@ -93,7 +93,6 @@ class Trainable(nn.Module):
             json.dumps(self.config.to_dict() | {"architectures": [self.architecture]}, indent=2, default=str) + "\n"
         )
 
-
     def _tensors(self) -> dict[str, Tensor]:
         """Return all tensors under their names in files."""
         weights: Any = self.weights.get_base_model() if hasattr(self.weights, "get_base_model") else self.weights

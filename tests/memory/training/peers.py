@@ -44,9 +44,7 @@ def reference_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
     if hasattr(module, "torch_chunk_gated_delta_rule"):
         # It subtracts sums of logarithms in float32, whatever the dtype. Token by token it does not.
         one_by_one = module.torch_recurrent_gated_delta_rule
-        monkeypatch.setattr(
-            module, "torch_chunk_gated_delta_rule", lambda *a, chunk_size=64, **k: one_by_one(*a, **k)
-        )
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", lambda *a, chunk_size=64, **k: one_by_one(*a, **k))
     return twin
 
 

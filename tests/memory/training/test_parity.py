@@ -30,9 +30,7 @@ def weighted(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", CONFIGS if IS_FULL else FAMILIES)
 @pytest.mark.parametrize("chunk_tokens", (1, 7, 64, 512) if IS_FULL else (7,))
-def test_a_text_that_was_rolled_back_and_forked(
-    name: str, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_was_rolled_back_and_forked(name: str, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = peers.random_model(name)
     reference = peers.reference_of(model, monkeypatch)
     prompt, dropped, added, other = (draw_tokens(n, seed=n) for n in (20, 9, 5, 6))
