@@ -131,7 +131,7 @@ def _tree(report: Report, n_rounds: int, n_branches: int) -> None:
         "unique / all tokens": unique / total, "of the ideal": own / others * total / unique,
     })  # fmt: skip
     report.notes.append(
-        f"Separate sequences were timed for {n_timed} of {n_branches}. Medians of {n_rounds} rounds, one after the other."
+        f"Separate sequences were timed for {n_timed} of {n_branches}. Both are medians of {n_rounds} rounds."
     )
 
 

@@ -44,7 +44,7 @@ def attend(
         past: the rows before the first query, oldest first. With a window, older ones may be left out.
         chosen_TR: True where a query sees a row, among those up to its own; None for all.
     """
-    y_THV: Tensor = _Attention.apply(
+    y_THV: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         q_THD.float(), k_TGD.float(), v_TGD.float(), scoring.sinks_H, scoring.bias_HL, scoring, past, chosen_TR
     )
     return y_THV.to(q_THD.dtype)
@@ -113,7 +113,7 @@ class _Attention(torch.autograd.Function):
 def _add(parts: Sequence[Rows], dk_RGD: Tensor, dv_RGD: Tensor) -> None:
     """Add the gradients of a block's rows to those of its parts."""
     sizes = [len(part.k) for part in parts]
-    for part, dk, dv in zip(parts, dk_RGD.split(sizes), dv_RGD.split(sizes), strict=True):
+    for part, dk, dv in zip(parts, torch.split(dk_RGD, sizes), torch.split(dv_RGD, sizes), strict=True):
         if part.dk is not None and part.dv is not None:
             part.dk.add_(dk.to(part.dk.device))
             part.dv.add_(dv.to(part.dv.device))

@@ -7,7 +7,6 @@ from older ones, which costs a second forward of these chunks. Rows of attention
 
 from __future__ import annotations
 
-import os
 import tempfile
 import weakref
 from pathlib import Path
@@ -62,7 +61,7 @@ class Boundaries:
         limit = None if budget is None else read_budget(budget)
         host = 0 if host_budget is None or device.type == "cpu" else read_budget(host_budget, "host_budget")
         self._limits: dict[Where, int | None] = {"device": limit, "host": host, "files": None if folder else 0}
-        self.used: dict[Where, int] = {"device": 0, "host": 0, "files": 0}
+        self.used: dict[str, int] = {"device": 0, "host": 0, "files": 0}
         self.n_computed_again = 0
         self._pieces: list[weakref.ref[HasStates]] = []
 
@@ -134,10 +133,6 @@ class Boundaries:
 
 def _mapped(tensor: Tensor, folder: Path | None) -> Tensor:
     """Return a copy that lies in a file. The system writes its pages out, and reads them back, as it needs memory."""
-    handle, path = tempfile.mkstemp(dir=folder, suffix=".rows")
-    os.close(handle)
-    try:
-        copy = torch.from_file(path, shared=True, size=max(1, tensor.numel()), dtype=tensor.dtype)
-    finally:
-        os.unlink(path)
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".rows") as file:
+        copy = torch.from_file(file.name, shared=True, size=max(1, tensor.numel()), dtype=tensor.dtype)
     return copy[: tensor.numel()].view(tensor.shape).copy_(tensor)

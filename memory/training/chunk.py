@@ -91,7 +91,8 @@ class Chunk:
         wanted = [(out, grad.to(out.dtype)) for out, grad in found if grad is not None and out.requires_grad]
         if wanted:
             # What makes the model's weights from its parameters serves other chunks too, so it is retained.
-            torch.autograd.backward(*map(list, zip(*wanted, strict=True)), retain_graph=True)  # type: ignore[arg-type]
+            outputs, gradients = zip(*wanted, strict=True)
+            torch.autograd.backward(outputs, gradients, retain_graph=True)
             before.hand_back()
         for piece in self._pieces:
             piece.release()
@@ -100,7 +101,8 @@ class Chunk:
         step = TrainingStep(self._model.memory_spec, self._pieces, before, self._select)
         logits = self._forward(self._model, step)
         values = self._head(logits[: self._n_values], self._targets)
-        return step, values, logits[self._n_values : self._n_values + self._n_ends]
+        # A view would keep the logits of the whole chunk in memory.
+        return step, values, logits[self._n_values : self._n_values + self._n_ends].clone()
 
     def _later(self, step: TrainingStep) -> list[tuple[Tensor, Tensor]]:
         """Return rows and states of this chunk, each with the gradients that later chunks have found."""

@@ -137,9 +137,10 @@ class Before:
         since = 0 if spec.window is None else max(0, parent.end - spec.window + 1)
         found = []
         for piece in parent.path(since):
-            grads = piece.own_row_grads(place) if self._wants_gradients else (None, None)
-            rows = Rows(*_keys_and_values(piece.rows[place], spec), *_keys_and_values(grads, spec))
-            found.append(rows.cut(max(0, since - piece.start), len(piece.tokens)))
+            (k, v), dk, dv = _keys_and_values(piece.rows[place], spec), None, None
+            if self._wants_gradients:
+                dk, dv = _keys_and_values(piece.own_row_grads(place), spec)
+            found.append(Rows(k, v, dk, dv).cut(max(0, since - piece.start), len(piece.tokens)))
         return found[::-1]
 
     def index_keys(self, i: int, place: Place, device: torch.device) -> list[Tensor]:
@@ -169,9 +170,6 @@ class Before:
                             total.add_(leaf.grad[i])
 
 
-def _keys_and_values(parts: tuple[Tensor | None, ...], spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
+def _keys_and_values(parts: tuple[Tensor, ...], spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Return keys and values, of rows or of their gradients."""
-    if spec.value_dim is None:
-        k, v = parts
-        return k, v
-    return parts[0], None if parts[0] is None else parts[0][..., : spec.value_dim]
+    return parts[0], parts[1] if spec.value_dim is None else parts[0][..., : spec.value_dim]

@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
 def linear_recurrence(a_SLX: Tensor, b_SLX: Tensor, h_SX: Tensor) -> Tensor:
     """Return h (S, L, ...) of h_t = a_t h_(t-1) + b_t. Cost: one small operation for each token of the longest."""
     a_LSX, b_LSX = (x.transpose(0, 1).contiguous() for x in (a_SLX, b_SLX))
-    h_LSX: Tensor = _Linear.apply(a_LSX, b_LSX, h_SX)
+    h_LSX: Tensor = _Linear.apply(a_LSX, b_LSX, h_SX)  # type: ignore[no-untyped-call]
     return h_LSX.transpose(0, 1)
 
 
@@ -70,15 +70,18 @@ def matrix_recurrence(
     ys = []
     for begin in range(0, q.shape[2], size):
         own = slice(begin, begin + size)
-        erased = tuple(None if x is None else x[:, :, own] for x in (a, b, strength))
-        y, s = _block(q[:, :, own], k[:, :, own], v[:, :, own], log_decay[:, :, own], s, *erased, erases_after_decay)
+        own_a, own_b, own_strength = (None if x is None else x[:, :, own] for x in (a, b, strength))
+        y, s = _block(
+            q[:, :, own], k[:, :, own], v[:, :, own], log_decay[:, :, own], s, own_a, own_b, own_strength,
+            erases_after_decay=erases_after_decay,
+        )  # fmt: skip
         ys.append(y)
     return torch.cat(ys, 2).transpose(1, 2), s
 
 
 def _block(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, s: Tensor, a: Tensor | None, b: Tensor | None,
-    strength: Tensor | None, erases_after_decay: bool,
+    strength: Tensor | None, *, erases_after_decay: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute one block: (S, H, L, V) and the next states.
 
@@ -123,7 +126,8 @@ def _pairs(read: Tensor, key: Tensor, read_at: Tensor, sums: Tensor, is_seen: Te
 def _solve(below: Tensor, right: Tensor) -> Tensor:
     """Return x of (I + below) x = right, where `below` is strictly lower triangular."""
     eye = torch.eye(below.shape[-1], dtype=below.dtype, device=below.device)
-    return torch.linalg.solve_triangular(below + eye, right, upper=False, unitriangular=True)
+    solution: Tensor = torch.linalg.solve_triangular(below + eye, right, upper=False, unitriangular=True)
+    return solution
 
 
 def rwkv4(

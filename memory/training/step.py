@@ -109,9 +109,9 @@ class TrainingStep:
         self.rows[place] = (k,) if v is None else (k, v)
         values = k[..., : spec.value_dim] if v is None else v
         ys = []
-        for i, own in enumerate(zip(*(self.segments.split(x) for x in (q, k, values)), strict=True)):
+        for i, (own_q, own_k, own_v) in enumerate(zip(*map(self.segments.split, (q, k, values)), strict=True)):
             seen = None if chosen is None or chosen.positions is None else chosen.positions[i]
-            ys.append(attention.attend(*own, self._before.rows(i, place, spec), scoring, seen))
+            ys.append(attention.attend(own_q, own_k, own_v, self._before.rows(i, place, spec), scoring, seen))
         return torch.cat(ys)
 
     def choose(
@@ -126,9 +126,8 @@ class TrainingStep:
         self.rows[place] = (k.detach(),)
         masks = []
         with torch.no_grad():
-            for i, (own_q, own_k, own_weights) in enumerate(
-                zip(*(self.segments.split(x) for x in (q, k, weights)), strict=True)
-            ):
+            parts = zip(*map(self.segments.split, (q, k, weights)), strict=True)
+            for i, (own_q, own_k, own_weights) in enumerate(parts):
                 k_RD = torch.cat([*self._before.index_keys(i, place, self.spec.device), own_k])[:, 0].float()
                 products = torch.einsum("thd,rd->thr", own_q.float(), k_RD).mul_(scale).relu_()
                 scores_TR = torch.einsum("th,thr->tr", own_weights, products)

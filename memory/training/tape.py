@@ -100,7 +100,7 @@ class Tape:
 
         "computed again" counts chunks whose states were left out, and computed again.
         """
-        return {**self._boundaries.used, "computed again": self._boundaries.n_computed_again}
+        return dict(self._boundaries.used) | {"computed again": self._boundaries.n_computed_again}
 
     def fork(self, branch: Branch) -> Branch:
         """Return a text that goes on from where another one is. Gradients of both meet in what they share."""
@@ -175,7 +175,7 @@ class Tape:
         )  # fmt: skip
         before = {id(part.text.link): part.text.link for part in parts}
         dones = [self._root if link is None else link.done for link in before.values()]
-        done, values, last_logits = Record.apply(chunk, *dones)
+        done, values, last_logits = Record.apply(chunk, *dones)  # type: ignore[no-untyped-call]
         ends = iter(last_logits)
         for part, own in zip(parts, values.split([len(part.targets) for part in parts]), strict=True):
             part.text.link = _Link(part.piece, done, part.text.link)

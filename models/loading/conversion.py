@@ -1,7 +1,7 @@
 """Gives tensors of a model of transformers the names and shapes that they have in files, so that gradients pass.
 
-transformers' own conversion computes no gradients. It only moves numbers, so it is run once on the numbers' places; from
-then on, every tensor in files is known as places of tensors of the model.
+transformers' own conversion computes no gradients. It only moves numbers, so it is run once on the numbers' places;
+from then on, every tensor in files is known as places of tensors of the model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Conversion:
         with torch.no_grad():
             for name, found in names_in_files(hf_model, places).items():
                 flat = found.flatten()
-                owned = torch.searchsorted(starts, flat, right=True).unique() - 1
+                owned = torch.unique(torch.searchsorted(starts, flat, right=True)) - 1
                 names = [*firsts]
                 sources = tuple(names[i] for i in owned.tolist())
                 self._moved[name] = _moved(flat, found.shape, sources, firsts, tensors)

@@ -63,7 +63,7 @@ class Trainable(nn.Module):
         Raises:
             UnsupportedModelError: the architecture is not implemented, or an adapter changes more than weights.
         """
-        base: Any = hf_model.get_base_model() if hasattr(hf_model, "get_base_model") else hf_model
+        base = _base_of(hf_model)
         names = [found.__name__ for found in type(base).__mro__]
         architecture = next((name for name in names if name in ARCHITECTURES), None)
         if architecture is None:
@@ -95,7 +95,7 @@ class Trainable(nn.Module):
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return all tensors under their names in files."""
-        weights: Any = self.weights.get_base_model() if hasattr(self.weights, "get_base_model") else self.weights
+        weights = _base_of(self.weights)
         tensors = effective_tensors(weights)
         if isinstance(weights, _Tree):
             return tensors
@@ -120,6 +120,12 @@ class _Tree(nn.Module):
                 module.register_parameter(last, nn.Parameter(tensor))
             else:
                 module.register_buffer(last, tensor)
+
+
+def _base_of(module: nn.Module) -> Any:
+    """Return the model inside of a model of PEFT, or the module itself."""
+    get_base: Any = getattr(module, "get_base_model", None)
+    return module if get_base is None else get_base()
 
 
 def effective_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -154,7 +160,7 @@ def _adapted(name: str, layer: Any) -> Tensor:
     if layer.merged or layer.disable_adapters:
         return weight
     for adapter in layer.active_adapters:
-        if any(getattr(layer, "use_dora", {}).get(a, False) for a in (adapter,)) or not hasattr(layer, "lora_A"):
+        if getattr(layer, "use_dora", {}).get(adapter, False) or not hasattr(layer, "lora_A"):
             raise UnsupportedModelError(f"{name} has an adapter that is no plain LoRA; use LoRA without DoRA")
         if adapter in layer.lora_A:
             weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)

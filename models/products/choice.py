@@ -112,7 +112,11 @@ def _keep(weight: CodedTensor, format: HeldFormat) -> QuantisedWeight | None:
     """Return a weight in its stored bits, or None if other bits are wanted or no kernel reads these."""
     from hybridmem.models.products.quantised import LAYOUTS, QuantisedWeight
 
-    if format in ("dense", "plain") or (format != "auto" and weight.form.layout.n_bits > LAYOUTS[format].n_bits):
+    if (
+        format == "dense"
+        or format == "plain"
+        or (format != "auto" and weight.form.layout.n_bits > LAYOUTS[format].n_bits)
+    ):
         return None
     if (held := QuantisedWeight.kept(weight)) is not None:
         _note(Kind(held.layout, held.dtype, weight.form), weight)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def test_files_hold_what_the_budget_does_not(tmp_path: Path) -> None:
     assert usage["device"] + usage["files"] == whole["device"]
     assert_same(found, expected)
     assert tape.usage() == {"device": 0, "host": 0, "files": 0, "computed again": 0}
-    assert not os.listdir(tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_states_are_computed_again_where_nothing_else_has_room() -> None:
