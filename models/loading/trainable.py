@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import Tensor, nn
 
-from hybridmem.memory.blocks import check_usable, read_device, read_dtype, refuse_arguments
+from hybridmem.memory.blocks import refuse_arguments
 from hybridmem.memory.errors import SpecError
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel
 from hybridmem.models.loading.conversion import Conversion
-from hybridmem.models.loading.folders import find_folder, unsupported
-from hybridmem.models.loading.load import build, check_source, open_checkpoint
+from hybridmem.models.loading.folders import unsupported
+from hybridmem.models.loading.load import build, check_source, open_model
 from hybridmem.models.weights.checkpoint import SINGLE_FILE, LoadedCheckpoint, UnsupportedModelError
 from hybridmem.models.weights.formats import plain_weights
 
@@ -50,11 +50,9 @@ class Trainable(nn.Module):
         """Read weights from a folder, a GGUF file or the hub, as `load_model` does. Quantised ones become floats."""
         if unknown:
             refuse_arguments("Trainable.load", (), unknown)
-        found = read_device("device", device)
-        check_usable("device", found)
-        config, _, checkpoint = open_checkpoint(find_folder(path_or_hub_id), found, read_dtype("dtype", dtype))
-        tensors = {name: tensor.to(found) for name, tensor in checkpoint.read_below([""]).items()}
-        return cls(config, config.architectures[0], _Tree(tensors))
+        opened = open_model(path_or_hub_id, device=device, dtype=dtype)
+        tensors = {name: x.to(opened.device) for name, x in opened.checkpoint().read_below([""]).items()}
+        return cls(opened.config, opened.config.architectures[0], _Tree(tensors))
 
     @classmethod
     def of(cls, hf_model: nn.Module) -> Trainable:
