@@ -21,8 +21,13 @@ from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelErro
 if TYPE_CHECKING:
     from hybridmem.models.hf.attach import ATTACHABLE, Attached, attach
     from hybridmem.models.hf.cache import HybridCache
+    from hybridmem.models.loading.trainable import Trainable, add_lora
 
-_OF_TRANSFORMERS = {"ATTACHABLE": "attach", "Attached": "attach", "HybridCache": "cache", "attach": "attach"}
+_LATER = {
+    "ATTACHABLE": "hf.attach", "Attached": "hf.attach", "HybridCache": "hf.cache", "Trainable": "loading.trainable",
+    "add_lora": "loading.trainable", "attach": "hf.attach",
+}  # fmt: skip
+"""Names that are imported when they are first used, and their modules."""
 
 __all__ = [
     "ARCHITECTURES",
@@ -32,7 +37,9 @@ __all__ = [
     "Checkpoint",
     "HybridCache",
     "LanguageModel",
+    "Trainable",
     "UnsupportedModelError",
+    "add_lora",
     "attach",
     "from_transformers",
     "load_model",
@@ -42,8 +49,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_TRANSFORMERS:
-        return getattr(import_module(f"hybridmem.models.hf.{_OF_TRANSFORMERS[name]}"), name)
+    if name in _LATER:
+        return getattr(import_module(f"hybridmem.models.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -12,6 +12,7 @@ from benchmarks import (
     delta_rules,
     fleet,
     folds,
+    gradients,
     holes,
     indexed,
     kernels,
@@ -33,6 +34,10 @@ WITH_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "bookkeeping": (books.bookkeeping, BOOK_TESTS),
     "delta-rules": (delta_rules.delta_rules, ("tests/memory/kernels/test_states.py",)),
     "folds": (folds.folds, BOOK_TESTS),
+    "gradients": (
+        gradients.gradients,
+        ("tests/memory/training/test_parity.py::test_a_text_that_was_rolled_back_and_forked[7-jamba]",),
+    ),
     "holes": (holes.holes, ("tests/memory/sequences/test_compactor.py",)),
     "indexed": (indexed.indexed, ("tests/memory/kernels/test_row_choice.py",)),
     "kernels": (kernels.kernels, ("tests/memory/kernels/test_kernels.py",)),

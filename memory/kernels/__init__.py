@@ -67,7 +67,7 @@ def rms_norm(
     `Weights` of one tensor are prepared only once for these kernels.
     """
     if x.dim() == 2:
-        kernels = select_kernels(x.device, x.dtype)
+        kernels = _kernels_of_norms(x)
         own = weight.prepared(kernels)[0] if isinstance(weight, Weights) else weight
         return kernels.rms_norm(x, own, eps, n_groups=n_groups, gate_TE=gate)
     return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps, n_groups=n_groups, gate=gate).view(x.shape)
@@ -80,12 +80,17 @@ def norm_parts(x: Tensor, weights: Weights, eps: float, sizes: tuple[int, ...], 
         weights: a `Weights` of one tensor, (E,).
         sizes, ends: the size of each part, and the end of each part in a row.
     """
-    kernels = select_kernels(x.device, x.dtype)
+    kernels = _kernels_of_norms(x)
     weight = weights.prepared(kernels)[0]
     if (at_once := getattr(kernels, "norm_parts", None)) is not None:
         return list(at_once(x, weight, eps, ends).split_with_sizes(sizes, -1))
     parts = zip(x.split_with_sizes(sizes, -1), weight.split_with_sizes(sizes, -1), strict=True)
     return [kernels.rms_norm(part, own, eps) for part, own in parts]
+
+
+def _kernels_of_norms(x: Tensor) -> Kernels:
+    """Return the fastest kernels, or those of plain torch where gradients are computed. Inference computes none."""
+    return reference if torch.is_grad_enabled() else select_kernels(x.device, x.dtype)
 
 
 def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:

@@ -58,12 +58,12 @@ class RGLRU:
         gates_BTO = torch.baddbmm(self.gate_bias_BO[:, None], x_BTI, self.gate_weight_BIO).sigmoid()
         input_TE, recurrent_TE = (gate.transpose(0, 1).flatten(1) for gate in gates_BTO.chunk(2, dim=-1))
         log_a_TE = -_SHARPNESS * recurrent_TE.float() * self.decay_E
-        scale_TE = torch.sqrt(-torch.expm1(2 * log_a_TE))
+        share_TE = -torch.expm1(2 * log_a_TE)
         first_rows = states.device_cu_rows[:-1]
         # A segment without a source state is the beginning of its sequence.
         is_begin = torch.as_tensor(states.sources[-1]) < 0
-        scale_TE[first_rows] = scale_TE[first_rows].masked_fill_(is_begin[:, None], 1.0)
-        y_TE = states.kernels.linear_scan((x_TE * input_TE).float() * scale_TE, log_a_TE.exp(), states.slots(-1))
+        share_TE[first_rows] = share_TE[first_rows].masked_fill_(is_begin[:, None], 1.0)
+        y_TE = states.kernels.linear_scan((x_TE * input_TE).float() * share_TE.sqrt(), log_a_TE.exp(), states.slots(-1))
         return y_TE.to(rows.dtype), states.written()
 
 

@@ -134,8 +134,10 @@ class DeltaMixer:
     def _mix(self, rows_TR: Tensor, step: Step) -> Tensor:
         """Return the recurrence's outputs after the norm. The rows are changed."""
         shape = self._recurrence.shape
-        beta_TH = rows_TR[:, shape.n_channels : shape.n_channels + shape.n_heads].sigmoid_()
-        if self._most_beta != 1.0:
-            beta_TH *= self._most_beta
+        beta_TH = rows_TR[:, shape.n_channels : shape.n_channels + shape.n_heads]
+        if self._most_beta == 1.0:
+            beta_TH.sigmoid_()
+        else:
+            beta_TH.copy_(beta_TH.sigmoid() * self._most_beta)
         y_TI = step.recur(self._layer, rows_TR, self._recurrence)
         return self._norm(y_TI.view(len(y_TI), shape.n_heads, shape.value_dim)).flatten(1)

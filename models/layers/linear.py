@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridmem.models.layers.norms import GatedNorm, RMSNorm
 from hybridmem.models.products.choice import hold_joined, rows_of
 from hybridmem.models.weights.checkpoint import Checkpoint
-from hybridmem.models.weights.formats import WeightFormat, wanted_format
+from hybridmem.models.weights.formats import HeldFormat, wanted_format
 
 if TYPE_CHECKING:
     from hybridmem.models.products.few_rows import CompiledProduct
@@ -67,10 +67,11 @@ class Linear:
 
     def __init__(
         self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None,
-        format: WeightFormat | None = None,
+        format: HeldFormat | None = None,
     ) -> None:  # fmt: skip
         self.n_out, self.n_in = sum(len(weight) for weight in weights), weights[0].shape[1]
-        self._weight = held = hold_joined(weights, format or wanted_format())
+        wanted = wanted_format()
+        self._weight = held = hold_joined(weights, wanted if format is None or wanted == "plain" else format)
         fused: Container[str | None] = ()
         if not isinstance(held, Tensor):
             fused = held.FUSED

@@ -62,7 +62,8 @@ class SplitNorm:
     @cached_property
     def weights(self) -> Weights:
         # They are joined only when they are used, because joining on "meta" imports torch._dynamo.
-        return Weights(torch.cat(self._parts))
+        with torch.enable_grad():  # The first call may be in a forward without gradients.
+            return Weights(torch.cat(self._parts))
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Return the parts of x (T, E), (T, size) each."""

@@ -119,12 +119,12 @@ class OpenedModel:
         Raises FormatError and UnsupportedModelError as `load` does, for everything that headers and config tell.
         """
         with weights_in(weights, self.device):
-            dry = build(self.model_class, self.config, self._checkpoint(is_read=False))
+            dry = build(self.model_class, self.config, self.checkpoint(is_read=False))
         return replace(dry.memory_spec, device=self.device, weights=None)
 
     def load(self, *, weights: WeightFormat = "auto", progress: bool | None = None) -> LanguageModel:
         """Read the weights. Arguments, errors and warnings are those of `load_model`."""
-        checkpoint, kinds = self._checkpoint(), Counter[Kind]()
+        checkpoint, kinds = self.checkpoint(), Counter[Kind]()
         from rich.console import Console
         from rich.progress import Progress
 
@@ -143,7 +143,7 @@ class OpenedModel:
             compile_ahead(kinds)  # Compile kernels now, so that no step waits for it.
         return model
 
-    def _checkpoint(self, *, is_read: bool = True) -> Checkpoint:
+    def checkpoint(self, *, is_read: bool = True) -> Checkpoint:
         """Return the checkpoint. If it is not read, its tensors have shapes and no numbers."""
         device = self.device if is_read else torch.device("meta")
         if self.file is not None:
@@ -183,7 +183,7 @@ def from_transformers(
         raise unsupported(names[0])
     check_usable("device", device := check_source(hf_model))
     read_as = _read_dtype(hf_model.dtype if dtype == "auto" else dtype, hf_model.config)
-    checkpoint = LoadedCheckpoint(names[0], _tensors_of(hf_model), device, read_as)
+    checkpoint = LoadedCheckpoint(names[0], names_in_files(hf_model, hf_model.state_dict()), device, read_as)
     for prefix, module in hf_model.named_modules():
         if getattr(module, "layers_are_rescaled", False) and hf_model.config.rescale_every > 0:
             _undo_rescaling(checkpoint, f"{prefix}.blocks", hf_model.config)
@@ -196,8 +196,8 @@ def from_transformers(
     return model
 
 
-def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a model's tensors under the names that they have in files."""
+def names_in_files(hf_model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of a model of transformers, by their names there, under the names that they have in files."""
     try:
         # No public function of transformers converts names without writing files.
         from transformers.core_model_loading import revert_weight_conversion
@@ -209,14 +209,14 @@ def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:
             "model's tensors in files; write them with model.save_pretrained(folder), and load_model(folder)"
         ) from error
     try:
-        tensors: dict[str, Tensor] = revert_weight_conversion(hf_model, hf_model.state_dict())
+        converted: dict[str, Tensor] = revert_weight_conversion(hf_model, tensors)
     except torch.OutOfMemoryError:
         raise
     except (LookupError, RuntimeError, ValueError) as error:
         raise FormatError(
             f"transformers cannot write this {type(hf_model).__name__} as a checkpoint: {error}"
         ) from error
-    return tensors
+    return converted
 
 
 def _undo_rescaling(checkpoint: Checkpoint, prefix: str, config: PreTrainedConfig) -> None:
@@ -295,7 +295,7 @@ def spec_of_loaded(hf_model: PreTrainedModel, architecture: str) -> MemorySpec:
     """
     spec = plan_memory(hf_model.config, architecture, dtype=hf_model.dtype)
     try:
-        checkpoint = SampledCheckpoint(architecture, _tensors_of(hf_model), spec.dtype)
+        checkpoint = SampledCheckpoint(architecture, names_in_files(hf_model, hf_model.state_dict()), spec.dtype)
         return build(ARCHITECTURES[architecture], hf_model.config, checkpoint).memory_spec
     except (FormatError, UnsupportedModelError):
         return spec

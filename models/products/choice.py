@@ -16,7 +16,7 @@ from hybridmem.memory.blocks import Scoped
 from hybridmem.models.products.packed import PackedWeight, packed_dtype
 from hybridmem.models.weights.coded import CodedTensor, Form, as_floats
 from hybridmem.models.weights.dry import joined
-from hybridmem.models.weights.formats import WeightFormat
+from hybridmem.models.weights.formats import HeldFormat
 from hybridmem.models.weights.gguf_forms import FORMS
 from hybridmem.models.weights.layouts import Layout
 
@@ -61,11 +61,13 @@ def noting_kinds(kinds: Counter[Kind]) -> AbstractContextManager[None]:
     return _kinds.set_to(kinds)
 
 
-def hold(weight: Tensor, format: WeightFormat) -> OneWeight | None:
+def hold(weight: Tensor, format: HeldFormat) -> OneWeight | None:
     """Return a weight (n_out, n_in) in the form that the fastest product reads; None if that is torch's product.
 
     Modules that need numba are imported when they are used, because other products work without it.
     """
+    if format == "plain":
+        return None
     form: Form | None = None
     if isinstance(weight, CodedTensor):
         if (kept := _keep(weight, format)) is not None:
@@ -89,7 +91,7 @@ def hold(weight: Tensor, format: WeightFormat) -> OneWeight | None:
     return BlockedWeight(weight, dtype, kernel)
 
 
-def hold_rows(weight: Tensor, format: WeightFormat) -> Tensor | QuantisedWeight:
+def hold_rows(weight: Tensor, format: HeldFormat) -> Tensor | QuantisedWeight:
     """Return a weight from which single rows are read, in its stored bits if `format` keeps them."""
     kept = _keep(weight, format) if isinstance(weight, CodedTensor) else None
     return as_floats(weight) if kept is None else kept
@@ -106,11 +108,15 @@ def rows_of(held: HeldWeight | Tensor) -> Tensor | QuantisedWeight | None:
     return held if isinstance(held, QuantisedWeight) else None
 
 
-def _keep(weight: CodedTensor, format: WeightFormat) -> QuantisedWeight | None:
+def _keep(weight: CodedTensor, format: HeldFormat) -> QuantisedWeight | None:
     """Return a weight in its stored bits, or None if other bits are wanted or no kernel reads these."""
     from hybridmem.models.products.quantised import LAYOUTS, QuantisedWeight
 
-    if format == "dense" or (format != "auto" and weight.form.layout.n_bits > LAYOUTS[format].n_bits):
+    if (
+        format == "dense"
+        or format == "plain"
+        or (format != "auto" and weight.form.layout.n_bits > LAYOUTS[format].n_bits)
+    ):
         return None
     if (held := QuantisedWeight.kept(weight)) is not None:
         _note(Kind(held.layout, held.dtype, weight.form), weight)
@@ -122,7 +128,7 @@ def _note(kind: Kind, weight: Tensor) -> None:
         kinds[kind] += weight.numel()
 
 
-def hold_joined(weights: Sequence[Tensor], format: WeightFormat) -> HeldWeight | Tensor:
+def hold_joined(weights: Sequence[Tensor], format: HeldFormat) -> HeldWeight | Tensor:
     """Return weights (n_out_i, n_in) joined, in the form of the fastest product, or as a tensor for torch's product.
 
     Weights that are stored alike become one weight. Others are joined in their held forms.

@@ -242,7 +242,7 @@ class Checkpoint:
     @property
     def keeps_bits(self) -> bool:
         """True if tensors that are stored in few bits keep these bits when they are taken."""
-        return self.device.type in ("cpu", "meta") and wanted_format() != "dense"
+        return self.device.type in ("cpu", "meta") and wanted_format() not in ("dense", "plain")
 
     @property
     def samples(self) -> Mapping[str, bytes]:

@@ -19,7 +19,10 @@ IntegerFormat = Literal["int8", "int8-row", "int4"]
 WeightFormat = Literal["auto", "dense", IntegerFormat]
 """Formats of `load_model(weights=...)`. "auto" keeps the bits of the files, "dense" uses the model's dtype."""
 
-_format = Scoped[WeightFormat]("weights", "auto")
+HeldFormat = WeightFormat | Literal["plain"]
+"""Formats of `Linear(format=...)`. "plain" uses tensors that torch multiplies, so that gradients reach them."""
+
+_format = Scoped[HeldFormat]("weights", "auto")
 
 
 def weights_in(weights: WeightFormat, device: torch.device) -> AbstractContextManager[None]:
@@ -36,11 +39,16 @@ def weights_in(weights: WeightFormat, device: torch.device) -> AbstractContextMa
     return _format.set_to(weights)
 
 
-def wanted_format() -> WeightFormat:
-    """Return the format that `weights_in` asks for."""
+def plain_weights() -> AbstractContextManager[None]:
+    """Let every product that is made inside of the block be torch's own, which can be differentiated."""
+    return _format.set_to("plain")
+
+
+def wanted_format() -> HeldFormat:
+    """Return the format that `weights_in` or `plain_weights` asks for."""
     return _format.get()
 
 
-def wanted_vocabulary_format() -> WeightFormat:
+def wanted_vocabulary_format() -> HeldFormat:
     """Return the format of heads and embeddings: 8 bits if products have 4, because fewer bits harm them most."""
     return "int8" if _format.get() == "int4" else _format.get()

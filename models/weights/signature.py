@@ -89,7 +89,7 @@ def signature_of(config: PreTrainedConfig, dtype: torch.dtype, samples: Mapping[
     found = {(re.sub(r"\d+", "#", name), sample) for name, sample in samples.items() if not _HEADS.fullmatch(name)}
     for name, sample in sorted(found):
         digest.update(name.encode() + b"\0" + sample)
-    format = str(dtype).removeprefix("torch.") if wanted_format() in ("auto", "dense") else wanted_format()
+    format = str(dtype).removeprefix("torch.") if wanted_format() in ("auto", "dense", "plain") else wanted_format()
     return f"{format}:{digest.hexdigest()[:32]}"
 
 

@@ -1,0 +1,157 @@
+"""Stands in for `memory.Step` where a model is trained: models call the same functions, which can be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.errors import StepError
+from hybridmem.memory.kernels.signature import Scoring
+from hybridmem.memory.sequences.choosing import ChosenRows
+from hybridmem.memory.specs import AttentionSpec, IndexSpec, LayerSpec, MemorySpec, RecurrentSpec
+from hybridmem.memory.training import attention, kernels
+from hybridmem.memory.training.kernels import Slot
+from hybridmem.memory.training.pieces import Before, Piece, Place
+from hybridmem.memory.training.segments import Segments
+
+
+class TrainingStates:
+    """Stands in for `memory.States`: the start states of S segments, and what a recurrence leaves behind.
+
+    Attributes:
+        sources: for each state, (S,) of which -1 says that the segment begins its sequence.
+    """
+
+    tails = None
+    kernels = kernels
+
+    def __init__(self, spec: RecurrentSpec, segments: Segments, before: list[Tensor], begins: Int64s) -> None:
+        self.spec, self._segments, self.begins = spec, segments, begins
+        self._slots = [Slot(segments, tensor) for tensor in before]
+        is_begin = torch.from_numpy(begins == 0).to(segments.device)
+        self.sources = [torch.where(is_begin, -1, 0)] * len(before)
+
+    @property
+    def cu_rows(self) -> Int64s:
+        return self._segments.cu_rows
+
+    @property
+    def device_cu_rows(self) -> Tensor:
+        return torch.from_numpy(self.cu_rows).to(self._segments.device)
+
+    def slots(self, index: int) -> Slot:
+        return self._slots[index]
+
+    def start(self) -> tuple[Tensor, ...]:
+        return tuple(
+            slot.before if state.dtype is None else slot.before.float()
+            for slot, state in zip(self._slots, self.spec.states, strict=True)
+        )
+
+    def end(self, *tensors: Tensor) -> TrainingStates:
+        for slot, tensor in zip(self._slots, tensors, strict=True):
+            slot.after = tensor
+        return self
+
+    def written(self) -> TrainingStates:
+        return self
+
+    def ended(self) -> list[Tensor]:
+        """Return the end states, (S, *shape) each, in the dtypes in which they began."""
+        if any(slot.after is None for slot in self._slots):
+            raise StepError(f"{self.spec.family!r} did not write its end states")
+        return [slot.after.to(slot.before.dtype) for slot in self._slots if slot.after is not None]
+
+
+class TrainingStep:
+    """Feeds new tokens of several pieces to a model. Its attributes and functions are those of `memory.Step`.
+
+    Args:
+        select: (rows,) the packed rows whose outputs are wanted.
+    """
+
+    def __init__(self, spec: MemorySpec, pieces: list[Piece], before: Before, select: Tensor) -> None:
+        self.spec, self._before, self._select = spec, before, select
+        self.segments = Segments([len(piece.tokens) for piece in pieces], spec.device)
+        self.token_ids = torch.cat([piece.tokens for piece in pieces])
+        self._begins = np.array([piece.start for piece in pieces], np.int64)
+        self.positions = torch.cat([torch.arange(piece.start, piece.end, device=spec.device) for piece in pieces])
+        self.rotary_positions = self.positions
+        self.cu_seqlens = self.segments.cu_rows
+        self.notes: dict[Hashable, Any] = {}
+        self.rows: dict[Place, tuple[Tensor, ...]] = {}
+        self.states: dict[Place, list[Tensor]] = {}
+
+    def check_model(self, spec: MemorySpec) -> None:
+        """Raise StepError unless the model has the spec for which this step was made."""
+        self.spec.check_model(spec)
+
+    def embed(self, look_up: Any) -> Tensor:
+        embedded: Tensor = look_up(self.token_ids)
+        return embedded
+
+    def select(self, hidden: Tensor) -> Tensor:
+        return hidden[self._select]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None, bias: Tensor | None = None, name: str | None = None,
+        chosen: ChosenRows | None = None,
+    ) -> Tensor:  # fmt: skip
+        place, spec = self._claim(layer, name, AttentionSpec)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        scoring = Scoring(scale, spec.window, softcap, sinks, bias)
+        self.rows[place] = (k,) if v is None else (k, v)
+        values = k[..., : spec.value_dim] if v is None else v
+        ys = []
+        for i, (own_q, own_k, own_v) in enumerate(zip(*map(self.segments.split, (q, k, values)), strict=True)):
+            seen = None if chosen is None or chosen.positions is None else chosen.positions[i]
+            ys.append(attention.attend(own_q, own_k, own_v, self._before.rows(i, place, spec), scoring, seen))
+        return torch.cat(ys)
+
+    def choose(
+        self, layer: int, q: Tensor, k: Tensor, weights: Tensor, *, scale: float | None = None, name: str | None = None
+    ) -> ChosenRows:
+        """Choose rows as `Step.choose` does; which rows were chosen has no gradient.
+
+        The chosen rows are told by a mask (queries, rows) of each piece.
+        """
+        place, spec = self._claim(layer, name, IndexSpec)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        self.rows[place] = (k.detach(),)
+        masks = []
+        with torch.no_grad():
+            parts = zip(*map(self.segments.split, (q, k, weights)), strict=True)
+            for i, (own_q, own_k, own_weights) in enumerate(parts):
+                k_RD = torch.cat([*self._before.index_keys(i, place, self.spec.device), own_k])[:, 0].float()
+                products = torch.einsum("thd,rd->thr", own_q.float(), k_RD).mul_(scale).relu_()
+                scores_TR = torch.einsum("th,thr->tr", own_weights, products)
+                n_before = len(k_RD) - len(own_q)
+                later_TR = torch.ones_like(scores_TR, dtype=torch.bool).triu(n_before + 1)
+                scores_TR = scores_TR.masked_fill(later_TR, -torch.inf)
+                best_first = scores_TR.sort(dim=1, descending=True, stable=True).indices[:, : spec.n_chosen]
+                masks.append(torch.zeros_like(later_TR).scatter_(1, best_first, True))
+        return ChosenRows(spec.n_chosen, masks)  # type: ignore[arg-type]
+
+    def cross_attend(self, layer: int, q: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
+        raise StepError(f"layer {layer} reads an encoder's output, for which no gradients are computed here")
+
+    def recur(self, layer: int, rows: Tensor, recurrence: Any, *, name: str | None = None) -> Tensor:
+        place, spec = self._claim(layer, name, RecurrentSpec)
+        before = self._before.states(place, spec, self.spec.device, self.spec.dtype)
+        states = TrainingStates(spec, self.segments, before, self._begins)
+        y: Tensor = recurrence(states, rows)[0]
+        self.states[place] = states.ended()
+        return y
+
+    def _claim(self, layer: int, name: str | None, kind: type[Any]) -> tuple[Place, Any]:
+        """Return place and spec of the memory that a call names."""
+        found: list[LayerSpec] = [m for m in self.spec.layers[layer] if isinstance(m, kind) and name in (None, m.name)]
+        if len(found) != 1:
+            raise StepError(f"layer {layer} has {len(found)} memories of {kind.__name__}; name={name!r} picks none")
+        return (layer, found[0].name), found[0]

@@ -1,0 +1,138 @@
+"""A tape refuses what it cannot do, by name, and then nothing has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hybridmem.memory import (
+    BatchError,
+    CrossAttentionSpec,
+    HybridMemory,
+    MemorySpec,
+    RollbackError,
+    SequenceError,
+    SpecError,
+    StepError,
+)  # fmt: skip
+from hybridmem.memory.eviction import H2O
+from hybridmem.memory.quantization import Quantized
+from hybridmem.memory.training import Tape
+from hybridmem.models import Trainable, add_lora, from_transformers, load_model
+from tests.memory.training import peers
+from tests.models.checkpoints import draw_tokens
+
+TOKENS = draw_tokens(20)
+
+
+@pytest.fixture(scope="module")
+def trainable() -> Trainable:
+    return Trainable.of(peers.random_model("jamba"))
+
+
+def test_logits_are_those_of_inference(trainable: Trainable) -> None:
+    model = from_transformers(trainable.weights)
+    memory = HybridMemory(model.memory_spec, "2MiB")
+    with memory.step({memory.open(): TOKENS}, outputs="all") as step:
+        expected = model(step)
+    tape = Tape(trainable.model(), chunk_tokens=6)
+    text = tape.open()
+    found = tape.run({text: TOKENS}, head=lambda logits, _: logits)[text]
+    assert text.last_logits is not None
+    assert torch.allclose(torch.cat([found, text.last_logits[None]]), expected, atol=1e-4)
+    assert (text.length, text.tokens) == (len(TOKENS), TOKENS)
+
+
+def test_a_second_backward_is_refused(trainable: Trainable) -> None:
+    tape = Tape(trainable.model())
+    root = tape.open()
+    tape.feed({root: TOKENS})
+    one, other = tape.fork(root), tape.fork(root)
+    values = tape.run({one: TOKENS[:3], other: TOKENS[3:5]})
+    values[one].sum().backward()
+    with pytest.raises(StepError, match="sum up all losses before the first"):
+        values[other].sum().backward()
+
+
+@pytest.mark.parametrize("tokens", ([], [1.5], [99999], [-1], [[1, 2]], [True]))
+def test_wrong_tokens(trainable: Trainable, tokens: Any) -> None:
+    tape = Tape(trainable.model())
+    text = tape.open()
+    with pytest.raises(BatchError):
+        tape.run({text: tokens})
+    assert text.length == 0
+
+
+def test_no_requests(trainable: Trainable) -> None:
+    with pytest.raises(BatchError, match="give tokens for at least one text"):
+        Tape(trainable.model()).run({})
+
+
+def test_a_text_of_another_tape(trainable: Trainable) -> None:
+    tape, other = Tape(trainable.model()), Tape(trainable.model())
+    for call in (tape.fork, lambda text: tape.run({text: TOKENS}), lambda text: tape.rollback(text, to=0)):
+        with pytest.raises(SequenceError, match="no text of this tape"):
+            call(other.open())
+
+
+@pytest.mark.parametrize("to", (-1, 21, 1.0, True))
+def test_rollback_to_no_position(trainable: Trainable, to: Any) -> None:
+    tape = Tape(trainable.model())
+    text = tape.open()
+    tape.feed({text: TOKENS})
+    with pytest.raises(RollbackError, match="give a position from 0 to 20"):
+        tape.rollback(text, to=to)
+    assert text.length == 20
+
+
+def test_encoders_are_refused() -> None:
+    class Model:
+        memory_spec = MemorySpec(((CrossAttentionSpec(2, 2, 4),),), 8)
+
+    with pytest.raises(SpecError, match="reads an encoder's output"):
+        Tape(Model())
+
+
+@pytest.mark.parametrize("lossy", (H2O(16), Quantized(8)))
+def test_policies_and_storages_are_refused(trainable: Trainable, lossy: Any) -> None:
+    model = trainable.model()
+    spec = model.memory_spec
+    lossy_spec = spec.with_policy(lossy) if isinstance(lossy, H2O) else spec.with_storage(lossy)
+    model.memory_spec = lossy_spec
+    with pytest.raises(SpecError, match="leave policies and storages out"):
+        Tape(model)
+
+
+def test_a_chunk_has_a_token(trainable: Trainable) -> None:
+    with pytest.raises(SpecError, match="chunk_tokens"):
+        Tape(trainable.model(), chunk_tokens=0)
+
+
+def test_lora_trains_thin_matrices_and_is_saved(tmp_path: Any) -> None:
+    trainable = Trainable.of(peers.random_model("jamba"))
+    with pytest.raises(SpecError, match="ends with 'nothing'"):
+        add_lora(trainable, ["nothing"])
+    parameters = add_lora(trainable, ["q_proj.weight", "x_proj.weight"], rank=2)
+    before = {name: p.clone() for name, p in trainable.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for _ in range(2):  # The first step moves B alone, because B is zero.
+        tape = Tape(trainable.model(), chunk_tokens=7)
+        text = tape.open()
+        loss = -tape.run({text: TOKENS})[text].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert all(p.grad is not None and p.grad.any() for p in parameters)
+    assert all(torch.equal(dict(trainable.named_parameters())[name], p) for name, p in before.items())
+    trainable.save(tmp_path)
+    model = load_model(tmp_path)
+    memory = HybridMemory(model.memory_spec, "2MiB")
+    with memory.step({memory.open(): TOKENS}) as step:
+        logits = model(step)
+    tape = Tape(trainable.model())
+    text = tape.open()
+    tape.feed({text: TOKENS})
+    assert text.last_logits is not None
+    assert torch.allclose(logits[0], text.last_logits, atol=1e-4)
