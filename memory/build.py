@@ -18,6 +18,7 @@ from hybridmem.memory.attention.indexed import IndexedAttention, IndexKeys
 from hybridmem.memory.attention.offload import Attention, HostedAttention
 from hybridmem.memory.attention.quantized import QuantizedAttention
 from hybridmem.memory.attention.selection import Selection
+from hybridmem.memory.attention.span_keys import SpanKeys
 from hybridmem.memory.attention_cache import AttentionCache
 from hybridmem.memory.blocks.arena import read_budget
 from hybridmem.memory.blocks.arguments import check_usable, read_device, read_dtype
@@ -57,8 +58,10 @@ class Kinds:
     recurrent: RecurrentState[Any] | None = None
 
 
-_Group = tuple[int | None, Budget | None, Storage | None, int | None]
-"""A window, a policy, a storage, and how many rows an index chooses. Layers that have all in common share blocks."""
+_Chosen = tuple[int | None, int]
+"""How many rows an index chooses, and how many of them together."""
+_Group = tuple[int | None, Budget | None, Storage | None, _Chosen]
+"""A window, a policy, a storage, and what an index chooses. Layers that have all in common share blocks."""
 
 
 def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec, _Group]]:
@@ -85,7 +88,7 @@ def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec
             raise SpecError(
                 f"{type(policy).__name__}.of_layer gave {own!r}; it must give a policy of its kind, such as itself"
             )
-        yield memory, (memory.window, own, memory.storage, memory.n_chosen)
+        yield memory, (memory.window, own, memory.storage, (memory.n_chosen, memory.span_tokens))
         numbers[policy] += 1
 
 
@@ -107,7 +110,7 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
         places.append((key, len(group)))
         group.append(memory)
     caches: dict[_Group, tuple[str, Attention]] = {}
-    for (window, policy, storage, n_chosen), group in sorted(groups.items(), key=lambda item: item[0][0] or 0):
+    for (window, policy, storage, chosen), group in sorted(groups.items(), key=lambda item: item[0][0] or 0):
         cache: Attention
         if isinstance(policy, EvictionPolicy):
             name = f"attention {len(caches)}, {policy.label}" + (f" of {storage.label}" if storage else "")
@@ -125,14 +128,14 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
         elif storage is not None:
             name = f"attention {len(caches)}, {storage.label}"
             cache = QuantizedAttention(group, storage, spec.dtype, page_tokens, rules.rollback_window, store, name)
-        elif n_chosen is not None:
-            name = _indexed("attention", n_chosen, spec)
+        elif chosen[0] is not None:
+            name = _indexed("attention", chosen, spec)
             grid = PageGrid(page_tokens, None, rules.rollback_window)
             cache = IndexedAttention(group, spec.dtype, grid, store, f"pages of {name}")
         else:
             name = "attention" if window is None else f"attention over {window}"
             cache = AttentionCache(group, spec.dtype, PageGrid(page_tokens, window, rules.rollback_window), store)
-        caches[window, policy, storage, n_chosen], kinds.by_name[name] = (name, cache), cache
+        caches[window, policy, storage, chosen], kinds.by_name[name] = (name, cache), cache
     kinds.attention = [(*caches[key], number) for key, number in places]
     _add_indexes(kinds, spec, page_tokens, rules, store)
     if cross := [m for m in flat if isinstance(m, CrossAttentionSpec)]:
@@ -153,28 +156,31 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
 _KINDS = ("attention", "index", "cross-attention", "recurrence")
 
 
-def _indexed(what: str, n_chosen: int, spec: MemorySpec) -> str:
+def _indexed(what: str, chosen: _Chosen, spec: MemorySpec) -> str:
     """Return the name of what an index serves, with the number of rows if there are several in the model."""
-    numbers = {m.n_chosen for layer in spec.layers for m in layer if isinstance(m, AttentionSpec | IndexSpec)} - {None}
-    suffix = f" of {n_chosen} rows" if len(numbers) > 1 else ""
+    memories = (m for layer in spec.layers for m in layer if isinstance(m, AttentionSpec | IndexSpec))
+    suffix = "" if len({(m.n_chosen, m.span_tokens) for m in memories} - {(None, 1)}) == 1 else f" of {chosen[0]} rows"
+    suffix += f" in spans of {chosen[1]}" if suffix and chosen[1] > 1 else ""
     return f"{what}{suffix}" if what == "index" else f"indexed {what}{suffix}"
 
 
 def _add_indexes(kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store) -> None:
     """Make a layer memory for the indexes of each number of rows."""
-    groups: dict[int, list[IndexSpec]] = {}
-    numbers = list[tuple[int, int]]()
+    groups: dict[_Chosen, list[IndexSpec]] = {}
+    numbers = list[tuple[_Chosen, int]]()
     for _, memory in spec.of_kind("index"):
         assert isinstance(memory, IndexSpec)
-        group = groups.setdefault(memory.n_chosen, [])
-        numbers.append((memory.n_chosen, len(group)))
+        chosen: _Chosen = memory.n_chosen, memory.span_tokens
+        group = groups.setdefault(chosen, [])
+        numbers.append((chosen, len(group)))
         group.append(memory)
-    made = dict[int, tuple[str, IndexKeys]]()
-    for n_chosen, group in groups.items():
-        name, grid = _indexed("index", n_chosen, spec), PageGrid(page_tokens, None, rules.rollback_window)
-        made[n_chosen] = name, IndexKeys(group, spec.dtype, grid, store, f"pages of {name}")
-        kinds.by_name[name] = made[n_chosen][1]
-    kinds.indexes = [(*made[n_chosen], number) for n_chosen, number in numbers]
+    made = dict[_Chosen, tuple[str, IndexKeys]]()
+    for chosen, group in groups.items():
+        name, grid = _indexed("index", chosen, spec), PageGrid(page_tokens, None, rules.rollback_window)
+        keys = IndexKeys if chosen[1] == 1 else SpanKeys
+        made[chosen] = name, keys(group, spec.dtype, grid, store, f"pages of {name}")
+        kinds.by_name[name] = made[chosen][1]
+    kinds.indexes = [(*made[chosen], number) for chosen, number in numbers]
 
 
 def with_host_pages(

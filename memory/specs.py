@@ -27,6 +27,16 @@ def _check_shape(what: str, shape: object) -> None:
         read_count(f"a size in the shape {shape} of {what}", size, 1)
 
 
+def _check_spans(what: str, n_chosen: int | None, span_tokens: int) -> None:
+    """Raise SpecError unless an index chooses whole spans."""
+    read_count(f"{what}.span_tokens", span_tokens, 1, "row")
+    if span_tokens > 1 and (n_chosen is None or n_chosen % span_tokens):
+        raise SpecError(
+            f"{what}.n_chosen={n_chosen!r}, span_tokens={span_tokens}; an index chooses whole spans, so give a "
+            "multiple of span_tokens as n_chosen"
+        )
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """Describes one attention of a layer: each token has `n_kv_heads` keys and values of `head_dim` elements.
@@ -47,6 +57,8 @@ class AttentionSpec:
         has_bias: True if `Step.attend` is given a bias by distance. That needs every row, so no policy suits it.
         n_chosen: how many rows a query reads at most. An `IndexSpec` of this layer, or of one before, chooses them.
             None: there is no index.
+        span_tokens: how many consecutive rows are chosen together: a span. A query also reads the rows behind the last
+            whole span before it, so up to span_tokens - 1 rows more.
     """
 
     n_query_heads: int
@@ -60,10 +72,12 @@ class AttentionSpec:
     rotation: Rotation | None = None
     has_bias: bool = False
     n_chosen: int | None = None
+    span_tokens: int = 1
 
     def __post_init__(self) -> None:
         if self.window is not None:
             read_count("AttentionSpec.window", self.window, 1, "token")
+        _check_spans("AttentionSpec", self.n_chosen, self.span_tokens)
         for size in ("n_query_heads", "n_kv_heads", "head_dim"):
             read_count(f"AttentionSpec.{size}", getattr(self, size), 1)
         if self.n_query_heads % self.n_kv_heads:
@@ -256,7 +270,7 @@ class CrossAttentionSpec:
 
 @dataclass(frozen=True)
 class IndexSpec:
-    """Describes an index of a layer: each token has a small key, by which queries choose the rows that they attend to.
+    """Describes an index of a layer: tokens have small keys, by which queries choose the rows that they attend to.
 
     A row's score is the sum over heads of weight * relu(scale * query . key), as in DeepSeek-AI 2025, "DeepSeek-V3.2".
     The `n_chosen` rows of the highest scores are chosen, and of equal ones the oldest. See `Step.choose`.
@@ -265,6 +279,8 @@ class IndexSpec:
         n_query_heads, head_dim: of the index. All heads share one key.
         n_chosen: the number of rows that a query chooses at most.
         rotation: see `AttentionSpec`.
+        span_tokens: how many consecutive rows, a span, have one key and are chosen together. The key is given to
+            `Step.choose` with the last token of the span. It is rotated, if at all, by the position of the first.
     """
 
     n_query_heads: int
@@ -272,6 +288,7 @@ class IndexSpec:
     n_chosen: int
     name: str = "index"
     rotation: Rotation | None = None
+    span_tokens: int = 1
 
     n_kv_heads: ClassVar[int] = 1
     n_parts: ClassVar[int] = 1
@@ -280,6 +297,7 @@ class IndexSpec:
     def __post_init__(self) -> None:
         for size in ("n_query_heads", "head_dim", "n_chosen"):
             read_count(f"IndexSpec.{size}", getattr(self, size), 1)
+        _check_spans("IndexSpec", self.n_chosen, self.span_tokens)
         self._as_attention()
 
     def _as_attention(self) -> AttentionSpec:

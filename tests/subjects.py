@@ -67,6 +67,7 @@ SUBJECTS = (
     "model:qwen3-next-two-of-four-experts",
     "model:qwen3-next-no-experts",
     "model:qwen3.5-biases",
+    "model:qwen4-exp-two-of-four-experts",
     "model:qwen3.5-moe-two-of-three-experts",
     "model:recurrent-gemma",
     "model:rwkv",

@@ -8,24 +8,29 @@ the query and the keys up to it. So attention and index never have to agree abou
      index:      every key is scored, which are a small part of a row's bytes
      attention:  n_chosen rows are read, one by one, wherever they are
 
-A request that has at most `n_chosen` rows reads them all. Then nothing is scored, and rows are read as by dense
-attention. That is decided for each request alone, so that its bits do not depend on others.
+Spans of several rows may have one key, and are chosen together (`memory.attention.span_keys`). A query always reads the
+rows behind the last whole span before it.
+
+A request that has at most `n_chosen` rows, not counting those behind its last whole span, reads them all. Then nothing
+is scored, and rows are read as by dense attention. That is decided for each request alone, so that its bits do not
+depend on others.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.memory.attention.selection import part_of
 from hybridmem.memory.attention_cache import AttentionCache
-from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks.arrays import Int64s, starts_of
 from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.errors import StepError
 from hybridmem.memory.interface import Packed
 from hybridmem.memory.kernels import PagedBatch, Prepared, Scoring, as_tensor
-from hybridmem.memory.sequences.choosing import Choosing, ChosenRows
+from hybridmem.memory.sequences.choosing import Choosing, ChosenRows, Spread
 from hybridmem.memory.sequences.pages import PageGrid
 from hybridmem.memory.sequences.reads import AttentionPlan, Read, attend_each
 from hybridmem.memory.specs import AttentionSpec, IndexSpec
@@ -41,11 +46,11 @@ class IndexKeys(AttentionCache):
     def __init__(self, specs: list[IndexSpec], dtype: torch.dtype, grid: PageGrid, store: Store, name: str) -> None:
         # To a cache of pages an index is attention that keeps keys alone.
         super().__init__(specs, dtype, grid, store, name=name)  # type: ignore[arg-type]
-        self._n_chosen = specs[0].n_chosen
+        self._n_chosen, self._span_tokens = specs[0].n_chosen, specs[0].span_tokens
 
     def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
         """Return what the queries that choose read, if there are any: all keys of their requests."""
-        choosing = Choosing.of(packed, self._n_chosen)
+        choosing = Choosing.of(packed, self._n_chosen, self._span_tokens)
         if not len(choosing.requests):
             return (), None
         return (Read(part_of(batch, pages, choosing.requests, self.place), self._store.upload(choosing.tokens)),), None
@@ -64,39 +69,46 @@ class IndexKeys(AttentionCache):
                 f"weights have the shape {found}; give {tuple(q_THD.shape[:2])} of float32: one for each head"
             )
         if not plan.reads:
-            return ChosenRows(self._n_chosen, None)
-        ((batch, tokens, _, _),) = plan.reads
+            return ChosenRows(self._n_chosen, None, self._span_tokens)
+        batch, tokens = plan.reads[0][:2]
         keys, _ = self._keys_values[index]
-        positions = self.kernels.choose_rows(q_THD[tokens], weights_TH[tokens], keys, batch, self._n_chosen, scale)
-        return ChosenRows(self._n_chosen, positions)
+        found_C = self.kernels.choose_rows(
+            q_THD[tokens], weights_TH[tokens], keys, batch, self._n_chosen // self._span_tokens, scale,
+            self._span_tokens,
+        )  # fmt: skip
+        return ChosenRows(self._n_chosen, found_C, self._span_tokens)
 
 
 class IndexedAttention(AttentionCache):
     """Keeps rows of attention layers whose queries read what an index chose: a `memory.interface.LayerMemory`.
 
     Args:
-        specs: the attention specs, in the order in which `attend_chosen` numbers them; all have the same `n_chosen`.
+        specs: the attention specs, in the order in which `attend_chosen` numbers them; all have the same `n_chosen`
+            and `span_tokens`.
     """
 
     def __init__(self, specs: list[AttentionSpec], dtype: torch.dtype, grid: PageGrid, store: Store, name: str) -> None:
         super().__init__(specs, dtype, grid, store, name=name)
         assert specs[0].n_chosen is not None
-        self._n_chosen = specs[0].n_chosen
+        self._n_chosen, self._span_tokens = specs[0].n_chosen, specs[0].span_tokens
 
     def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
-        """Return what queries read that see few rows, and those that choose: a page of one row for each that they do.
+        """Return what queries read that see few rows, and those that choose: a page for each piece that they read.
 
-        Where these rows are is known when they are chosen. Until then, a page is that of the request's first page.
+        A piece is one row, or a part of a span. Where the pieces are is known when they are chosen. Until then, a page
+        is that of the request's first page.
         """
-        choosing = Choosing.of(packed, self._n_chosen)
+        choosing = Choosing.of(packed, self._n_chosen, self._span_tokens)
         if not len(choosing.requests):
             return (Read(batch),), None
+        unit, n_rows, cu_pieces, pieces = 1, choosing.n_keys, starts_of(choosing.n_keys), None
+        if self._span_tokens > 1:
+            unit, n_rows, cu_pieces, *spread = Spread.of(choosing, self._span_tokens, self.page_tokens)
+            pieces = self._store.upload(spread[0]), self._store.upload(spread[1])
         first = np.repeat(batch.cu_pages[:-1][choosing.requests], packed.counts[choosing.requests])
-        first_pages = self.place(np.repeat(first, choosing.n_rows))
-        best = PagedBatch(
-            np.arange(len(choosing.tokens) + 1), choosing.n_rows, first_pages, choosing.cu_rows, page_tokens=1
-        )
-        reads = [Read(best, self._store.upload(choosing.tokens))]
+        first_pages = self.place(np.repeat(first, np.diff(cu_pieces)))
+        best = PagedBatch(np.arange(len(n_rows) + 1), n_rows, first_pages, cu_pieces, page_tokens=unit)
+        reads = [Read(best, self._store.upload(choosing.tokens), pieces=pieces)]
         if len(choosing.others):
             rest = part_of(batch, pages, choosing.others, self.place)
             reads.insert(0, Read(rest, self._store.upload(choosing.other_tokens)))
@@ -109,26 +121,37 @@ class IndexedAttention(AttentionCache):
         """Write the step's keys and values. Return what each token attends to of its rows: (T, H, D or value_dim)."""
         if scoring.bias_HL is not None:
             raise StepError("a bias by distance needs every row; leave it out where an index chooses rows")
-        best = plan.reads[-1]
-        if chosen.n_chosen != self._n_chosen or (chosen.positions is None) != (best.tokens is None):
+        best, own = plan.reads[-1], (self._n_chosen, self._span_tokens)
+        found = chosen.n_chosen, chosen.span_tokens
+        if found != own or (chosen.positions is None) != (best.tokens is None):
             raise StepError(
-                f"these rows were chosen by an index of {chosen.n_chosen} rows, or in another step; this attention "
-                f"reads {self._n_chosen}, chosen in its own step"
+                f"these rows were chosen by an index of {_rows(*found)}, or in another step; this attention "
+                f"reads {_rows(*own)}, chosen in its own step"
             )
         self.write(plan, index, q_THD, k_TGD, v_TGD)
         if chosen.positions is None:
             return self.read(best.batch, index, q_THD, scoring)
-        found = best._replace(batch=self._at(plan, index, best.batch, chosen.positions))
+        at = best._replace(batch=self._at(plan, index, best, chosen.positions))
         return attend_each(
-            (*plan.reads[:-1], found), q_THD, lambda read, q_QHD: self.read(read.batch, index, q_QHD, scoring)
+            (*plan.reads[:-1], at), q_THD, lambda read, q_QHD: self.read(read.batch, index, q_QHD, scoring)
         )
 
-    def _at(self, plan: AttentionPlan, index: int, best: PagedBatch, positions_C: Tensor) -> PagedBatch:
-        """Return a batch with the place of each chosen row, for each head of keys: they are a page's rows apart."""
+    def _at(self, plan: AttentionPlan, index: int, best: Read, chosen_C: Tensor) -> PagedBatch:
+        """Return a batch with the place of each chosen piece, for each head of keys: they are a page's rows apart."""
         n_heads, size = self._specs[index].kv_shape
-        page_C = as_tensor(best.pages) + positions_C // self.page_tokens
-        rows_C = as_tensor(plan.batch.pages)[page_C] + positions_C % self.page_tokens * size
+        positions_P = chosen_C
+        if best.pieces is not None:
+            spans, offsets = best.pieces
+            # Rows behind the last whole span lie at their offsets, so the span that they have is at 0.
+            positions_P = offsets + F.pad(chosen_C * self._span_tokens, (0, 1))[spans]
+        page_P = as_tensor(best.batch.pages) + positions_P // self.page_tokens
+        rows_P = as_tensor(plan.batch.pages)[page_P] + positions_P % self.page_tokens * size
         if n_heads == 1:
-            return best.at(self.kernels.prepare(rows_C))
-        apart_G = torch.arange(n_heads, device=rows_C.device) * ((self.page_tokens - 1) * size)
-        return best.at(self.kernels.prepare(rows_C + apart_G[:, None]))
+            return best.batch.at(self.kernels.prepare(rows_P))
+        apart = (self.page_tokens - best.batch.page_tokens) * size
+        apart_G = torch.arange(n_heads, device=rows_P.device) * apart
+        return best.batch.at(self.kernels.prepare(rows_P + apart_G[:, None]))
+
+
+def _rows(n_chosen: int, span_tokens: int) -> str:
+    return f"{n_chosen} rows" + (f" in spans of {span_tokens}" if span_tokens > 1 else "")

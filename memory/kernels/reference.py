@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -166,15 +167,17 @@ def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageCho
 
 
 def choose_rows(
-    q_THD: Tensor, weights_TH: Tensor, keys: Tensor, batch: PagedBatch, n_chosen: int, scale: float
-) -> Tensor:
+    q_THD: Tensor, weights_TH: Tensor, keys: Tensor, batch: PagedBatch, n_chosen: int, scale: float,
+    span_tokens: int = 1,
+) -> Tensor:  # fmt: skip
     checks.choose_rows(q_THD, weights_TH, batch, checks.FLOATS)
     found = []
-    for i in range(len(batch.kv_lengths)):
-        k_RD = gather_rows(as_tensor(keys), batch, i, 1, q_THD.shape[2])[:, 0].float()
+    in_keys = replace(batch, kv_lengths=batch.kv_lengths // span_tokens)
+    for i, n_tokens in enumerate(batch.kv_lengths.tolist()):
+        k_RD = gather_rows(as_tensor(keys), in_keys, i, 1, q_THD.shape[2])[:, 0].float()
         begin, end = batch.cu_seqlens[i : i + 2].tolist()
         for t in range(begin, end):
-            n_rows = len(k_RD) - (end - 1 - t)
+            n_rows = (n_tokens - (end - 1 - t)) // span_tokens
             scores_R = weights_TH[t] @ (scale * (q_THD[t].float() @ k_RD[:n_rows].T)).relu()
             best_first = (
                 scores_R.nan_to_num(torch.inf, torch.inf, -torch.inf).sort(descending=True, stable=True).indices

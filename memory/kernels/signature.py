@@ -261,14 +261,18 @@ class Kernels(Protocol):
         ...
 
     def choose_rows(
-        self, q_THD: Tensor, weights_TH: Tensor, keys: Prepared, batch: PagedBatch, n_chosen: int, scale: float
-    ) -> Tensor:
+        self, q_THD: Tensor, weights_TH: Tensor, keys: Prepared, batch: PagedBatch, n_chosen: int, scale: float,
+        span_tokens: int = 1,
+    ) -> Tensor:  # fmt: skip
         """Choose the rows that each query of an index reads: their positions, (all chosen,), query after query.
 
         A query chooses `n_chosen` of the rows up to itself, or all if these are fewer, and they are in order. The score
         of a row is sum_h weights_h relu(scale q_h . key), and its key is read at its place in the pages, which have one
         head. Among equal rows the older is chosen, and one whose score is NaN before all others (DeepSeek-AI 2025,
         "DeepSeek-V3.2").
+
+        With span_tokens above 1, a key stands for so many consecutive rows. Lengths count rows, pages hold keys, and a
+        query chooses among the keys of those whole spans that end before it or with it. Numbers of spans are returned.
         """
         ...
 

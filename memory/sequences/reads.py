@@ -28,12 +28,14 @@ class Read(NamedTuple):
     Attributes:
         tokens: the packed indices of the queries (Q,). None: all queries of the step.
         choice: the blocks of the body, or else the pages, from which each query chooses. None: the queries read all.
+        pieces: `spans` and `offsets` of a `memory.sequences.choosing.Spread`, if an index chooses spans of rows.
     """
 
     batch: PagedBatch
     tokens: Tensor | None = None
     choice: PageChoice | None = None
     body: Body | None = None
+    pieces: tuple[Tensor, Tensor] | None = None
 
 
 class Selects(Protocol):

@@ -52,14 +52,20 @@ def _memory(memory: LayerSpec, rules: TailRules) -> dict[str, Any]:
     if isinstance(memory, CrossAttentionSpec):
         return about
     if isinstance(memory, IndexSpec):
-        return about | {"n_chosen": memory.n_chosen, "rotation": _rotation(memory.rotation)}
+        return about | _spans(memory) | {"n_chosen": memory.n_chosen, "rotation": _rotation(memory.rotation)}
     assert isinstance(memory, AttentionSpec)
+    about |= _spans(memory)
     if memory.n_chosen is not None:  # Files of memories without an index do not have the entry.
         about["n_chosen"] = memory.n_chosen
     return about | {
         "value_dim": memory.value_dim, "window": memory.window, "has_bias": memory.has_bias,
         "rotation": _rotation(memory.rotation), "policy": _choice(memory.policy), "storage": _choice(memory.storage),
     }  # fmt: skip
+
+
+def _spans(memory: AttentionSpec | IndexSpec) -> dict[str, Any]:
+    """Return the number of tokens of a span. Files of memories that choose single rows do not have the entry."""
+    return {} if memory.span_tokens == 1 else {"span_tokens": memory.span_tokens}
 
 
 def _rotation(rotation: Rotation | None) -> dict[str, Any] | None:

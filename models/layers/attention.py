@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import ROPE_INIT_FUNCTIONS, PreTrainedConfig
 
-from hybridmem.memory import UNROTATED, AttentionSpec, Rotation, Step
+from hybridmem.memory import UNROTATED, AttentionSpec, ChosenRows, Rotation, Step
 from hybridmem.models.layers.linear import Linear, add_product, add_scaled, normed_products
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 from hybridmem.models.weights.dry import joined
@@ -70,13 +70,14 @@ class Rotary:
 
     def __call__(self, x_THD: Tensor, step: Step) -> Tensor:
         """Return x (T, H, D), rotated by the positions of the step's tokens."""
-        angles = step.notes.get(self)
+        return turn(x_THD, *self.angles(step, x_THD.dtype))
+
+    def angles(self, step: Step, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for the step's tokens, (T, 1, R / 2) each."""
+        angles: tuple[Tensor, Tensor] | None = step.notes.get(self)
         if angles is None:
-            angles = step.notes[self] = self._angles(step.rotary_positions, x_THD.dtype)
-        cos, sin = angles
-        half = cos.shape[-1]
-        a, b, rest = x_THD.split_with_sizes([half, half, x_THD.shape[-1] - 2 * half], -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+            angles = step.notes[self] = self._angles(step.rotary_positions, dtype)
+        return angles
 
     def _angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, (T, 1, R / 2) each."""
@@ -86,6 +87,13 @@ class Rotary:
             assert self._axes is not None, "only models with such a rotation see pictures with several axes"
             angles = (positions_T[self._axes].float() * self._frequencies[:, None]).T[:, None]
         return (angles.cos() * self._attention_scale).to(dtype), (angles.sin() * self._attention_scale).to(dtype)
+
+
+def turn(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x (T, H, D) rotated by angles, whose cosines and sines are (T, 1, R / 2) each."""
+    half = cos.shape[-1]
+    a, b, rest = x_THD.split_with_sizes([half, half, x_THD.shape[-1] - 2 * half], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
 def axes_of(n_frequencies: int, sections: Sequence[int]) -> Tensor:
@@ -127,8 +135,9 @@ class Attention:
     def specs(self) -> tuple[AttentionSpec]:
         return (replace(self.spec, rotation=UNROTATED if self.rotary is None else self.rotary.rotation),)
 
-    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
-        y = self._attend(self.qkv(x_TM), step)
+    def __call__(self, x_TM: Tensor, step: Step, chosen: ChosenRows | None = None) -> Tensor:
+        """Attend, to the rows that an index has chosen if the spec has a number of them."""
+        y = self._attend(self.qkv(x_TM), step, chosen)
         return self.out(y if self.gate is None else y * self._spread(self.gate(x_TM)))
 
     def add_to(self, x_TM: Tensor, norm: Callable[[Tensor], Tensor], step: Step, *, scale: float) -> Tensor:
@@ -145,7 +154,7 @@ class Attention:
         n_elements = self.spec.n_query_heads * self.spec.head_dim
         return gate if gate.shape[1] == n_elements else gate.repeat_interleave(self.spec.head_dim, -1)
 
-    def _attend(self, qkv: Tensor, step: Step) -> Tensor:
+    def _attend(self, qkv: Tensor, step: Step, chosen: ChosenRows | None = None) -> Tensor:
         spec = self.spec
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         qk, v_TGD = torch.split(heads, [spec.n_query_heads + spec.n_kv_heads, spec.n_kv_heads], dim=1)
@@ -155,7 +164,10 @@ class Attention:
         if self.rotary is not None:
             qk = self.rotary(qk, step)
         q_THD, k_TGD = torch.split(qk, [spec.n_query_heads, spec.n_kv_heads], dim=1)
-        return step.attend(self.layer, q_THD, k_TGD, v_TGD, scale=self.scale, softcap=self.softcap).flatten(1)
+        y_THD = step.attend(
+            self.layer, q_THD, k_TGD, v_TGD, scale=self.scale, softcap=self.softcap, chosen=chosen
+        )  # fmt: skip
+        return y_THD.flatten(1)
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:

@@ -20,6 +20,9 @@ from hybridmem.models.weights.dry import joined, rates_of
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+NAME = "recurrence"
+"""Name of the recurrence in its layer, which may have others."""
+
 
 def delta_shape_of(config: PreTrainedConfig) -> DeltaRuleShape:
     """Return the sizes of a gated delta rule from a config that names them as Qwen3-Next's does."""
@@ -81,6 +84,7 @@ class DeltaMixer:
             Eigenvalues").
         norm, out: the names of the norm and of the last product.
         conv_parts: see `load_conv`.
+        gate_activation: what is applied to z.
     """
 
     def __init__(
@@ -97,10 +101,11 @@ class DeltaMixer:
         norm: str = "norm",
         out: str = "out_proj",
         conv_parts: tuple[str, ...] = (),
+        gate_activation: str = "silu",
     ) -> None:
         take, n_inner, n_model = checkpoint.take, shape.n_heads * shape.value_dim, inputs.qkv.shape[1]
         self._rows = Linear(inputs.qkv, inputs.b, inputs.a)
-        self._gate = Linear(inputs.gate, activation="silu")
+        self._gate = Linear(inputs.gate, activation=gate_activation)
         self._norm = RMSNorm(take(f"{prefix}.{norm}.weight", shape.value_dim), norm_eps)
         self._out = Linear(take(f"{prefix}.{out}.weight", n_model, n_inner))
         self._recurrence = DeltaRule(
@@ -121,7 +126,7 @@ class DeltaMixer:
 
     @property
     def specs(self) -> tuple[RecurrentSpec]:
-        return (self._recurrence.shape.spec(),)
+        return (self._recurrence.shape.spec(NAME),)
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         return self._out(self._mix(self._rows(x_TM), step) * self._gate(x_TM))
@@ -139,5 +144,5 @@ class DeltaMixer:
             beta_TH.sigmoid_()
         else:
             beta_TH.copy_(beta_TH.sigmoid() * self._most_beta)
-        y_TI = step.recur(self._layer, rows_TR, self._recurrence)
+        y_TI = step.recur(self._layer, rows_TR, self._recurrence, name=NAME)
         return self._norm(y_TI.view(len(y_TI), shape.n_heads, shape.value_dim)).flatten(1)

@@ -63,6 +63,7 @@ _MODULES = {
     "OlmoHybridForCausalLM": "hybridmem.models.families.olmo_hybrid",
     "Qwen3ForCausalLM": "hybridmem.models.families.llama",
     "Qwen3NextForCausalLM": "hybridmem.models.families.qwen3_next",
+    "Qwen4ExpForCausalLM": "hybridmem.models.families.qwen4_exp",
     "Qwen3_5ForCausalLM": "hybridmem.models.families.qwen3_5",
     "Qwen3_5ForConditionalGeneration": "hybridmem.models.families.qwen3_5",
     "Qwen3_5MoeForCausalLM": "hybridmem.models.families.qwen3_5",
@@ -84,7 +85,6 @@ REFUSED = {
     "Inkling2LoopForCausalLM": "each query computes a bias for each distance, which no attention kernel here adds to "
     "scores, its layers attend to blocks of earlier layers, and they run several times",
     "InklingForCausalLM": "each query computes a bias for each distance, which no attention kernel here adds to scores",
-    "Qwen4ExpForCausalLM": "it has indexed attention, and embeddings of several tokens",
 }
 """Maps a class of transformers with recurrent states that is not implemented to the reason why."""
 

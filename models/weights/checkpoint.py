@@ -295,12 +295,24 @@ class Checkpoint:
         """
         if len(names) == 1 or any(name not in self for name in names):
             return self.take(names[0] if len(names) == 1 else next(n for n in names if n not in self), *shape)
-        sizes = [len(self._read(name)) for name in names]
-        if sum(sizes) != shape[0]:
-            raise FormatError(
-                f"{', '.join(names)} in {self.folder} have {sum(sizes)} rows, its config.json says {shape[0]}"
-            )
+        sizes = self._sizes_of(names, shape[0])
         return joined(*(self.take(name, size, *shape[1:]) for name, size in zip(names, sizes, strict=True)))
+
+    def take_parts_as_stored(self, names: Sequence[str], *shape: int) -> list[Tensor]:
+        """Return the parts of a tensor as `take_as_stored` does. They may be cut anywhere, as in `take_joined`."""
+        if len(names) == 1:
+            return [self.take_as_stored(names[0], *shape)]
+        sizes = self._sizes_of(names, shape[0])
+        return [self.take_as_stored(name, size, *shape[1:]) for name, size in zip(names, sizes, strict=True)]
+
+    def _sizes_of(self, names: Sequence[str], n_rows: int) -> list[int]:
+        """Return how many rows each part of a tensor has. Raises FormatError unless they have `n_rows` together."""
+        sizes = [len(self._read(name)) for name in names]
+        if sum(sizes) != n_rows:
+            raise FormatError(
+                f"{', '.join(names)} in {self.folder} have {sum(sizes)} rows, its config.json says {n_rows}"
+            )
+        return sizes
 
     def tie(self, source: str, *names: str, is_tied: bool = True, own: Collection[str] = ()) -> tuple[str, ...]:
         """Return, for each of `names`, the name under which to take it: `source` if both are the same tensor.

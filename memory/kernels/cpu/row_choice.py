@@ -23,19 +23,21 @@ _ROWS_A_TASK = 512
 
 
 def choose_rows(
-    q_THD: Tensor, weights_TH: Tensor, keys: Prepared, batch: PagedBatch, n_chosen: int, scale: float
-) -> Tensor:
+    q_THD: Tensor, weights_TH: Tensor, keys: Prepared, batch: PagedBatch, n_chosen: int, scale: float,
+    span_tokens: int = 1,
+) -> Tensor:  # fmt: skip
     checks.choose_rows(q_THD, weights_TH, batch, checks.FLOATS_UP_TO_32_BITS)
     n_heads, head_dim = q_THD.shape[1:]
     ends_T = np.repeat(batch.kv_lengths - batch.cu_seqlens[1:], np.diff(batch.cu_seqlens)) + np.arange(
         1, len(q_THD) + 1
     )
+    ends_T //= span_tokens
     cu_chosen = np.concatenate([[0], np.minimum(ends_T, n_chosen).cumsum()])
     out_C, pages = torch.empty(int(cu_chosen[-1]), dtype=torch.int64), as_array(batch.pages)
     q_TE, w_TH = (x.float().contiguous().numpy().reshape(len(x), -1) for x in (q_THD, weights_TH))
-    for i, n_rows in enumerate(batch.kv_lengths.tolist()):
+    for i, n_rows in enumerate((batch.kv_lengths // span_tokens).tolist()):
         begin, end = batch.cu_seqlens[i : i + 2].tolist()
-        table, n_at_once = pages[batch.cu_pages[i] : batch.cu_pages[i + 1]], max(1, _MOST_SCORES // n_rows)
+        table, n_at_once = pages[batch.cu_pages[i] : batch.cu_pages[i + 1]], max(1, _MOST_SCORES // max(1, n_rows))
         for first in range(begin, end, n_at_once):
             own = slice(first, min(end, first + n_at_once))
             use_threads(q_TE[own].size * n_rows)

@@ -1,0 +1,89 @@
+"""Implements an indexer that chooses spans of rows: a span's key is made from the keys of its tokens.
+
+The tokens of a span that is not finished are remembered as the window of a convolution, so a rollback into the span
+keeps what its key needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybridmem.memory import ChosenRows, IndexSpec, Step
+from hybridmem.memory.recurrences import CausalConv, ShortConv, short_conv_spec
+from hybridmem.memory.specs import LayerSpec
+from hybridmem.models.layers.attention import Attention, Rotary, turn
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.norms import load_offset_norm
+from hybridmem.models.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import Qwen4ExpTextConfig
+
+_SPAN = "span"
+
+
+class MeanIndexer:
+    """Chooses spans by the means of their tokens' keys: `chosen = indexer(x, step)`.
+
+    The mean is normed, and rotated by the position of the span's first token. A convolution computes it: its taps are
+    equal, and its output counts at the last token of each span. The same convolution brings the first token's angles
+    to the last one. All heads of an index have the same weight.
+    """
+
+    def __init__(
+        self, config: Qwen4ExpTextConfig, checkpoint: Checkpoint, prefix: str, layer: int, rotary: Rotary
+    ) -> None:
+        n_heads, size, n_span = config.indexer_n_heads, config.indexer_head_dim, config.indexer_compress_ratio
+        self._layer, self._rotary, self._n_heads, self._size = layer, rotary, n_heads, size
+        self._inputs = Linear.load(checkpoint, f"{prefix}.index_qk_proj", (n_heads + 1) * size, config.hidden_size)
+        self._q_norm, self._k_norm = (
+            load_offset_norm(checkpoint, f"{prefix}.{x}_layernorm", size, config.rms_norm_eps) for x in "qk"
+        )
+        self.spec = IndexSpec(n_heads, size, config.indexer_budget, rotation=rotary.rotation, span_tokens=n_span)
+        n_rotated = 2 * len(rotary.rotation.frequencies)
+        weight_WE = torch.zeros(n_span, size + n_rotated, dtype=checkpoint.dtype, device=checkpoint.device)
+        weight_WE[:, :size] = 1 / n_span
+        weight_WE[0, size:] = 1
+        self._recurrence = ShortConv(CausalConv(weight_WE, activation=False))
+        spans = () if n_span == 1 else (short_conv_spec(weight_WE.shape[1], n_span, _SPAN),)
+        self.specs: tuple[LayerSpec, ...] = (self.spec, *spans)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> ChosenRows:
+        heads = self._inputs(x_TM).view(len(x_TM), -1, self._size)
+        q_THD, k_TD = self._q_norm(heads[:, : self._n_heads]), heads[:, -1]
+        cos, sin = self._rotary.angles(step, k_TD.dtype)
+        q_THD = turn(q_THD, cos, sin)
+        if self.spec.span_tokens > 1:
+            rows = torch.cat([k_TD, cos[:, 0], sin[:, 0]], -1)
+            found = step.recur(self._layer, rows, self._recurrence, name=_SPAN)
+            k_TD, cos, sin = found[:, None].split_with_sizes([self._size, cos.shape[-1], sin.shape[-1]], -1)
+            k_TD = k_TD[:, 0]
+        k_T1D = turn(self._k_norm(k_TD)[:, None], cos, sin)
+        weights_TH = torch.ones(q_THD.shape[:2], device=q_THD.device)
+        return step.choose(self._layer, q_THD, k_T1D, weights_TH)
+
+
+@dataclass(frozen=True)
+class IndexedAttention:
+    """Computes attention to the rows that an indexer chooses."""
+
+    attention: Attention
+    indexer: MeanIndexer
+
+    @staticmethod
+    def of(attention: Attention, indexer: MeanIndexer) -> IndexedAttention:
+        """Return this attention, reading what the indexer chooses."""
+        index = indexer.spec
+        spec = replace(attention.spec, n_chosen=index.n_chosen, span_tokens=index.span_tokens)
+        return IndexedAttention(replace(attention, spec=spec), indexer)
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return (*self.attention.specs, *self.indexer.specs)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        return self.attention(x_TM, step, self.indexer(x_TM, step))
