@@ -58,7 +58,7 @@ def _family_toy(name: str) -> FamilyToy:
 
 def hybrid(policy: str | None = None, storage: str | None = None, **options: Any) -> HybridAdapter:
     """Make a hybrid: attention, attention with a window, and recurrences. Options are those of `HybridMemory`."""
-    toy = _toy(window=options.pop("window", None), n_chosen=options.pop("n_chosen", None))
+    toy = _toy(**{name: options.pop(name) for name in ("window", "n_chosen", "span_tokens") if name in options})
     chosen = POLICIES[policy] if policy else None
     spec = toy.memory_spec.with_policy(chosen).with_storage(STORAGES[storage] if storage else None)
     return HybridAdapter(toy, spec, **({"same_bits": True} | options))
@@ -95,6 +95,8 @@ def all_subjects() -> dict[str, Callable[[], Adapter]]:
         "hybrid, small budget": partial(hybrid, budget="24KiB"),
         "hybrid, indexed": indexed,
         "hybrid, indexed, pages of one token": partial(indexed, page_tokens=1),
+        "hybrid, indexed in spans": partial(indexed, span_tokens=2),
+        "hybrid, indexed in spans, replay": partial(indexed, span_tokens=4, fold="replay"),
         "attention": attention,
         "recurrent": recurrent,
     }

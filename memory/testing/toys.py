@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory import AttentionSpec, ChosenRows, IndexSpec, MemorySpec, RecurrentSpec, StateTensor, Step
-from hybridmem.memory.recurrences import Family, Fold
+from hybridmem.memory.recurrences import CausalConv, Family, Fold, ShortConv, short_conv_spec
 from hybridmem.memory.specs import LayerSpec
 
 N_MODEL = 12
@@ -98,7 +98,8 @@ class Toy:
 
     def __init__(
         self, *, attention: bool = True, recurrent: bool = True, window: int | None = None,
-        n_chosen: int | None = None, dtype: torch.dtype = torch.float32, device: torch.device = HOST,
+        n_chosen: int | None = None, span_tokens: int = 1, dtype: torch.dtype = torch.float32,
+        device: torch.device = HOST,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(7)
 
@@ -111,7 +112,8 @@ class Toy:
         self._out1 = weights(N_MODEL, 10)
         self._qkv2, self._delta, self._out2 = weights(3 * 4, N_MODEL), weights(8, N_MODEL), weights(N_MODEL, 8)
         self._has_attention, self._has_recurrent, self._has_index = attention, recurrent, n_chosen is not None
-        self._index = weights(2 * 3 + 3 + 2, N_MODEL)
+        self._index, self._span_tokens = weights(2 * 3 + 3 + 2, N_MODEL), span_tokens
+        self._mean = ShortConv(CausalConv(weights(span_tokens, 3).fill_(1 / span_tokens), activation=False))
         means = (StateTensor("mean", (5,)), StateTensor("highest", (5,), initial=-3.0))
         layers = (
             self._indexed(n_chosen) if attention else (),
@@ -124,8 +126,15 @@ class Toy:
 
     def _indexed(self, n_chosen: int | None) -> tuple[LayerSpec, ...]:
         """Return the specs of layer 0: attention, and an index if it chooses rows."""
-        index = () if n_chosen is None else (IndexSpec(2, 3, n_chosen),)
-        return AttentionSpec(6, 2, 4, n_chosen=n_chosen), *index
+        if n_chosen is None:
+            return (AttentionSpec(6, 2, 4),)
+        span = self._span_tokens
+        means = () if span == 1 else (short_conv_spec(3, span, "span"),)
+        return (
+            AttentionSpec(6, 2, 4, n_chosen=n_chosen, span_tokens=span),
+            IndexSpec(2, 3, n_chosen, span_tokens=span),
+            *means,
+        )
 
     def require_gradients(self) -> None:
         """Make the model's outputs, and the inputs of its first attention, require gradients."""
@@ -159,4 +168,6 @@ class Toy:
 
     def _choose(self, x: Tensor, step: Step) -> ChosenRows:
         q, k, weights = torch.split(project(x, self._index), [6, 3, 2], dim=-1)
+        if self._span_tokens > 1:  # A span's key is the mean of its tokens'.
+            k = step.recur(0, k, self._mean, name="span")
         return step.choose(0, q.reshape(len(x), 2, 3), k[:, None], weights.float())

@@ -116,7 +116,7 @@ def values_for(path: Path, value: Any) -> list[Any]:
         return [not value]
     if isinstance(value, int):
         # With few heads of an index many rows have the score 0; of these, transformers chooses any.
-        least = 3 if name == "index_n_heads" else -1
+        least = 3 if name in ("index_n_heads", "indexer_n_heads") else -1
         return [
             n
             for n in (0, 1, 2, value - 1, value + 1, 2 * value, 3 * value, value // 2, -1)

@@ -20,8 +20,8 @@ TOKENS = draw_tokens(20)
 ONE_OF_EACH = (
     "bailing-hybrid", "bamba", "deepseek-v2", "deepseek-v3", "falcon-h1", "falcon-mamba", "gemma2", "gemma3",
     "granite-moe-hybrid", "jamba", "kimi-linear", "lara-mini", "lfm2-moe", "lfm3", "minimax", "olmo-hybrid", "llama",
-    "mamba", "mamba2", "nemotron-h", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen4-exp", "recurrent-gemma", "rwkv", "xlstm",
-    "zamba", "zamba2", "zaya",
+    "mamba", "mamba2", "nemotron-h", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen4-exp", "recurrent-gemma", "rwkv",
+    "xlstm", "zamba", "zamba2", "zaya",
 )  # fmt: skip
 ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # Transformers 5.23 lacks one.
 

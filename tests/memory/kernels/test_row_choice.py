@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -31,13 +33,18 @@ class Keys:
         self.q = torch.randint(-2, 3, (sum(COUNTS), n_heads, head_dim)).float()
         self.weights = torch.randint(-1, 3, (sum(COUNTS), n_heads)).float()
 
-    def chosen(self, kernels: Kernels, n_chosen: int) -> Tensor:
-        return kernels.choose_rows(self.q, self.weights, self.arena, self.batch, n_chosen, 0.5)
+    def chosen(self, kernels: Kernels, n_chosen: int, span_tokens: int = 1) -> Tensor:
+        # The keys are those of whole spans, and a few tokens are behind the last one.
+        lengths = np.array(LENGTHS) * span_tokens + np.arange(len(LENGTHS)) % span_tokens
+        batch = replace(self.batch, kv_lengths=lengths)
+        return kernels.choose_rows(self.q, self.weights, self.arena, batch, n_chosen, 0.5, span_tokens)
 
-    def expected(self, n_chosen: int) -> list[int]:
+    def expected(self, n_chosen: int, span_tokens: int = 1) -> list[int]:
         found, t = [], 0
-        for keys, count in zip(self.keys, COUNTS, strict=True):
-            for n_rows in range(len(keys) - count + 1, len(keys) + 1):
+        for i, (keys, count) in enumerate(zip(self.keys, COUNTS, strict=True)):
+            n_tokens = len(keys) * span_tokens + i % span_tokens
+            for n_seen in range(n_tokens - count + 1, n_tokens + 1):
+                n_rows = n_seen // span_tokens
                 products = (0.5 * (keys[:n_rows] @ self.q[t].T)).clamp(min=0)
                 scores = (products * self.weights[t]).sum(1).tolist()
                 found += sorted(sorted(range(n_rows), key=lambda r, scores=scores: (-scores[r], r))[:n_chosen])
@@ -53,6 +60,13 @@ def test_the_best_rows_are_chosen_and_of_equal_ones_the_oldest(
 ) -> None:
     keys = Keys(n_heads, head_dim, page_tokens)
     assert keys.chosen(kernels, n_chosen).tolist() == keys.expected(n_chosen)
+
+
+@BOTH
+@pytest.mark.parametrize("span_tokens", [2, 3])
+def test_a_query_chooses_among_the_spans_that_end_before_it(kernels: Kernels, span_tokens: int) -> None:
+    keys = Keys(2, 20, 4)
+    assert keys.chosen(kernels, 6, span_tokens).tolist() == keys.expected(6, span_tokens)
 
 
 @BOTH

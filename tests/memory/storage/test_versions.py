@@ -240,10 +240,19 @@ OTHERS: list[tuple[Any, dict[str, Any], set[str]]] = [
             "n_query_heads": 8, "n_kv_heads": 4, "head_dim": 16, "name": "x", "window": 9, "policy": H2O(16),
             "storage": Float8(), "value_dim": 4, "rotation": UNROTATED, "has_bias": True, "n_chosen": 3,
         },
-        set(),
+        {"span_tokens"},  # see the next one
+    ),
+    (
+        replace(ATTENTION, n_chosen=2), {"span_tokens": 2}, {x.name for x in fields(ATTENTION)} - {"span_tokens"},
     ),
     (CROSS, {"n_query_heads": 8, "n_kv_heads": 4, "head_dim": 16, "name": "x"}, set()),
-    (INDEX, {"n_query_heads": 8, "head_dim": 16, "n_chosen": 3, "name": "x", "rotation": UNROTATED}, set()),
+    (
+        INDEX,
+        {
+            "n_query_heads": 8, "head_dim": 16, "n_chosen": 3, "name": "x", "rotation": UNROTATED, "span_tokens": 2,
+        },
+        set(),
+    ),
     (STATES, {"family": "x", "row_shape": (6,), "states": TWO_STATES.states, "name": "x"}, set()),
     (
         STATES.states[0], {"name": "x", "shape": (6,), "dtype": torch.float16, "initial": 1.0, "ring": ((5,), None)},
