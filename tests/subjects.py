@@ -52,6 +52,7 @@ SUBJECTS = (
     "model:falcon-mamba",
     "model:gemma2",
     "model:gemma3",
+    "model:glm5-next-two-of-eight-experts-in-groups",
     "model:granite-moe-hybrid",
     "model:kimi-linear",
     "model:lara-mini",

@@ -3,6 +3,7 @@
 from hybridmem.memory.recurrences.convolution import CausalConv, ShortConv, short_conv_spec, window_tensors
 from hybridmem.memory.recurrences.delta_rule import DeltaRule, DeltaRuleShape
 from hybridmem.memory.recurrences.fold import Fold
+from hybridmem.memory.recurrences.gated_pool import GatedPool, gated_pool_spec
 from hybridmem.memory.recurrences.linear_attention import LinearAttention, linear_attention_spec
 from hybridmem.memory.recurrences.mamba1 import Mamba1, mamba1_spec
 from hybridmem.memory.recurrences.mlstm import MLSTM, mlstm_spec
@@ -24,11 +25,13 @@ __all__ = [
     "DeltaRuleShape",
     "Family",
     "Fold",
+    "GatedPool",
     "LinearAttention",
     "Mamba1",
     "SSDShape",
     "ShortConv",
     "TokenShift",
+    "gated_pool_spec",
     "linear_attention_spec",
     "mamba1_spec",
     "mlstm_spec",

@@ -41,7 +41,7 @@ class BailingHybrid(KimiLinear):
         decays: tuple[Tensor, Tensor] | None = bias, rates
         if config.kda_safe_gate:
             check_numbers(config, "kda_lower_bound")
-            decay, decays = _bounded(product, bias, rates, config.kda_lower_bound), None
+            decay, decays = bounded_decay(product, bias, rates, config.kda_lower_bound), None
         return KimiDeltaMixer(config, checkpoint, prefix, i, shape, decay, gate, decays, out="dense")
 
     def _attention(self, config: Any, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
@@ -56,7 +56,7 @@ class BailingHybrid(KimiLinear):
         return load_feed_forward(config, checkpoint, kind, mlp, mlp, bias="expert_bias", names=names)
 
 
-def _bounded(product: Linear, bias_A: Tensor, rate_A: Tensor, least: float) -> Function:
+def bounded_decay(product: Function, bias_A: Tensor, rate_A: Tensor, least: float) -> Function:
     """Return a function that computes logarithms of decays, from `least` to 0, in the dtype of the layer's input."""
 
     def log_decay(x_TM: Tensor) -> Tensor:

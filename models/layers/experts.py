@@ -204,7 +204,7 @@ def check_groups(config: PreTrainedConfig, *, least: int, experts: str = "n_rout
 
 
 def load_experts(
-    checkpoint: Checkpoint, prefix: str, n_experts: int, n_model: int, n_inner: int, activation: str, *,
+    checkpoint: Checkpoint, prefix: str, n_experts: int, n_model: int, n_inner: int, activation: str | None, *,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[GatedMLP]:  # fmt: skip
     """Load experts that are stored one by one, as in most checkpoints, or stacked in `gate_up_proj` and `down_proj`."""

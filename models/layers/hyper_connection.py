@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.memory import Step
@@ -81,6 +83,62 @@ class GatedStreams:
 
 
 @dataclass(frozen=True)
+class RoutedStreams:
+    """Mixes streams by numbers that they compute themselves, and routes streams among each other.
+
+    Xie et al. 2026, "mHC: Manifold-Constrained Hyper-Connections". The matrix by which the streams are routed has rows
+    and columns that sum to one, so that streams keep their size (Sinkhorn & Knopp 1967).
+
+    Attributes:
+        weights: (S + S + S S, S M) float32, which compute shares of the mixture, shares of a part's output, and routes.
+        biases, scales: (S + S + S S,) and (3,) float32, of these three.
+        eps, n_rounds: a number that is added to sums, and how often rows and columns are normed.
+        norm_eps: the epsilon of the norm of all streams together, which has no weight.
+        norm: the norm of the mixture.
+    """
+
+    n_streams: int
+    weights: Tensor
+    biases: Tensor
+    scales: Tensor
+    eps: float
+    n_rounds: int
+    norm_eps: float
+    norm: Function
+
+    def add(self, x_TE: Tensor, part: Callable[..., Tensor], *arguments: Step) -> Tensor:
+        """Return the routed streams with the output of a part for their mixture."""
+        n, x_TSM = self.n_streams, x_TE.view(len(x_TE), self.n_streams, -1)
+        normed_TE = F.rms_norm(x_TE.float(), x_TE.shape[1:], eps=self.norm_eps)
+        computed = F.linear(normed_TE, self.weights).split_with_sizes([n, n, n * n], -1)
+        mixture, shares, routes = (
+            x * scale + bias
+            for x, scale, bias in zip(computed, self.scales, self.biases.split_with_sizes([n, n, n * n]), strict=True)
+        )
+        mixed_TM = ((mixture.sigmoid() + self.eps)[..., None] * x_TSM).sum(1).to(x_TE.dtype)
+        y_T1M = part(self.norm(mixed_TM), *arguments)[:, None]
+        shares_TS1 = (2 * shares.sigmoid())[..., None].to(x_TE.dtype)
+        return (shares_TS1 * y_T1M + self._doubly_stochastic(routes).to(x_TE.dtype).mT @ x_TSM).flatten(1)
+
+    def _doubly_stochastic(self, routes: Tensor) -> Tensor:
+        """Return (T, S, S) whose rows and columns sum to about one."""
+        x_TSS = routes.view(-1, self.n_streams, self.n_streams).softmax(-1) + self.eps
+        x_TSS = x_TSS / (x_TSS.sum(-2, keepdim=True) + self.eps)
+        for _ in range(self.n_rounds - 1):
+            x_TSS = x_TSS / (x_TSS.sum(-1, keepdim=True) + self.eps)
+            x_TSS = x_TSS / (x_TSS.sum(-2, keepdim=True) + self.eps)
+        return x_TSS
+
+
+class Streams(Protocol):
+    """Declares how a part of a layer reads from residual streams, and is added to them."""
+
+    def add(self, x_TE: Tensor, part: Callable[..., Tensor], *arguments: Step) -> Tensor:
+        """Return the streams with the output of a part for their mixture."""
+        ...
+
+
+@dataclass(frozen=True)
 class StreamBlock:
     """Computes a layer on residual streams.
 
@@ -91,8 +149,8 @@ class StreamBlock:
     """
 
     before: Mixer | None
-    mixer: tuple[GatedStreams, Mixer]
-    feed_forward: tuple[GatedStreams, Function]
+    mixer: tuple[Streams, Mixer]
+    feed_forward: tuple[Streams, Function]
     n_copies: int = 1
 
     @property

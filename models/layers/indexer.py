@@ -6,7 +6,7 @@ DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class Indexer:
     weights: Linear
     rotary: Rotary
 
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return (self.spec,)
+
     def __call__(self, x_TM: Tensor, q_TC: Tensor, step: Step) -> ChosenRows:
         n_heads, size = self.spec.n_query_heads, self.spec.head_dim
         q_THD, k_T1D = self.queries(q_TC).view(-1, n_heads, size), self.norm(self.keys(x_TM))[:, None]
@@ -55,16 +59,24 @@ class Indexer:
         return step.choose(self.layer, rotated[:, :n_heads], rotated[:, n_heads:], weights_TH)
 
 
+class Chooses(Protocol):
+    """Declares an indexer: it chooses rows by a layer's input and its compressed queries."""
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]: ...
+    def __call__(self, x_TM: Tensor, q_TC: Tensor, step: Step) -> ChosenRows: ...
+
+
 @dataclass(frozen=True)
 class IndexedLatentAttention:
     """Computes latent attention to chosen rows; without an indexer, to those of the last layer that has one."""
 
     attention: LatentAttention
-    indexer: Indexer | None
+    indexer: Chooses | None
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
-        return (*self.attention.specs, *(() if self.indexer is None else (self.indexer.spec,)))
+        return (*self.attention.specs, *(() if self.indexer is None else self.indexer.specs))
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         def choose(q_TC: Tensor) -> ChosenRows:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _NORM_EPS = 1e-6
-"""The epsilon of the norms in this attention, whatever the config says, as in transformers and in the training code."""
+"""The epsilon of DeepSeek's norms in this attention, whatever the config says, as in transformers and in the training
+code."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def load_latent_attention(
     is_interleaved: bool,
     out: str = "o_proj",
     has_gate: bool = False,
+    norm_eps: float = _NORM_EPS,
 ) -> LatentAttention:
     """Load a latent attention from the tensors below `prefix`, named as in DeepSeek's checkpoints.
 
@@ -110,6 +112,7 @@ def load_latent_attention(
             if the "rotary" part of heads is not rotated.
         is_interleaved: whether the checkpoint pairs neighbours. If so, rows are reordered for `rotary`.
         out, has_gate: the name of the last product, and whether each head's output has a gate.
+        norm_eps: the epsilon of the norms of queries and latents.
     """
     n_model = config.hidden_size
     n_heads = config.num_attention_heads
@@ -135,7 +138,7 @@ def load_latent_attention(
         queries, first = None, take_queries("q_proj", n_model)
         first_bias = torch.zeros(n_q, dtype=latent.dtype, device=latent.device) if has_bias else None
     else:
-        norm = RMSNorm(take(f"{prefix}.q_a_layernorm.weight", n_compressed), _NORM_EPS)
+        norm = RMSNorm(take(f"{prefix}.q_a_layernorm.weight", n_compressed), norm_eps)
         queries = (norm, Linear(take_queries("q_b_proj", n_compressed)))
         first = take(f"{prefix}.q_a_proj.weight", n_compressed, n_model)
         first_bias = checkpoint.take_optional(has_bias, f"{prefix}.q_a_proj.bias", n_compressed)
@@ -147,7 +150,7 @@ def load_latent_attention(
         spec,
         Linear(first, latent, bias=None if bias is None or first_bias is None else joined(first_bias, bias)),
         queries,
-        RMSNorm(take(f"{prefix}.kv_a_layernorm.weight", n_latent), _NORM_EPS),
+        RMSNorm(take(f"{prefix}.kv_a_layernorm.weight", n_latent), norm_eps),
         keys_HNL,
         values_HVL,
         Linear.load(checkpoint, f"{prefix}.{out}", n_model, n_heads * n_value, has_bias=has_bias),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridmem.models.layers.linear import Linear, add_gated_mlp, add_product, normed_products
+from hybridmem.models.layers.linear import Linear, activation_by, add_gated_mlp, add_product, normed_products
 from hybridmem.models.weights.checkpoint import Checkpoint
 
 
@@ -39,6 +39,26 @@ class MLP:
 
 
 @dataclass(frozen=True)
+class ClampedMLP:
+    """Computes W_down(act(min(W_gate x, limit)) * clamp(W_up x, -limit, limit))."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+    activation: Callable[[Tensor], Tensor]
+    limit: float
+
+    @staticmethod
+    def of(mlp: GatedMLP, activation: str, limit: float) -> ClampedMLP:
+        """Return an MLP with the products of another, which was loaded without activation."""
+        return ClampedMLP(mlp.gate, mlp.up, mlp.down, activation_by(activation), limit)
+
+    def __call__(self, x_TM: Tensor) -> Tensor:
+        gate_TF, up_TF = self.gate(x_TM).clamp(max=self.limit), self.up(x_TM).clamp(-self.limit, self.limit)
+        return self.down(self.activation(gate_TF) * up_TF)
+
+
+@dataclass(frozen=True)
 class GatedMLP:
     """Computes W_down(act(W_gate x) * W_up x) (Shazeer 2020)."""
 
@@ -48,8 +68,8 @@ class GatedMLP:
 
     @staticmethod
     def load(
-        checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: str, *, has_bias: bool = False,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: str | None, *,
+        has_bias: bool = False, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> GatedMLP:  # fmt: skip
         """Load the products below `prefix` that `names` gives as gate, up and down."""
 
@@ -62,7 +82,7 @@ class GatedMLP:
         )
 
     @staticmethod
-    def of(gate_up: Tensor, down: Tensor, activation: str) -> GatedMLP:
+    def of(gate_up: Tensor, down: Tensor, activation: str | None) -> GatedMLP:
         """Make the MLP from weights (2 n_inner, n_model), with the rows of the gate first, and (n_model, n_inner)."""
         gate, up = gate_up.chunk(2)
         return GatedMLP(Linear(gate, activation=activation), Linear(up), Linear(down))

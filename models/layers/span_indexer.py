@@ -1,6 +1,6 @@
 """Implements an indexer that chooses spans of rows: a span's key is made from the keys of its tokens.
 
-The tokens of a span that is not finished are remembered as the window of a convolution, so a rollback into the span
+The tokens of a span that is not finished are remembered as the window of a recurrence, so a rollback into the span
 keeps what its key needs.
 """
 
@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybridmem.memory import ChosenRows, IndexSpec, Step
-from hybridmem.memory.recurrences import CausalConv, ShortConv, short_conv_spec
+from hybridmem.memory import UNROTATED, ChosenRows, IndexSpec, Step
+from hybridmem.memory.recurrences import CausalConv, GatedPool, ShortConv, gated_pool_spec, short_conv_spec
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.attention import Attention, Rotary, turn
 from hybridmem.models.layers.linear import Linear
-from hybridmem.models.layers.norms import load_offset_norm
+from hybridmem.models.layers.norms import LayerNorm, load_offset_norm
 from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from transformers import Qwen4ExpTextConfig
+    from transformers import Glm5NextTextConfig, Qwen4ExpTextConfig
 
-_SPAN = "span"
+_SPAN, _NORM_EPS = "span", 1e-6
 
 
 class MeanIndexer:
@@ -65,6 +65,39 @@ class MeanIndexer:
         k_T1D = turn(self._k_norm(k_TD)[:, None], cos, sin)
         weights_TH = torch.ones(q_THD.shape[:2], device=q_THD.device)
         return step.choose(self._layer, q_THD, k_T1D, weights_TH)
+
+
+class PoolIndexer:
+    """Chooses spans by gated averages of their tokens' keys: `chosen = indexer(x, compressed queries, step)`.
+
+    Neither keys nor queries are rotated.
+    """
+
+    def __init__(self, config: Glm5NextTextConfig, checkpoint: Checkpoint, prefix: str, layer: int) -> None:
+        n_heads, size, n_span, n_model = (
+            config.index_n_heads, config.index_head_dim, config.index_kpool, config.hidden_size,
+        )  # fmt: skip
+        take, self._layer, self._n_heads = checkpoint.take, layer, n_heads
+        self._queries = Linear(take(f"{prefix}.wq_b.weight", n_heads * size, config.q_lora_rank))
+        self._keys = Linear(take(f"{prefix}.wk.weight", size, n_model))
+        self._gates = Linear(take(f"{prefix}.index_kpool_compress_gate", size, n_model))
+        norm = (take(f"{prefix}.k_norm.{part}", size) for part in ("weight", "bias"))
+        self._norm = LayerNorm(*norm, _NORM_EPS)
+        self._weights = Linear(take(f"{prefix}.weights_proj.weight", n_heads, n_model, dtype=torch.float32))
+        bias_WE = take(f"{prefix}.index_kpool_compress_ape", n_span, size, dtype=torch.float32)
+        self._recurrence = GatedPool(bias_WE)
+        self.spec = IndexSpec(n_heads, size, config.index_topk, rotation=UNROTATED, span_tokens=n_span)
+        spans = () if n_span == 1 else (gated_pool_spec(size, n_span, _SPAN),)
+        self.specs: tuple[LayerSpec, ...] = (self.spec, *spans)
+
+    def __call__(self, x_TM: Tensor, q_TC: Tensor, step: Step) -> ChosenRows:
+        q_THD = self._queries(q_TC).view(len(x_TM), self._n_heads, -1)
+        k_TD = self._norm(self._keys(x_TM))
+        if self.spec.span_tokens > 1:
+            rows = torch.cat([k_TD, self._gates(x_TM)], -1)
+            k_TD = step.recur(self._layer, rows, self._recurrence, name=_SPAN)
+        weights_TH = self._weights(x_TM.float()) * self._n_heads**-0.5
+        return step.choose(self._layer, q_THD, k_TD[:, None], weights_TH)
 
 
 @dataclass(frozen=True)

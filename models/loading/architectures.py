@@ -42,6 +42,7 @@ _MODULES = {
     "FalconMambaForCausalLM": "hybridmem.models.families.mamba",
     "Gemma2ForCausalLM": "hybridmem.models.families.gemma",
     "Gemma3ForCausalLM": "hybridmem.models.families.gemma",
+    "Glm5NextForConditionalGeneration": "hybridmem.models.families.glm5_next",
     "GlmMoeDsaForCausalLM": "hybridmem.models.families.deepseek_v32",
     "GraniteMoeHybridForCausalLM": "hybridmem.models.families.granite_moe_hybrid",
     "JambaForCausalLM": "hybridmem.models.families.jamba",
@@ -79,7 +80,6 @@ _MODULES = {
 }
 
 REFUSED = {
-    "Glm5NextForConditionalGeneration": "it has indexed attention and hyper-connections",
     "Inkling2ForCausalLM": "each query computes a bias for each distance, which no attention kernel here adds to "
     "scores, and its layers attend to blocks of earlier layers",
     "Inkling2LoopForCausalLM": "each query computes a bias for each distance, which no attention kernel here adds to "

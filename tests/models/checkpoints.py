@@ -11,8 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 
@@ -94,10 +103,19 @@ def write_checkpoint(
 ) -> Path:
     """Write a random model of this config to `folder`; `options` go to `save_pretrained`."""
     torch.manual_seed(5)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = auto_class(config).from_config(config)
     randomise_(model)
     model.to(dtype).save_pretrained(folder, **options)  # type: ignore[arg-type]
+    if hasattr(config, "vision_config"):  # without the tower, as in a file for text alone
+        tensors = load_file(folder / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if ".visual." not in name}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that makes models of such a config."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 @dataclass
@@ -108,7 +126,8 @@ class Peer:
 
     @staticmethod
     def load(folder: Path, dtype: torch.dtype = torch.float32) -> Peer:
-        return Peer(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval())
+        auto = auto_class(AutoConfig.from_pretrained(folder))
+        return Peer(auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval())
 
     @torch.no_grad()
     def logits(self, tokens: list[int], cache: PeerCache | None = None) -> Tensor:

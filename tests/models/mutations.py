@@ -60,6 +60,8 @@ _NOT_OPTIONS = {
     "dtype",  # how numbers are stored is `load_model`'s to choose
     # xLSTM's most tokens at once: with few of them transformers rounds its states in between, with 0 it never ends.
     "max_inference_chunksize",
+    # How Qwen4-Exp's files are cut. They load however that is, and transformers cannot write them in no part at all.
+    "split_ngram_parts",
 }  # fmt: skip
 _WORDS = (
     "relu", "gelu", "silu", "gelu_pytorch_tanh", "relu2", "no-such-word", "default", "linear", "llama3", "yarn",

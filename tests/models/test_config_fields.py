@@ -38,6 +38,7 @@ RICHEST = {class_of(subject): subject for subject in SUBJECTS} | {
     "DeepseekV2Config": "deepseek-v2-three-of-eight-experts-in-groups",
     "DeepseekV3Config": "deepseek-v3-three-of-eight-experts-in-groups",
     "DeepseekV32Config": "deepseek-v3.2-three-of-eight-experts-in-groups", "GlmMoeDsaConfig": "glm-moe-dsa",
+    "Glm5NextConfig": "glm5-next-two-of-eight-experts-in-groups",
 }  # fmt: skip
 """Class of a config -> the one here that reads most of its fields."""
 
