@@ -57,7 +57,7 @@ class GatedPool:
     def _averages(self, rows_SLR: Tensor) -> Tensor:
         """Return the average for each window of W rows, (S, L - W + 1, E)."""
         windows = rows_SLR.unfold(1, len(self.bias_WE), 1)
-        return torch.cat([self._average(part) for part in windows.split(_AT_ONCE, 1)], 1)
+        return torch.cat([self._average(part) for part in torch.split(windows, _AT_ONCE, 1)], 1)
 
     def _average(self, windows_STRW: Tensor) -> Tensor:
         keys_STEW, gates_STEW = windows_STRW.chunk(2, 2)

@@ -66,7 +66,11 @@ ATTACHABLE = (
 )
 """Classes of transformers models that `attach` accepts."""
 
+_INDEXED = "its attention asks the cache for the index's keys of all tokens, where the memory keeps one for each span"
+
 NOT_ATTACHED = {
+    "Glm5NextForConditionalGeneration": _INDEXED,
+    "Qwen4ExpForCausalLM": _INDEXED,
     "RwkvForCausalLM": "its forward takes and returns a list of tensors, `state`, and no cache",
 }
 """Classes that `load_model` loads and `attach` refuses, and why."""

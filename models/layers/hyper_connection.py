@@ -118,11 +118,12 @@ class RoutedStreams:
         mixed_TM = ((mixture.sigmoid() + self.eps)[..., None] * x_TSM).sum(1).to(x_TE.dtype)
         y_T1M = part(self.norm(mixed_TM), *arguments)[:, None]
         shares_TS1 = (2 * shares.sigmoid())[..., None].to(x_TE.dtype)
-        return (shares_TS1 * y_T1M + self._doubly_stochastic(routes).to(x_TE.dtype).mT @ x_TSM).flatten(1)
+        routed_TSM = self._doubly_stochastic(routes).to(x_TE.dtype).mT @ x_TSM
+        return torch.addcmul(routed_TSM, shares_TS1, y_T1M).flatten(1)
 
     def _doubly_stochastic(self, routes: Tensor) -> Tensor:
         """Return (T, S, S) whose rows and columns sum to about one."""
-        x_TSS = routes.view(-1, self.n_streams, self.n_streams).softmax(-1) + self.eps
+        x_TSS: Tensor = routes.view(-1, self.n_streams, self.n_streams).softmax(-1) + self.eps
         x_TSS = x_TSS / (x_TSS.sum(-2, keepdim=True) + self.eps)
         for _ in range(self.n_rounds - 1):
             x_TSS = x_TSS / (x_TSS.sum(-1, keepdim=True) + self.eps)

@@ -117,8 +117,9 @@ def values_for(path: Path, value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        # With few heads of an index many rows have the score 0; of these, transformers chooses any.
-        least = 3 if name in ("index_n_heads", "indexer_n_heads") else -1
+        # With few heads of an index many rows have the score 0; of these, transformers chooses any. A layer norm of one
+        # or two numbers makes many keys equal.
+        least = 3 if name in ("index_n_heads", "indexer_n_heads") else 4 if name == "index_head_dim" else -1
         return [
             n
             for n in (0, 1, 2, value - 1, value + 1, 2 * value, 3 * value, value // 2, -1)
