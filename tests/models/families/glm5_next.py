@@ -43,7 +43,7 @@ CONFIGS = {
         "DAA", indexer_types=["full", "full", "shared"], mlp_layer_types=["sparse", "dense", "sparse"], index_topk=10,
         index_kpool=5, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=2,
         norm_topk_prob=False, routed_scaling_factor=1.3, attention_bias=True, linear_lower_bound=None,
-        linear_conv_kernel_dim=2, hc_mult=2, hc_sinkhorn_iters=1, swiglu_limit=2.0, tied=True,
+        linear_conv_kernel_dim=2, hc_mult=4, hc_sinkhorn_iters=1, swiglu_limit=2.0, tied=True,
     ),
     "glm5-next-single-rows": lambda: glm5_next_config("DA", index_kpool=1, index_topk=5),
 }  # fmt: skip
