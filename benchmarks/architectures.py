@@ -67,6 +67,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen4ExpForCausalLM": {
         "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048,
         "indexer_compress_ratio": 16, "ple_layer_ids": [2], "eos_token_id": 248_046,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     },
 }  # fmt: skip
 """Fields of configs in which transformers' defaults differ from the published model."""

@@ -29,6 +29,7 @@ _WHOLE_MODELS = {"model:bamba defer", "model:deepseek-v3", "model:gemma2", "mode
 _ALIKE = {
     *(name for name in SUBJECTS if name.startswith("model:") and name not in _WHOLE_MODELS),
     *(f"family:{name}" for name in ("kimi_delta", "linear_attention", "mamba1", "mlstm", "rwkv4", "rwkv7")),
+    "family:gated_pool",
     "family:short_conv",
     "family:ssd",
     "family:mamba1 defer",
