@@ -5,7 +5,6 @@ Several residual streams run beside each other, and some layers add features of 
 
 from __future__ import annotations
 
-from copy import copy
 from typing import TYPE_CHECKING
 
 from hybridmem.models.layers.attention import Rotary, head_dim_of
@@ -17,6 +16,8 @@ from hybridmem.models.layers.span_indexer import IndexedAttention, MeanIndexer
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
 from hybridmem.models.families.qwen3_next import load_gated_attention, load_mixture
+from hybridmem.models.vision.grid import GridSight
+from hybridmem.models.vision.pictures import pictures_below, text_config_of
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ _SECTIONS = [11, 11, 10]
 
 
 @register("Qwen4ExpForCausalLM")
+@register("Qwen4ExpForConditionalGeneration")
 class Qwen4Exp(Decoder):
-    """Implements Qwen4-Exp. The names of all tensors except the head's begin with `root`."""
+    """Implements Qwen4-Exp. Of a checkpoint that also sees, the tower is loaded at the first picture."""
 
     def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
-        text = copy(config.get_text_config())
-        text.tie_word_embeddings = config.tie_word_embeddings  # the outer config decides
+        text = text_config_of(config)
         text.rope_parameters = {"mrope_section": _SECTIONS, **text.rope_parameters}
         root = "model.language_model"
         root = root if f"{root}.embed_tokens.weight" in checkpoint else "model"
@@ -63,6 +64,8 @@ class Qwen4Exp(Decoder):
                 )
             )
         super().__init__(text, checkpoint, vocabulary, layers, streams("hyper_connection_mixer", adds=False))
+        if hasattr(config, "vision_config"):
+            self.see(pictures_below(GridSight(config), config, checkpoint))
 
     def _mixer(self, config: Qwen4ExpTextConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary) -> Mixer:
         kind = config.layer_types[i]

@@ -65,6 +65,7 @@ _MODULES = {
     "Qwen3ForCausalLM": "hybridmem.models.families.llama",
     "Qwen3NextForCausalLM": "hybridmem.models.families.qwen3_next",
     "Qwen4ExpForCausalLM": "hybridmem.models.families.qwen4_exp",
+    "Qwen4ExpForConditionalGeneration": "hybridmem.models.families.qwen4_exp",
     "Qwen3_5ForCausalLM": "hybridmem.models.families.qwen3_5",
     "Qwen3_5ForConditionalGeneration": "hybridmem.models.families.qwen3_5",
     "Qwen3_5MoeForCausalLM": "hybridmem.models.families.qwen3_5",

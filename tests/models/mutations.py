@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
+    Qwen4ExpConfig,
 )
 
 from hybridmem.memory import BatchError, HybridMemory
@@ -30,6 +31,7 @@ from tests.models import checkpoints, test_encoder_decoder
 from tests.models.checkpoints import draw_tokens, randomise_
 from tests.models.families.nemotron_h import nemotron_config
 from tests.models.families.qwen3_5 import EYES, qwen3_5_config, qwen3_5_moe_config
+from tests.models.families.qwen4_exp import qwen4_exp_config
 from tests.models.seeing import CANVAS_EYES, MARKS, RADIO_EYES
 
 Path = tuple[str, ...]
@@ -41,6 +43,7 @@ SUBJECTS: dict[str, Callable[[], PreTrainedConfig]] = {
     **{name: config for name, config in checkpoints.CONFIGS.items() if not name.startswith("rwkv7")},
     **test_encoder_decoder.CONFIGS,
     "qwen3.5-that-sees": lambda: Qwen3_5Config(text_config=qwen3_5_config().to_dict(), vision_config=EYES),
+    "qwen4-exp-that-sees": lambda: Qwen4ExpConfig(text_config=qwen4_exp_config().to_dict(), vision_config=EYES),
     "qwen3.5-moe-that-sees": lambda: Qwen3_5MoeConfig(
         text_config=qwen3_5_moe_config().to_dict(), vision_config=EYES
     ),

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
+    Qwen4ExpConfig,
 )
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -33,6 +34,7 @@ from tests.models.families.lfm2 import lfm2_config
 from tests.models.families.lfm3 import lfm3_config
 from tests.models.families.nemotron_h import nemotron_config
 from tests.models.families.qwen3_5 import SHARES, qwen3_5_config, qwen3_5_moe_config
+from tests.models.families.qwen4_exp import qwen4_exp_config
 
 EYES = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24,
@@ -68,6 +70,16 @@ def write_seeing(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -
 def write_moe(folder: Path) -> PreTrainedModel:
     config = Qwen3_5MoeConfig(
         text_config=qwen3_5_moe_config(rope_parameters=SHARES).to_dict(), vision_config=EYES,
+        image_token_id=PLACEHOLDER, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6,
+    )  # fmt: skip
+    model = _write(folder, config)
+    _write_processor(folder)
+    return model
+
+
+def write_qwen4_exp(folder: Path) -> PreTrainedModel:
+    config = Qwen4ExpConfig(
+        text_config=qwen4_exp_config(rope_parameters=SHARES).to_dict(), vision_config=EYES,
         image_token_id=PLACEHOLDER, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6,
     )  # fmt: skip
     model = _write(folder, config)
@@ -131,7 +143,7 @@ def write_minicpm_v(
 
 WRITERS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "qwen3.5": write_seeing, "qwen3.5-moe": write_moe, "lfm2-vl": write_lfm2_vl, "lfm3-vl": write_lfm3_vl,
-    "nemotron-h-omni": write_nemotron_h_omni, "minicpm-v": write_minicpm_v,
+    "nemotron-h-omni": write_nemotron_h_omni, "minicpm-v": write_minicpm_v, "qwen4-exp": write_qwen4_exp,
 }  # fmt: skip
 SPECIAL = {"<|image_start|>": 5, "<|image_end|>": 6, "<|img_thumbnail|>": 9, "<|img_row_1_col_1|>": 10}
 SPECIAL |= {"<|img_row_1_col_2|>": 11, "<img>": 12, "</img>": 13}
@@ -240,7 +252,7 @@ def logits_of_peer(
         name: torch.cat([each[name] for each in inputs], -1 if is_canvas and name == "pixel_values" else 0)
         for name in tensors
     }
-    if peer.config.model_type in ("qwen3_5", "qwen3_5_moe", "minicpmv4_7"):
+    if peer.config.model_type in ("qwen3_5", "qwen3_5_moe", "qwen4_exp", "minicpmv4_7"):
         seen["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
     logits: Tensor = peer(input_ids=ids, **seen).logits[0]
     return logits
