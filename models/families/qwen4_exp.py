@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hybridmem.models.families.qwen3_next import load_gated_attention, load_mixture
 from hybridmem.models.layers.attention import Rotary, head_dim_of
 from hybridmem.models.layers.decoder import Decoder, Mixer
 from hybridmem.models.layers.delta_mixer import DeltaInputs, DeltaMixer, delta_shape_of
@@ -15,7 +16,6 @@ from hybridmem.models.layers.ngrams import NgramEmbedding
 from hybridmem.models.layers.span_indexer import IndexedAttention, MeanIndexer
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.families.qwen3_next import load_gated_attention, load_mixture
 from hybridmem.models.vision.grid import GridSight
 from hybridmem.models.vision.pictures import pictures_below, text_config_of
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
