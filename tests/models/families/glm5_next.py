@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Glm5NextConfig
 
-from tests.models.families.kimi_linear import SIZES
+from tests.models.families.kimi_linear import KIMI_SIZES
 
 # With few heads, all products of a key with queries are often negative; then spans have equal scores, of which
 # transformers chooses any.
@@ -27,7 +27,7 @@ _TOWER = {
 
 def glm5_next_config(layers: str = "DAD", *, tied: bool = False, **options: Any) -> Glm5NextConfig:
     """D stands for a layer of delta attention, A for one of latent attention."""
-    sizes = {name: size for name, size in SIZES.items() if name != "num_local_experts"} | {"n_routed_experts": 3}
+    sizes = {name: size for name, size in KIMI_SIZES.items() if name != "num_local_experts"} | {"n_routed_experts": 3}
     text = sizes | _INDEX | _OWN | {
         "num_hidden_layers": len(layers), "linear_num_heads": 3, "linear_head_dim": 8,
         "layer_types": ["linear_attention" if kind == "D" else "indexed_attention" for kind in layers],
