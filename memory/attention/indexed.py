@@ -48,7 +48,7 @@ class IndexKeys(AttentionCache):
         choosing = Choosing.of(packed, self._n_chosen)
         if not len(choosing.requests):
             return (), None
-        return (Read(part_of(batch, pages, choosing.requests, self.place), self._store.upload(choosing.tokens)),), None
+        return (Read(part_of(batch, pages, choosing.requests, self.place), self.store.upload(choosing.tokens)),), None
 
     def begin(self, plan: AttentionPlan) -> None:
         self.copy_shared(plan)
@@ -96,10 +96,10 @@ class IndexedAttention(AttentionCache):
         best = PagedBatch(
             np.arange(len(choosing.tokens) + 1), choosing.n_rows, first_pages, choosing.cu_rows, page_tokens=1
         )
-        reads = [Read(best, self._store.upload(choosing.tokens))]
+        reads = [Read(best, self.store.upload(choosing.tokens))]
         if len(choosing.others):
             rest = part_of(batch, pages, choosing.others, self.place)
-            reads.insert(0, Read(rest, self._store.upload(choosing.other_tokens)))
+            reads.insert(0, Read(rest, self.store.upload(choosing.other_tokens)))
         return tuple(reads), None
 
     def attend_chosen(
@@ -125,7 +125,7 @@ class IndexedAttention(AttentionCache):
 
     def _at(self, plan: AttentionPlan, index: int, best: PagedBatch, positions_C: Tensor) -> PagedBatch:
         """Return a batch with the place of each chosen row, for each head of keys: they are a page's rows apart."""
-        n_heads, size = self._specs[index].kv_shape
+        n_heads, size = self.specs[index].kv_shape
         page_C = as_tensor(best.pages) + positions_C // self.page_tokens
         rows_C = as_tensor(plan.batch.pages)[page_C] + positions_C % self.page_tokens * size
         if n_heads == 1:

@@ -1,0 +1,125 @@
+"""Lets attention caches take steps over trees of draft tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from hybridmem.memory.attention_cache import AttentionCache
+from hybridmem.memory.blocks.arrays import Int64s, ranges, starts_of
+from hybridmem.memory.interface import Packed
+from hybridmem.memory.kernels import PagedBatch, Scoring
+from hybridmem.memory.sequences.draft_trees import DraftTrees
+from hybridmem.memory.sequences.reads import AttentionPlan, Read, attend_each
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeAttentionPlan(AttentionPlan):
+    """Holds the pages of a step in which requests have trees. Their rows are stored one after the other.
+
+    Attributes:
+        trees: the trees.
+        others: what the requests without trees read; None if there are none.
+        nodes: what the tokens of trees read: shape of the keys of a layer -> the rows of each token, in which a page is
+            one row.
+    """
+
+    trees: DraftTrees
+    others: Read | None
+    nodes: dict[tuple[int, int], Read]
+
+
+class TreeAttention:
+    """Runs the steps of an `AttentionCache` in which requests have trees.
+
+    A token attends to the rows of its sequence and of the tokens on its path, which are all in pages. Rows of other
+    branches are never read. When a path is accepted, its rows move together, to the places at which a sequence that was
+    fed this path alone would have stored them.
+    """
+
+    def __init__(self, cache: AttentionCache) -> None:
+        self._cache = cache
+
+    def plan(self, trees: DraftTrees) -> TreeAttentionPlan:
+        """Allocate pages for all tokens of the step. Raises CapacityError with nothing changed."""
+        cache = self._cache
+        plan = cache.plan(trees.stored)
+        try:
+            others = self._others(plan, trees)
+            nodes = {shape: self._nodes(plan, trees, shape) for shape in cache.kv_shapes}
+            return TreeAttentionPlan(**vars(plan), trees=trees, others=others, nodes=nodes)
+        except BaseException:
+            cache.commit(plan, plan.packed.nothing)
+            raise
+
+    def _others(self, plan: AttentionPlan, trees: DraftTrees) -> Read | None:
+        if not len(trees.others):
+            return None
+        batch, chosen = plan.batch, trees.others
+        pages = plan.pages[ranges(batch.cu_pages[:-1][chosen], batch.cu_pages[1:][chosen])]
+        own = PagedBatch(
+            starts_of(trees.packed.counts[chosen]), batch.kv_lengths[chosen], self._cache.place(pages),
+            starts_of(np.diff(batch.cu_pages)[chosen]), batch.page_tokens,
+        )  # fmt: skip
+        return Read(own, self._cache.store.upload(trees.other_tokens))
+
+    def _nodes(self, plan: AttentionPlan, trees: DraftTrees, kv_shape: tuple[int, int]) -> Read:
+        """Find the rows of each token of a tree, oldest first: those of its sequence, then those on its path."""
+        rows, lengths = list[Int64s](), list[Int64s]()
+        for i, tree in trees.trees.items():
+            # Rows count from the first page that is read.
+            n_before = int(plan.batch.kv_lengths[i]) - len(tree.parents)
+            places = self._places(plan, i, kv_shape)
+            for node in range(len(tree.parents)):
+                rows += [places[:n_before], places[n_before + tree.path_to(node)]]
+            lengths.append(n_before + tree.depths + 1)
+        kv_lengths, (n_heads, size) = np.concatenate(lengths), kv_shape
+        # A kernel adds the place of a head in a page, which here is one row.
+        apart = np.arange(n_heads)[:, None] * ((self._cache.page_tokens - 1) * size)
+        offsets = np.concatenate(rows) if n_heads == 1 else np.concatenate(rows) + apart
+        placed = self._cache.place(offsets)
+        batch = PagedBatch(np.arange(len(kv_lengths) + 1), kv_lengths, placed, starts_of(kv_lengths), page_tokens=1)
+        return Read(batch, self._cache.store.upload(trees.nodes))
+
+    def _places(self, plan: AttentionPlan, request: int, kv_shape: tuple[int, int]) -> Int64s:
+        """Return the element offset of each row of a request, for the first head of keys."""
+        page_R, slot_R = np.divmod(np.arange(plan.batch.kv_lengths[request]), self._cache.page_tokens)
+        places: Int64s = plan.pages[plan.batch.cu_pages[request] + page_R] + slot_R * kv_shape[1]
+        return places
+
+    def begin(self, plan: TreeAttentionPlan) -> None:
+        """Copy the pages that the step must not write in place, and let the kernels plan its reads."""
+        self._cache.copy_shared(plan)
+        if plan.others is not None:
+            self._cache.plan_read(plan.others)
+        for read in plan.nodes.values():
+            self._cache.plan_read(read)
+
+    def attend(
+        self, plan: TreeAttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
+    ) -> Tensor:
+        """Write the step's keys and values. Return what each token attends to: (T, H, D or value_dim)."""
+        cache = self._cache
+        cache.write(plan, index, q_THD, k_TGD, v_TGD)
+        nodes = plan.nodes[cache.specs[index].kv_shape]
+        reads = (nodes,) if plan.others is None else (plan.others, nodes)
+        return attend_each(reads, q_THD, lambda read, q_QHD: cache.read(read.batch, index, q_QHD, scoring))
+
+    def settle(self, plan: TreeAttentionPlan, accepted: Packed) -> TreeAttentionPlan:
+        """Return the plan for a step of the accepted tokens: `accepted`."""
+        return replace(plan, packed=replace(plan.packed, peaks=accepted.peaks))
+
+    def keep(self, plan: TreeAttentionPlan, paths: Mapping[int, Int64s]) -> None:
+        """Move the rows of the accepted paths together."""
+        for shape in plan.nodes:
+            sources, targets = list[Int64s](), list[Int64s]()
+            for i, path in paths.items():
+                moves = path != np.arange(len(path))
+                first = int(plan.batch.kv_lengths[i]) - len(plan.trees.trees[i].parents)
+                places = self._places(plan, i, shape)
+                sources.append(places[first + path[moves]])
+                targets.append(places[first + moves.nonzero()[0]])
+            self._cache.move_rows(shape, np.concatenate(sources), np.concatenate(targets))
