@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from hybridmem.memory.attention.offload import HostedAttention, HostedPlan, PartPlan
 from hybridmem.memory.attention_cache import AttentionCache
 from hybridmem.memory.blocks.arrays import Int64s, ranges, starts_of
+from hybridmem.memory.errors import SequenceError
 from hybridmem.memory.interface import Packed
 from hybridmem.memory.kernels import PagedBatch, Scoring
 from hybridmem.memory.sequences.draft_trees import DraftTrees
@@ -123,3 +126,38 @@ class TreeAttention:
                 sources.append(places[first + path[moves]])
                 targets.append(places[first + moves.nonzero()[0]])
             self._cache.move_rows(shape, np.concatenate(sources), np.concatenate(targets))
+
+
+class TreeHostedAttention:
+    """Runs the steps of a `HostedAttention` in which requests have trees, for sequences that are on the device."""
+
+    def __init__(self, hosted: HostedAttention, near: AttentionCache) -> None:
+        self._hosted, self._near, self._trees = hosted, near, TreeAttention(near)
+
+    def plan(self, trees: DraftTrees) -> HostedPlan:
+        """See `TreeAttention.plan`. Raises SequenceError if a sequence of the step is in host memory."""
+        slots = trees.packed.slots
+        if far := [slot for slot in slots.tolist() if self._hosted.is_far(slot)]:
+            raise SequenceError(
+                f"{len(far)} of {len(slots)} sequences of a step with trees of drafts are in host memory; move them "
+                "with memory.to_device(sequence), or leave parents= out"
+            )
+        part = PartPlan(self._near, self._near.store, self._trees.plan(trees), np.arange(len(slots)), None)
+        return HostedPlan(trees.packed, [part], can_capture=False)
+
+    def begin(self, plan: HostedPlan) -> None:
+        """See `TreeAttention.begin`."""
+        self._trees.begin(plan.parts[0].plan)
+
+    def attend(self, plan: HostedPlan, *given: Any) -> Tensor:
+        """See `TreeAttention.attend`."""
+        return self._trees.attend(plan.parts[0].plan, *given)
+
+    def settle(self, plan: HostedPlan, accepted: Packed) -> HostedPlan:
+        """See `TreeAttention.settle`."""
+        (part,) = plan.parts
+        return replace(plan, parts=[replace(part, plan=self._trees.settle(part.plan, accepted))])
+
+    def keep(self, plan: HostedPlan, paths: Mapping[int, Int64s]) -> None:
+        """See `TreeAttention.keep`."""
+        self._trees.keep(plan.parts[0].plan, paths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from hybridmem.memory.attention.offload import HostedAttention
 from hybridmem.memory.attention_cache import AttentionCache
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.errors import SpecError
@@ -12,7 +13,7 @@ from hybridmem.memory.interface import LayerMemory, Packed, Plans
 from hybridmem.memory.layer_memories import LayerMemories, Place, Places
 from hybridmem.memory.recurrent_state import RecurrentState
 from hybridmem.memory.sequences.draft_trees import DraftTrees
-from hybridmem.memory.trees.attention import TreeAttention
+from hybridmem.memory.trees.attention import TreeAttention, TreeHostedAttention
 from hybridmem.memory.trees.recurrence import TreeRecurrence
 
 
@@ -114,9 +115,17 @@ def _branching(name: str, memory: Any) -> Branching | None:
     """Return what takes the steps of a layer memory over trees, or None if it cannot."""
     if isinstance(memory, RecurrentState):
         return TreeRecurrence(memory)
-    if type(memory) is AttentionCache and not memory.selects:  # Its subclasses read rows that an index has chosen.
-        return TreeAttention(memory)
+    if isinstance(memory, HostedAttention):
+        near = _all_rows(memory.near)
+        return None if near is None else TreeHostedAttention(memory, near)
+    if (cache := _all_rows(memory)) is not None:
+        return TreeAttention(cache)
     return _AsItIs(memory) if name == "cross-attention" else None
+
+
+def _all_rows(memory: Any) -> AttentionCache | None:
+    """Return an attention cache whose queries read all rows, which those of its subclasses do not; else None."""
+    return memory if type(memory) is AttentionCache and not memory.selects else None
 
 
 def _at(place: Place, branching: Any) -> Place:
