@@ -415,10 +415,10 @@ class Step:
             raise BatchError(f"{what} are not the {sum(counts)} rows of this step's outputs={self.outputs!r}")
         return torch.split(logits, counts)
 
-    def accept(self, accepted: Mapping[Sequence, int]) -> None:
-        """Keep only the first n tokens fed to each of these sequences.
+    def accept(self, accepted: Mapping[Sequence, int | list[int]]) -> None:
+        """Keep only the first n tokens fed to each of these sequences; of a tree (`parents=`), those on one path.
 
-        With n = 0, a sequence is as if it had not taken part.
+        With n = 0, or an empty path, a sequence is as if it had not taken part.
 
         Raises:
             SequenceError: a sequence is not in this step. BatchError: n is no integer from 0 to the number of tokens
@@ -446,7 +446,7 @@ class Step:
                     "rollback_window",
                     to=start + n_tokens, horizon=horizon, resume_at=start,
                 )  # fmt: skip
-        self._accepted |= {sequence: int(n) for sequence, n in accepted.items()}
+        self._accepted |= {sequence: int(n) for sequence, n in accepted.items() if is_integer(n)}
 
     if not TYPE_CHECKING:  # Otherwise a type checker would accept any name.
 

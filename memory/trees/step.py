@@ -59,7 +59,7 @@ class TreeStep(Step):
         """Return None: such a step is not replayed, because each tree has other paths."""
         self._entered()
 
-    def accept(self, accepted: Mapping[Sequence, Any]) -> None:
+    def accept(self, accepted: Mapping[Sequence, int | list[int]]) -> None:
         """Keep one path of each of these sequences' trees, or only the first n tokens of a chain.
 
         Args:
@@ -72,7 +72,7 @@ class TreeStep(Step):
         self._entered()
         if not isinstance(accepted, Mapping):
             raise BatchError(f"{accepted!r} accepts nothing; give {{sequence: tokens of one path}}")
-        paths, numbers = dict[int, Int64s](), dict[Sequence, int]()
+        paths, numbers = dict[int, Int64s](), dict[Sequence, int | list[int]]()
         for sequence, given in accepted.items():
             if sequence not in self.sequences:
                 raise SequenceError(f"{sequence!r} is not in this step; accept only what was fed")
