@@ -26,7 +26,16 @@ from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.blocks.table import BlockTable
 from hybridmem.memory.errors import DropError, IntegrityError, StepError
 from hybridmem.memory.interface import Dropped, Packed, References, SlotTable, Stretch
-from hybridmem.memory.kernels import FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, select_kernels
+from hybridmem.memory.kernels import (
+    FoldedRows,
+    Kernels,
+    PageChoice,
+    PagedBatch,
+    Prepared,
+    Scoring,
+    TreePaths,
+    select_kernels,
+)
 from hybridmem.memory.sequences.pages import DropPlan, PageGrid
 from hybridmem.memory.sequences.reads import AttentionPlan, Read, Selects, attend_each
 from hybridmem.memory.specs import AttentionSpec
@@ -237,6 +246,15 @@ class AttentionCache:
         scoring = scoring._replace(window=spec.window)
         out_THD = self.kernels.paged_attention(q_THD, keys, values, batch, spec.n_kv_heads, scoring, folded)
         return out_THD[..., : spec.value_dim]
+
+    def read_paths(
+        self, batch: PagedBatch, paths: TreePaths, index: int, q_QHD: Tensor, scoring: Scoring
+    ) -> Tensor:  # fmt: skip
+        """Attend from trees of tokens, each to the rows of its sequence and those on its path."""
+        spec, (keys, values) = self.specs[index], self._keys_values[index]
+        scoring = scoring._replace(window=spec.window)
+        out_QHD = self.kernels.tree_attention(q_QHD, keys, values, batch, paths, spec.n_kv_heads, scoring)
+        return out_QHD[..., : spec.value_dim]
 
     def rows_of(self, plan: AttentionPlan, index: int, request: int, chosen: slice) -> tuple[Tensor, Tensor]:
         """Return keys and values of some of the pages that a request holds, (n_pages, G, page_tokens, D) each."""

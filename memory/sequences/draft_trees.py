@@ -194,6 +194,15 @@ class DraftTrees:
         return Packed(packed.slots, packed.starts, starts_of(counts), peaks, token_ids, positions, packed.place)
 
     @cached_property
+    def paths_to_nodes(self) -> tuple[Int64s, Int64s]:
+        """Return the tokens on the path to each token, token after token, and (N + 1,) where each path begins.
+
+        Tokens are counted from the first of their tree.
+        """
+        paths = [tree.path_to(node) for tree in self.trees.values() for node in range(len(tree.parents))]
+        return np.concatenate(paths), starts_of(np.fromiter(map(len, paths), np.int64, len(paths)))
+
+    @cached_property
     def paths(self) -> Paths:
         """Return the paths to all leaves."""
         rows, counts, owners = list[Int64s](), list[int](), list[int]()

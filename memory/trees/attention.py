@@ -10,13 +10,14 @@ import numpy as np
 from torch import Tensor
 
 from hybridmem.memory.attention.offload import HostedAttention, HostedPlan, PartPlan
+from hybridmem.memory.attention.selection import part_of
 from hybridmem.memory.attention_cache import AttentionCache
-from hybridmem.memory.blocks.arrays import Int64s, ranges, starts_of
+from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.errors import SequenceError
 from hybridmem.memory.interface import Packed
-from hybridmem.memory.kernels import PagedBatch, Scoring
+from hybridmem.memory.kernels import Scoring, TreePaths
 from hybridmem.memory.sequences.draft_trees import DraftTrees
-from hybridmem.memory.sequences.reads import AttentionPlan, Read, attend_each
+from hybridmem.memory.sequences.reads import AttentionPlan, Read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +27,13 @@ class TreeAttentionPlan(AttentionPlan):
     Attributes:
         trees: the trees.
         others: what the requests without trees read; None if there are none.
-        nodes: what the tokens of trees read: shape of the keys of a layer -> the rows of each token, in which a page is
-            one row.
+        nodes, paths: what the tokens of trees read.
     """
 
     trees: DraftTrees
     others: Read | None
-    nodes: dict[tuple[int, int], Read]
+    nodes: Read
+    paths: TreePaths
 
 
 class TreeAttention:
@@ -51,41 +52,19 @@ class TreeAttention:
         cache = self._cache
         plan = cache.plan(trees.stored)
         try:
-            others = self._others(plan, trees)
-            nodes = {shape: self._nodes(plan, trees, shape) for shape in cache.kv_shapes}
-            return TreeAttentionPlan(**vars(plan), trees=trees, others=others, nodes=nodes)
+            others = self._read(plan, trees.others, trees.other_tokens) if len(trees.others) else None
+            nodes = self._read(plan, trees.requests, trees.nodes)
+            starts = nodes.batch.kv_lengths - trees.packed.counts[trees.requests]
+            paths = TreePaths(starts, *trees.paths_to_nodes)
+            return TreeAttentionPlan(**vars(plan), trees=trees, others=others, nodes=nodes, paths=paths)
         except BaseException:
             cache.commit(plan, plan.packed.nothing)
             raise
 
-    def _others(self, plan: AttentionPlan, trees: DraftTrees) -> Read | None:
-        if not len(trees.others):
-            return None
-        batch, chosen = plan.batch, trees.others
-        pages = plan.pages[ranges(batch.cu_pages[:-1][chosen], batch.cu_pages[1:][chosen])]
-        own = PagedBatch(
-            starts_of(trees.packed.counts[chosen]), batch.kv_lengths[chosen], self._cache.place(pages),
-            starts_of(np.diff(batch.cu_pages)[chosen]), batch.page_tokens,
-        )  # fmt: skip
-        return Read(own, self._cache.store.upload(trees.other_tokens))
-
-    def _nodes(self, plan: AttentionPlan, trees: DraftTrees, kv_shape: tuple[int, int]) -> Read:
-        """Find the rows of each token of a tree, oldest first: those of its sequence, then those on its path."""
-        rows, lengths = list[Int64s](), list[Int64s]()
-        for i, tree in trees.trees.items():
-            # Rows count from the first page that is read.
-            n_before = int(plan.batch.kv_lengths[i]) - len(tree.parents)
-            places = self._places(plan, i, kv_shape)
-            for node in range(len(tree.parents)):
-                rows += [places[:n_before], places[n_before + tree.path_to(node)]]
-            lengths.append(n_before + tree.depths + 1)
-        kv_lengths, (n_heads, size) = np.concatenate(lengths), kv_shape
-        # A kernel adds the place of a head in a page, which here is one row.
-        apart = np.arange(n_heads)[:, None] * ((self._cache.page_tokens - 1) * size)
-        offsets = np.concatenate(rows) if n_heads == 1 else np.concatenate(rows) + apart
-        placed = self._cache.place(offsets)
-        batch = PagedBatch(np.arange(len(kv_lengths) + 1), kv_lengths, placed, starts_of(kv_lengths), page_tokens=1)
-        return Read(batch, self._cache.store.upload(trees.nodes))
+    def _read(self, plan: AttentionPlan, requests: Int64s, tokens: Int64s) -> Read:
+        """Return the pages that these requests read, whose packed tokens are `tokens`."""
+        batch = part_of(plan.batch, plan.pages, requests, self._cache.place)
+        return Read(batch, self._cache.store.upload(tokens))
 
     def _places(self, plan: AttentionPlan, request: int, kv_shape: tuple[int, int]) -> Int64s:
         """Return the element offset of each row of a request, for the first head of keys."""
@@ -98,8 +77,6 @@ class TreeAttention:
         self._cache.copy_shared(plan)
         if plan.others is not None:
             self._cache.plan_read(plan.others)
-        for read in plan.nodes.values():
-            self._cache.plan_read(read)
 
     def attend(
         self, plan: TreeAttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
@@ -107,9 +84,12 @@ class TreeAttention:
         """Write the step's keys and values. Return what each token attends to: (T, H, D or value_dim)."""
         cache = self._cache
         cache.write(plan, index, q_THD, k_TGD, v_TGD)
-        nodes = plan.nodes[cache.specs[index].kv_shape]
-        reads = (nodes,) if plan.others is None else (plan.others, nodes)
-        return attend_each(reads, q_THD, lambda read, q_QHD: cache.read(read.batch, index, q_QHD, scoring))
+        found = cache.read_paths(plan.nodes.batch, plan.paths, index, q_THD[plan.nodes.tokens], scoring)
+        out_THD = q_THD.new_empty(*q_THD.shape[:2], found.shape[-1])
+        out_THD[plan.nodes.tokens] = found
+        if plan.others is not None:
+            out_THD[plan.others.tokens] = cache.read(plan.others.batch, index, q_THD[plan.others.tokens], scoring)
+        return out_THD
 
     def settle(self, plan: TreeAttentionPlan, accepted: Packed) -> TreeAttentionPlan:
         """Return the plan for a step of the accepted tokens: `accepted`."""
@@ -117,7 +97,7 @@ class TreeAttention:
 
     def keep(self, plan: TreeAttentionPlan, paths: Mapping[int, Int64s]) -> None:
         """Move the rows of the accepted paths together."""
-        for shape in plan.nodes:
+        for shape in self._cache.kv_shapes:
             sources, targets = list[Int64s](), list[Int64s]()
             for i, path in paths.items():
                 moves = path != np.arange(len(path))
