@@ -29,7 +29,7 @@ from hybridmem.memory.state.readers import TailReader, TailReads, run_one
 from hybridmem.memory.state.tail_blocks import TailBlocks
 from hybridmem.memory.state.tails import TailStep
 
-_PATHS_AT_ONCE = 16
+_PATHS_AT_ONCE = 8
 """How many paths a kernel call runs at most, so that scratch memory does not grow with the number of leaves."""
 
 

@@ -107,6 +107,10 @@ class TreeAttention:
                 targets.append(places[first + moves.nonzero()[0]])
             self._cache.move_rows(shape, np.concatenate(sources), np.concatenate(targets))
 
+    def scratch_bytes(self, plan: TreeAttentionPlan) -> int:
+        """Return 0: rows are in pages from the beginning."""
+        return 0
+
 
 class TreeHostedAttention:
     """Runs the steps of a `HostedAttention` in which requests have trees, for sequences that are on the device."""
@@ -141,3 +145,7 @@ class TreeHostedAttention:
     def keep(self, plan: HostedPlan, paths: Mapping[int, Int64s]) -> None:
         """See `TreeAttention.keep`."""
         self._trees.keep(plan.parts[0].plan, paths)
+
+    def scratch_bytes(self, plan: HostedPlan) -> int:
+        """See `TreeAttention.scratch_bytes`."""
+        return 0

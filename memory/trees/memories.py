@@ -40,6 +40,10 @@ class Branching(Protocol):
         """Move the rows of the accepted paths, request -> tokens, to where the settled plan has them."""
         ...
 
+    def scratch_bytes(self, plan: Any) -> int:
+        """Return the bytes outside of the budget that a step holds now."""
+        ...
+
 
 class _AsItIs:
     """Takes steps of a layer memory whose tokens do not see each other, such as cross-attention."""
@@ -61,6 +65,9 @@ class _AsItIs:
 
     def keep(self, plan: Any, paths: Mapping[int, Int64s]) -> None:
         """Do nothing, because no row was stored."""
+
+    def scratch_bytes(self, plan: Any) -> int:
+        return 0
 
 
 class TreeMemories:
@@ -109,6 +116,10 @@ class TreeMemories:
         """Move the rows of the accepted paths to where the settled plans have them."""
         for name, plan in plans.items():
             self._branching[name].keep(plan, paths)
+
+    def scratch_bytes(self, plans: Plans) -> int:
+        """Return the bytes outside of the budget that a step holds now for its trees."""
+        return sum(int(self._branching[name].scratch_bytes(plan)) for name, plan in plans.items())
 
 
 def _branching(name: str, memory: Any) -> Branching | None:

@@ -134,6 +134,10 @@ class TreeRecurrence:
         plan.held.clear()
         plan.branches.scratch.clear()
 
+    def scratch_bytes(self, plan: TreeRecurrentPlan) -> int:
+        """Return the bytes of the rows that wait for acceptance, and of the states that a layer needs meanwhile."""
+        return sum(own.nbytes for own in (*plan.held.values(), *plan.branches.scratch))
+
 
 def _part(step: TailStep, requests: Int64s) -> TailStep:
     """Return the part of a step that belongs to these requests, which ascend."""

@@ -58,6 +58,13 @@ class TreeStep(Step):
         """Return None: such a step is not replayed, because each tree has other paths."""
         self._entered()
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Return the bytes outside of the budget that the step holds now for its trees: rows that wait for acceptance,
+        and states of one layer at a time.
+        """
+        return self._memories.scratch_bytes(self._entered().plans)
+
     def accept(self, accepted: Mapping[Sequence, int | list[int]]) -> None:
         """Keep one path of each of these sequences' trees, or only the first n tokens of a chain.
 
