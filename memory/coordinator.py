@@ -15,7 +15,7 @@ from hybridmem.memory.blocks.staging import in_one_copy
 from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.errors import BUDGET_UNIT, HOST_UNIT, BatchError, CapacityError, SequenceError
 from hybridmem.memory.interface import Dropped, Encoded, OpenRun, OpenStep, Packed, Plans, Sequence
-from hybridmem.memory.layer_memories import LayerMemories, PagesOnHost, Places, SwappedOut
+from hybridmem.memory.layer_memories import LayerMemories, PagesOnHost, Places, SettlesTrees, SwappedOut
 from hybridmem.memory.sequences.batch import TokenLists, pack
 from hybridmem.memory.sequences.compactor import Compactor, Holders
 from hybridmem.memory.sequences.ledger import Ledger
@@ -135,10 +135,12 @@ class Coordinator(Lifetime):
         opened.is_settled = True
 
     @locked
-    def settle(self, opened: OpenStep, accepted: Packed, settle: Callable[[Plans, Packed], None]) -> None:
-        """Reduce an open step to the tokens that were accepted of its trees. Raises CapacityError."""
+    def settle(self, opened: OpenStep, accepted: Packed, trees: SettlesTrees) -> None:
+        """Reduce an open step to the tokens that were accepted of its trees."""
+        with self.journal.change():  # Blocks are free only when a change is complete.
+            trees.give_back(opened.plans)
         with self.journal.change():
-            settle(opened.plans, accepted)
+            trees.settle(opened.plans, accepted)
             opened.packed = accepted
 
     @locked

@@ -21,7 +21,7 @@ from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.errors import BatchError, RollbackError, SequenceError, StepError
 from hybridmem.memory.interface import OpenStep, Packed, Plans, Sequence
 from hybridmem.memory.kernels import Scoring
-from hybridmem.memory.layer_memories import LayerMemories, Place, PlaceKey, Places
+from hybridmem.memory.layer_memories import LayerMemories, Place, PlaceKey, Places, SettlesTrees
 from hybridmem.memory.sequences.batch import TokenLists, check_row_counts, output_rows, row_counts
 from hybridmem.memory.sequences.choosing import ChosenRows
 from hybridmem.memory.sequences.soft_tokens import FIRST_SOFT_ID, Run, has_soft, rotary_positions
@@ -66,7 +66,7 @@ class StepOwner(Protocol):
     def begin(self, step: Step) -> None: ...
     def commit(self, opened: OpenStep, kept: Int64s) -> None: ...
     def abort(self, opened: OpenStep) -> None: ...
-    def settle(self, opened: OpenStep, accepted: Packed, settle: Callable[[Plans, Packed], None]) -> None: ...
+    def settle(self, opened: OpenStep, accepted: Packed, trees: SettlesTrees) -> None: ...
     def begin_run(self, sequences: list[Sequence], block: ref[Any] | None) -> Any: ...
     def end_run(self, run: Any, *, is_complete: bool) -> None: ...
     def want_stages(self) -> None: ...
@@ -166,8 +166,7 @@ class Step:
 
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None:
         """Take over the blocks that the memory has allocated. From now on this step must commit or abort."""
-        self._opened, packed = opened, opened.packed
-        self._places = self.owner.places
+        self._opened, self._places, packed = opened, self.owner.places, opened.packed
         # These are copies, because a model may write to them.
         token_ids = packed.token_ids.copy()
         soft = self.owner.spec.soft_tokens

@@ -91,6 +91,9 @@ class TreeAttention:
             out_THD[plan.others.tokens] = cache.read(plan.others.batch, index, q_THD[plan.others.tokens], scoring)
         return out_THD
 
+    def give_back(self, plan: TreeAttentionPlan) -> None:
+        """Do nothing: `commit` releases the pages that the accepted paths do not need."""
+
     def settle(self, plan: TreeAttentionPlan, accepted: Packed) -> TreeAttentionPlan:
         """Return the plan for a step of the accepted tokens: `accepted`."""
         return replace(plan, packed=replace(plan.packed, peaks=accepted.peaks))
@@ -136,6 +139,9 @@ class TreeHostedAttention:
     def attend(self, plan: HostedPlan, *given: Any) -> Tensor:
         """See `TreeAttention.attend`."""
         return self._trees.attend(plan.parts[0].plan, *given)
+
+    def give_back(self, plan: HostedPlan) -> None:
+        """See `TreeAttention.give_back`."""
 
     def settle(self, plan: HostedPlan, accepted: Packed) -> HostedPlan:
         """See `TreeAttention.settle`."""

@@ -20,8 +20,8 @@ from hybridmem.memory.trees.recurrence import TreeRecurrence
 class Branching(Protocol):
     """Declares how a layer memory takes a step in which requests have trees.
 
-    It is plan -> begin -> (the model runs) -> settle -> keep, and then the layer memory commits the plan as that of any
-    step. Its `commit` with no kept tokens aborts at any time before.
+    It is plan -> begin -> (the model runs) -> give_back -> settle -> keep. Then the layer memory commits the plan as that
+    of any step. Its `commit` with no kept tokens aborts at any time before.
     """
 
     def plan(self, trees: DraftTrees) -> Any:
@@ -32,8 +32,12 @@ class Branching(Protocol):
         """Copy the blocks that the step must not write in place."""
         ...
 
+    def give_back(self, plan: Any) -> None:
+        """Release the blocks that were allocated because any path might be accepted."""
+        ...
+
     def settle(self, plan: Any, accepted: Packed) -> Any:
-        """Return the plan of a step that has only the accepted tokens, `accepted`. Raises CapacityError."""
+        """Return the plan of a step that has only the accepted tokens, `accepted`."""
         ...
 
     def keep(self, plan: Any, paths: Mapping[int, Int64s]) -> None:
@@ -59,6 +63,9 @@ class _AsItIs:
 
     def begin(self, plan: Any) -> None:
         self._memory.begin(plan)
+
+    def give_back(self, plan: Any) -> None:
+        """Do nothing, because no block was allocated."""
 
     def settle(self, plan: Any, accepted: Packed) -> Any:
         return plan
@@ -104,11 +111,13 @@ class TreeMemories:
             raise
         return plans
 
-    def settle(self, plans: Plans, accepted: Packed) -> None:
-        """Replace plans by those of a step that has only the accepted tokens. Raises CapacityError.
+    def give_back(self, plans: Plans) -> None:
+        """Release the blocks that were allocated because any path might be accepted. The plans can be aborted."""
+        for name, plan in plans.items():
+            self._branching[name].give_back(plan)
 
-        After an error, each plan can still be aborted.
-        """
+    def settle(self, plans: Plans, accepted: Packed) -> None:
+        """Replace plans by those of a step that has only the accepted tokens. After an error they can be aborted."""
         for name in plans:
             plans[name] = self._branching[name].settle(plans[name], accepted)
 

@@ -97,15 +97,16 @@ class TreeRecurrence:
         """See `RecurrentState.remember`."""
         self._state.remember(index, recurrence)
 
-    def settle(self, plan: TreeRecurrentPlan, accepted: Packed) -> TreeRecurrentPlan:
-        """Replace the blocks of the longest paths by those that the accepted ones need: `accepted` is the new step.
-
-        Raises CapacityError.
-        """
-        state, step, requests = self._state, plan.step, plan.trees.requests
+    def give_back(self, plan: TreeRecurrentPlan) -> None:
+        """Release the blocks of the longest paths."""
+        step, requests = plan.step, plan.trees.requests
         reserved = _part(step, requests)
         step.fresh[:, requests] = NOTHING
-        state.free_blocks(reserved)
+        self._state.free_blocks(reserved)
+
+    def settle(self, plan: TreeRecurrentPlan, accepted: Packed) -> TreeRecurrentPlan:
+        """Allocate the blocks that the accepted paths need, which are no more than the longest paths had."""
+        state, step, requests = self._state, plan.step, plan.trees.requests
         chain, moved = None, requests[accepted.counts[requests] > 0]
         if len(moved):
             own = state.plan_blocks(requests_of(accepted, moved)[0])

@@ -14,7 +14,7 @@ from hybridmem.memory.interface import OpenStep, Packed, Plans, Sequence
 from hybridmem.memory.layer_memories import LayerMemories
 from hybridmem.memory.sequences.batch import TokenLists
 from hybridmem.memory.sequences.draft_trees import DraftTree, DraftTrees, read_trees
-from hybridmem.memory.step import Step, StepOwner
+from hybridmem.memory.step import Rows, Step, StepOwner
 from hybridmem.memory.trees.memories import TreeMemories
 
 
@@ -106,7 +106,7 @@ class TreeStep(Step):
         paths = {int(packed.place[i]): path for i, path in self._paths.items()}
         kept[list(paths)] = [len(path) for path in paths.values()]
         accepted = trees.accepted(paths, self.owner.ledger.peaks[packed.slots])
-        self.owner.settle(opened, accepted, self._memories.settle)
+        self.owner.settle(opened, accepted, self._memories)
         if not self.owner.store.is_dry:
             with without_gradients():
                 self._memories.keep(opened.plans, paths)

@@ -227,6 +227,30 @@ def test_a_step_without_room_changes_nothing() -> None:
     assert observed(memory, sequence) == before
 
 
+@pytest.mark.parametrize("fold", ["keep", "replay"])
+def test_a_step_that_has_room_for_a_tree_has_room_for_any_path(fold: Folds) -> None:
+    """With budgets into which it barely fits: only entering the step may be refused."""
+    n_entered = n_refused = 0
+    for budget in range(2560, 7168, 256):
+        for path in ([0], PATH, [0, 2, 4, 6]):
+            memory = HybridMemory(TOY.memory_spec, budget, rollback_window=4, page_tokens=4, fold=fold)
+            sequence, fork = memory.open(), None
+            try:
+                memory.run(TOY, {sequence: PROMPT[: budget // 256 % 9 + 4]})
+                fork = memory.fork(sequence)
+                with memory.step({sequence: TOKENS}, parents={sequence: PARENTS}) as step:
+                    TOY(step)
+                    n_entered += 1
+                    step.accept({sequence: path})
+            except CapacityError:
+                n_refused += 1
+            else:
+                assert sequence.length == fork.length + len(path)
+                n_entered -= 1
+            memory.check()
+    assert n_entered == 0 < n_refused
+
+
 WRONG: dict[str, tuple[object, object, type[Exception], str]] = {
     "no mapping": ([-1, 0, 0], [0], BatchError, "give {sequence"),
     "too few": ([-1, 0], [0], BatchError, "2 parents for 3 tokens"),
