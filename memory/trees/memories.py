@@ -20,8 +20,8 @@ from hybridmem.memory.trees.recurrence import TreeRecurrence
 class Branching(Protocol):
     """Declares how a layer memory takes a step in which requests have trees.
 
-    It is plan -> begin -> (the model runs) -> give_back -> settle -> keep. Then the layer memory commits the plan as that
-    of any step. Its `commit` with no kept tokens aborts at any time before.
+    It is plan -> begin -> (the model runs) -> give_back -> settle -> keep. Then the layer memory commits the plan as in
+    any step. Its `commit` with no kept tokens aborts at any time before.
     """
 
     def plan(self, trees: DraftTrees) -> Any:
