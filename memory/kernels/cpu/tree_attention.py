@@ -14,8 +14,9 @@ from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
 from hybridmem.memory.kernels.cpu.attention import NO_BIAS, NO_SINKS, NO_WINDOW
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.rows import as_array, copy_
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE
 from hybridmem.memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, use_threads
+from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.signature import PagedBatch, Prepared, Scoring, TreePaths
 
 _ONE = np.float32(1.0)
@@ -52,7 +53,7 @@ def _node_address(queries: np.dtype, keys: np.dtype, values: np.dtype, sinks: np
     )  # fmt: skip
 
 
-@compiled(parallel=True, error_model="numpy")
+@compiled(parallel=True)
 def _attend_nodes(
     attend_at, q_QHD, keys, values, requests, starts, path_rows, cu_rows, pages, cu_pages, page_tokens, n_kv_heads,
     scale, window, softcap, sinks, bias_HL, out_QHD,
@@ -67,7 +68,7 @@ def _attend_nodes(
         ))  # fmt: skip
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def _attend_node(
     task, q_QR, keys, values, requests, starts, path_rows, cu_rows, pages, cu_pages, page_tokens, n_kv_heads, n_groups,
     scale, window, softcap, sinks, bias_HL, out_QR,
