@@ -25,7 +25,7 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
     commands = (
         "parity", "bookkeeping", "rollback", "folds", "holes", "memory", "prefixes", "restarts", "agentic",
         "kernels", "delta-rules", "indexed", "sampling", "schemas", "states", "sparse", "speculative", "drafts",
-        "prefill", "decode", "dtypes", "without-bfloat16", "bridge", "gradients",
+        "trees", "prefill", "decode", "dtypes", "without-bfloat16", "bridge", "gradients",
     )  # fmt: skip
     failed = [
         name

@@ -26,7 +26,16 @@ from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.blocks.table import BlockTable
 from hybridmem.memory.errors import DropError, IntegrityError, StepError
 from hybridmem.memory.interface import Dropped, Packed, References, SlotTable, Stretch
-from hybridmem.memory.kernels import FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, select_kernels
+from hybridmem.memory.kernels import (
+    FoldedRows,
+    Kernels,
+    PageChoice,
+    PagedBatch,
+    Prepared,
+    Scoring,
+    TreePaths,
+    select_kernels,
+)
 from hybridmem.memory.sequences.pages import DropPlan, PageGrid
 from hybridmem.memory.sequences.reads import AttentionPlan, Read, Selects, attend_each
 from hybridmem.memory.specs import AttentionSpec
@@ -42,6 +51,9 @@ class AttentionCache:
         specs: the attention specs, in the order in which `attend` numbers them.
         name: the name of the pool. By default it is "pages", or "pages over WINDOW".
         selection: chooses the pages that queries read. None: they read all pages.
+    Attributes:
+        specs, store: what it was made with.
+        kv_shapes: the shapes of one token's keys, as in `AttentionSpec.kv_shape`, of all these attentions.
     """
 
     def __init__(
@@ -49,16 +61,16 @@ class AttentionCache:
         selection: Selects | None = None,
     ) -> None:  # fmt: skip
         self.grid, self.page_tokens = grid, grid.page_tokens
-        self._selection, self._specs = selection, specs
+        self._selection, self.specs = selection, specs
         fields = [self._page_fields(s) for s in specs]
         shapes = [shape for own in fields for shape in own]
         row_axes = [1 if len(shape) == 3 else None for shape in shapes]
         self.layout = BlockLayout.of([(shape, dtype) for shape in shapes], row_axes).shared_by([*map(len, fields)])
         name = name or ("pages" if grid.window is None else f"pages over {grid.window}")
         self.pool = store.make_pool(name, self.layout, from_top=False)
-        self._kv_shapes = {s.kv_shape for s in specs}
+        self.kv_shapes = {s.kv_shape for s in specs}
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
-        self._store, self._dtype = store, dtype
+        self.store, self._dtype = store, dtype
         self.kernels: Kernels = select_kernels(store.device, dtype)
         remaining, self._flats = iter(self.layout.fields), list[list[Prepared]]()
         if not store.is_dry:
@@ -74,6 +86,11 @@ class AttentionCache:
         """Return the shapes of one layer's fields in a page: keys, values if they are stored, then bounds of keys."""
         bounds = [] if self._selection is None else self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)
         return [(spec.n_kv_heads, self.page_tokens, spec.head_dim)] * spec.n_parts + bounds
+
+    @property
+    def selects(self) -> bool:
+        """True if queries read chosen pages only."""
+        return self._selection is not None
 
     @property
     def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
@@ -120,7 +137,7 @@ class AttentionCache:
                 tables = [t[n - own :] for t, n, own in zip(tables, first_read.tolist(), held_from, strict=True)]
             pages = self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize
             rows = self._rows_at(packed, pages, wanted, positions)
-            cu_seqlens, lengths, cu_pages = map(self._store.on_host, (packed.cu_seqlens, lengths, starts_of(wanted)))
+            cu_seqlens, lengths, cu_pages = map(self.store.on_host, (packed.cu_seqlens, lengths, starts_of(wanted)))
             batch = PagedBatch(cu_seqlens, lengths, self.place(pages, room=True), cu_pages, self.page_tokens)
             reads, full = self._reads(packed, pages, batch)
             return AttentionPlan(packed, changed, copies, fresh, pages, batch, rows, reads, full)
@@ -149,8 +166,8 @@ class AttentionCache:
         begins = n_pages.cumsum() - n_pages
         page_T += begins if packed.is_decode else np.repeat(begins, packed.counts)
         page_T = pages[page_T]
-        rows = {shape: self.place(self._row_offsets(shape, page_T, slot_T)) for shape in self._kv_shapes}
-        return tuple(rows[s.kv_shape] for s in self._specs)
+        rows = {shape: self.place(self._row_offsets(shape, page_T, slot_T)) for shape in self.kv_shapes}
+        return tuple(rows[s.kv_shape] for s in self.specs)
 
     def _row_offsets(self, kv_shape: tuple[int, int], page_T: Int64s, slot_T: Int64s) -> Int64s:
         """Return (T * G,) element offsets of each head's rows: row `slot_T` of the page at element offset `page_T`."""
@@ -163,7 +180,7 @@ class AttentionCache:
 
         With `room`, the upload gets a rounded-up capacity, so that the arrays of later plans keep the same address.
         """
-        return self.kernels.prepare(self._store.upload(array, room=room))
+        return self.kernels.prepare(self.store.upload(array, room=room))
 
     def begin(self, plan: AttentionPlan) -> None:
         self.copy_shared(plan)
@@ -173,14 +190,14 @@ class AttentionCache:
     def copy_shared(self, plan: AttentionPlan) -> None:
         """Copy each request's last page if the step appends to it and other sequences refer to it as well."""
         for _, old, new in plan.copies:
-            self._store.copy(int(self.pool.addresses[old]), int(self.pool.addresses[new]), self.pool.block_bytes)
+            self.store.copy(int(self.pool.addresses[old]), int(self.pool.addresses[new]), self.pool.block_bytes)
 
     def plan_read(self, read: Read, folded: FoldedRows | None = None) -> None:
         """Let the kernels plan one read of the step."""
         for heads in self._heads:
-            self.kernels.plan_attention(read.batch, heads, self._dtype, self._store.device, self.grid.window, folded)
+            self.kernels.plan_attention(read.batch, heads, self._dtype, self.store.device, self.grid.window, folded)
         if read.choice is not None:
-            self.kernels.plan_choice(read.choice, self._store.device)
+            self.kernels.plan_choice(read.choice, self.store.device)
 
     def attend(
         self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
@@ -208,10 +225,10 @@ class AttentionCache:
     def choose(self, choice: PageChoice, index: int, q_QHD: Tensor, bounds: Sequence[Prepared]) -> Tensor:
         """Return the pages that queries choose by these bounds of keys, (G, C): C pages for each key/value head."""
         least, greatest = bounds
-        return self.kernels.choose_pages(q_QHD, least, greatest, choice, self._specs[index].n_kv_heads)
+        return self.kernels.choose_pages(q_QHD, least, greatest, choice, self.specs[index].n_kv_heads)
 
     def write(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None) -> None:
-        self._specs[index].check_rows(len(plan.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
+        self.specs[index].check_rows(len(plan.packed.token_ids), self._dtype, self.store.device, q_THD, k_TGD, v_TGD)
         keys, values = self._keys_values[index]
         self.kernels.write_rows_(keys, plan.rows[index], k_TGD.flatten(0, 1))
         if v_TGD is not None:
@@ -225,17 +242,38 @@ class AttentionCache:
         Where values are a part of the keys, the kernel sums all D elements of the keys, though only the first value_dim
         are wanted. With DeepSeek's sizes, D = 576 and value_dim = 512, that is an eighth more work on values.
         """
-        spec, (keys, values) = self._specs[index], self._keys_values[index]
+        spec, (keys, values) = self.specs[index], self._keys_values[index]
         scoring = scoring._replace(window=spec.window)
         out_THD = self.kernels.paged_attention(q_THD, keys, values, batch, spec.n_kv_heads, scoring, folded)
         return out_THD[..., : spec.value_dim]
 
+    def read_paths(
+        self, batch: PagedBatch, paths: TreePaths, index: int, q_QHD: Tensor, scoring: Scoring
+    ) -> Tensor:  # fmt: skip
+        """Attend from trees of tokens, each to the rows of its sequence and those on its path."""
+        spec, (keys, values) = self.specs[index], self._keys_values[index]
+        scoring = scoring._replace(window=spec.window)
+        out_QHD = self.kernels.tree_attention(q_QHD, keys, values, batch, paths, spec.n_kv_heads, scoring)
+        return out_QHD[..., : spec.value_dim]
+
     def rows_of(self, plan: AttentionPlan, index: int, request: int, chosen: slice) -> tuple[Tensor, Tensor]:
         """Return keys and values of some of the pages that a request holds, (n_pages, G, page_tokens, D) each."""
-        spec, pages = self._specs[index], plan.batch.pages[plan.batch.cu_pages[request] :][chosen]
+        spec, pages = self.specs[index], plan.batch.pages[plan.batch.cu_pages[request] :][chosen]
         shape = (spec.n_kv_heads, self.page_tokens, spec.head_dim)
         keys, values = self._keys_values[index]
         return self.kernels.read_rows(keys, pages, shape, 0.0), self.kernels.read_rows(values, pages, shape, 0.0)
+
+    def move_rows(self, kv_shape: tuple[int, int], sources: Int64s, targets: Int64s) -> None:
+        """Copy rows of all attentions of this shape, given by the element offsets of their first heads (R,) each."""
+        if self.store.is_dry or not len(sources):
+            return
+        n_heads, head_dim = kv_shape
+        apart = np.arange(n_heads) * (self.page_tokens * head_dim)
+        source, target = (self.place((offsets[:, None] + apart).ravel()) for offsets in (sources, targets))
+        for spec, own in zip(self.specs, self._flats, strict=True):
+            for flat in own[: spec.n_parts] if spec.kv_shape == kv_shape else ():
+                rows = self.kernels.read_rows(flat, source, (head_dim,), 0.0)
+                self.kernels.write_rows_(flat, target, rows)
 
     def commit(self, plan: AttentionPlan, kept: Int64s) -> None:
         if not plan.tables and not self.grid.leaves:
@@ -277,7 +315,7 @@ class AttentionCache:
         return self.grid.after_drop(dropped, self._oldest_row(dropped.slot))[3] * self.pool.block_bytes
 
     def plan_drop(self, dropped: Dropped) -> DropPlan:
-        for spec in self._specs:
+        for spec in self.specs:
             if spec.rotation is None:
                 raise DropError(
                     f"tokens behind [{dropped.start}, {dropped.end}) cannot move: the spec of {spec.name!r} does not "
@@ -288,13 +326,13 @@ class AttentionCache:
         first_page, oldest_after, n_kept, n_fresh = self.grid.after_drop(dropped, oldest)
         n_after, fresh = dropped.length - dropped.n_tokens, self.pool.allocate(n_fresh)
         try:
-            if not self._store.is_dry:
+            if not self.store.is_dry:
                 positions = np.arange((first_page + n_kept) * self.page_tokens, n_after)
                 for begin in range(0, len(positions), _ROWS_AT_ONCE):
                     self._copy_moved(dropped, oldest, positions[0], positions[begin : begin + _ROWS_AT_ONCE], fresh)
                 if self._selection is not None:
                     full = fresh[: max(0, n_after // self.page_tokens - first_page - n_kept)]
-                    for index in range(len(self._specs)):
+                    for index in range(len(self.specs)):
                         self._bound(index, self.place(self.pool.addresses[full] // self._dtype.itemsize))
         except BaseException:
             self.pool.release(fresh)
@@ -313,9 +351,9 @@ class AttentionCache:
         sources = self.pool.addresses[table[page_R]] // self._dtype.itemsize
         new_page_R, new_slot_R = np.divmod(new_R - origin, self.page_tokens)
         targets = self.pool.addresses[fresh[new_page_R]] // self._dtype.itemsize
-        rotations = {s.rotation for s in self._specs if s.rotation is not None}
+        rotations = {s.rotation for s in self.specs if s.rotation is not None}
         angles = {rotation: rotation.angles_between(old_R, new_R) for rotation in rotations}
-        for spec, (keys, values) in zip(self._specs, self._keys_values, strict=True):
+        for spec, (keys, values) in zip(self.specs, self._keys_values, strict=True):
             assert spec.rotation is not None, "`plan_drop` has refused these"
             is_held_RG = np.repeat(is_held, spec.n_kv_heads)
             source = self.place(np.where(is_held_RG, self._row_offsets(spec.kv_shape, sources, slot_R), -1))
@@ -330,7 +368,7 @@ class AttentionCache:
         """Write the bounds of the keys of full pages (F,), which are given by their element offsets."""
         if self._selection is None or not len(full):
             return
-        spec, flats = self._specs[index], self._flats[index]
+        spec, flats = self.specs[index], self._flats[index]
         k_NGPD = self.kernels.read_rows(flats[0], full, (spec.n_kv_heads, self.page_tokens, spec.head_dim), 0.0)
         for flat, bound in zip(flats[spec.n_parts :], self._selection.bounds(k_NGPD), strict=True):
             self.kernels.write_rows_(flat, full, bound.flatten(1))

@@ -14,8 +14,8 @@ from hybridmem.memory.blocks.journal import Journal
 from hybridmem.memory.blocks.staging import in_one_copy
 from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.errors import BUDGET_UNIT, HOST_UNIT, BatchError, CapacityError, SequenceError
-from hybridmem.memory.interface import Dropped, Encoded, OpenRun, OpenStep, Packed, Sequence
-from hybridmem.memory.layer_memories import LayerMemories, PagesOnHost, Places, SwappedOut
+from hybridmem.memory.interface import Dropped, Encoded, OpenRun, OpenStep, Packed, Plans, Sequence
+from hybridmem.memory.layer_memories import LayerMemories, PagesOnHost, Places, SettlesTrees, SwappedOut
 from hybridmem.memory.sequences.batch import TokenLists, pack
 from hybridmem.memory.sequences.compactor import Compactor, Holders
 from hybridmem.memory.sequences.ledger import Ledger
@@ -39,6 +39,7 @@ class EnteredStep(Protocol):
 
     @property
     def scope(self) -> ReferenceType[Any]: ...
+    def plan(self, layers: LayerMemories, packed: Packed) -> tuple[Packed, Plans]: ...
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None: ...
 
 
@@ -120,7 +121,7 @@ class Coordinator(Lifetime):
 
     def _begin(self, step: EnteredStep, packed: Packed) -> None:
         with self.journal.change(), in_one_copy(self.store.stages) as stage:
-            opened = OpenStep(packed, self.layers.begin(packed), stage, step.scope)
+            opened = OpenStep(*step.plan(self.layers, packed), stage, step.scope)
             self.journal.before(self._forget, opened)
             self.open_steps[opened] = None
             self.ledger.occupy(packed.slots)
@@ -132,6 +133,15 @@ class Coordinator(Lifetime):
         """Remove a step that was just opened."""
         self.open_steps.pop(opened, None)
         opened.is_settled = True
+
+    @locked
+    def settle(self, opened: OpenStep, accepted: Packed, trees: SettlesTrees) -> None:
+        """Reduce an open step to the tokens that were accepted of its trees."""
+        with self.journal.change():  # Blocks are free only when a change is complete.
+            trees.give_back(opened.plans)
+        with self.journal.change():
+            trees.settle(opened.plans, accepted)
+            opened.packed = accepted
 
     @locked
     def commit(self, opened: OpenStep, kept: Int64s) -> None:

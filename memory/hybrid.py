@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, overload
@@ -19,7 +20,7 @@ from hybridmem.memory.build import build, check_choices, default_fold, kernels_o
 from hybridmem.memory.chunked_prefill import Model, run_in_chunks
 from hybridmem.memory.coordinator import Coordinator
 from hybridmem.memory.errors import SequenceError, SpecError
-from hybridmem.memory.interface import Encoded, Requests, Sequence
+from hybridmem.memory.interface import Encoded, Requests, Sequence, Tokens
 from hybridmem.memory.sequences.batch import read_pairs, read_tokens
 from hybridmem.memory.sequences.folding import Fold, TailRules
 from hybridmem.memory.sequences.interrupts import uninterrupted_call
@@ -28,6 +29,8 @@ from hybridmem.memory.step import Outputs, Rows, Step
 from hybridmem.memory.storage.archive import NO_FORKS, Archive, Checkpoints, Family, Forks
 from hybridmem.memory.storage.folders import Folders
 from hybridmem.memory.storage.swapping import Swapping
+from hybridmem.memory.trees.memories import TreeMemories
+from hybridmem.memory.trees.step import TreeStep
 from hybridmem.memory.views.counters import Counters
 from hybridmem.memory.views.usage import Usage
 
@@ -128,6 +131,10 @@ class HybridMemory:
 
     def __exit__(self, *error: object) -> None:
         self._coordinator.close()
+
+    @cached_property
+    def _trees(self) -> TreeMemories:
+        return TreeMemories(self._coordinator.layers, self._coordinator.places)
 
     # Sequences
 
@@ -352,7 +359,10 @@ class HybridMemory:
 
     # Steps
 
-    def step(self, requests: Requests, *excess: Never, outputs: Rows = "last", **unknown: Never) -> Step:
+    def step(
+        self, requests: Requests, *excess: Never, outputs: Rows = "last",
+        parents: Mapping[Sequence, Tokens] | None = None, **unknown: Never,
+    ) -> Step:  # fmt: skip
         """Make a step over new tokens: `with memory.step({alice: ids, bob: 7}) as step: logits = model(step)`.
 
         Args:
@@ -361,6 +371,10 @@ class HybridMemory:
                 when it leaves the step: so it plans a step while the device computes the step before.
             outputs: "last" gives one row of logits for each request, "all" gives one for each token, and a tuple says
                 for each request how many of its last tokens have one. Rows are in the order of `requests`.
+            parents: for sequences whose tokens are a tree of drafts: for each token, the index of the one before it
+                among the sequence's tokens, or -1 for the sequence's end. A token sees its path only, and the step must
+                accept one path: `step.accept({alice: [0, 2]})`. Raises SpecError where old rows are evicted, quantised
+                or chosen, or may be on the host.
         Raises:
             BatchError, SequenceError: raised here, or when the step is left if the tokens were on the device.
             CapacityError: raised when the step is entered, or here if requests of thousands of tokens could never fit
@@ -373,7 +387,9 @@ class HybridMemory:
         self._coordinator.room.refuse_hopeless(sequences, values)
         tokens = read_tokens(sequences, values, self.spec.vocab_size, self.spec.soft_tokens)
         self._coordinator.ledger.check_all_usable(sequences)
-        return Step(self._coordinator, sequences, tokens, outputs)
+        if parents is None:
+            return Step(self._coordinator, sequences, tokens, outputs)
+        return TreeStep(self._coordinator, sequences, tokens, outputs, parents, self._trees)
 
     def run(
         self, model: Model | None, requests: Requests, *excess: Never, max_tokens: int = 512,

@@ -117,6 +117,13 @@ class SwappedOut(Protocol):
     def inside_keys(self, leaving: Leaving) -> dict[str, Int64s]: ...
 
 
+class SettlesTrees(Protocol):
+    """Declares what reduces the plans of a step to accepted tokens: `memory.trees.memories.TreeMemories`."""
+
+    def give_back(self, plans: Plans) -> None: ...
+    def settle(self, plans: Plans, accepted: Packed) -> None: ...
+
+
 class PagesOnHost(Protocol):
     """Declares what keeps the pages of offloaded sequences in host memory: `memory.attention.host_pages.HostPages`."""
 

@@ -40,12 +40,14 @@ class RecurrentState(TailTable[RecurrentPlan[ReadsT]], Generic[ReadsT]):
     Args:
         blocks: its layout. The members of a block are the recurrences, in the order in which `recur` numbers them.
         reader: runs recurrences over these blocks.
+    Attributes:
+        recurrences: the function that ran each recurrence last, by its number.
     """
 
     def __init__(self, blocks: TailBlocks, reader: Reader[ReadsT]) -> None:
         super().__init__(blocks)
         self.reader = reader
-        self._recurrences: dict[int, Recurrence] = {}
+        self.recurrences: dict[int, Recurrence] = {}
 
     # Steps
 
@@ -59,14 +61,14 @@ class RecurrentState(TailTable[RecurrentPlan[ReadsT]], Generic[ReadsT]):
 
     def recur(self, plan: RecurrentPlan[ReadsT], index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         """Run recurrence `index` over the step's rows (T, *row_shape), remember them, and return outputs (T, ...)."""
-        self._require_rows(index, rows, len(plan.step.packed.token_ids))
+        self.require_rows(index, rows, len(plan.step.packed.token_ids))
         outputs = self.reader.run(plan.reads, index, rows, recurrence)
         self.reader.access.write_rows(index, plan.writes, rows)
         return outputs
 
     def remember(self, index: int, recurrence: Recurrence) -> None:
         """Remember the function that runs recurrence `index`, because `slim` may call it between steps."""
-        self._recurrences[index] = recurrence
+        self.recurrences[index] = recurrence
 
     def slim(self, slot: int, length: int) -> None:
         """Reduce a slot of this length to the state at its position. If there is no such state, it is computed.
@@ -75,20 +77,20 @@ class RecurrentState(TailTable[RecurrentPlan[ReadsT]], Generic[ReadsT]):
         Raises CapacityError. Cost: nothing if the state exists; else each recurrence runs over the tail.
         """
         specs, is_dry = self.reader.specs, self.store.is_dry
-        can_run = is_dry or len(self._recurrences) == len(specs)
+        can_run = is_dry or len(self.recurrences) == len(specs)
         step = self.plan_state(slot, length) if can_run else None
         if step is not None and not is_dry:
             try:
                 with without_gradients():
                     reads = self.reader.plan_state(step)
                     for index in range(len(specs)):
-                        self.reader.write_state(reads, index, self._recurrences[index])
+                        self.reader.write_state(reads, index, self.recurrences[index])
             except BaseException:
                 self.free_blocks(step)
                 raise
         self.hold_only_state(slot, length, step)
 
-    def _require_rows(self, index: int, rows: Tensor, n_tokens: int) -> None:
+    def require_rows(self, index: int, rows: Tensor, n_tokens: int) -> None:
         """Raise StepError unless rows have the shape, dtype and device of recurrence `index`."""
         spec, device = self.reader.specs[index], self.store.device
         expected = (n_tokens, *spec.row_shape)

@@ -19,15 +19,15 @@ from hybridmem.memory.blocks.scoped import without_gradients
 from hybridmem.memory.blocks.staging import object_to_replays
 from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.errors import BatchError, RollbackError, SequenceError, StepError
-from hybridmem.memory.interface import OpenStep, Sequence
+from hybridmem.memory.interface import OpenStep, Packed, Plans, Sequence
 from hybridmem.memory.kernels import Scoring
-from hybridmem.memory.layer_memories import LayerMemories, Place, PlaceKey, Places
+from hybridmem.memory.layer_memories import LayerMemories, Place, PlaceKey, Places, SettlesTrees
 from hybridmem.memory.sequences.batch import TokenLists, check_row_counts, output_rows, row_counts
 from hybridmem.memory.sequences.choosing import ChosenRows
 from hybridmem.memory.sequences.soft_tokens import FIRST_SOFT_ID, Run, has_soft, rotary_positions
 from hybridmem.memory.specs import AttentionSpec, MemorySpec
 from hybridmem.memory.state.access import Recurrence, States
-from hybridmem.memory.step_checks import check_scale, check_tensors
+from hybridmem.memory.step_checks import check_scale, check_scoring, check_tensors
 
 Outputs = Literal["last", "all"]
 Rows = Outputs | tuple[int, ...]  # A tuple says for each request how many of its last tokens have outputs.
@@ -44,6 +44,8 @@ class PositionsBack(Protocol):
 
     @property
     def backs(self) -> Int64s: ...
+    @property
+    def peaks(self) -> Int64s: ...
 
 
 class StepOwner(Protocol):
@@ -64,6 +66,7 @@ class StepOwner(Protocol):
     def begin(self, step: Step) -> None: ...
     def commit(self, opened: OpenStep, kept: Int64s) -> None: ...
     def abort(self, opened: OpenStep) -> None: ...
+    def settle(self, opened: OpenStep, accepted: Packed, trees: SettlesTrees) -> None: ...
     def begin_run(self, sequences: list[Sequence], block: ref[Any] | None) -> Any: ...
     def end_run(self, run: Any, *, is_complete: bool) -> None: ...
     def want_stages(self) -> None: ...
@@ -141,21 +144,29 @@ class Step:
             if self.tokens.late is not None:
                 self.tokens.arrive(self.sequences, self.owner.spec.vocab_size)
                 packed.token_ids[output_rows(packed, "all")] = self.tokens.flat
-            kept = packed.counts.copy()
-            for sequence, n_tokens in self._accepted.items():
-                kept[packed.place[self.sequences.index(sequence)]] = n_tokens
-            self.owner.commit(opened, kept)
+            self.owner.commit(opened, self._kept(packed))
         finally:
             self._abort()
+
+    def _kept(self, packed: Packed) -> Int64s:
+        """Return (S,) how many tokens of each request are kept."""
+        kept = packed.counts.copy()
+        for sequence, n_tokens in self._accepted.items():
+            kept[packed.place[self.sequences.index(sequence)]] = n_tokens
+        return kept
 
     @property
     def scope(self) -> ref[Any]:
         """Return a weak reference to an object that lives until the step's `with` block is left."""
         return ref(self) if self._block is None or self._block() is None else self._block
 
+    def plan(self, layers: LayerMemories, packed: Packed) -> tuple[Packed, Plans]:
+        """Let all layer memories plan and begin this step. Return the step as they have planned it, and their plans."""
+        return packed, layers.begin(packed)
+
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None:
         """Take over the blocks that the memory has allocated. From now on this step must commit or abort."""
-        self._opened, packed = opened, opened.packed
+        self._opened, self._places, packed = opened, self.owner.places, opened.packed
         # These are copies, because a model may write to them.
         token_ids = packed.token_ids.copy()
         soft = self.owner.spec.soft_tokens
@@ -216,18 +227,7 @@ class Step:
         place, plan = self._claim(layer, name, "attention")
         check_tensors(q=q, k=k, **({} if v is None else {"v": v}))
         with without_gradients():
-            check_scale(scale)
-            if softcap is not None and not (isinstance(softcap, int | float) and softcap > 0):
-                raise StepError(f"softcap={softcap!r}; give a positive number, or None for no cap")
-            for what, table in (("sinks", sinks), ("bias", bias)):
-                if table is not None and not (isinstance(table, Tensor) and table.dtype == torch.float32):
-                    found = table.dtype if isinstance(table, Tensor) else table
-                    raise StepError(f"{what} is no float32 tensor but {found!r}")
-            n_heads = q.shape[1] if q.dim() > 1 else 0
-            if sinks is not None and sinks.shape != q.shape[1:2]:
-                raise StepError(f"sinks have shape {tuple(sinks.shape)}; give one for each of {n_heads} query heads")
-            if bias is not None and (bias.dim() != 2 or len(bias) != n_heads or not bias.shape[1]):
-                raise StepError(f"bias has shape {tuple(bias.shape)}; give ({n_heads} query heads, distances)")
+            check_scoring(q, scale, softcap, sinks, bias)
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             scoring, v = Scoring(scale, None, softcap, sinks, bias), None if v is None else v.detach()
             given = (plan, place.number, q.detach(), k.detach(), v, scoring)
@@ -368,12 +368,12 @@ class Step:
     @property
     def served(self) -> frozenset[PlaceKey]:
         """Return which layer memories were used in this step."""
-        return frozenset(key for key, place in self.owner.places.items() if place in self._served)
+        return frozenset(key for key, place in self._places.items() if place in self._served)
 
     def serve(self, served: frozenset[PlaceKey]) -> None:
         """Mark layer memories as used in this step, because a replayed recording has used them."""
         self._entered()
-        self._served = {self.owner.places[key] for key in served}
+        self._served = {self._places[key] for key in served}
 
     def watched(self) -> Step:
         """Return this step in a form for a model that is recorded.
@@ -414,10 +414,10 @@ class Step:
             raise BatchError(f"{what} are not the {sum(counts)} rows of this step's outputs={self.outputs!r}")
         return torch.split(logits, counts)
 
-    def accept(self, accepted: Mapping[Sequence, int]) -> None:
-        """Keep only the first n tokens fed to each of these sequences.
+    def accept(self, accepted: Mapping[Sequence, int | list[int]]) -> None:
+        """Keep only the first n tokens fed to each of these sequences; of a tree (`parents=`), those on one path.
 
-        With n = 0, a sequence is as if it had not taken part.
+        With n = 0, or an empty path, a sequence is as if it had not taken part.
 
         Raises:
             SequenceError: a sequence is not in this step. BatchError: n is no integer from 0 to the number of tokens
@@ -445,7 +445,7 @@ class Step:
                     "rollback_window",
                     to=start + n_tokens, horizon=horizon, resume_at=start,
                 )  # fmt: skip
-        self._accepted |= {sequence: int(n) for sequence, n in accepted.items()}
+        self._accepted |= {sequence: int(n) for sequence, n in accepted.items() if is_integer(n)}
 
     if not TYPE_CHECKING:  # Otherwise a type checker would accept any name.
 
@@ -463,10 +463,10 @@ class Step:
 
     def _claim(self, layer: int, name: str | None, kind: str) -> tuple[Place, Any]:
         """Return place and plan of the layer memory that a call names. Raises StepError if it was used already."""
-        opened, owner, spec = self._entered(), self.owner, self.owner.spec
+        opened, spec = self._entered(), self.owner.spec
         if spec.device.type == "meta":
             raise StepError("a dry run has no tensors; leave the model out of the step")
-        place = owner.places.get((layer, kind, name)) if isinstance(layer, int) else None
+        place = self._places.get((layer, kind, name)) if isinstance(layer, int) else None
         if place is None:
             if not isinstance(layer, int) or not 0 <= layer < len(spec.layers):
                 raise StepError(f"layer {layer!r} does not exist; {spec.model} has layers 0 ... {len(spec.layers) - 1}")
@@ -483,7 +483,7 @@ class Step:
         """Raise StepError if a layer memory was not used in this step, for it would lack these tokens for ever."""
         if self.owner.spec.device.type == "meta":
             return
-        for (layer, kind, name), place in self.owner.places.items():
+        for (layer, kind, name), place in self._places.items():
             if place not in self._served:
                 raise StepError(
                     f"the step ended before the {kind} memory {name!r} of layer {layer} was used; run the whole model "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hybridmem.memory.errors import StepError
@@ -21,3 +22,21 @@ def check_tensors(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.dim():
             raise StepError(f"{name} is {tensor!r}, not a tensor with one row a token")
+
+
+def check_scoring(
+    q: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None, bias: Tensor | None
+) -> None:
+    """Raise StepError unless the options of `Step.attend` fit queries q (T, H, D)."""
+    check_scale(scale)
+    if softcap is not None and not (isinstance(softcap, int | float) and softcap > 0):
+        raise StepError(f"softcap={softcap!r}; give a positive number, or None for no cap")
+    for what, table in (("sinks", sinks), ("bias", bias)):
+        if table is not None and not (isinstance(table, Tensor) and table.dtype == torch.float32):
+            found = table.dtype if isinstance(table, Tensor) else table
+            raise StepError(f"{what} is no float32 tensor but {found!r}")
+    n_heads = q.shape[1] if q.dim() > 1 else 0
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise StepError(f"sinks have shape {tuple(sinks.shape)}; give one for each of {n_heads} query heads")
+    if bias is not None and (bias.dim() != 2 or len(bias) != n_heads or not bias.shape[1]):
+        raise StepError(f"bias has shape {tuple(bias.shape)}; give ({n_heads} query heads, distances)")

@@ -23,6 +23,7 @@ from benchmarks import (
     sampling,
     speculative,
     states,
+    trees,
 )
 from benchmarks.commands.options import BOOK_TESTS, MODEL_TESTS, Out, Quick, Threads, app, run
 from benchmarks.harness import Report
@@ -50,6 +51,7 @@ WITH_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "sampling": (sampling.sampling, ("tests/chat/sampling/test_sampling.py",)),
     "speculative": (speculative.speculative, ("tests/chat/decoding/test_speculative.py",)),
     "states": (states.states, BOOK_TESTS),
+    "trees": (trees.trees, ("tests/memory/trees/test_trees.py",)),
 }
 """Names of commands, with what they measure and the tests that must pass before."""
 WITHOUT_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {

@@ -53,7 +53,7 @@ class IndexKeys(AttentionCache):
         choosing = Choosing.of(packed, self._n_chosen, self._span_tokens)
         if not len(choosing.requests):
             return (), None
-        return (Read(part_of(batch, pages, choosing.requests, self.place), self._store.upload(choosing.tokens)),), None
+        return (Read(part_of(batch, pages, choosing.requests, self.place), self.store.upload(choosing.tokens)),), None
 
     def begin(self, plan: AttentionPlan) -> None:
         self.copy_shared(plan)
@@ -104,14 +104,14 @@ class IndexedAttention(AttentionCache):
         unit, n_rows, cu_pieces, pieces = 1, choosing.n_keys, starts_of(choosing.n_keys), None
         if self._span_tokens > 1:
             unit, n_rows, cu_pieces, *spread = Spread.of(choosing, self._span_tokens, self.page_tokens)
-            pieces = self._store.upload(spread[0]), self._store.upload(spread[1])
+            pieces = self.store.upload(spread[0]), self.store.upload(spread[1])
         first = np.repeat(batch.cu_pages[:-1][choosing.requests], packed.counts[choosing.requests])
         first_pages = self.place(np.repeat(first, np.diff(cu_pieces)))
         best = PagedBatch(np.arange(len(n_rows) + 1), n_rows, first_pages, cu_pieces, page_tokens=unit)
-        reads = [Read(best, self._store.upload(choosing.tokens), pieces=pieces)]
+        reads = [Read(best, self.store.upload(choosing.tokens), pieces=pieces)]
         if len(choosing.others):
             rest = part_of(batch, pages, choosing.others, self.place)
-            reads.insert(0, Read(rest, self._store.upload(choosing.other_tokens)))
+            reads.insert(0, Read(rest, self.store.upload(choosing.other_tokens)))
         return tuple(reads), None
 
     def attend_chosen(
@@ -138,7 +138,7 @@ class IndexedAttention(AttentionCache):
 
     def _at(self, plan: AttentionPlan, index: int, best: Read, chosen_C: Tensor) -> PagedBatch:
         """Return a batch with the place of each chosen piece, for each head of keys: they are a page's rows apart."""
-        n_heads, size = self._specs[index].kv_shape
+        n_heads, size = self.specs[index].kv_shape
         positions_P = chosen_C
         if best.pieces is not None:
             spans, offsets = best.pieces

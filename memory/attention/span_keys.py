@@ -77,7 +77,7 @@ class SpanKeys(IndexKeys):
         own = super().plan(ending) if len(chosen) else self._nothing(ending)
         try:
             to_packed = np.repeat((packed.cu_seqlens[:-1] - packed.starts)[chosen], counts)
-            last_tokens = self._store.upload((positions + 1) * span - 1 + to_packed)
+            last_tokens = self.store.upload((positions + 1) * span - 1 + to_packed)
             tables = self._table.of_all(packed.slots.tolist())
             for i, table in own.tables.items():
                 tables[chosen[i]] = table
@@ -109,11 +109,11 @@ class SpanKeys(IndexKeys):
             starts_of(packed.counts[choosing.requests]), packed.ends[choosing.requests], self.place(pages),
             starts_of(np.array([*map(len, own)])), self.page_tokens,
         )  # fmt: skip
-        return (Read(batch, self._store.upload(choosing.tokens)),)
+        return (Read(batch, self.store.upload(choosing.tokens)),)
 
     def write(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None) -> None:
         assert isinstance(plan, SpanPlan)
-        self._specs[index].check_rows(plan.n_tokens, self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
+        self.specs[index].check_rows(plan.n_tokens, self._dtype, self.store.device, q_THD, k_TGD, v_TGD)
         if plan.rows:
             keys, _ = self._keys_values[index]
             self.kernels.write_rows_(keys, plan.rows[index], k_TGD[plan.last_tokens].flatten(0, 1))

@@ -28,6 +28,7 @@ from hybridmem.memory.kernels.signature import (
     Scoring,
     StateSlots,
     Tail,
+    TreePaths,
     as_tensor,
 )
 from hybridmem.memory.kernels.weights import Weights
@@ -43,6 +44,7 @@ __all__ = [
     "Scoring",
     "StateSlots",
     "Tail",
+    "TreePaths",
     "Weights",
     "as_tensor",
     "chosen_kernels",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from hybridmem.memory.kernels.signature import (
     Scoring,
     StateSlots,
     Tail,
+    TreePaths,
     as_tensor,
 )
 
@@ -68,6 +70,21 @@ def paged_attention(
         n_rows, read = row_reader(gather_rows, keys, values, batch, i, n_kv_heads, q_THD.shape[2], folded)
         out_THD[own] = attend(q_THD[own], n_rows, n_kv_heads, read, scoring)
     return out_THD
+
+
+def tree_attention(
+    q_QHD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, paths: TreePaths, n_kv_heads: int, scoring: Scoring
+) -> Tensor:  # fmt: skip
+    checks.paged_attention(q_QHD, batch, n_kv_heads, scoring, checks.FLOATS)
+    out_QHD = torch.empty_like(q_QHD)
+    for i, start in enumerate(paths.starts.tolist()):
+        read = partial(gather_rows, batch=batch, request=i, n_kv_heads=n_kv_heads, head_dim=q_QHD.shape[2])
+        k_RGD, v_RGD = read(keys), read(values)
+        for t in range(*batch.cu_seqlens[i : i + 2].tolist()):
+            path = torch.from_numpy(start + paths.rows[paths.cu_rows[t] : paths.cu_rows[t + 1]]).to(k_RGD.device)
+            k_own, v_own = (torch.cat([x_RGD[:start], x_RGD[path]]) for x_RGD in (k_RGD, v_RGD))
+            out_QHD[t : t + 1] = attend_rows(q_QHD[t : t + 1], k_own, v_own, scoring)
+    return out_QHD
 
 
 def row_reader(

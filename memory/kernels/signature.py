@@ -89,6 +89,21 @@ class PageChoice:
     layouts: dict[object, Any] = field(default_factory=dict, compare=False, repr=False, init=False)
 
 
+class TreePaths(NamedTuple):
+    """Says which rows the queries of trees see, in addition to those of their sequences. All arrays are on the host.
+
+    Attributes:
+        starts: (S,) request i's tree begins with the request's row starts[i]. Its queries see all rows before.
+        rows: the rows on each query's path, oldest first and its own last, query after query; row 0 is the tree's
+            first.
+        cu_rows: (Q + 1,) query q has rows [cu_rows[q], cu_rows[q + 1]).
+    """
+
+    starts: Int64s
+    rows: Int64s
+    cu_rows: Int64s
+
+
 class Scoring(NamedTuple):
     """Says how a layer computes weights from queries and keys, as the softmax of scores s = scale q . k.
 
@@ -240,6 +255,17 @@ class Kernels(Protocol):
         The last query of a request sees all rows of the request, or the last `window`.
 
         The `folded` rows come before those in pages, and every query sees them. Then there is no window.
+        """
+        ...
+
+    def tree_attention(
+        self, q_QHD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, paths: TreePaths, n_kv_heads: int,
+        scoring: Scoring,
+    ) -> Tensor:  # fmt: skip
+        """Compute attention of requests whose queries are trees: (Q, H, D).
+        A query sees its request's rows before the tree, and those on its path, or the last `window` of both.
+
+        Distances of a bias count along the path. `batch` has only these requests, with one row for each query.
         """
         ...
 

@@ -126,7 +126,7 @@ class HeadReader:
                 own_rows = access.read_rows(index, own.tail_rows)
             else:
                 own_rows = rows if own.new_rows is None else rows[own.new_rows]
-            y = _run_one(states, own_rows, recurrence)
+            y = run_one(states, own_rows, recurrence)
             if own.new_rows is not None:
                 outputs = y.new_empty(len(rows), *y.shape[1:]) if outputs is None else outputs
                 outputs[own.new_rows] = y
@@ -145,7 +145,7 @@ class HeadReader:
         access, (own,) = self.access, reads.segments
         assert own.tail_rows is not None, "`plan_state` reads tails"
         states = States(self.specs[index], access.kernels, access.states[index], own)
-        _run_one(states, access.read_rows(index, own.tail_rows), recurrence)
+        run_one(states, access.read_rows(index, own.tail_rows), recurrence)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class TailReader:
     def run(self, reads: TailReads, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         access, tails = self.access, [self._tail(reads, flats) for flats in self._rings[index]]
         states = States(self.specs[index], access.kernels, access.states[index], reads.own, tails)
-        return _run_one(states, rows, recurrence)
+        return run_one(states, rows, recurrence)
 
     plan_state = plan
 
@@ -229,13 +229,17 @@ class TailReader:
         row = torch.zeros(1, *self.specs[index].row_shape, dtype=blocks.dtype, device=blocks.store.device)
         self.run(reads, index, row, recurrence)
 
+    def tails_of(self, reads: TailReads, index: int) -> list[Tail]:
+        """Return what the kernels of recurrence `index` read of the tail, for each of its state tensors."""
+        return [self._tail(reads, flats) for flats in self._rings[index]]
+
     def _tail(self, reads: TailReads, flats: tuple[Prepared, ...]) -> Tail:
         """Return what kernels read of the tail, with these rings."""
         sources, targets = (tuple(blocks[flat.itemsize] for flat in flats) for blocks in (reads.sources, reads.targets))
         return Tail(flats, sources, targets, self._blocks.rules.tail_rows, reads.firsts, reads.counts, reads.folds)
 
 
-def _run_one(states: States, rows: Tensor, recurrence: Recurrence) -> Tensor:
+def run_one(states: States, rows: Tensor, recurrence: Recurrence) -> Tensor:
     """Call a recurrence. Raises StepError if it wrote no end states, or did not return one output for each row."""
     y, ended = recurrence(states, rows)
     if ended is not states or not states.is_written:

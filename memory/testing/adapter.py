@@ -90,6 +90,16 @@ class Adapter(ABC):
         """
         raise AbsentError("it cannot keep a part of a step")
 
+    def branch(self, sequence: Any, tokens: list[int], parents: list[int], path: list[int]) -> Logits:
+        """Feed a tree of tokens in one step, and keep only those on one path.
+
+        Args:
+            parents: for each token, the index of the token before it, which is smaller, or -1 for the sequence's end.
+            path: the indices of the tokens to keep, each the parent of the next one. It may be empty.
+        Returns the logits of all the tokens, (n, vocab). Each must be those of a text that ends with the token's path.
+        """
+        raise AbsentError("it takes no trees of tokens")
+
     def length(self, sequence: Any) -> int:
         """Return how many tokens a sequence has, according to the memory."""
         raise AbsentError("it does not say how long a sequence is")

@@ -67,6 +67,28 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """Feeds a tree of tokens to a sequence in one step, and keeps one path of it.
+
+    Attributes:
+        parents: for each token, the index of the token before it, or -1 for the sequence's end.
+        path: the tokens that are kept, by their indices. It may be empty.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    path: tuple[int, ...]
+
+    def path_to(self, node: int) -> tuple[int, ...]:
+        """Return the indices of the tokens on the way to this one, which is the last of them."""
+        return (*(self.path_to(self.parents[node]) if self.parents[node] >= 0 else ()), node)
+
+    def tokens_of(self, path: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.tokens[node] for node in path)
+
+
+@dataclass(frozen=True)
 class Rollback:
     """Takes the newest tokens back, or all tokens if there are fewer."""
 
@@ -140,7 +162,9 @@ class Misuse:
     how: str
 
 
-Operation = Open | Step | Rollback | Checkpoint | ReturnTo | Fork | Reorder | Reload | Close | CloseAll | Misuse
+Operation = (
+    Open | Step | Branch | Rollback | Checkpoint | ReturnTo | Fork | Reorder | Reload | Close | CloseAll | Misuse
+)
 History = tuple[Operation, ...]
 
 
@@ -159,6 +183,10 @@ def smaller(history: History) -> list[History]:
 def _lesser(operation: Operation) -> list[Operation]:
     if isinstance(operation, Rollback):
         return [replace(operation, n_tokens=n) for n in {1, operation.n_tokens // 2} if 0 < n < operation.n_tokens]
+    if isinstance(operation, Branch):
+        n = len(operation.tokens) - 1
+        path = tuple(node for node in operation.path if node < n)
+        return [Branch(operation.name, operation.tokens[:n], operation.parents[:n], path)] if n else []
     if not isinstance(operation, Step):
         return []
     requests = operation.requests

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridmem.memory.errors import CapacityError, RollbackError
+from hybridmem.memory.errors import CapacityError, RollbackError, SpecError
 from hybridmem.memory.eviction import EvictionPolicy
 from hybridmem.memory.hybrid import HybridMemory
 from hybridmem.memory.interface import Encoded, Sequence
 from hybridmem.memory.sequences.folding import FoldPoints, TailRules
 from hybridmem.memory.specs import AttentionSpec, MemorySpec, RecurrentSpec
 from hybridmem.memory.step import Step
-from hybridmem.memory.testing.adapter import Adapter, Agreement, InjectedError, Logits, RefusedError
+from hybridmem.memory.testing.adapter import AbsentError, Adapter, Agreement, InjectedError, Logits, RefusedError
 
 _ROUNDING = {torch.float32: 1e-5}
 """The largest difference that is allowed, divided by the spread of the logits. For dtypes of 16 bits it is 2e-2."""
@@ -74,15 +74,26 @@ class HybridAdapter(Adapter):
         accepted: Logits = logits.float().numpy(force=True)
         return accepted
 
+    def branch(self, sequence: Any, tokens: list[int], parents: list[int], path: list[int]) -> Logits:
+        try:
+            self.memory.step({sequence: tokens}, parents={sequence: parents})
+        except SpecError as error:
+            raise AbsentError(str(error)) from error
+        with self._entered({sequence: tokens}, parents={sequence: parents}) as step:
+            logits: Tensor = self.model(step)
+            step.accept({sequence: path})
+        found: Logits = logits.float().numpy(force=True)
+        return found
+
     @contextmanager
-    def _entered(self, requests: Mapping[Any, list[int]]) -> Iterator[Step]:
+    def _entered(self, requests: Mapping[Any, list[int]], **options: Any) -> Iterator[Step]:
         """Enter a step, which the memory may refuse.
 
         An error inside the step is a fault of the model, or of a policy or a recurrence that it runs.
         """
         before = {sequence: self.length(sequence) for sequence in requests}
         with ExitStack() as stack:
-            yield _ask(stack.enter_context, self.memory.step(requests, outputs="all"))
+            yield _ask(stack.enter_context, self.memory.step(requests, outputs="all", **options))
         for sequence, start in before.items():
             ends = _events_of(self.memory, self.length(sequence))
             self._events.update(ends)

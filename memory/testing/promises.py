@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from random import Random
 
 from hybridmem.memory.testing.histories import (
+    Branch,
     Checkpoint,
     Close,
     CloseAll,
@@ -69,6 +70,17 @@ class Draw:
 
     def feed(self, name: str, n_tokens: int) -> Step:
         return Step(((name, self.tokens(n_tokens)),))
+
+    def tree(self, name: str) -> Branch:
+        """Feed a tree of some tokens, of which one path is kept, from its beginning on."""
+        n, r = self.random.randint(2, 12), self.random
+        parents = tuple(r.randint(-1, i - 1) if r.random() < 0.4 else i - 1 for i in range(n))
+        path = tuple[int, ...]()
+        while following := [i for i, parent in enumerate(parents) if parent == (path[-1] if path else -1)]:
+            if r.random() < 0.2:
+                break
+            path = (*path, r.choice(following))
+        return Branch(name, self.tokens(n), parents, path)
 
     def ones(self, name: str, n_tokens: int) -> list[Operation]:
         """Feed tokens one by one."""
@@ -172,6 +184,12 @@ def _checkpoint_stays(d: Draw) -> list[Operation]:
     return [*found, ReturnTo("a", "mark"), *d.ones("a", 2), Close("b"), ReturnTo("a", "mark"), *d.ones("a", 2)]
 
 
+@_promise("a path of a tree is as if it alone had been fed", "exactness", "Branch")
+def _tree(d: Draw) -> list[Operation]:
+    found = [*d.prompt(), d.tree("a"), *d.ones("a", 1), Fork("a", "b"), d.tree("a"), d.tree("b"), *d.ones("b", 2)]
+    return [*found, Rollback("a", d.random.randint(1, 4)), d.tree("a"), d.tree("a"), *d.ones("a", 2)]
+
+
 @_promise("a saved sequence goes on as it was", "exactness", "Reload")
 def _saved(d: Draw) -> list[Operation]:
     found = [*d.prompt("a"), *d.ones("a", 3), *d.prompt("b"), Reload("a", anew=d.random.random() < 0.5)]
@@ -269,6 +287,8 @@ def _any(d: Draw, names: list[str], new: str) -> Operation:
         return Open(new)
     name, other = r.choice(names), r.choice(names)
     kind = r.choices([*_WEIGHTS], [*_WEIGHTS.values()])[0]
+    if kind == "tree":
+        return d.tree(name)
     if kind == "rollback":
         n_tokens = r.choice((d.back(), d.back(), r.randint(1, 60)))
         return Rollback(name, n_tokens)
@@ -293,5 +313,5 @@ def _any(d: Draw, names: list[str], new: str) -> Operation:
 
 _WEIGHTS = {
     "step": 50, "fail": 5, "rollback": 18, "checkpoint": 4, "return": 6, "fork": 8, "reorder": 6, "reload": 3,
-    "close": 5, "misuse": 4,
+    "close": 5, "misuse": 4, "tree": 6,
 }  # fmt: skip

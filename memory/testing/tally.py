@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 EXERCISED = {
     "Step": "steps",
+    "Branch": "trees of tokens",
     "Rollback": "rollbacks",
     "ReturnTo": "returns to checkpoints",
     "Fork": "forks",

@@ -12,6 +12,7 @@ import numpy as np
 
 from hybridmem.memory.testing.adapter import AbsentError, Adapter, Factory, Handle, InjectedError, Logits, RefusedError
 from hybridmem.memory.testing.histories import (
+    Branch,
     Checkpoint,
     Close,
     CloseAll,
@@ -87,11 +88,16 @@ class Oracle:
 
 @dataclass(frozen=True)
 class _Row:
-    """Holds outputs that are yet to be compared: those of the last tokens of `parts`, from operation number `at`."""
+    """Holds outputs that are yet to be compared: those of the last tokens of `parts`, from operation number `at`.
+
+    Attributes:
+        is_alike: False if they were computed in a step of another shape than that of their parts.
+    """
 
     parts: Parts
     logits: Logits
     at: int
+    is_alike: bool = True
 
 
 @dataclass(frozen=True)
@@ -196,6 +202,8 @@ class Trial:
                 self._handles[name], self._parts[name], self._peaks[name] = self._adapter.open(), (), 0
             case Step():
                 return self._step(operation)
+            case Branch(name) if name in self._handles:
+                self._branch(operation)
             case Rollback(name, n_tokens) if self._parts.get(name):
                 self._rollback(name, max(0, length_of(self._parts[name]) - n_tokens))
             case Checkpoint(source, name) if source in self._handles:
@@ -237,6 +245,22 @@ class Trial:
             self._tally.done["Fed"] += len(tokens)
             self._rows.append(_Row(self._parts[name], np.asarray(logits, np.float32), self._at))
         return True
+
+    def _branch(self, operation: Branch) -> None:
+        name, parts = operation.name, self._parts[operation.name]
+        found = self._adapter.branch(
+            self._handles[name], list(operation.tokens), list(operation.parents), list(operation.path)
+        )
+        logits = np.asarray(found, np.float32)
+        for leaf in {*range(len(operation.tokens))} - {*operation.parents}:
+            path = operation.path_to(leaf)
+            # Steps of another shape need not give the same bits.
+            self._rows.append(_Row((*parts, Fed(operation.tokens_of(path))), logits[[*path]], self._at, is_alike=False))
+        if operation.path:
+            others = tuple(token for i, token in enumerate(operation.tokens) if i not in operation.path)
+            self._parts[name] = (*parts, Fed(operation.tokens_of(operation.path), others))
+        self._peaks[name] = max(self._peaks[name], length_of(self._parts[name]))
+        self._tally.done["Fed"] += len(operation.tokens)
 
     def _rollback(self, name: str, to: int) -> None:
         said = self._adapter.can("rollback", self._handles[name], to)
@@ -348,7 +372,7 @@ class Trial:
             if expected is None:
                 expected = self._recompute(row, steps)
                 known.append((key, expected))
-            end, is_alike = length_of(row.parts), in_steps and steps == row.parts
+            end, is_alike = length_of(row.parts), in_steps and steps == row.parts and row.is_alike
             finite = expected[np.isfinite(expected)]
             spread = float(np.ptp(finite)) if finite.size else 0.0
             if not spread and length_of(row.parts) > 1:

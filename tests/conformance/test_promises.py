@@ -14,6 +14,10 @@ N_EXAMPLES = int(os.environ.get("PROMISES", 20 if IS_FULL else 1))
 """Histories of each promise and subject; `PROMISES=50` makes more."""
 
 
+TREES = "a path of a tree is as if it alone had been fed"
+"""The promise that memories may refuse if old rows are evicted, rounded or chosen."""
+
+
 @pytest.mark.parametrize("promise", PROMISES)
 def test_a_promise_of_the_kit_is_kept(subject: Subject, promise: str) -> None:
     is_on_host = subject.spec.device.type == "cpu"
@@ -25,4 +29,6 @@ def test_a_promise_of_the_kit_is_kept(subject: Subject, promise: str) -> None:
         )
 
     (result,) = check(make, [promise], n_examples=N_EXAMPLES)
-    assert result.verdict == "passed", result.why
+    forgets = subject.policy is not None or subject.storage is not None
+    expected = "refused" if promise == TREES and forgets else "passed"
+    assert result.verdict == expected, result.why

@@ -24,6 +24,8 @@ from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.eviction import Budget
 from hybridmem.memory.quantization import Storage
 from hybridmem.memory.recurrent_state import RecurrentState
+from hybridmem.memory.trees.attention import TreeHostedAttention
+from hybridmem.memory.trees.recurrence import TreeRecurrence
 from tests.inside import shake
 from tests.subjects import POLICIES, STORAGES, Subject, make_subject
 from tests.toy import VOCAB, Toy
@@ -133,6 +135,63 @@ class Machine(RuleBasedStateMachine):
             if kept[sequence]:
                 self.peaks[sequence] = max(self.peaks[sequence], length + len(tokens))
                 self.model[sequence] = head(after, sequence.length)
+
+    @precondition(lambda self: self.takes_trees)
+    @rule(
+        index=INDEX, nodes=st.lists(st.tuples(INDEX, st.integers(0, VOCAB - 1)), min_size=2, max_size=9),
+        turns=st.lists(INDEX, max_size=9), beside=st.tuples(INDEX, TOKENS),
+        fault=st.sampled_from([None, None, None, "model", "keep", "kept", "exit"]),
+    )  # fmt: skip
+    def tree(
+        self, index: int, nodes: list[tuple[int, int]], turns: list[int], beside: tuple[int, list[int]],
+        fault: str | None,
+    ) -> None:  # fmt: skip
+        """A tree of tokens, of which one path is kept, beside a chain of another sequence."""
+        sequence, other = self.pick(index), self.pick(beside[0])
+        if sequence is None or other is None:
+            return
+        requests = {other: beside[1]} if other is not sequence else {}
+        requests[sequence] = [token for _, token in nodes]
+        parents = [link % (i + 1) - 1 for i, (link, _) in enumerate(nodes)]
+        path, at = list[int](), -1
+        for turn in turns:
+            if following := [i for i, parent in enumerate(parents) if parent == at]:
+                at = following[turn % len(following)]
+                path.append(at)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                if fault in ("keep", "kept"):
+                    patch.setattr(TreeRecurrence if fault == "keep" else TreeHostedAttention, "keep", self.fail)
+                with self.memory.step(requests, outputs="all", parents={sequence: parents}) as step:
+                    rows = dict(zip(requests, step.split(self.toy(step)), strict=True))
+                    if fault == "model":
+                        raise InjectedError
+                    step.accept({sequence: path})
+                    if fault == "exit":
+                        raise InjectedError
+        except (InjectedError, CapacityError):
+            return
+        except SequenceError:
+            assert any(s.is_on_host for s in requests)
+            return
+        before, length = self.model[sequence], sequence.length - len(path)
+        for leaf in sorted({*range(len(parents))} - {*parents}):
+            way, node = list[int](), leaf
+            while node >= 0:
+                way, node = [node, *way], parents[node]
+            after = (*before, tuple(requests[sequence][node] for node in way))
+            self.subject.assert_same(rows[sequence][way], self.recomputed(after)[length:])
+        if path:
+            self.model[sequence] = (*before, tuple(requests[sequence][node] for node in path))
+            self.peaks[sequence] = max(self.peaks[sequence], sequence.length)
+        if other is not sequence:
+            self.model[other] = (*self.model[other], tuple(beside[1]))
+            self.peaks[other] = max(self.peaks[other], other.length)
+            self.subject.assert_same(rows[other], self.recomputed(self.model[other])[-len(beside[1]) :])
+
+    @property
+    def takes_trees(self) -> bool:
+        return self.subject.policy is None and self.subject.storage is None
 
     @staticmethod
     def fail(*_: object) -> None:
@@ -343,6 +402,10 @@ class RoundedMachine(Machine):
         super().__init__()
         self.subject = rounded_jamba()
         self.toy = self.subject.model  # type: ignore[misc]
+
+    @property
+    def takes_trees(self) -> bool:
+        return False  # How many rows are multiplied at once changes the rounding of 8 bits.
 
     def recomputed(self, parts: Parts) -> torch.Tensor:
         """In the same steps: how many rows are multiplied at once changes the rounding of 8 bits, which grows."""

@@ -24,6 +24,7 @@ from hybridmem.memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from hybridmem.memory.kernels.cpu.row_choice import choose_rows
 from hybridmem.memory.kernels.cpu.rows import plan_attention, plan_choice, prepare, read_rows, write_rows_
 from hybridmem.memory.kernels.cpu.stabiliser import stabilise
+from hybridmem.memory.kernels.cpu.tree_attention import tree_attention
 from hybridmem.memory.kernels.cpu.warm_up import warm_up
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "selective_scan",
     "softplus",
     "stabilise",
+    "tree_attention",
     "warm_up",
     "wkv4",
     "write_rows_",

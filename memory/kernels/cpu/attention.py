@@ -28,8 +28,8 @@ _FEW_QUERIES = 16
 _MOST_QUERIES, _ROWS, _MOST_ELEMENTS = 1024, 1024, 1 << 22
 """The limits of one call with many queries: the number of queries, of rows, and of elements of the queries."""
 
-_NO_WINDOW = 1 << 60
-_NO_SINKS, _NO_BIAS = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
+NO_WINDOW = 1 << 60
+NO_SINKS, NO_BIAS = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
 _ONE = np.float32(1.0)
 
 
@@ -46,8 +46,8 @@ def paged_attention(
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     counts = np.diff(batch.cu_seqlens)
     n_short = int(np.searchsorted(counts, _FEW_QUERIES, side="right"))
-    sinks = _NO_SINKS if scoring.sinks_H is None else as_array(scoring.sinks_H.contiguous())
-    bias_HL = _NO_BIAS if scoring.bias_HL is None else as_array(scoring.bias_HL.contiguous())
+    sinks = NO_SINKS if scoring.sinks_H is None else as_array(scoring.sinks_H.contiguous())
+    bias_HL = NO_BIAS if scoring.bias_HL is None else as_array(scoring.bias_HL.contiguous())
     if n_short and folded is not None:
         attend_few_folded(q_THD, keys, values, batch, n_short, n_kv_heads, scoring, sinks, bias_HL, folded, out_THD)
     elif n_short:
@@ -60,7 +60,7 @@ def paged_attention(
             _attend_address(q.dtype, k.dtype, v.dtype, sinks.dtype, bias_HL.dtype), q, k, v,
             batch.cu_seqlens[: n_short + 1], batch.kv_lengths, np.atleast_2d(pages), batch.cu_pages, batch.page_tokens,
             n_kv_heads, heads_a_task, np.float32(scoring.scale),
-            _NO_WINDOW if scoring.window is None else scoring.window, np.float32(scoring.softcap or 0.0),
+            NO_WINDOW if scoring.window is None else scoring.window, np.float32(scoring.softcap or 0.0),
             sinks, bias_HL, as_array(out_THD),
         )  # fmt: skip
     for i in range(n_short, len(counts)):

@@ -18,6 +18,7 @@ from hybridmem.memory.kernels.cuda.matrix_states import matrix_scan
 from hybridmem.memory.kernels.cuda.norms import rms_norm
 from hybridmem.memory.kernels.cuda.page_choice import choose_pages, plan_choice
 from hybridmem.memory.kernels.cuda.rows import prepare, read_rows, write_rows_
+from hybridmem.memory.kernels.cuda.tree_attention import tree_attention
 from hybridmem.memory.kernels.cuda.vectors import linear_scan, softplus, stabilise, wkv4
 from hybridmem.memory.kernels.reference import choose_rows
 
@@ -37,6 +38,7 @@ __all__ = [
     "selective_scan",
     "softplus",
     "stabilise",
+    "tree_attention",
     "wkv4",
     "write_rows_",
 ]
