@@ -67,9 +67,12 @@ ATTACHABLE = (
 """Classes of transformers models that `attach` accepts."""
 
 _INDEXED = "its attention asks the cache for the index's keys of all tokens, where the memory keeps one for each span"
+_CHOOSES = "its attention asks the cache for the index's keys of all tokens, where the memory chooses the rows itself"
 
 NOT_ATTACHED = {
+    "DeepseekV32ForCausalLM": _CHOOSES,
     "Glm5NextForConditionalGeneration": _INDEXED,
+    "GlmMoeDsaForCausalLM": _CHOOSES,
     "Qwen4ExpForCausalLM": _INDEXED,
     "RwkvForCausalLM": "its forward takes and returns a list of tensors, `state`, and no cache",
 }
