@@ -13,26 +13,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import JambaForCausalLM
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, REDUCING, inlined, subroutine
 from hybridmem.memory.kernels.cpu.vector_math import _bits_from_float, exp_f32, float_from_bits, softplus_f32
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
-@njit(inline="always", error_model="numpy")
+@inlined
 def _wide(bits):
     """Return the float32 number that the bits of a bfloat16 stand for."""
     return float_from_bits(np.int32(np.int32(bits) << np.int32(16)))
 
 
-@njit(inline="always", error_model="numpy")
+@inlined
 def _narrow(x):
     """Return the bits of the bfloat16 number nearest to a float32 number."""
     bits = _bits_from_float(x)
@@ -40,7 +39,7 @@ def _narrow(x):
     return np.uint16(np.int32(np.int32(bits + np.int32(0x7FFF)) + odd) >> np.int32(16))
 
 
-@njit(fastmath=REDUCING, error_model="numpy")
+@subroutine(REDUCING)
 def _dot(x, y):
     """Add up products in any order. Other loops keep the order of operations, because the exponential depends on it."""
     total = _ZERO
@@ -49,12 +48,12 @@ def _dot(x, y):
     return total
 
 
-@njit(inline="always", error_model="numpy")
+@inlined
 def _sigmoid(x):
     return _ONE / (_ONE + exp_f32(-x))
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def _norm_forward(x_RD, w_D, eps, y_RD, inverse_R):
     for r in range(x_RD.shape[0]):
         inverse = _ONE / np.sqrt(_dot(x_RD[r], x_RD[r]) / np.float32(x_RD.shape[1]) + eps)
@@ -63,7 +62,7 @@ def _norm_forward(x_RD, w_D, eps, y_RD, inverse_R):
             y_RD[r, d] = _narrow(x_RD[r, d] * inverse * w_D[d])
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def _norm_backward(dy_RD, x_RD, w_D, inverse_R, dx_RD, dw_D):
     weighted_D = np.empty_like(w_D)
     for r in range(x_RD.shape[0]):
@@ -77,7 +76,7 @@ def _norm_backward(dy_RD, x_RD, w_D, inverse_R, dx_RD, dw_D):
             dx_RD[r, d] = inverse * (weighted_D[d] - x_RD[r, d] * along)
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def _gate_forward(g_RI, u_RI, y_RI):
     for r in range(g_RI.shape[0]):
         for i in range(g_RI.shape[1]):
@@ -85,7 +84,7 @@ def _gate_forward(g_RI, u_RI, y_RI):
             y_RI[r, i] = _narrow(g * _sigmoid(g) * _wide(u_RI[r, i]))
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def _gate_backward(dy_RI, g_RI, u_RI, dg_RI, du_RI):
     for r in range(g_RI.shape[0]):
         for i in range(g_RI.shape[1]):
@@ -95,7 +94,7 @@ def _gate_backward(dy_RI, g_RI, u_RI, dg_RI, du_RI):
             du_RI[r, i] = _narrow(dy * g * s)
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def _conv_forward(x_BTE, w_KE, bias_E, y_BTE):
     """Convolve and apply SiLU; tap 0 belongs to the newest position."""
     n_channels = x_BTE.shape[2]
@@ -110,7 +109,7 @@ def _conv_forward(x_BTE, w_KE, bias_E, y_BTE):
                 y_BTE[b, t, e] = _narrow(a_E[e] * _sigmoid(a_E[e]))
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def _conv_backward(dy_BTE, x_BTE, w_KE, bias_E, dx_BTE, dw_KE, dbias_E):
     n_steps, n_channels = x_BTE.shape[1], x_BTE.shape[2]
     n_taps = w_KE.shape[0]
@@ -139,7 +138,7 @@ def _conv_backward(dy_BTE, x_BTE, w_KE, bias_E, dx_BTE, dw_KE, dbias_E):
                 dx_BTE[b, t, e] = _narrow(a_E[e])
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def _scan_forward(x_BTE, z_BTE, dt_BTE, bias_E, a_NE, b_BTN, c_BTN, d_E, h_BTNE, y_BTE):
     """Compute h = exp(dt A) h + dt B x and y = (C h + D x) silu(z), with dt = softplus(dt + bias)."""
     n_batch, n_steps, n_channels = x_BTE.shape
@@ -166,7 +165,7 @@ def _scan_forward(x_BTE, z_BTE, dt_BTE, bias_E, a_NE, b_BTN, c_BTN, d_E, h_BTNE,
                 y_BTE[b, t, e] = _narrow(sum_E[e] * z * _sigmoid(z))
 
 
-@compiled(fastmath=ELEMENTWISE, error_model="numpy")
+@compiled(ELEMENTWISE)
 def _scan_backward(
     dy_BTE, x_BTE, z_BTE, dt_BTE, bias_E, a_NE, b_BTN, c_BTN, d_E, h_BTNE,
     dx_BTE, dz_BTE, ddt_BTE, dbias_E, da_NE, db_BTN, dc_BTN, dd_E,

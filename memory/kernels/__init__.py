@@ -69,7 +69,7 @@ def rms_norm(
     `Weights` of one tensor are prepared only once for these kernels.
     """
     if x.dim() == 2:
-        kernels = _kernels_of_norms(x)
+        kernels = _kernels_of_norms(x, weight, gate)
         own = weight.prepared(kernels)[0] if isinstance(weight, Weights) else weight
         return kernels.rms_norm(x, own, eps, n_groups=n_groups, gate_TE=gate)
     return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps, n_groups=n_groups, gate=gate).view(x.shape)
@@ -82,7 +82,7 @@ def norm_parts(x: Tensor, weights: Weights, eps: float, sizes: tuple[int, ...], 
         weights: a `Weights` of one tensor, (E,).
         sizes, ends: the size of each part, and the end of each part in a row.
     """
-    kernels = _kernels_of_norms(x)
+    kernels = _kernels_of_norms(x, weights)
     weight = weights.prepared(kernels)[0]
     if (at_once := getattr(kernels, "norm_parts", None)) is not None:
         return list(at_once(x, weight, eps, ends).split_with_sizes(sizes, -1))
@@ -90,9 +90,11 @@ def norm_parts(x: Tensor, weights: Weights, eps: float, sizes: tuple[int, ...], 
     return [kernels.rms_norm(part, own, eps) for part, own in parts]
 
 
-def _kernels_of_norms(x: Tensor) -> Kernels:
-    """Return the fastest kernels, or those of plain torch where gradients are computed. Inference computes none."""
-    return reference if torch.is_grad_enabled() else select_kernels(x.device, x.dtype)
+def _kernels_of_norms(x: Tensor, *others: Tensor | Weights | None) -> Kernels:
+    """Return the fastest kernels, or those of plain torch where gradients of `x` or of others are computed."""
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, *others)):
+        return reference
+    return select_kernels(x.device, x.dtype)
 
 
 def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:

@@ -20,6 +20,11 @@ class Weights:
         """Leave out what was prepared, because it refers to kernels, which are modules and cannot be copied."""
         return {**vars(self), "_prepared": (None, [])}
 
+    @property
+    def requires_grad(self) -> bool:
+        """True if gradients of one of the tensors are wanted."""
+        return any(tensor is not None and tensor.requires_grad for tensor in self._tensors)
+
     def prepared(self, kernels: Kernels) -> list[Prepared]:
         """Return the tensors in the form that these kernels take."""
         # Both are read at once, because another thread may prepare the tensors for other kernels meanwhile.
