@@ -67,7 +67,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     drafter, memory_arguments, has_cache = None, places.memory, chosen["prefix_cache"]
     if chosen["draft_model"] is not None:
         drafter, memory_arguments = make_drafter(
-            chosen["draft_model"], model, memory_arguments, weights=chosen["weights"], has_cache=has_cache
+            chosen["draft_model"], model, tokenizer, memory_arguments, weights=chosen["weights"], has_cache=has_cache
         )
     memory = HybridMemory(model.memory_spec, **memory_arguments)
     choose_threads(model, memory, chosen["threads"])

@@ -75,7 +75,9 @@ def run_terminal(model: LanguageModel, tokenizer: Tokenizer, settings: Settings)
     options: dict[str, Any] = {"budget": settings.budget}
     drafter = None
     if settings.draft_model is not None:
-        drafter, options = make_drafter(settings.draft_model, model, options, weights=settings.weights, has_cache=True)
+        drafter, options = make_drafter(
+            settings.draft_model, model, tokenizer, options, weights=settings.weights, has_cache=True
+        )
     memory = HybridMemory(model.memory_spec, **options)
     choose_threads(model, memory, settings.threads)
     speculation = Speculation(drafter=drafter)

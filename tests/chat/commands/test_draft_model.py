@@ -16,6 +16,7 @@ from hybridmem.chat.commands.serve import Served, make_served
 from hybridmem.chat.commands.serve_options import SERVE
 from hybridmem.chat.prompts import encode_prompt
 from hybridmem.memory import SpecError
+from hybridmem.models.loading.load import OpenedModel
 
 
 @pytest.fixture
@@ -51,14 +52,19 @@ def test_a_draft_model_changes_no_reply_and_shares_the_budget(small: Path) -> No
     assert 8 << 20 < engine.memory.budget_bytes < 16 << 20, "the draft model's memory has a part of the budget"
 
 
-def test_another_tokenizer_and_a_memory_that_cannot_go_back_are_refused(small: Path) -> None:
+def test_another_tokenizer_and_a_memory_that_cannot_go_back_are_refused(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = small / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary = tokenizer["model"]["vocab"]
     first, second = [token for token, i in vocabulary.items() if i in (300, 301)]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     path.write_text(json.dumps(tokenizer))
+    read, load = [], OpenedModel.load
+    monkeypatch.setattr(OpenedModel, "load", lambda opened, **how: read.append(opened.place) or load(opened, **how))
     with pytest.raises(SpecError, match=r"another tokenizer: it gives .* choose a draft model of the same family"):
         served(draft_model=str(small), threads=1)
+    assert len(read) == 1, "only the model's weights were read, not those of the draft model"
     with pytest.raises(SpecError, match="--rollback-window"):
         served(draft_model=str(small), rollback_window=0, threads=1)
