@@ -81,7 +81,7 @@ class HybridAdapter(Adapter):
             raise AbsentError(str(error)) from error
         with self._entered({sequence: tokens}, parents={sequence: parents}) as step:
             logits: Tensor = self.model(step)
-            step.accept({sequence: path})
+            _ask(step.accept, {sequence: path})
         found: Logits = logits.float().numpy(force=True)
         return found
 

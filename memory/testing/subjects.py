@@ -123,8 +123,15 @@ _BACK = frozenset(
         "anything, in any order",
     }
 )
+_WITHOUT_TREES = (
+    *POLICIES, *STORAGES, "h2o, 8-bit", "quest, 4-bit",
+    "indexed", "indexed, pages of one token", "indexed in spans", "indexed in spans, replay",
+)  # fmt: skip
+"""What a token sees there depends on more than the rows before it."""
+_TREES = frozenset({"a path of a tree is as if it alone had been fed"})
 REFUSED: dict[str, frozenset[str]] = {
-    "hybrid, no rollback window": _BACK,  # It can only take back all tokens.
+    **{f"hybrid, {kind}": _TREES for kind in _WITHOUT_TREES},
+    "hybrid, no rollback window": _BACK | _TREES,  # It can only take back all tokens; some trees are chains.
     "hybrid, small budget": frozenset({"anything, in any order"}),  # Eight sequences do not fit into this budget.
 }
 """Maps a subject to the promises that it refuses, at least in part."""

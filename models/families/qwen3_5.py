@@ -7,7 +7,6 @@ height and width, each for a share of the frequencies. For text the three are eq
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.loading.architectures import register
 from hybridmem.models.vision.canvas import CanvasSight
 from hybridmem.models.vision.grid import GridSight
-from hybridmem.models.vision.pictures import Sight, pictures_below
+from hybridmem.models.vision.pictures import Sight, pictures_below, text_config_of
 from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -36,8 +35,7 @@ class Qwen35(Qwen3Next):
     """Implements Qwen3.5. Of a checkpoint that also sees, the tower is loaded at the first picture."""
 
     def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
-        text = copy(config.get_text_config())
-        text.tie_word_embeddings = config.tie_word_embeddings  # the outer config decides
+        text = text_config_of(config)
         text.rope_parameters = {"mrope_section": _SECTIONS, **text.rope_parameters}
         root = "model.language_model"
         # A checkpoint that ties embedding and head may hold only the head.

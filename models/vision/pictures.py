@@ -235,8 +235,12 @@ def pictures_of(model: object) -> Pictures:
 
 
 def text_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the language model of a model that sees. Whether weights are tied, the outer one says."""
+    """Return the config of the language model of a model that sees.
+
+    The outer config says which class it is and whether weights are tied.
+    """
     text = copy(config.get_text_config())
+    text.architectures = config.architectures
     text.tie_word_embeddings = config.tie_word_embeddings
     return text
 

@@ -50,7 +50,7 @@ def test_products_that_files_hold_as_one(name: str, tmp_path: Path) -> None:
     assert_logits_close(run(tmp_path), expected)
 
 
-def test_rows_with_padding_and_too_many_tokens_through_a_cache() -> None:
+def test_rows_with_padding_and_too_many_tokens_through_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward takes a mask, though `generate` refuses one; prompts that transformers itself cuts are refused."""
     tokens, mask = padded(3, 11)
     with attached("xlstm", 2) as (model, cache):
@@ -58,7 +58,7 @@ def test_rows_with_padding_and_too_many_tokens_through_a_cache() -> None:
     assert_logits_close(together[1:], logits(hf_model("xlstm"), tokens[1:]))
     assert_logits_close(together[:1, -3:], logits(hf_model("xlstm"), tokens[:1, -3:]))
     with attached("xlstm", 1) as (model, cache):
-        model.config.max_inference_chunksize = 10
+        monkeypatch.setattr(model.config, "max_inference_chunksize", 10)
         with pytest.raises(BatchError, match="max_inference_chunksize=10"):
             logits(model, tokens[1:], **given(cache))
         parts = [logits(model, part, **given(cache)) for part in tokens[1:].split([10, 1], 1)]
