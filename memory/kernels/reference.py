@@ -285,7 +285,7 @@ def rms_norm(
 ) -> Tensor:
     checks.rms_norm(x_TE, weight_E, n_groups, gate_TE, checks.FLOATS)
     z_TE = x_TE.float() if gate_TE is None else x_TE.float() * gate_TE.float()
-    z_TGE = z_TE.unflatten(1, (n_groups, z_TE.shape[1] // n_groups))
+    z_TGE = z_TE.reshape(len(z_TE), n_groups, z_TE.shape[1] // n_groups)
     normed = (z_TGE * torch.rsqrt(z_TGE.square().mean(-1, keepdim=True) + eps)).view(x_TE.shape).to(x_TE.dtype)
     return normed if weight_E is None else weight_E * normed
 
