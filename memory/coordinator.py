@@ -54,9 +54,11 @@ class Coordinator(Lifetime):
         places: (layer, kind, name) -> the layer memory that serves it, and the number of that layer there.
         swapped: holds the swapped-out sequences.
         host_pages: holds the offloaded keys and values in host memory. None: nothing can be offloaded.
+    Attributes:
+        trees: see `memory.step.StepOwner`. It refers to layer memories, so it ends with them.
     """
 
-    parts = ("layers", "places", "store", "ledger", "swapped", "host_pages", "room", "open_steps", "journal")
+    parts = ("layers", "places", "store", "ledger", "swapped", "host_pages", "room", "open_steps", "journal", "trees")
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class Coordinator(Lifetime):
         self.lock.journal = store.journal
         self.spec = self.checked_spec = spec
         self.layers, self.places, self.store = layers, places, store
+        self.trees: Any = None
         self.swapped, self.host_pages = swapped, host_pages
         self.ledger = Ledger(self, store.journal, sees=spec.soft_tokens is not None)
         self.open_steps: dict[OpenStep, None] = {}

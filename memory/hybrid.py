@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, overload
@@ -132,9 +131,11 @@ class HybridMemory:
     def __exit__(self, *error: object) -> None:
         self._coordinator.close()
 
-    @cached_property
-    def _trees(self) -> TreeMemories:
-        return TreeMemories(self._coordinator.layers, self._coordinator.places)
+    def _prepare_trees(self) -> None:
+        """Let the memory take trees of drafts. Raises SpecError if a layer memory cannot."""
+        with self._coordinator.lock:
+            if self._coordinator.trees is None:
+                self._coordinator.trees = TreeMemories(self._coordinator.layers, self._coordinator.places)
 
     # Sequences
 
@@ -389,7 +390,8 @@ class HybridMemory:
         self._coordinator.ledger.check_all_usable(sequences)
         if parents is None:
             return Step(self._coordinator, sequences, tokens, outputs)
-        return TreeStep(self._coordinator, sequences, tokens, outputs, parents, self._trees)
+        self._prepare_trees()
+        return TreeStep(self._coordinator, sequences, tokens, outputs, parents)
 
     def run(
         self, model: Model | None, requests: Requests, *excess: Never, max_tokens: int = 512,

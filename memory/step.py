@@ -53,6 +53,7 @@ class StepOwner(Protocol):
 
     Attributes:
         checked_spec: the spec of the model that ran last. It fits, so later steps need not compare it again.
+        trees: what takes steps over trees of drafts, once there was one (`memory.trees.memories.TreeMemories`).
     """
 
     spec: MemorySpec
@@ -60,6 +61,7 @@ class StepOwner(Protocol):
     layers: LayerMemories
     places: Places
     store: Store
+    trees: Any
 
     @property
     def ledger(self) -> PositionsBack: ...
@@ -160,13 +162,18 @@ class Step:
         """Return a weak reference to an object that lives until the step's `with` block is left."""
         return ref(self) if self._block is None or self._block() is None else self._block
 
+    @property
+    def _places(self) -> Places:
+        """Return what serves each call of the model. A step that held it would keep the memory's bytes alive."""
+        return self.owner.places
+
     def plan(self, layers: LayerMemories, packed: Packed) -> tuple[Packed, Plans]:
         """Let all layer memories plan and begin this step. Return the step as they have planned it, and their plans."""
         return packed, layers.begin(packed)
 
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None:
         """Take over the blocks that the memory has allocated. From now on this step must commit or abort."""
-        self._opened, self._places, packed = opened, self.owner.places, opened.packed
+        self._opened, packed = opened, opened.packed
         # These are copies, because a model may write to them.
         token_ids = packed.token_ids.copy()
         soft = self.owner.spec.soft_tokens

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
-from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.blocks.scoped import without_gradients
 from hybridmem.memory.errors import BatchError, SequenceError
-from hybridmem.memory.interface import OpenStep, Packed, Plans, Sequence
-from hybridmem.memory.layer_memories import LayerMemories
+from hybridmem.memory.interface import Packed, Plans, Sequence
+from hybridmem.memory.layer_memories import LayerMemories, Places
 from hybridmem.memory.sequences.batch import TokenLists
 from hybridmem.memory.sequences.draft_trees import DraftTree, DraftTrees, read_trees
 from hybridmem.memory.step import Rows, Step, StepOwner
@@ -27,17 +26,25 @@ class TreeStep(Step):
 
     Args:
         parents: see `HybridMemory.step`. Sequences whose tokens are a chain need no parents.
-        memories: what takes the steps of the layer memories.
     """
 
     def __init__(
-        self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Rows,
-        parents: object, memories: TreeMemories,
-    ) -> None:  # fmt: skip
+        self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Rows, parents: object
+    ) -> None:
         super().__init__(owner, sequences, tokens, outputs)
-        self._given, self._memories = read_trees(parents, sequences, tokens.counts), memories
+        self._given = read_trees(parents, sequences, tokens.counts)
         self._paths: dict[int, Int64s] = {}
         self._trees: DraftTrees | None = None
+
+    @property
+    def _memories(self) -> TreeMemories:
+        """Return what takes the steps of the layer memories. See `Step._places` for why it is not held."""
+        memories: TreeMemories = self.owner.trees
+        return memories
+
+    @property
+    def _places(self) -> Places:
+        return self._memories.places if self._given else super()._places
 
     def plan(self, layers: LayerMemories, packed: Packed) -> tuple[Packed, Plans]:
         """See `Step.plan`."""
@@ -46,12 +53,6 @@ class TreeStep(Step):
         peaks: Int64s = self.owner.ledger.peaks[packed.slots]
         self._trees = trees = DraftTrees.of(packed, self._given, peaks)
         return trees.packed, self._memories.begin(trees)
-
-    def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None:
-        """See `Step.hold`."""
-        super().hold(opened, upload)
-        if self._given:
-            self._places = self._memories.places
 
     @property
     def layout(self) -> None:

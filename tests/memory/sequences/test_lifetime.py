@@ -71,6 +71,13 @@ def step_of(memory: HybridMemory, sequence: Sequence) -> object:
     return step
 
 
+def tree_step_of(memory: HybridMemory, sequence: Sequence) -> object:
+    with memory.step({sequence: [1, 2, 3]}, parents={sequence: [-1, 0, 0]}) as step:
+        TOY(step)
+        step.accept({sequence: [0, 2]})
+    return step
+
+
 def failed_step(memory: HybridMemory, sequence: Sequence) -> object:
     step = memory.step({sequence: [1]})
     with pytest.raises(KeyError), step:
@@ -108,7 +115,7 @@ def swapped(memory: HybridMemory, sequence: Sequence) -> object:
 @pytest.mark.parametrize(
     "use",
     [
-        step_of, failed_step, copies, refused, cached, swapped, lambda m, s: m.step({s: [1]}),
+        step_of, tree_step_of, failed_step, copies, refused, cached, swapped, lambda m, s: m.step({s: [1]}),
         lambda m, s: (m.usage(), repr(m), m._repr_html_(), s._repr_html_()),
     ],
 )  # fmt: skip
@@ -394,7 +401,9 @@ FORKED = """
             assert "made in another process" in str(error), error
             return True
 
-    with memory, memory.step({bob: [5]}) as step:
+    carol = memory.open()
+    trees = {"requests": {carol: [1, 2, 3]}, "parents": {carol: [-1, 0, 0]}}
+    with memory, memory.step({bob: [5]}) as step, memory.step(**trees) as tree:
         child = os.fork()
         if not child:
             uses = [
@@ -402,14 +411,15 @@ FORKED = """
                 lambda: memory.swap_in(alice), lambda: bob.length,
                 lambda: memory.close(bob), lambda: memory.fork(bob), lambda: cache.open([1, 2]),
                 lambda: cache.insert(bob), memory.check,
-                lambda: step.__exit__(None, None, None),
+                lambda: step.__exit__(None, None, None), lambda: tree.__exit__(None, None, None),
             ]
             failed = [fails(use) for use in uses]
             repr(memory), repr(bob)
             cache.close(), memory.close_all()
             sys.exit(0 if all(failed) else 1)  # runs everything that a process runs when it ends
         assert os.waitpid(child, 0)[1] == 0
-        toy(step)
+        toy(step), toy(tree)
+        tree.accept({carol: [0, 2]})
         assert sorted(folder.iterdir()) == files
     assert bob.closed and not list(folder.iterdir())
     print("done")

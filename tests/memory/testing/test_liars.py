@@ -86,6 +86,11 @@ class RefusesLongSteps(Honest):
             raise RefusedError("at most 6 tokens of a sequence in a step")
         return super().step(requests, fail_after=fail_after)
 
+    def branch(self, sequence: Any, tokens: list[int], parents: list[int], path: list[int]) -> Logits:
+        if len(tokens) > 6:
+            raise RefusedError("at most 6 tokens of a sequence in a step")
+        return super().branch(sequence, tokens, parents, path)
+
 
 class IsAlwaysFull(Honest):
     def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
