@@ -131,12 +131,6 @@ class HybridMemory:
     def __exit__(self, *error: object) -> None:
         self._coordinator.close()
 
-    def _prepare_trees(self) -> None:
-        """Let the memory take trees of drafts. Raises SpecError if a layer memory cannot."""
-        with self._coordinator.lock:
-            if self._coordinator.trees is None:
-                self._coordinator.trees = TreeMemories(self._coordinator.layers, self._coordinator.places)
-
     # Sequences
 
     @property
@@ -390,7 +384,9 @@ class HybridMemory:
         self._coordinator.ledger.check_all_usable(sequences)
         if parents is None:
             return Step(self._coordinator, sequences, tokens, outputs)
-        self._prepare_trees()
+        with self._coordinator.lock:
+            if self._coordinator.trees is None:
+                self._coordinator.trees = TreeMemories(self._coordinator.layers, self._coordinator.places)
         return TreeStep(self._coordinator, sequences, tokens, outputs, parents)
 
     def run(

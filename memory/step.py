@@ -27,7 +27,7 @@ from hybridmem.memory.sequences.choosing import ChosenRows
 from hybridmem.memory.sequences.soft_tokens import FIRST_SOFT_ID, Run, has_soft, rotary_positions
 from hybridmem.memory.specs import AttentionSpec, MemorySpec
 from hybridmem.memory.state.access import Recurrence, States
-from hybridmem.memory.step_checks import check_scale, check_scoring, check_tensors
+from hybridmem.memory.step_checks import check_scale, check_scoring, check_served, check_tensors
 
 Outputs = Literal["last", "all"]
 Rows = Outputs | tuple[int, ...]  # A tuple says for each request how many of its last tokens have outputs.
@@ -42,10 +42,8 @@ The kernels of longer steps take so long that launching them costs little in com
 class PositionsBack(Protocol):
     """Declares what a step reads of the ledger."""
 
-    @property
-    def backs(self) -> Int64s: ...
-    @property
-    def peaks(self) -> Int64s: ...
+    backs: Int64s
+    peaks: Int64s
 
 
 class StepOwner(Protocol):
@@ -490,12 +488,7 @@ class Step:
         """Raise StepError if a layer memory was not used in this step, for it would lack these tokens for ever."""
         if self.owner.spec.device.type == "meta":
             return
-        for (layer, kind, name), place in self._places.items():
-            if place not in self._served:
-                raise StepError(
-                    f"the step ended before the {kind} memory {name!r} of layer {layer} was used; run the whole model "
-                    "inside the step. Every sequence is as it was"
-                )
+        check_served(self._places, self._served)
 
 
 class _WatchedStep(Step):

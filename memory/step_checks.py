@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Set
 
 import numpy as np
 import torch
@@ -40,3 +41,18 @@ def check_scoring(
         raise StepError(f"sinks have shape {tuple(sinks.shape)}; give one for each of {n_heads} query heads")
     if bias is not None and (bias.dim() != 2 or len(bias) != n_heads or not bias.shape[1]):
         raise StepError(f"bias has shape {tuple(bias.shape)}; give ({n_heads} query heads, distances)")
+
+
+def check_served(places: Mapping[tuple[int, str, str | None], object], served: Set[object]) -> None:
+    """Raise StepError if a layer memory was not used in a step, for it would lack the step's tokens for ever.
+
+    Args:
+        places: what serves each call of the model, by layer, kind and name.
+        served: those of them that were used.
+    """
+    for (layer, kind, name), place in places.items():
+        if place not in served:
+            raise StepError(
+                f"the step ended before the {kind} memory {name!r} of layer {layer} was used; run the whole model "
+                "inside the step. Every sequence is as it was"
+            )
