@@ -74,11 +74,13 @@ def main(seconds: float) -> None:
 
     def throw() -> None:
         random = Random(1)
+        while play.n_begun == 0:  # Nobody expects an exception while this thread is being started.
+            time.sleep(0.001)
         while state["throws"]:
             time.sleep(random.expovariate(500))
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimedOutError))
 
-    thrower = threading.Thread(target=throw)
+    thrower = threading.Thread(target=throw, daemon=True)
     thrower.start()
     while thrower.is_alive():  # Again, because an exception may come between the blocks that expect it.
         try:
