@@ -289,14 +289,13 @@ class Coordinator(Lifetime):
     @locked
     def open(self, encoder: Encoded | None, made: list[Sequence]) -> Sequence:
         """See `HybridMemory.open`."""
-        cross_attention: Any = self.layers.get("cross-attention")
-        if encoder is not None and cross_attention is None:
-            raise BatchError(f"{self.spec.model} has no encoder; open its sequences without encoder=")
-        if encoder is None and cross_attention is not None:
-            raise BatchError(f"{self.spec.model} has an encoder; give its output, open(encoder=model.encode(...)[i])")
-
-        if cross_attention is not None:
+        if "cross-attention" in self.layers:
+            if encoder is None:
+                name = self.spec.model
+                raise BatchError(f"{name} has an encoder; give its output, open(encoder=model.encode(...)[i])")
             return self.room.make(lambda: self._open_encoded(encoder, made))
+        if encoder is not None:
+            raise BatchError(f"{self.spec.model} has no encoder; open its sequences without encoder=")
         with self.journal.change():
             sequence = self.ledger.open()
             made.append(sequence)

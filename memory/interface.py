@@ -231,11 +231,12 @@ Tokens = int | Seq[int] | Int64s | Tensor
 Requests = Mapping[Sequence, Tokens] | Iterable[tuple[Sequence, Tokens]]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Packed:
     """Holds the tokens of a step, packed: request after request, in the step's own order.
 
-    All arrays are int64 on the host.
+    All arrays are int64 on the host. Nothing changes it, though it is not frozen, like all that is made for each step:
+    a frozen dataclass takes four times as long to make.
 
     Attributes:
         slots: (S,) slot of each request, in the step's order.

@@ -20,7 +20,7 @@ from hybridmem.memory.state.tail_blocks import TailBlocks
 from hybridmem.memory.state.tails import TailStep, TailTable
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RecurrentPlan(Generic[ReadsT]):
     """Holds the blocks allocated for a step, what recurrences read, and where the step's rows are written."""
 

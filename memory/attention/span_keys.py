@@ -31,7 +31,7 @@ from hybridmem.memory.sequences.reads import AttentionPlan, Read
 from hybridmem.memory.specs import IndexSpec
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class SpanPlan(AttentionPlan):
     """Holds the pages for the keys of those spans that a step completes. All positions in it count spans.
 

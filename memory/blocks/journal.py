@@ -110,10 +110,10 @@ class Change:
     """Is the context manager of a change; see `Journal.change`. Cost: about a microsecond."""
 
     __slots__ = ("_block", "_journal")
+    _block: ref[Any] | None
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._block: ref[Any] | None = None
 
     def __enter__(self) -> None:
         journal = self._journal

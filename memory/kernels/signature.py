@@ -35,7 +35,7 @@ def as_tensor(x: Prepared) -> Tensor:
     return tensor.view(_OF_BITS[x.dtype]) if x.dtype in _OF_BITS else tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PagedBatch:
     """Holds lengths and pages of the requests of a step, for attention. It is the same for all layers.
 

@@ -23,7 +23,7 @@ from hybridmem.memory.sequences.soft_tokens import FIRST_SOFT_ID, Passage, SoftT
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TokenLists:
     """Holds the token ids of several requests, one after the other in `flat` (T,). Request i has counts[i] tokens.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,7 +202,7 @@ def _count(*are_there: NDArray[np.bool_]) -> Int64s:
     return counts
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Columns:
     """Holds positions of states and ids of blocks. Each column belongs to one sequence, by slot or by request.
 
@@ -298,8 +298,7 @@ EMPTY_COLUMN: Int64s = np.array([0, NOTHING, NOTHING, 0, 0, NOTHING, NOTHING, NO
 """The column of a slot that holds nothing."""
 
 
-@dataclass(frozen=True)
-class StateAddresses:
+class StateAddresses(NamedTuple):
     """Holds the byte addresses (S,) of each request's states, or NOTHING if there is no such state."""
 
     old_body: Int64s
@@ -310,8 +309,7 @@ class StateAddresses:
     new_kept: Int64s
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """Describes the segments of one kernel call: rows [begin, end) of each of `requests`, with start and end states.
 
     Attributes:

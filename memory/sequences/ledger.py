@@ -151,8 +151,8 @@ class Ledger:
         self._found_usable = []
         self._leave_buffer(sequence)
         self.lengths[sequence.slot] = self.peaks[sequence.slot] = self.backs[sequence.slot] = 0
-        self._swapped.pop(sequence.slot, None)
-        self.is_away[sequence.slot] = False
+        if self._swapped.pop(sequence.slot, None) is not None:
+            self.is_away[sequence.slot] = False
         self._seams.pop(sequence.slot, None)
         self._free_slots.append(sequence.slot)
 

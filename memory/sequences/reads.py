@@ -58,7 +58,7 @@ class Selects(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class AttentionPlan:
     """Holds the pages that are allocated for a step, and says where its rows are read and written.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -116,8 +115,7 @@ class Recurrence(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Segments:
+class Segments(NamedTuple):
     """Describes those segments of a step that one kernel call runs, because none depends on another.
 
     The segments are the same for every recurrence.

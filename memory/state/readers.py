@@ -64,7 +64,7 @@ class Reader(Protocol[ReadsT]):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class HeadReads:
     """Holds the segments of each kernel call of a step, in the order of the calls."""
 
@@ -148,7 +148,7 @@ class HeadReader:
         run_one(states, access.read_rows(index, own.tail_rows), recurrence)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TailReads:
     """Holds what a step reads and writes where each request's new rows are one segment, after its tail.
 

@@ -15,8 +15,8 @@ stays until commit, so an abort loses nothing. Blocks are reference-counted and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from dataclasses import replace
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,8 +32,7 @@ from hybridmem.memory.state.tail_blocks import TailBlocks
 _EMPTY_LIST: list[int] = EMPTY_COLUMN.tolist()
 
 
-@dataclass(frozen=True)
-class TailStep:
+class TailStep(NamedTuple):
     """Holds the blocks that are allocated for a step, and the columns of its requests in the table before and after it.
 
     Attributes:

@@ -20,7 +20,7 @@ from hybridmem.memory.sequences.draft_trees import DraftTrees
 from hybridmem.memory.sequences.reads import AttentionPlan, Read
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class TreeAttentionPlan(AttentionPlan):
     """Holds the pages of a step in which requests have trees. Their rows are stored one after the other.
 

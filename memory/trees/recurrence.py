@@ -20,7 +20,7 @@ from hybridmem.memory.state.branches import BranchReader, BranchReads
 from hybridmem.memory.state.tails import TailStep
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TreeRecurrentPlan(RecurrentPlan[Any]):
     """Holds the blocks of all requests of a step, some of which have trees.
 
