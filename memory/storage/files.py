@@ -155,12 +155,17 @@ def check_url(option: str, path: str) -> str:
 
 @contextmanager
 def as_os_errors(path: str) -> Iterator[None]:
-    """Turn a store's own errors into OSError, which local files raise as well."""
+    """Turn a store's own errors into OSError, which local files raise as well.
+
+    From a local path nothing else comes than OSError and what a handler of a signal raises, which stays what it is.
+    """
     try:
         yield
     except OSError:
         raise
     except Exception as error:
+        if is_local(path):
+            raise
         raise OSError(f"{path}: {type(error).__name__}: {error}") from error
 
 

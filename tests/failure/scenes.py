@@ -146,11 +146,10 @@ class Scene:
 
     def books(self) -> list[tuple[Any, ...]]:
         """Return what can be seen of all sequences but the ballast."""
-        handles = self._handles()
-        return [(h.id, h.is_checkpoint, h.tokens.tolist(), h.horizon, h.is_swapped, h.is_on_host) for h in handles]
+        return [(h.is_checkpoint, h.tokens.tolist(), h.horizon, h.is_swapped, h.is_on_host) for h in self._handles()]
 
     def go_on(self) -> Logits:
-        """Swap all in and feed each live sequence: what comes out, by the sequence's id. Each goes back first."""
+        """Swap all in and feed each live sequence: what comes out, by its place in the books. Each goes back first."""
         found: Logits = {}
         while self.callback_give_way(0):  # what a prefix cache holds shall not give way instead
             pass
@@ -158,13 +157,13 @@ class Scene:
         for handle in handles:
             if handle.is_swapped:
                 self.memory.swap_in(handle)
-        live = {h.id: self.memory.fork(h) if h.is_checkpoint else h for h in handles}
+        live = {place: self.memory.fork(h) if h.is_checkpoint else h for place, h in enumerate(handles)}
         for sequence in live.values():
             if sequence.length > 2 and self.memory.can_rollback(sequence, sequence.length - 1):
                 self.memory.rollback(sequence, to=sequence.length - 1)
         for tokens in (_tokens(2, 11), [1]):
-            for id, rows in zip(live, self.feed(dict.fromkeys(live.values(), tokens)), strict=True):
-                found[id] = torch.cat([found[id], rows]) if id in found else rows
+            for place, rows in zip(live, self.feed(dict.fromkeys(live.values(), tokens)), strict=True):
+                found[place] = torch.cat([found[place], rows]) if place in found else rows
         return found
 
     def end(self) -> None:

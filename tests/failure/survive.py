@@ -17,8 +17,8 @@ from hybridmem.memory import HybridMemory, SpecError
 from tests.failure.points import KINDS, Kind, Outcome, call_with
 from tests.failure.scenes import SET_UPS, Logits
 from tests.failure.talking import TALKING
+from tests.interrupts import TRIES_ALL, TimedOutError, try_places
 from tests.interrupts import Outcome as Interrupted
-from tests.interrupts import TimedOutError, try_places
 
 _FAST = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """A folder in host memory, where there is one: fsync costs nothing there."""
@@ -144,6 +144,19 @@ def _attempt(
 
 def _verify(scene: Scene, outcome: Outcome, ends: Ends, *, is_exact: bool) -> None:
     """Raise unless the call happened whole or not at all, and every sequence goes on as it must."""
+    is_done = _is_done(scene, outcome, ends)
+    expected = ends.logits_after if is_done else ends.logits_before
+    for place, logits in scene.go_on().items():
+        assert torch.isfinite(logits).all(), f"sequence {place} reads memory that nobody wrote"
+        if is_exact:
+            assert torch.equal(logits, expected[place]), f"bits of sequence {place} differ"
+        else:
+            spread = float(expected[place].max() - expected[place].min())
+            assert float((logits - expected[place]).abs().max()) <= 1e-5 * spread, f"outputs of sequence {place} differ"
+
+
+def _is_done(scene: Scene, outcome: Outcome, ends: Ends) -> bool:
+    """Return whether the call happened. Raise unless the books say that it did so whole or not at all."""
     scene.memory.check()
     found = scene.books()
     is_done = found == ends.after
@@ -152,14 +165,7 @@ def _verify(scene: Scene, outcome: Outcome, ends: Ends, *, is_exact: bool) -> No
     assert is_done or found == ends.before, f"half done: {_difference(found, ends.before)}"
     # where only the folder's way to the disk fails, the new file is there, and whole
     assert scene.file() in (scene.saved, ends.file_after), "the file is neither the old nor the new one"
-    expected = ends.logits_after if is_done else ends.logits_before
-    for id, logits in scene.go_on().items():
-        assert torch.isfinite(logits).all(), f"sequence {id} reads memory that nobody wrote"
-        if is_exact:
-            assert torch.equal(logits, expected[id]), f"bits of sequence {id} differ"
-        else:
-            spread = float(expected[id].max() - expected[id].min())
-            assert float((logits - expected[id]).abs().max()) <= 1e-5 * spread, f"outputs of sequence {id} differ"
+    return is_done
 
 
 def _difference(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> str:
@@ -168,26 +174,51 @@ def _difference(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -
     )
 
 
+N_USES = 25
+"""So many interrupts may hit one scene with `INTERRUPTS=all` or `once`."""
+
+
 def interrupt(set_up: SetUp, name: str, number: int, n_places: int) -> int:
     """Interrupt a call at its bytecodes by a signal, and look at what is left; see `tests.interrupts.try_places`.
+
+    If all places are tried, a scene whose books are as before the call is used for the next places as well: what
+    sequences go on with is seen at its last use. A place that the call does not reach then gets a new scene.
 
     Returns how many bytecodes were tried.
     """
     with tempfile.TemporaryDirectory(dir=_FAST) as folder:
         ends = _ends_of(set_up, name, Path(folder) / "ends")
         assert ends is not None, f"{set_up.name} has no {name}"
+        own, left, n_uses = Path(folder) / "try", None, 0
 
         def attempt() -> tuple[Callable[[], Any], Callable[[Interrupted], None]]:
-            own = Path(folder) / "try"
-            shutil.rmtree(own, ignore_errors=True)
-            own.mkdir()
-            scene = set_up.make(own, name)
+            nonlocal left, n_uses
+            if left is None:
+                shutil.rmtree(own, ignore_errors=True)
+                own.mkdir()
+                n_uses = 0
+            scene, left, n_uses = left or set_up.make(own, name), None, n_uses + 1
 
             def verify(found: Interrupted) -> None:
-                error = None if found.has_returned else TimedOutError()
-                _verify(scene, Outcome(error=error), ends, is_exact=set_up.is_exact)
+                nonlocal left
+                outcome = Outcome(error=None if found.has_returned else TimedOutError())
+                is_changed = _is_done(scene, outcome, ends) and ends.after != ends.before
+                if TRIES_ALL and found.was_interrupted and not is_changed and n_uses < N_USES:
+                    left = scene
+                    return
+                _verify(scene, outcome, ends, is_exact=set_up.is_exact)
                 scene.end()
 
             return lambda: set_up.calls[name](scene), verify
 
-        return try_places(attempt, n_places, number=number, operation=name)
+        n_tried = try_places(attempt, n_places, number=number, operation=_operation(name))
+        if left is not None:
+            _verify(left, Outcome(error=TimedOutError()), ends, is_exact=set_up.is_exact)
+            left.end()
+        return n_tried
+
+
+def _operation(name: str) -> str:
+    """Return what a call has in common with others: all steps are one operation, and so are all ways back."""
+    first = name.replace(",", "").split()[0]
+    return {"run": "step", "prefix": name}.get(first, first)
