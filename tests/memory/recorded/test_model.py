@@ -33,7 +33,7 @@ from tests.toy import VOCAB, Toy
 
 HAS_EXPERTS = (
     "jamba", "deepseek", "granite-moe", "lfm2-moe", "experts-in-groups", "of-four-experts", "of-three-experts",
-    "nemotron-h",
+    "nemotron-h", "bailing-hybrid", "kimi-linear", "lara-mini", "minimax", "zaya",
 )  # fmt: skip
 """Models with these in their names count the tokens of experts on the host, so no step of theirs is recorded."""
 
