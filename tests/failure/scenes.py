@@ -37,7 +37,9 @@ class SetUp:
 
     @property
     def calls(self) -> Mapping[str, Callable[[Any], Any]]:
-        return CALLS
+        if dict(self.options).get("host_pages"):
+            return CALLS
+        return {name: call for name, call in CALLS.items() if name not in ("to_host", "to_device")}
 
     def make(self, folder: Path, call: str) -> Scene:
         """Return a scene in which the call can be made."""
