@@ -45,18 +45,24 @@ def written_whole(path: Path, *, is_lasting: bool = True) -> Iterator[BinaryIO]:
     left are removed. Raises OSError.
     """
     remove_abandoned(path.parent, re.escape(path.name))
-    beside, file = _open_beside(path)
-    try:
-        with file:
-            yield file
-            file.flush()
-            if is_lasting:
-                os.fsync(file.fileno())
-            # The file is renamed while it is locked. Otherwise another process could remove it as abandoned.
-            beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    is_written = False
+    while not is_written:
+        beside = path.with_name(f"{path.name}.{uuid4().hex}.part")
+        try:
+            with open(beside, "xb", opener=lambda name, flags: os.open(name, flags, _OWNER_ONLY)) as file:
+                _lock(file.fileno(), shared=False, waits=True)
+                if not os.fstat(file.fileno()).st_nlink:
+                    continue  # Another process removed the file as abandoned before it was locked.
+                yield file
+                file.flush()
+                if is_lasting:
+                    os.fsync(file.fileno())
+                # The file is renamed while it is locked. Otherwise another process could remove it as abandoned.
+                beside.replace(path)
+                is_written = True
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
     if is_lasting:
         _flush_folder(path.parent)
 
@@ -140,22 +146,6 @@ def alone_in(descriptor: int | None) -> Iterator[bool]:
     finally:
         if descriptor is not None:
             _lock(descriptor, shared=True, waits=True)
-
-
-def _open_beside(path: Path) -> tuple[Path, BinaryIO]:
-    """Open and lock a new file next to `path`, under a unique name."""
-    while True:
-        beside = path.with_name(f"{path.name}.{uuid4().hex}.part")
-        file = open(beside, "xb", opener=lambda name, flags: os.open(name, flags, _OWNER_ONLY))
-        try:
-            _lock(file.fileno(), shared=False, waits=True)
-            if os.fstat(file.fileno()).st_nlink:
-                return beside, file
-        except BaseException:
-            file.close()
-            beside.unlink(missing_ok=True)
-            raise
-        file.close()  # Another process removed the file as abandoned before it was locked.
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -178,17 +178,18 @@ class Tiers:
         numbers = dict[str, int]()
         try:
             for part in [{pool: own} for pool, own in blocks.items()] if apart else [blocks] if blocks else []:
-                parcel = Parcel(part, count_bytes(part))
+                parcel, number = Parcel(part, count_bytes(part)), next(self._numbers)
+                # The parcel is in the table first, so that `rebuild` finds its file if an exception comes.
+                self._parcels[number] = parcel
+                numbers |= dict.fromkeys(part, number)
                 if parcel.n_bytes > self._free_host_bytes():
                     self._to_file(parcel)
                 else:
                     self._used_host_bytes += parcel.n_bytes
-                number = next(self._numbers)
-                self._parcels[number] = parcel
-                numbers |= dict.fromkeys(part, number)
         except BaseException:
             for number in set(numbers.values()):
-                self._remove(self._parcels.pop(number))
+                self._remove(number)
+            self._count_bytes()
             raise
         return numbers
 
@@ -289,21 +290,25 @@ class Tiers:
 
     def _let_go(self, numbers: list[int]) -> None:
         """Count one holder less for each of these parcels, and remove the parcels without a holder."""
-        gone = list[Parcel]()
+        gone = list[int]()
         for number in numbers:
             parcel = self._parcels[number]
             parcel.n_holders -= 1
             if not parcel.n_holders:
-                gone.append(self._parcels.pop(number))
-        for parcel in gone:  # This comes last, because a file system may raise an error.
-            self._remove(parcel)
+                gone.append(number)
+        for number in gone:  # This comes last, because a file system may raise an error.
+            self._remove(number)
 
-    def _remove(self, parcel: Parcel) -> None:
+    def _remove(self, number: int) -> None:
+        """Remove a parcel and its file. If an exception comes before its end, `rebuild` does it."""
+        parcel = self._parcels[number]
+        if parcel.is_own and parcel.path is not None:  # If it also has blocks, an exception stopped the writing.
+            remove_file(parcel.path)
         if parcel.blocks:
             self._used_host_bytes -= parcel.n_bytes
-        elif parcel.path is not None and parcel.is_own:
+        elif parcel.is_own:
             self._file_bytes -= parcel.n_bytes
-            remove_file(parcel.path)
+        del self._parcels[number]
 
     def rebuild(self) -> None:
         """Compute from the records of all slots which parcels are needed, and how many bytes they have.
@@ -322,6 +327,9 @@ class Tiers:
                     parcel.path = None
             if not parcel.n_holders:
                 del self._parcels[number]
+        self._count_bytes()
+
+    def _count_bytes(self) -> None:
         own = [parcel for parcel in self._parcels.values() if parcel.is_own]
         self._used_host_bytes = sum(parcel.n_bytes for parcel in own if parcel.blocks)
         self._file_bytes = sum(parcel.n_bytes for parcel in own if not parcel.blocks)
