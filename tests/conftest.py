@@ -43,6 +43,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         import torch
 
         torch.set_num_threads(1)
+    if xdist.is_xdist_worker(session):
+        # A worker for each core is there already, so one compiles alone: a helper takes seconds to import torch.
+        from hybridmem.memory.kernels.cpu import warm_up
+
+        sys.modules[warm_up.__module__]._n_cores = lambda: 1  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,9 +14,10 @@ from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.models import from_transformers, load_model, weight_bytes
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.products import amx, integer_vectors, kernels, quantised
-from hybridmem.models.products.kernels import KERNELS
-from hybridmem.models.products.quantised import QuantisedWeight
+from hybridmem.models.products.kernels import KERNELS, Kernel
+from hybridmem.models.products.quantised import LAYOUTS, QuantisedWeight
 from hybridmem.models.weights.formats import IntegerFormat, weights_in
+from tests.extent import IS_LONG
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.hf_models import hf_model
 from tests.subjects import IS_FULL
@@ -29,24 +31,42 @@ SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (50, 640)
 BY_INTEGERS = [name for name, kernel in KERNELS.items() if kernel.layouts is not None]
 
 
-@pytest.fixture(params=BY_INTEGERS)
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How rows of bfloat16 are multiplied, as far as this processor can."""
-    if not KERNELS[request.param].applies():
-        pytest.skip(f"this processor has no kernel for {request.param}")
+def cases() -> list[tuple[IntegerFormat, torch.dtype, str]]:
+    """For each format and dtype the fastest kernel of this processor, and for weights in 4 bits every other.
+
+    Compiling takes seconds for each, and kernels read integers of other bits by the same code.
+    """
+    found: list[tuple[IntegerFormat, torch.dtype, str]] = []
+    for format, dtype in itertools.product(FORMATS, DTYPES):
+        able = [name for name in BY_INTEGERS if is_for(KERNELS[name], format, dtype)]
+        found += [(format, dtype, name) for name in (able if IS_LONG or format == "int4" else able[:1])]
+    return found
+
+
+def is_for(kernel: Kernel, format: IntegerFormat, dtype: torch.dtype) -> bool:
+    takes = kernel.layouts
+    return takes is not None and takes(LAYOUTS[format]) and dtype in kernel.weights and kernel.applies()
+
+
+with_kernels = pytest.mark.parametrize(("format", "dtype", "by"), cases(), indirect=["by"])
+
+
+@pytest.fixture
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel that multiplies: those that are faster are left out."""
     left = BY_INTEGERS[BY_INTEGERS.index(request.param) :]
     monkeypatch.setattr(kernels, "KERNELS", {name: KERNELS[name] for name in left})
+    return str(request.param)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@with_kernels
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_product_is_that_of_the_rounded_weights(
-    format: IntegerFormat, dtype: torch.dtype, shape: tuple[int, int], instructions: None
+    format: IntegerFormat, dtype: torch.dtype, by: str, shape: tuple[int, int]
 ) -> None:
     """With and without a bias, for numbers of rows around those of the kernel's tiles, in float32 too."""
     n_out, n_in = shape
@@ -64,9 +84,8 @@ def coarser(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_company(format: IntegerFormat, dtype: torch.dtype, instructions: None) -> None:
+@with_kernels
+def test_a_row_has_the_same_bits_in_any_company(format: IntegerFormat, dtype: torch.dtype, by: str) -> None:
     linear = made(format, drawn(50, 700, dtype=dtype), bias=drawn(50), activation="silu")
     x = drawn(37, 700, dtype=dtype)
     x[0, ::7] = x[-1, ::3] = 1e-39  # denormal in bfloat16, of which tiles take no notice
@@ -123,9 +142,10 @@ def test_numbers_at_the_ends_of_their_range_spoil_no_other_row_or_group(format: 
         assert torch.equal(weight.multiply(x, None), (ones.double() * size).bfloat16())
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_any_size_have_their_products(format: IntegerFormat, dtype: torch.dtype, instructions: None) -> None:
+@pytest.mark.parametrize(
+    ("format", "dtype", "by"), [case for case in cases() if case[1] != torch.float16], indirect=["by"]
+)
+def test_rows_of_any_size_have_their_products(format: IntegerFormat, dtype: torch.dtype, by: str) -> None:
     """Up to the largest number, beside rows of zeros and others: sums are finite wherever the product is."""
     weight, largest = QuantisedWeight.rounded(drawn(20, 96, dtype=dtype) / 30, format), torch.finfo(dtype).max
     for n_rows in (1, 3, 9, 40):

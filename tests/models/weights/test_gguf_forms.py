@@ -107,7 +107,11 @@ def test_blocks_stand_for_the_numbers_of_the_gguf_package(name: str) -> None:
         assert np.array_equal(found.numpy(), dequantize(raw, kind), equal_nan=True)
 
 
-@pytest.mark.parametrize("name", [*FORMS, *PLAIN])
+FEW = ["Q2_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS", "4 bits with zero points", "e4m3"]
+"""Compiling takes seconds for each: these have all kinds of minima and of codes, and codes in one and in two parts."""
+
+
+@pytest.mark.parametrize("name", [*FORMS, *PLAIN] if IS_LONG else FEW)
 def test_they_are_laid_out_one_for_one(name: str) -> None:
     """And rows are read back from there; in 8 bits, too, where no kernel is for the form's own."""
     for n_out, n_blocks in ((1, 1), (17, 2), (48, 3)):
@@ -125,9 +129,6 @@ def test_rows_that_do_not_exist_are_refused() -> None:
         with pytest.raises(IndexError):
             held.rows(torch.tensor([3, index]))
 
-
-FEW = ["Q2_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS", "4 bits with zero points", "e4m3"]
-"""Compiling takes seconds for each: these have all kinds of minima and of codes, and codes in one and in two parts."""
 
 MANY = [*FORMS, *PLAIN] if IS_FULL else [*FEW, *(["Q3_K", "Q4_1"] if IS_LONG else [])]
 
