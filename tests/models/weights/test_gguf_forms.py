@@ -205,7 +205,7 @@ def test_inputs_change_place_with_their_scales(name: str, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_of_several_forms_are_one_product(dtype: torch.dtype) -> None:
-    parts = [drawn("Q4_1", 20, 8, dtype), drawn("Q4_1", 7, 8, dtype), drawn("Q6_K", 33, 1, dtype)]
+    parts = [drawn("Q8_0", 20, 8, dtype), drawn("Q8_0", 7, 8, dtype), drawn("Q6_K", 33, 1, dtype)]
     whole, bias = torch.cat([part.dense(torch.float32) for part in parts]).double(), torch.randn(60)
     for others in ((), (torch.randn(5, 256).to(dtype) / 16,)):
         own = torch.cat((whole, *(other.double() for other in others)))
