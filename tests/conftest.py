@@ -4,6 +4,7 @@ Memory under test is poisoned: fresh and freed blocks are NaN, so whatever nobod
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import secrets
@@ -69,6 +70,24 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random.Random(0)
     monkeypatch.setattr(secrets, "randbits", drawn.getrandbits)
     monkeypatch.setattr(secrets, "randbelow", drawn.randrange)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live to the end, so no garbage collection need visit them."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Garbage is collected after a command as before it: commands freeze what lives, and collect less often.
+
+    In one process with all other tests, what was garbage at that moment would never be freed, memories among it.
+    """
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
 
 
 @pytest.fixture(autouse=True)
