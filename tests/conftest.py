@@ -78,6 +78,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # Extensions write pages about what they find alive at the exit.
+
+
 @pytest.fixture(autouse=True)
 def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Garbage is collected after a command as before it: commands freeze what lives, and collect less often.
