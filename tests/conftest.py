@@ -23,6 +23,10 @@ from tests.extent import pick
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Until all tests are collected, nearly all objects live to the end.
+_THRESHOLD = gc.get_threshold()
+gc.set_threshold(2_000_000)
+
 settings.register_profile(
     "ci",
     max_examples=pick(20, 50),
@@ -74,6 +78,7 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_collection_finish() -> None:
     """Modules and tests live to the end, so no garbage collection need visit them."""
+    gc.set_threshold(*_THRESHOLD)
     gc.collect()
     gc.freeze()
 
