@@ -209,9 +209,14 @@ class Drafting:
         if not self._text_ledger.allows(TRIED_SHARE, _FREE_STEPS * pace.plain.of(n)):
             return {}
 
+        # A job that is ahead of the others saves its row of later steps, while a token more for all saves a step.
+        part = min(1.0, pace.plain.slope * n / pace.plain.of(n))
+
         def speed(lengths: dict[Job, int]) -> float:
-            n_right = sum(rates[job].expected(n_tokens) for job, n_tokens in lengths.items())
-            return pace.speed(n, sum(lengths.values()), n_right, is_mixed=is_mixed)
+            right = [rates[job].expected(n_tokens) for job, n_tokens in lengths.items()]
+            of_all = min(right) if len(right) == n else 0.0
+            worth = n * of_all + part * (sum(right) - len(right) * of_all)
+            return pace.speed(n, sum(lengths.values()), worth, is_mixed=is_mixed)
 
         best = max(lengths_of(rates, most), key=speed, default={})
         return best if speed(best) >= MARGIN * speed({}) else {}

@@ -132,3 +132,24 @@ def test_text_that_repeats_words_only_is_not_drafted(monkeypatch: pytest.MonkeyP
     said = [token for i, start in enumerate(starts) for token in (start, start + 1, start + 2, 500 + i)]
     speed, n_drafted = copy_text(monkeypatch, said, 0.001)
     assert speed > 0.98 and n_drafted < 24
+
+
+def test_a_reply_that_repeats_does_not_slow_down_the_others() -> None:
+    """One of eight replies loops. Its drafts would bring many tokens, and each step of all others would take longer."""
+    drafting = Drafting(make_memory(Toy(), rollback_window=32), 256, Speculation(looks_up=True))
+    jobs = [make_job(i) for i in range(8)]
+    n_drafted = 0
+    for i, job in enumerate(jobs):
+        job.tokens, job.sampler = [*range(100 * i, 100 * i + 9)], SimpleNamespace(possible=len)
+    for at in range(300):
+        plan = [(cast(Job, job), 1) for job in (jobs if at % 3 else jobs[:1])]
+        drafts = drafting.propose(plan)
+        for job, draft in drafts.items():
+            drafting.count(job, len(draft), len(draft))
+        n_drafted += sum(map(len, drafts.values())) if len(plan) == 8 else 0
+        for i, (job, _) in enumerate(plan):
+            new = 1 + len(drafts.get(job, []))
+            job.tokens += [7] * new if i == 0 else [10_000 + 1000 * i + at]
+        rows = sum(map(len, drafts.values()))
+        drafting.note(plan, drafts, _STEP + 0.0001 * len(plan) + 0.0005 * rows)
+    assert n_drafted < 24, "only those that measure what drafts cost"
