@@ -1,40 +1,44 @@
 """Decides which generations get drafts in a step, from where and of how many tokens, and learns whether drafts pay.
 
-Drafts come from three sources: the prediction of a request, the text itself (prompt lookup), and a smaller model
-(`chat.engine.draft_models`). None changes what a reply says.
+Drafts come from three sources: the prediction of a request and the text itself (`chat.engine.text_drafts`), and a
+smaller model (`chat.engine.draft_models`). None changes what a reply says.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 from hybridmem.chat.engine.choose import Plan
 from hybridmem.chat.engine.draft_models import Drafts, JobDrafter
 from hybridmem.chat.engine.pace import LOST_SHARE, MARGIN, TRIED_SHARE, Ledger, Pace
 from hybridmem.chat.engine.requests import Job
+from hybridmem.chat.engine.text_drafts import Rate, TextDrafts, lengths_of
 from hybridmem.chat.prompts import Tokenizer
-from hybridmem.chat.sampling.guesses import Guesses
+from hybridmem.chat.sampling.guesses import Guess
 from hybridmem.memory import HybridMemory, SpecError
 
-MOST_DRAFTED = 8
+MOST_DRAFTED = 32
 """A draft has at most this many tokens."""
 _PROBED = 3
-"""A draft that only tests whether drafts are right has this many tokens."""
-_FIRST_REST, _LONGEST_REST = 16, 256
-"""After drafts from texts did not pay, this many steps go without. The number doubles each time, so that trying again
-costs little.
+"""A draft that only measures what drafts cost, or tests whether a drafter is right, has this many tokens."""
+_PROBED_RATE = 0.6
+"""What drafts from texts cost is measured when this share of them would have been right."""
+_LOOKING_SHARE, _LONGEST_REST = 0.005, 32
+"""Looking for drafts that are not found may take this share of the time. Otherwise some steps go without, at most so
+many in a row.
 """
-_UNKNOWN_REST = 2
-"""While the cost of drafts is unknown, this many steps lie between two steps with drafts."""
+_FREE_STEPS = 4
+"""Drafts from texts may lose the time of so many steps before a share of the time counts."""
 _LEAST_RATE, _FORGIVEN = 0.2, 1.02
-"""A generation with a lower rate of right tokens gets no draft. Each time, its rate is raised by this factor."""
+"""Where a drafter had a lower rate of right tokens, a generation gets no draft of it. Each time, its rate is raised by
+this factor.
+"""
 _COMPARED_EVERY, _COMPARED_AT_FIRST = 64, 16
 """After this many steps with drafts, one goes without, so that both costs stay known."""
-_OF_PREDICTIONS, _OF_TEXTS, _OF_MODELS = 0.8, 0.5, 0.7
-"""The expected share of right tokens before any draft was verified: in predictions, in the texts, and of a model."""
+_OF_MODELS = 0.7
+"""The expected share of right tokens of a model before any draft was verified."""
 _TRIED_JOBS, _TRIED_STEPS = 2, 8
 """A trial of a drafter drafts for so many generations, in so many steps."""
 _MODEL_REST = 15
@@ -58,38 +62,6 @@ class Speculation:
     looks_up: bool = False
     adapts: bool = True
     drafter: JobDrafter | None = None
-
-
-@dataclass
-class Drafted:
-    """Holds how good the drafts of one generation were.
-
-    Attributes:
-        rate: the share of recently drafted tokens that were right. Tokens after the first wrong one do not count.
-        n_next: the next draft has at most this many tokens.
-    """
-
-    rate: float
-    n_next: int = MOST_DRAFTED
-
-    def expected(self, n_tokens: int) -> float:
-        """Return how many of `n_tokens` drafted tokens are expected to be right."""
-        return sum(accumulate([self.rate] * n_tokens, lambda a, b: a * b))
-
-    def note(self, n_drafted: int, n_right: int) -> None:
-        n_seen = n_right + (n_right < n_drafted)
-        share = 0.7**n_seen
-        self.rate = share * self.rate + (1 - share) * n_right / n_seen
-        self.n_next = min(MOST_DRAFTED, 2 * n_right + 1)
-
-
-@dataclass
-class _Own:
-    """Holds what is known of the drafts of one generation: those of its text, and those of the model."""
-
-    guesses: Guesses
-    text: Drafted
-    model: Drafted
 
 
 @dataclass(frozen=True)
@@ -140,17 +112,18 @@ class Drafting:
     ) -> None:
         self._most = min(MOST_DRAFTED, memory.rollback_window)
         self._step_tokens = step_tokens
-        self._looks_up, self._adapts = speculation.looks_up, speculation.adapts
+        self._adapts = speculation.adapts
         self._drafter = speculation.drafter
         if self._drafter is not None:
             if not self._most:
                 raise SpecError("a drafter needs a memory with a rollback window, such as rollback_window=32")
             self._drafter.check(memory, tokenizer)
         self._pace = Pace()
-        self._rest, self._next_rest, self._n_drafted_steps = 0, _FIRST_REST, 0
-        self._own = WeakKeyDictionary[Job, _Own]()
-        self._rates = {"text": _OF_TEXTS, "model": _OF_MODELS}  # The shares of right tokens over all texts so far.
-        self._ledger, self._n_tried, self._idle = Ledger(), 0, 0
+        self._texts, self._text_ledger = TextDrafts(looks_up=speculation.looks_up), Ledger()
+        self._rest, self._looking, self._n_drafted_steps = 0, 0.0, 0
+        self._rates = WeakKeyDictionary[Job, Rate]()  # Of the drafter's drafts.
+        self._rate_of_all = _OF_MODELS
+        self._ledger, self._n_tried, self._idle, self._model_rest = Ledger(), 0, 0, 0
         self._last = _Proposal()
         self._right: dict[Job, int] = {}
 
@@ -165,25 +138,29 @@ class Drafting:
     def _propose(self, plan: Plan) -> _Proposal:
         if not self._most:
             return _Proposal()
+        looks = self._texts.looks_up or any(job.request.prediction for job, _ in plan)
         if self._drafter is None:
             if self._rest > 0:
                 self._rest -= 1
                 return _Proposal()
-            if not (self._looks_up or any(job.request.prediction for job, _ in plan)):
+            if not looks:
                 return _Proposal()
         jobs = [job for job, _ in plan if not job.is_prefilling]
         if not jobs or (self._adapts and self._is_compared()):
             return _Proposal()
         turn = _Turn(jobs, self._step_tokens // len(plan) - 1, is_mixed=len(jobs) < len(plan))
-        looked_up = self._look_up(turn)
+        looked_up = self._look_up(turn) if looks else {}
         if self._drafter is None:
+            return _Proposal(looked_up)
+        if self._model_rest > 0:
+            self._model_rest -= 1
             return _Proposal(looked_up)
         proposal = self._add_model(turn, looked_up, self._drafter)
         if not proposal.seconds and not looked_up and self._adapts and self._pace.plain.is_well_known:
-            self._idle = _MODEL_REST
-            if self._looks_up or any(job.request.prediction for job in jobs):
-                self._idle = min(self._idle, self._rest)
-                self._rest -= self._idle
+            if looks:
+                self._model_rest = _MODEL_REST
+            else:
+                self._idle = _MODEL_REST
         return proposal
 
     def _is_compared(self) -> bool:
@@ -201,30 +178,48 @@ class Drafting:
         if self._rest > 0:
             self._rest -= 1
             return {}
-        found = {job: guess for job in turn.jobs if (guess := self._guess(job, turn.room))}
-        if not self._adapts:
-            return found
-        if not found:  # Looking for drafts costs time as well, so pause it if drafts have not paid.
-            self._rest = max(turn.n // 8, (self._next_rest - _FIRST_REST) // 16)
-            return {}
-        good = {job: guess for job, guess in found.items() if self._is_often_right(self._of(job).text)}
-        pays = self._pays(turn, good) if good else False
-        if pays:
-            self._next_rest = _FIRST_REST
-            return good
-        if pays is None:
-            self._rest = _UNKNOWN_REST
-        else:
-            self._rest, self._next_rest = self._next_rest, min(_LONGEST_REST, 2 * self._next_rest)
-        return {job: guess[:_PROBED] for job, guess in found.items()}
+        started = time.perf_counter()
+        guesses = {job: self._texts.find(job, self._possible(job, turn.room)) for job in turn.jobs}
+        found = {job: guess for job, guess in guesses.items() if guess.token_ids}
+        lengths = self._choose_lengths(turn, found)
+        for job in lengths:
+            self._texts.feed(job, found[job])
+        self._pause(turn, time.perf_counter() - started, found=bool(lengths))
+        return {job: found[job].token_ids[:n] for job, n in lengths.items()}
 
-    def _guess(self, job: Job, room: int) -> list[int]:
-        own = self._of(job)
-        n_tokens = min(self._possible(job, room), own.text.n_next)
-        if n_tokens <= 0 or job.sampler is None:
-            return []
-        guess = own.guesses.next(n_tokens)
-        return guess[: job.sampler.possible(guess)]
+    def _pause(self, turn: _Turn, seconds: float, *, found: bool) -> None:
+        """Let some steps go without looking, if nothing was found and looking takes too long."""
+        self._looking = min(seconds, 2 * self._looking) if self._looking else seconds
+        if self._adapts and not found and self._pace.plain.is_known:
+            share = self._looking / self._pace.plain.of(turn.n)
+            self._rest = min(_LONGEST_REST, int(share / _LOOKING_SHARE))
+
+    def _choose_lengths(self, turn: _Turn, found: dict[Job, Guess]) -> dict[Job, int]:
+        """Return how many tokens of their guesses to verify for which jobs: what promises the most tokens a second."""
+        most = {job: len(guess.token_ids) for job, guess in found.items()}
+        if not self._adapts or not found:
+            return most
+        pace, n, is_mixed = self._pace, turn.n, turn.is_mixed
+        rates = {job: self._texts.rate(job, guess) for job, guess in found.items()}
+        if not pace.knows(is_mixed=is_mixed):
+            if is_mixed or not pace.plain.is_known:
+                return {}
+            likely = [job for job, rate in rates.items() if rate.value >= _PROBED_RATE]
+            return {job: min(_PROBED, most[job]) for job in likely[:_TRIED_JOBS]}
+        if not self._text_ledger.allows(TRIED_SHARE, _FREE_STEPS * pace.plain.of(n)):
+            return {}
+
+        # A job that is ahead of the others saves its row of later steps, while a token more for all saves a step.
+        part = min(1.0, pace.plain.slope * n / pace.plain.of(n))
+
+        def speed(lengths: dict[Job, int]) -> float:
+            right = [rates[job].expected(n_tokens) for job, n_tokens in lengths.items()]
+            of_all = min(right) if len(right) == n else 0.0
+            worth = n * of_all + part * (sum(right) - len(right) * of_all)
+            return pace.speed(n, sum(lengths.values()), worth, is_mixed=is_mixed)
+
+        best = max(lengths_of(rates, most), key=speed, default={})
+        return best if speed(best) >= MARGIN * speed({}) else {}
 
     def _possible(self, job: Job, room: int) -> int:
         """Return the most tokens of a draft that the job could use."""
@@ -232,29 +227,10 @@ class Drafting:
             return 0
         return max(0, min(self._most, room, job.request.max_tokens - len(job.generation.token_ids) - 1))
 
-    def _of(self, job: Job) -> _Own:
-        own = self._own.get(job)
-        if own is None:
-            prediction = job.request.prediction
-            guesses = Guesses(job.tokens, job.generation.n_prompt, prediction, looks_up=self._looks_up)
-            text = Drafted(_OF_PREDICTIONS if prediction else self._rates["text"])
-            own = self._own[job] = _Own(guesses, text, Drafted(self._rates["model"]))
-        return own
-
-    @staticmethod
-    def _is_often_right(drafted: Drafted) -> bool:
-        if drafted.rate >= _LEAST_RATE:
-            return True
-        drafted.rate *= _FORGIVEN
-        return False
-
-    def _pays(self, turn: _Turn, drafts: Drafts) -> bool | None:
-        return self._pace.pays(turn.n, *self._sums(drafts), is_mixed=turn.is_mixed)
-
     def _sums(self, drafts: Drafts) -> tuple[int, float]:
         """Return how many tokens drafts of texts have, and how many of these are expected to be right."""
         n_drafted = sum(map(len, drafts.values()))
-        return n_drafted, sum(self._of(job).text.expected(len(guess)) for job, guess in drafts.items())
+        return n_drafted, sum(self._texts.expected(job, len(draft)) for job, draft in drafts.items())
 
     # Drafts of a model
 
@@ -264,7 +240,7 @@ class Drafting:
             job: n
             for job in turn.jobs
             if job not in looked_up
-            and (n := min(self._possible(job, turn.room), drafter.most_drafted))
+            and (n := min(self._possible(job, turn.room), drafter.most_drafted, _LENGTHS[-1]))
             and drafter.n_behind(job) is not None
         }
         wanted = self._choose_model(turn, looked_up, most, drafter) if self._adapts else most
@@ -286,7 +262,7 @@ class Drafting:
         """
         if not most or not self._ledger.allows(LOST_SHARE):
             return {}
-        good = [job for job in most if self._is_often_right(self._of(job).model)]
+        good = [job for job in most if self._is_often_right(self._rate(job))]
         n_tokens, pays = self._best(turn, looked_up, good, drafter)
         if pays:
             self._n_tried = 0
@@ -295,8 +271,22 @@ class Drafting:
         if turn.is_mixed or not self._pace.plain.is_well_known or not is_cheap:
             return {}
         self._n_tried = (self._n_tried + 1) % _TRIED_STEPS
-        tried = sorted(most, key=lambda job: (drafter.n_behind(job) or 0, -self._of(job).model.rate))[:_TRIED_JOBS]
+        tried = sorted(most, key=lambda job: (drafter.n_behind(job) or 0, -self._rate(job).value))[:_TRIED_JOBS]
         return {job: min(_PROBED, most[job]) for job in tried}
+
+    def _rate(self, job: Job) -> Rate:
+        """Return how often the drafter is right for this job."""
+        rate = self._rates.get(job)
+        if rate is None:
+            rate = self._rates[job] = Rate(self._rate_of_all)
+        return rate
+
+    @staticmethod
+    def _is_often_right(rate: Rate) -> bool:
+        if rate.value >= _LEAST_RATE:
+            return True
+        rate.value *= _FORGIVEN
+        return False
 
     def _best(self, turn: _Turn, looked_up: Drafts, jobs: list[Job], drafter: JobDrafter) -> tuple[int, list[Job]]:
         """Return the best number of tokens for the drafter, and the jobs for which it pays. There may be none."""
@@ -304,7 +294,7 @@ class Drafting:
         if not jobs or not pace.knows(is_mixed=turn.is_mixed) or not pace.model.is_known:
             return 0, []
         n_found, n_right = self._sums(looked_up)
-        rate = Drafted(sum(self._of(job).model.rate for job in jobs) / n_jobs)
+        rate = Rate(sum(self._rate(job).value for job in jobs) / n_jobs)
 
         def speed(k: int) -> float:
             seconds = pace.seconds(n, n_found + k * n_jobs, is_mixed=turn.is_mixed)
@@ -348,10 +338,14 @@ class Drafting:
             n_decoding = sum(n_tokens == 1 for _, n_tokens in plan)
             plain = pace.plain.of(n_decoding)
             verified = n_drafted * cost.slope if is_mixed and cost.is_known else seconds - last.seconds - plain
-            lost = last.seconds + min(verified, 2 * plain)  # The machine may have done something else in a slow step.
+            if not is_mixed and cost.is_known:  # The machine may have done something else in a slow step.
+                verified = min(verified, cost.of(n_fed + n_drafted) - plain)
+            lost = last.seconds + verified
             saved = sum(right.values()) * plain / n_decoding - lost
             for job, n_right in right.items():
                 job.generation.saved_seconds += n_right * plain / n_decoding - lost / len(right)
+        is_known = bool(drafts) and not last.seconds and cost.is_known  # The first drafts may compile kernels.
+        self._text_ledger.note(seconds, -saved if is_known else 0.0)
         if self._drafter is not None:
             self._ledger.note(seconds, -saved if last.seconds else 0.0)
         return saved
@@ -362,13 +356,12 @@ class Drafting:
         job.generation.n_drafted += n_drafted
         job.generation.n_accepted += n_right
         self._right[job] = n_right
-        own, is_of_model = self._of(job), job in self._last.modelled
-        drafted = own.model if is_of_model else own.text
-        drafted.note(n_drafted, n_right)
-        if is_of_model or not job.request.prediction:
-            source = "model" if is_of_model else "text"
-            kept = 0.9 if is_of_model else 0.95
-            self._rates[source] = kept * self._rates[source] + (1 - kept) * drafted.rate
+        if job not in self._last.modelled:
+            self._texts.note(job, n_drafted, n_right)
+            return
+        rate = self._rate(job)
+        rate.note(n_drafted, n_right)
+        self._rate_of_all = 0.9 * self._rate_of_all + 0.1 * rate.value
 
     def forget(self, job: Job) -> None:
         """Free what a drafter keeps for a job that has ended."""

@@ -18,7 +18,7 @@ _GOOD_WEIGHT = 6.0
 _WARMING = 2
 """The first measurements are not counted, because they include the compilation of kernels."""
 _RECENT, _LEAST_RECENT, _MOST_SIZES = 9, 3, 64
-"""The latest measurements are kept for each of `_MOST_SIZES` numbers of tokens. Three have a median."""
+"""The latest measurements are kept for each of `_MOST_SIZES` numbers of tokens. Three are enough for a quartile."""
 _OUTLIER = 3.0
 """A step that takes longer than this many times the expected seconds counts as this many times. The machine did
 something else then.
@@ -35,39 +35,36 @@ MARGIN = 1.05
 class Cost:
     """Estimates the seconds of steps from their numbers of tokens. The latest measurements weigh most.
 
-    Where steps with exactly so many tokens were measured, their median counts. Elsewhere a line is fitted.
+    Where steps with exactly so many tokens were measured, the lower quartile of their seconds counts, because a machine
+    that does something else as well makes steps slower, and never faster. Elsewhere a line through the quartiles is
+    fitted. So slow steps, such as those that compile a kernel, do not change what is expected.
     """
 
     weight: float = 0.0
-    n: float = 0.0
-    nn: float = 0.0
-    seconds: float = 0.0
-    n_seconds: float = 0.0
-    n_skipped: int = 0
+    n_noted: int = 0
     recent: dict[int, deque[float]] = field(default_factory=dict)
-    medians: dict[int, float] = field(default_factory=dict)
+    quartiles: dict[int, float] = field(default_factory=dict)
+    latest: dict[int, int] = field(default_factory=dict)
+    line: _Line | None = None
 
     def note(self, n_tokens: int, seconds: float) -> None:
-        if self.n_skipped < _WARMING:
-            self.n_skipped += 1
+        self.n_noted += 1
+        if self.n_noted <= _WARMING:
             return
         if self.is_known:
             seconds = min(seconds, _OUTLIER * self.of(n_tokens))
-        news = (1.0, float(n_tokens), float(n_tokens) ** 2, seconds, n_tokens * seconds)
-        kept = (self.weight, self.n, self.nn, self.seconds, self.n_seconds)
-        self.weight, self.n, self.nn, self.seconds, self.n_seconds = (
-            _KEPT * old + new for old, new in zip(kept, news, strict=True)
-        )
+        self.weight = _KEPT * self.weight + 1
         recent = self.recent.get(n_tokens)
         if recent is None:
             if len(self.recent) == _MOST_SIZES:
-                oldest = next(iter(self.recent))
-                del self.recent[oldest]
-                self.medians.pop(oldest, None)
+                oldest = min(self.latest, key=self.latest.__getitem__)
+                for kept in (self.recent, self.quartiles, self.latest):
+                    del kept[oldest]
             recent = self.recent[n_tokens] = deque(maxlen=_RECENT)
         recent.append(seconds)
-        if len(recent) >= _LEAST_RECENT:
-            self.medians[n_tokens] = sorted(recent)[len(recent) // 2]
+        self.quartiles[n_tokens] = sorted(recent)[(len(recent) - 1) // 4]
+        self.latest[n_tokens] = self.n_noted
+        self.line = None
 
     @property
     def is_known(self) -> bool:
@@ -79,19 +76,46 @@ class Cost:
 
     def of(self, n_tokens: int) -> float:
         """Return the expected seconds of a step with this many tokens."""
-        if (median := self.medians.get(n_tokens)) is not None:
-            return median
-        mean_n, mean_seconds = self.n / self.weight, self.seconds / self.weight
-        return max(mean_seconds + self.slope * (n_tokens - mean_n), mean_seconds / 4)
+        recent = self.recent.get(n_tokens)
+        if recent is not None and len(recent) >= _LEAST_RECENT:
+            return self.quartiles[n_tokens]
+        line = self._fitted()
+        return max(line.mean_seconds + line.slope * (n_tokens - line.mean_n), line.mean_seconds / 4)
 
     @property
     def slope(self) -> float:
         """Return the seconds that one token more is expected to take."""
-        mean_n, mean_seconds = self.n / self.weight, self.seconds / self.weight
-        variance = self.nn / self.weight - mean_n**2
-        slope = (self.n_seconds / self.weight - mean_n * mean_seconds) / variance if variance > 0.25 else None
-        most = mean_seconds / mean_n  # A token costs at most its proportional share of a step.
-        return most / 2 if slope is None else min(max(slope, 0.0), most)
+        return self._fitted().slope
+
+    def _fitted(self) -> _Line:
+        if self.line is None:
+            self.line = _fit(
+                [
+                    (_KEPT ** (self.n_noted - self.latest[n]) * len(self.recent[n]), n, seconds)
+                    for n, seconds in self.quartiles.items()
+                ]
+            )
+        return self.line
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Holds a line through measured costs: its middle, and the seconds of one token more."""
+
+    mean_n: float
+    mean_seconds: float
+    slope: float
+
+
+def _fit(points: list[tuple[float, int, float]]) -> _Line:
+    """Fit a line to points, each of which is its weight, a number of tokens, and seconds."""
+    weight = sum(w for w, _, _ in points)
+    mean_n = sum(w * n for w, n, _ in points) / weight
+    mean_seconds = sum(w * seconds for w, _, seconds in points) / weight
+    variance = sum(w * (n - mean_n) ** 2 for w, n, _ in points)
+    both = sum(w * (n - mean_n) * (seconds - mean_seconds) for w, n, seconds in points)
+    most = mean_seconds / mean_n  # A token costs at most its proportional share of a step.
+    return _Line(mean_n, mean_seconds, most / 2 if variance < 0.25 * weight else min(max(both / variance, 0.0), most))
 
 
 @dataclass
@@ -110,9 +134,9 @@ class Ledger:
         self.seconds += seconds
         self.lost = max(0.0, self.lost + lost)
 
-    def allows(self, share: float) -> bool:
-        """Return whether at most this share of the time was lost."""
-        return self.lost <= share * self.seconds
+    def allows(self, share: float, free: float = 0.0) -> bool:
+        """Return whether at most this share of the time was lost, beyond `free` seconds."""
+        return self.lost <= share * self.seconds + free
 
 
 @dataclass
@@ -142,13 +166,10 @@ class Pace:
             return self.plain.of(n_sequences) + n_drafted * self.mixed.slope
         return self.drafted.of(n_sequences + n_drafted) if n_drafted else self.plain.of(n_sequences)
 
-    def pays(self, n_sequences: int, n_drafted: int, n_right: float, *, is_mixed: bool = False) -> bool | None:
-        """Return whether drafts give more tokens a second, or None if that is not known yet.
+    def speed(self, n_sequences: int, n_drafted: int, n_right: float, *, is_mixed: bool = False) -> float:
+        """Return how many tokens a second a step is expected to bring.
 
         Args:
             n_drafted: how many tokens the drafts have together. n_right: how many of them are expected to be right.
         """
-        if not self.knows(is_mixed=is_mixed):
-            return None
-        speed = (n_sequences + n_right) / self.seconds(n_sequences, n_drafted, is_mixed=is_mixed)
-        return speed >= MARGIN * n_sequences / self.plain.of(n_sequences)
+        return (n_sequences + n_right) / self.seconds(n_sequences, n_drafted, is_mixed=is_mixed)

@@ -5,7 +5,7 @@ Any guess is allowed, because the model verifies it. Guesses change how fast a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -13,29 +13,57 @@ from hybridmem.memory.sequences import is_soft
 
 N_GRAM = 3
 """This many tokens must agree. A smaller number gives more and worse guesses."""
+_MOST_PLACES = 8
+"""So many of the latest occurrences are compared."""
+MOST_SAME = 16
+"""It is not counted whether more tokens than these agree."""
+_NEAR, _LONGEST_CHANGE = 8, 48
+"""After a change, a copied text is expected to go on at most so many tokens away from where it would have, and only
+until so many tokens have followed without another guess.
+"""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Holds tokens that may come next.
+
+    Attributes:
+        n_same: how many tokens before them agree, at most `MOST_SAME`. 0: the text was copied up to a change, and the
+            guess is where the copy goes on.
+        is_predicted: whether they are from a prediction.
+    """
+
+    token_ids: list[int]
+    n_same: int = 0
+    is_predicted: bool = False
+
+
+NO_GUESS = Guess([])
 
 
 @dataclass
 class NGrams:
-    """Maps each n-gram of a growing text to the position after its latest occurrence.
+    """Maps each n-gram of a growing text to the positions after its occurrences, from the latest back.
 
-    Cost: one dictionary entry for each token of text, made once.
+    Cost: one dictionary entry and one integer for each token of text, made once.
     """
 
     text: Sequence[int]
     behind: dict[tuple[int, ...], int] = field(default_factory=dict)
-    n_indexed: int = 0
+    earlier: list[int] = field(default_factory=list)
 
-    def find(self, n_gram: tuple[int, ...]) -> int | None:
-        """Return the position after the latest occurrence of an n-gram, except at the end of the text.
-
-        Returns None if there is none.
-        """
-        n, size = len(self.text), len(n_gram)
-        for end in range(max(self.n_indexed, size), n):
-            self.behind[tuple(self.text[end - size : end])] = end
-        self.n_indexed = max(self.n_indexed, n)
-        return self.behind.get(n_gram)
+    def find(self, n_gram: tuple[int, ...]) -> list[int]:
+        """Return the positions after the latest occurrences of an n-gram, except at the end of the text."""
+        size = len(n_gram)
+        for end in range(size + len(self.earlier), len(self.text)):
+            key = tuple(self.text[end - size : end])
+            self.earlier.append(self.behind.get(key, -1))
+            self.behind[key] = end
+        found, at = list[int](), self.behind.get(n_gram, -1)
+        while at >= 0 and len(found) < _MOST_PLACES:
+            found.append(at)
+            at = self.earlier[at - size]
+        return found
 
 
 class Guesses:
@@ -53,30 +81,89 @@ class Guesses:
         self._n_prompt = n_prompt
         self._own = NGrams(text) if looks_up else None
         self._prediction = NGrams(prediction) if prediction else None
+        self._copied: tuple[Sequence[int], int, int] | None = None  # The latest guess: source, start, length of text.
 
-    def next(self, n_tokens: int) -> list[int]:
-        """Return up to `n_tokens` tokens that may come next. The list is empty if there is no guess."""
-        last = tuple(self._text[-N_GRAM:])
-        found = self._predicted(last, n_tokens) if self._prediction is not None else []
-        return list(takewhile(lambda token: not is_soft(token), found or self._repeated(last, n_tokens)))
+    def next(self, n_tokens: int) -> Guess:
+        """Return up to `n_tokens` tokens that may come next, or `NO_GUESS`."""
+        found = self.several(n_tokens, 1)
+        return found[0] if found else NO_GUESS
 
-    def _predicted(self, last: tuple[int, ...], n_tokens: int) -> list[int]:
-        assert self._prediction is not None
-        prediction, n_said = self._prediction.text, len(self._text) - self._n_prompt
-        if n_said < N_GRAM:  # So early, assume that the reply begins as predicted.
-            begins_so = self._text[self._n_prompt :] == list(prediction[:n_said])
-            start: int | None = n_said if begins_so else None
-        else:
-            start = self._prediction.find(last)
-        return [] if start is None else list(prediction[start : start + n_tokens])
+    def several(self, n_tokens: int, most: int) -> list[Guess]:
+        """Return up to `most` guesses that begin differently. The first is where the most tokens before agree."""
+        places = sorted(self._places(), key=lambda place: -place[0])
+        guesses = dict[int, Guess]()
+        for n_same, source, start in places:
+            guess = self._from(source, start, n_same, n_tokens)
+            if guess.token_ids and guess.token_ids[0] not in guesses:
+                if not guesses and n_same:
+                    self._copied = source, start, len(self._text)
+                guesses[guess.token_ids[0]] = guess
+                if len(guesses) == most:
+                    break
+        return [*guesses.values()]
 
-    def _repeated(self, last: tuple[int, ...], n_tokens: int) -> list[int]:
-        start = None if self._own is None else self._own.find(last)
-        if start is None:
-            return []
+    def _places(self) -> Iterator[tuple[int, Sequence[int], int]]:
+        """Yield places where the text may go on: how many tokens before agree, the source, and the position there.
+
+        The first is where the latest guess goes on. After a copy, it may be the only place.
+        """
+        last, n_found = tuple(self._text[-N_GRAM:]), 0
+        copied = self._copy_goes_on()
+        if copied is not None and (n_same := self._n_same(*copied)) >= N_GRAM:
+            yield n_same, *copied
+            if n_same == MOST_SAME:
+                return
+        if self._prediction is not None:
+            for start in self._predicted(last):
+                n_found += 1
+                yield max(1, self._n_same(self._prediction.text, start)), self._prediction.text, start
+        if self._own is not None:
+            for start in self._own.find(last):
+                n_found += 1
+                yield self._n_same(self._text, start), self._text, start
+        if not n_found and copied is not None:
+            yield 0, *copied
+
+    def _n_same(self, source: Sequence[int], start: int) -> int:
+        """Return how many tokens of the text's end are those before this position, at most `MOST_SAME`."""
         n = len(self._text)
-        found = self._text[start : start + n_tokens]
-        # The end of the text is reached. Repeat the tokens since `start`, as if the text went on in a loop.
-        while len(found) < n_tokens:
+        most = min(MOST_SAME, start, n)
+        before, said = source[start - most : start], self._text[n - most :]
+        return next((i for i in range(most) if before[-1 - i] != said[-1 - i]), most)
+
+    def _predicted(self, last: tuple[int, ...]) -> list[int]:
+        """Return where a prediction goes on as the reply does."""
+        assert self._prediction is not None
+        n_said = len(self._text) - self._n_prompt
+        if n_said >= N_GRAM:
+            return self._prediction.find(last)
+        # So early, assume that the reply begins as predicted.
+        begins_so = self._text[self._n_prompt :] == list(self._prediction.text[:n_said])
+        return [n_said] if begins_so else []
+
+    def _from(self, source: Sequence[int], start: int, n_same: int, n_tokens: int) -> Guess:
+        n, is_own = len(self._text), source is self._text
+        found = list(source[start : start + n_tokens])
+        while is_own and len(found) < n_tokens:
+            # The end of the text is reached. Repeat the tokens since `start`, as if the text went on in a loop.
             found.append(found[start - n])
-        return found
+        return Guess(list(takewhile(lambda token: not is_soft(token), found)), n_same, not is_own)
+
+    def _copy_goes_on(self) -> tuple[Sequence[int], int] | None:
+        """Return where the latest guess goes on in its source, after a change of a few tokens as well.
+
+        The newest token is looked for near the place where the copy would be; the nearest occurrence counts. Without
+        one, the change is expected to have as many tokens as it had in the source.
+        """
+        if self._copied is None:
+            return None
+        source, start_then, n_then = self._copied
+        n = len(self._text)
+        if n - n_then > _LONGEST_CHANGE:
+            self._copied = None
+            return None
+        place, end = start_then + n - n_then, n if source is self._text else len(source)
+        if not (0 < place < end and source[place - 1] == self._text[-1]):
+            near = sorted(range(max(1, place - _NEAR), min(end, place + _NEAR)), key=lambda at: abs(at - place))
+            place = next((at for at in near if source[at - 1] == self._text[-1]), place)
+        return (source, place) if 0 < place < end else None

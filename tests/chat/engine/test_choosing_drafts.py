@@ -1,7 +1,8 @@
-"""Whether a drafter is used: where it pays, and it costs next to nothing elsewhere. Seconds are given here."""
+"""Whether drafts are used: where they pay, and they cost next to nothing elsewhere. Seconds are given here."""
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -84,3 +85,71 @@ def test_a_drafter_that_does_not_pay_costs_at_most_two_percent(
     speed, share = decode(monkeypatch, n_right, seconds)
     assert speed > 0.98 and share < 0.1
     assert share > 0, "it was tried"
+
+
+def copy_text(
+    monkeypatch: pytest.MonkeyPatch, said: list[int], row: float, *, slow_steps: int = 0
+) -> tuple[float, int]:
+    """Return how many tokens a second a reply brings, against plain steps, and the number of drafted tokens.
+
+    The prompt is 0, 1, ... 199. Each drafted row takes `row` seconds, and the first drafted steps half a second more.
+    """
+    clock, n_steps, n_slow, n_drafted = [0.0], 0, slow_steps, 0
+    monkeypatch.setattr("hybridmem.chat.engine.drafting.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    drafting = Drafting(make_memory(Toy(), rollback_window=32), 256, Speculation(looks_up=True))
+    job = make_job(0)
+    job.tokens, job.generation.n_prompt = [*range(200)], 200
+    job.sampler = SimpleNamespace(possible=len)
+    job.generation.token_ids.append(said[0])
+    job.tokens.append(said[0])
+    plan = [(cast(Job, job), 1)]
+    while len(job.generation.token_ids) < len(said):
+        started, n_said = clock[0], len(job.generation.token_ids)
+        draft = drafting.propose(plan).get(job, [])
+        n_slow -= bool(draft)
+        clock[0] += _STEP + row * len(draft) + (0.5 if draft and n_slow >= 0 else 0.0)
+        n_right = next((i for i, (a, b) in enumerate(zip(draft, said[n_said:], strict=False)) if a != b), len(draft))
+        if draft:
+            drafting.count(cast(Job, job), len(draft), n_right)
+        job.generation.token_ids += said[n_said : n_said + n_right + 1]
+        job.tokens += said[n_said : n_said + n_right + 1]
+        n_drafted, n_steps = n_drafted + len(draft), n_steps + 1
+        drafting.note(plan, {job: draft} if draft else {}, clock[0] - started)
+    return len(said) * _STEP / (clock[0] - 0.5 * slow_steps), n_drafted
+
+
+def test_a_copy_with_changes_comes_in_long_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 40th token is another one. Kernels that are compiled for the first drafts do not change what is learned."""
+    said = [900 if i % 40 == 39 else i for i in range(190)]
+    assert copy_text(monkeypatch, said, 0.0005)[0] > 3.6
+    assert copy_text(monkeypatch, said, 0.0005, slow_steps=3)[0] > 3.6
+    assert 1.5 < copy_text(monkeypatch, said, 0.002)[0], "rows that cost a fifth of a step"
+
+
+def test_text_that_repeats_words_only_is_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens of the prompt come again, and what follows them does not: guesses are found, and none is right."""
+    starts = random.Random(0).choices(range(190), k=200)
+    said = [token for i, start in enumerate(starts) for token in (start, start + 1, start + 2, 500 + i)]
+    speed, n_drafted = copy_text(monkeypatch, said, 0.001)
+    assert speed > 0.98 and n_drafted < 24
+
+
+def test_a_reply_that_repeats_does_not_slow_down_the_others() -> None:
+    """One of eight replies loops. Its drafts would bring many tokens, and each step of all others would take longer."""
+    drafting = Drafting(make_memory(Toy(), rollback_window=32), 256, Speculation(looks_up=True))
+    jobs = [make_job(i) for i in range(8)]
+    n_drafted = 0
+    for i, job in enumerate(jobs):
+        job.tokens, job.sampler = [*range(100 * i, 100 * i + 9)], SimpleNamespace(possible=len)
+    for at in range(300):
+        plan = [(cast(Job, job), 1) for job in (jobs if at % 3 else jobs[:1])]
+        drafts = drafting.propose(plan)
+        for job, draft in drafts.items():
+            drafting.count(job, len(draft), len(draft))
+        n_drafted += sum(map(len, drafts.values())) if len(plan) == 8 else 0
+        for i, (job, _) in enumerate(plan):
+            new = 1 + len(drafts.get(job, []))
+            job.tokens += [7] * new if i == 0 else [10_000 + 1000 * i + at]
+        rows = sum(map(len, drafts.values()))
+        drafting.note(plan, drafts, _STEP + 0.0001 * len(plan) + 0.0005 * rows)
+    assert n_drafted < 24, "only those that measure what drafts cost"

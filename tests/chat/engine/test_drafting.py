@@ -15,7 +15,7 @@ from hybridmem.chat.engine.output import Output
 from hybridmem.chat.engine.pace import Cost, Pace
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.grammar import Grammars
-from hybridmem.chat.sampling.guesses import Guesses
+from hybridmem.chat.sampling.guesses import Guess, Guesses
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, HybridMemory
 from hybridmem.models import LanguageModel
@@ -138,32 +138,48 @@ def test_a_prediction_that_is_no_tokens_is_refused() -> None:
 def test_guesses() -> None:
     text = [1, 2, 3, 4, 5, 1, 2, 3]
     guesses = Guesses(text, len(text), (), looks_up=True)
-    assert guesses.next(4) == [4, 5, 1, 2] and guesses.next(7) == [4, 5, 1, 2, 3, 4, 5]
+    assert guesses.next(4).token_ids == [4, 5, 1, 2] and guesses.next(7).token_ids == [4, 5, 1, 2, 3, 4, 5]
+    assert guesses.next(4).n_same == 3
+    assert Guesses([9], 1, (), looks_up=True).next(4).token_ids == []
     text.append(9)
-    assert guesses.next(4) == []
     predicted = Guesses(text, len(text), (7, 8, 9, 10, 11, 12), looks_up=False)
-    assert predicted.next(3) == [7, 8, 9]
+    assert predicted.next(3) == Guess([7, 8, 9], 1, is_predicted=True)
     text.append(7)
-    assert predicted.next(3) == [8, 9, 10]
+    assert predicted.next(3).token_ids == [8, 9, 10]
     text += [5, 9, 10, 11]
-    assert predicted.next(3) == [12] and Guesses(text, len(text), (), looks_up=False).next(3) == []
+    assert predicted.next(3).token_ids == [12] and not Guesses(text, len(text), (), looks_up=False).next(3).token_ids
 
 
-def test_drafts_pay_by_what_steps_cost() -> None:
+def test_a_guess_after_a_change_is_where_the_copy_goes_on() -> None:
+    """One token was replaced; two were; one was left out; the change is too long ago."""
+    source = [*range(100, 160)]
+    for said, expected in (
+        ([100, 101, 102, 7], [104, 105]), ([100, 101, 102, 7, 8, 105], [106, 107]),
+        ([100, 101, 102, 104], [105, 106]), ([100, 101, 102, *range(50)], []),
+    ):  # fmt: skip
+        text = source[:]
+        guesses = Guesses(text, len(text), (), looks_up=True)
+        for token in said:
+            text.append(token)
+            guess = guesses.next(2)
+        assert guess.token_ids == expected and guess.n_same == 0
+
+
+def test_what_steps_bring_with_drafts_by_what_they_cost() -> None:
     pace = Pace()
     for n in (1, 1, 1, 2, 4, 8):
         pace.plain.note(n, 0.010 + 0.001 * n)
-    assert pace.pays(4, 16, 8) is None
+    assert not pace.knows(is_mixed=False)
     for n in (5, 5, 5, 9, 20, 36):
         pace.drafted.note(n, 0.012 + 0.001 * n)
-    assert pace.pays(1, 8, 4) is True, "a step of one costs mostly what every step costs"
-    assert pace.pays(4, 32, 2) is False
+    assert pace.speed(1, 8, 4) > 1.05 * pace.speed(1, 0, 0), "a step of one costs mostly what every step costs"
+    assert pace.speed(4, 32, 2) < pace.speed(4, 0, 0)
     assert abs(pace.plain.of(16) - 0.026) < 0.002
-    assert pace.pays(1, 8, 4, is_mixed=True) is None
+    assert pace.knows(is_mixed=False) and not pace.knows(is_mixed=True)
     for n in (40, 40, 100, 150, 200, 250):
         pace.mixed.note(n, 0.012 + 0.001 * n)
-    assert pace.pays(4, 4, 3, is_mixed=True) is True, "the step is made in any case: only its rows cost more"
-    assert pace.pays(4, 16, 3, is_mixed=True) is False
+    assert pace.speed(4, 4, 3, is_mixed=True) > 1.05 * pace.speed(4, 0, 0), "the step is made in any case"
+    assert pace.speed(4, 16, 3, is_mixed=True) < 1.05 * pace.speed(4, 0, 0)
 
 
 def test_one_slow_step_does_not_change_a_cost_much() -> None:
@@ -172,3 +188,11 @@ def test_one_slow_step_does_not_change_a_cost_much() -> None:
         cost.note(4, 0.01)
     cost.note(4, 5.0)
     assert cost.of(4) < 0.013
+
+
+def test_a_slow_step_at_the_beginning_is_soon_forgotten() -> None:
+    """One that compiles a kernel, say: as a part of a mean, it made drafts look slow for hundreds of steps."""
+    cost = Cost()
+    for seconds in (5.0, 5.0, 5.0, 0.01, 0.01, 0.01):
+        cost.note(4, seconds)
+    assert cost.of(4) == 0.01 and cost.of(9) < 0.03

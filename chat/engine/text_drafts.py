@@ -1,0 +1,179 @@
+"""Finds drafts in predictions and in the texts themselves (prompt lookup), and learns how often they are right.
+
+A guess that is not fed to the model is compared with what the reply says all the same. So a rate is learned at no cost,
+and drafts from ordinary text, which are mostly wrong, are never verified.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from hybridmem.chat.engine.requests import Job
+from hybridmem.chat.sampling.guesses import MOST_SAME, NO_GUESS, Guess, Guesses
+
+_RIGHT_AT_FIRST = {False: (0.3, 0.5, 0.7, 0.85), True: (0.5, 0.8, 0.8, 0.9)}
+"""Is predicted -> the expected share of right tokens before any was compared: after a change, and after few, more and
+many tokens that agree.
+"""
+_LONGER, _LONGEST = 6, MOST_SAME
+"""Guesses before which fewer tokens agree than these are right less often, and have rates of their own."""
+_OF_ALL = 0.95
+"""With each comparison, the share of right tokens over all texts keeps this part of its value."""
+_KEPT = 0.93
+"""With each token, what was known of a rate before keeps this part of its weight. Long drafts need a rate near 1,
+and copies go on for many tokens.
+"""
+_COMPARED = 4
+"""A guess that was not fed is compared up to this many tokens."""
+_SURE = 0.995
+"""From this rate on, a draft has as many tokens as it may have."""
+_LEAST_CHANCES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+"""Drafts end where a token is right with less than one of these probabilities, whichever promises the most tokens a
+second.
+"""
+
+
+@dataclass
+class Rate:
+    """Holds the share of recently drafted tokens that were right. Tokens after the first wrong one do not count.
+
+    Attributes:
+        kept: with each token, what was known before keeps this part of its weight.
+    """
+
+    value: float
+    kept: float = 0.7
+
+    def expected(self, n_tokens: int) -> float:
+        """Return how many of `n_tokens` drafted tokens are expected to be right."""
+        r = self.value
+        return float(n_tokens) if r == 1 else r * (1 - r**n_tokens) / (1 - r)
+
+    def n_likely(self, chance: float) -> float:
+        """Return how many drafted tokens are right with at least this probability."""
+        return math.inf if self.value >= _SURE else math.log(chance) // math.log(max(self.value, 0.01))
+
+    def note(self, n_drafted: int, n_right: int) -> None:
+        n_seen = n_right + (n_right < n_drafted)
+        share = self.kept**n_seen
+        self.value = share * self.value + (1 - share) * n_right / n_seen
+
+
+@dataclass
+class _Followed:
+    """Holds the guesses of one job.
+
+    Attributes:
+        rates: kind of guess -> how often such guesses were right for this job.
+        unfed: the latest guess that was not fed, and how many tokens the job had then.
+        kind: the kind of the guess that is being verified.
+    """
+
+    guesses: Guesses
+    rates: dict[tuple[bool, int], Rate]
+    unfed: tuple[Guess, int] | None = None
+    kind: tuple[bool, int] = (False, 0)
+
+
+class TextDrafts:
+    """Finds drafts in texts.
+
+    Args:
+        looks_up: find them in the texts themselves, and not only in predictions.
+    """
+
+    def __init__(self, *, looks_up: bool) -> None:
+        self.looks_up = looks_up
+        self._followed = WeakKeyDictionary[Job, _Followed]()
+        self._of_all = dict[tuple[bool, int], float]()
+
+    def find(self, job: Job, most: int) -> Guess:
+        """Return a guess of at most so many tokens, or `NO_GUESS`. It counts as one that is not fed until `feed`."""
+        followed = self._of(job)
+        self._compare(job, followed)
+        if most <= 0 or job.sampler is None:
+            return NO_GUESS
+        guess = followed.guesses.next(most)
+        n_possible = job.sampler.possible(guess.token_ids)
+        if not n_possible:
+            return NO_GUESS
+        if n_possible < len(guess.token_ids):
+            guess = Guess(guess.token_ids[:n_possible], guess.n_same, guess.is_predicted)
+        if followed.unfed is None:
+            followed.unfed = guess, len(job.tokens)
+        return guess
+
+    def feed(self, job: Job, guess: Guess) -> None:
+        """Note that tokens of this guess will be verified."""
+        followed = self._of(job)
+        followed.unfed, followed.kind = None, _kind(guess)
+
+    def rate(self, job: Job, guess: Guess) -> Rate:
+        """Return how often such guesses are right for this job."""
+        return self._rate(self._of(job), _kind(guess))
+
+    def expected(self, job: Job, n_tokens: int) -> float:
+        """Return how many tokens of the draft that is being verified are expected to be right."""
+        followed = self._of(job)
+        return self._rate(followed, followed.kind).expected(n_tokens)
+
+    def note(self, job: Job, n_drafted: int, n_right: int) -> None:
+        """Learn from a draft that was verified."""
+        followed = self._of(job)
+        self._learn(followed, followed.kind, n_drafted, n_right)
+
+    def _compare(self, job: Job, followed: _Followed) -> None:
+        """Learn from the guess that was not fed, if the reply has left it, or has followed it for long enough."""
+        if followed.unfed is None:
+            return
+        guess, n_then = followed.unfed
+        expected = guess.token_ids[:_COMPARED]
+        said = job.tokens[n_then : n_then + len(expected)]
+        n_right = next((i for i, (a, b) in enumerate(zip(expected, said, strict=False)) if a != b), len(said))
+        if n_right < len(said) or len(said) == len(expected):
+            self._learn(followed, _kind(guess), len(expected), n_right)
+            followed.unfed = None
+        elif len(job.tokens) < n_then:  # A call of a tool was taken back.
+            followed.unfed = None
+
+    def _learn(self, followed: _Followed, kind: tuple[bool, int], n_drafted: int, n_right: int) -> None:
+        rate = self._rate(followed, kind)
+        rate.note(n_drafted, n_right)
+        of_all = self._of_all.get(kind, _RIGHT_AT_FIRST[kind[0]][kind[1]])
+        self._of_all[kind] = _OF_ALL * of_all + (1 - _OF_ALL) * rate.value
+
+    def _rate(self, followed: _Followed, kind: tuple[bool, int]) -> Rate:
+        rate = followed.rates.get(kind)
+        if rate is None:
+            rate = followed.rates[kind] = Rate(self._of_all.get(kind, _RIGHT_AT_FIRST[kind[0]][kind[1]]), _KEPT)
+        return rate
+
+    def _of(self, job: Job) -> _Followed:
+        followed = self._followed.get(job)
+        if followed is None:
+            prediction = job.request.prediction
+            guesses = Guesses(job.tokens, job.generation.n_prompt, prediction, looks_up=self.looks_up)
+            followed = self._followed[job] = _Followed(guesses, {})
+        return followed
+
+
+def _kind(guess: Guess) -> tuple[bool, int]:
+    """Return what decides how often such guesses are right: their source, and how many tokens before them agree."""
+    n = guess.n_same
+    return guess.is_predicted, (n > 0) + (n >= _LONGER) + (n >= _LONGEST)
+
+
+def lengths_of(rates: Mapping[Job, Rate], most: Mapping[Job, int]) -> list[dict[Job, int]]:
+    """Return several choices of how many tokens to draft for each job: the ones that are right often enough.
+
+    Jobs whose first token is too likely to be wrong are left out.
+    """
+    found = list[dict[Job, int]]()
+    for chance in _LEAST_CHANCES:
+        lengths = {job: n for job in rates if (n := int(min(most[job], rates[job].n_likely(chance))))}
+        if lengths and lengths not in found:
+            found.append(lengths)
+    return found
