@@ -32,6 +32,7 @@ from hybridmem.memory.kernels import OF_STATES, chosen_kernels, warm_up
 from hybridmem.memory.layer_memories import LayerMemories, Place, Places
 from hybridmem.memory.quantization import Storage
 from hybridmem.memory.recurrent_state import RecurrentState
+from hybridmem.memory.reproducible import with_reproducible
 from hybridmem.memory.sequences.folding import Fold, TailRules
 from hybridmem.memory.sequences.pages import PageGrid
 from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, IndexSpec, LayerSpec, MemorySpec, RecurrentSpec
@@ -242,8 +243,9 @@ def resolved_spec(
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
     state_dtype: str | torch.dtype | None,
+    reproducible: bool | None = None,
 ) -> MemorySpec:
-    """Return the spec with the device and the dtypes that `HybridMemory` was given. Raises SpecError."""
+    """Return the spec with the options that `HybridMemory` was given. Raises SpecError."""
     if is_of_transformers(spec):
         raise SpecError(f"{type(spec).__name__} is {OF_TRANSFORMERS}")
     if not isinstance(spec, MemorySpec):
@@ -251,7 +253,8 @@ def resolved_spec(
     place = spec.device if device is None else read_device("device", device)
     check_usable("device", place)
     of_rows = spec.dtype if dtype is None else read_dtype("dtype", dtype)
-    return replace(spec.with_state_dtype(state_dtype), device=place, dtype=of_rows)
+    found = replace(spec.with_state_dtype(state_dtype), device=place, dtype=of_rows)
+    return found if reproducible is None and not spec.reproducible else with_reproducible(found, reproducible)
 
 
 def check_choices(fold: object, host_attention: object, host_pages: object) -> None:
@@ -314,7 +317,7 @@ def compiled_ahead(spec: MemorySpec) -> set[str]:
         elif isinstance(memory, IndexSpec):
             names.add("choose_rows")
         else:
-            names.add("paged_attention")
+            names.add("reproducible" if spec.reproducible else "paged_attention")
         if isinstance(memory, AttentionSpec):
             names |= {"folded_rows"} if memory.storage is not None else set()
             names |= {"choose_pages"} if isinstance(memory.policy, Quest) else set()
@@ -336,7 +339,7 @@ def build(
 ) -> Coordinator:
     """Make every layer memory of a spec in one store. Arguments and errors are those of `HybridMemory`."""
     budget_bytes = read_budget(budget)
-    store = Store(budget_bytes, spec.device, poison=poison)
+    store = Store(budget_bytes, spec.device, poison=poison, is_reproducible=spec.reproducible)
     swapped = Tiers(
         None if host_budget is None else read_budget(host_budget, "host_budget"),
         None if swap_dir is None else check_url("swap_dir", read_path("swap_dir", swap_dir, "a folder or a URL")),
@@ -353,7 +356,10 @@ def build(
     pages_on_host = None
     if host_pages is not None:
         n_bytes = read_budget(host_pages, "host_pages")
-        pinned = host_store(n_bytes, spec.device, host_attention, poison=poison, journal=store.journal)
+        pinned = host_store(
+            n_bytes, spec.device, host_attention, poison=poison, journal=store.journal,
+            is_reproducible=spec.reproducible,
+        )  # fmt: skip
         pages_on_host = with_host_pages(kinds, spec, page_tokens, rules, store, pinned)
     return Coordinator(spec, kinds.by_name, _places(spec, kinds), store, swapped, pages_on_host)
 
