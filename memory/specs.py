@@ -467,7 +467,7 @@ class MemorySpec:
             )
         if self.reproducible and not other.reproducible:
             raise StepError(
-                f"this memory is reproducible, and {other.model} was loaded without that; load it with reproducible=True"
+                f"this memory is reproducible, but {other.model} was not loaded with reproducible=True; load it so"
             )
         if (self.dtype, self.device.type) != (other.dtype, other.device.type):
             raise StepError(

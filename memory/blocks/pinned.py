@@ -35,9 +35,7 @@ def host_store(
     Raises SpecError if the host cannot allocate or pin so many bytes.
     """
     if device.type != "cuda":  # The CPU's memory is host memory already, and "meta" has no memory.
-        return Store(
-            n_bytes, device, poison=poison, unit=HOST_UNIT, journal=journal, is_reproducible=is_reproducible
-        )
+        return Store(n_bytes, device, poison=poison, unit=HOST_UNIT, journal=journal, is_reproducible=is_reproducible)
     index = torch.cuda.current_device() if device.index is None else device.index
     place = _HOST if attention == "compute" else torch.device("cuda", index)
     return Store(

@@ -90,7 +90,8 @@ class RoutedStreams:
     and columns that sum to one, so that streams keep their size (Sinkhorn & Knopp 1967).
 
     Attributes:
-        weights: a product of (S + S + S S, S M) in float32, which computes shares of the mixture, shares of a part's output, and routes.
+        weights: a product, (S + S + S S, S M) in float32, that computes shares of the mixture, shares of a part's
+            output, and routes.
         biases, scales: (S + S + S S,) and (3,) float32, of these three.
         eps, n_rounds: a number that is added to sums, and how often rows and columns are normed.
         norm_eps: the epsilon of the norm of all streams together, which has no weight.

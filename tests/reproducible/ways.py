@@ -75,7 +75,8 @@ def company(walk: Walk) -> None:
     while len(walk.others) < 4:
         walk.others.append(walk.memory.open())
     chosen = walk.random.sample(walk.others, walk.random.randint(1, 4))
-    walk.feed(walk.random.choice(CHUNKS), {other: walk.odd(walk.random.choice((1, 1, 2, 5, 18, 40))) for other in chosen})
+    requests = {other: walk.odd(walk.random.choice((1, 1, 2, 5, 18, 40))) for other in chosen}
+    walk.feed(walk.random.choice(CHUNKS), requests)
 
 
 def detour(walk: Walk) -> None:
@@ -195,5 +196,5 @@ def singly(model: LanguageModel, tokens: list[int], **options: Any) -> Tensor:
 
 def n_differing(found: Tensor, expected: Tensor) -> int:
     """Count the positions whose logits differ in any bit."""
-    return int((found.view(torch.int32 if found.dtype is torch.float32 else torch.int16)
-                != expected.view(torch.int32 if found.dtype is torch.float32 else torch.int16)).any(-1).sum())
+    bits = torch.int32 if found.dtype is torch.float32 else torch.int16
+    return int((found.view(bits) != expected.view(bits)).any(-1).sum())

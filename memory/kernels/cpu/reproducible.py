@@ -14,7 +14,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from hybridmem.memory.blocks.arrays import Int64s, ceil_div, starts_of
+from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.errors import StepError
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
@@ -77,19 +77,18 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     if folded is not None:
         raise StepError("attention to rows that a storage keeps depends on how tokens are split into steps")
-    cu_queries = batch.cu_seqlens
-    at_once = 1
-    if len(q_THD) >= len(cu_queries):  # Else each request has one query.
+    at_once, n_blocks = 1, len(q_THD)
+    if n_blocks > len(batch.kv_lengths):
         at_once = max(1, _UNITS * n_kv_heads // q_THD.shape[1])
-        cu_queries = starts_of(ceil_div(np.diff(batch.cu_seqlens), at_once))
-    return _attend(q_THD, keys, values, batch, n_kv_heads, scoring, cu_queries, at_once, None)
+        n_blocks = int(ceil_div(np.diff(batch.cu_seqlens), at_once).sum())
+    return _attend(q_THD, keys, values, batch, n_kv_heads, scoring, at_once, n_blocks, None)
 
 
 def tree_attention(
     q_QHD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, paths: TreePaths, n_kv_heads: int,
     scoring: Scoring,
 ) -> Tensor:  # fmt: skip
-    return _attend(q_QHD, keys, values, batch, n_kv_heads, scoring, batch.cu_seqlens, 1, paths)
+    return _attend(q_QHD, keys, values, batch, n_kv_heads, scoring, 1, len(q_QHD), paths)
 
 
 def attend_rows(
@@ -105,7 +104,7 @@ def attend_rows(
 
 def _attend(
     q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scoring: Scoring,
-    cu_queries: Int64s, at_once: int, paths: TreePaths | None,
+    at_once: int, n_blocks: int, paths: TreePaths | None,
 ) -> Tensor:  # fmt: skip
     checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOATS_UP_TO_32_BITS)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -114,13 +113,12 @@ def _attend(
     pages = as_array(batch.pages)
     # The room for pages decides, not the lengths, because a recorded step is replayed for longer sequences.
     n_threads = use_threads(2 * q_THD.numel() * pages.shape[-1] * batch.page_tokens // max(1, len(batch.kv_lengths)))
-    n_tasks = len(q_THD) if paths is not None else int(cu_queries[-1])
-    heads_a_task = n_kv_heads if n_tasks >= 2 * n_threads and pages.ndim == 1 else 1
+    heads_a_task = n_kv_heads if n_blocks >= 2 * n_threads and pages.ndim == 1 else 1
     q, k, v = as_array(q_THD.contiguous()), as_array(keys), as_array(values)
     starts, path_rows, cu_path_rows = (_NO_PATHS,) * 3 if paths is None else paths
     _attend_all(
         _task_address(q.dtype, k.dtype, v.dtype, sinks.dtype, bias_HL.dtype), q, k, v, batch.cu_seqlens,
-        batch.kv_lengths, cu_queries, at_once, n_tasks, np.atleast_2d(pages), batch.cu_pages, batch.page_tokens,
+        batch.kv_lengths, at_once, n_blocks, np.atleast_2d(pages), batch.cu_pages, batch.page_tokens,
         n_kv_heads, heads_a_task, np.float32(scoring.scale), NO_WINDOW if scoring.window is None else scoring.window,
         np.float32(scoring.softcap or 0.0), sinks, bias_HL, starts, path_rows, cu_path_rows, as_array(out_THD),
     )  # fmt: skip
@@ -140,13 +138,16 @@ def _task_address(queries: np.dtype, keys: np.dtype, values: np.dtype, sinks: np
 
 @compiled(parallel=True)
 def _attend_all(
-    attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, cu_queries, at_once, n_blocks, pages_GP, cu_pages,
+    attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, at_once, n_blocks, pages_GP, cu_pages,
     page_tokens, n_kv_heads, heads_a_task, scale, window, softcap, sinks, bias_HL, starts, path_rows, cu_path_rows,
     out_THD,
 ):  # fmt: skip
     """Attend in several threads. A task is some queries of a request, and some of its key/value heads."""
     q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
     n_groups = q_THD.shape[1] // n_kv_heads
+    cu_queries = np.zeros(len(cu_seqlens), np.int64)
+    for i in range(len(kv_lengths)):
+        cu_queries[i + 1] = cu_queries[i] - (cu_seqlens[i] - cu_seqlens[i + 1]) // at_once
     for task in prange(n_blocks * (n_kv_heads // heads_a_task)):
         call_at(attend_at, (
             task, q_TR, keys, values, cu_seqlens, kv_lengths, cu_queries, at_once, n_blocks, pages_GP, cu_pages,

@@ -121,8 +121,8 @@ The longest come first. The function takes numbers of the memory's dtype. States
 NAMES = tuple(_RUNS)
 """The names of what can be compiled ahead.
 
-They are the functions of `Kernels`, and four more: "rows" copies rows, "reproducible" attends as `memory.kernels.cpu.reproducible` does, "folded_rows" is attention over what a storage
-keeps, and "byte_sums" computes checksums of saved files.
+They are the functions of `Kernels`, and four more: "rows" copies rows, "folded_rows" is attention over what a storage
+keeps, "reproducible" is that of `memory.kernels.cpu.reproducible`, and "byte_sums" computes checksums of saved files.
 """
 
 _HELPER_SECONDS = 4
