@@ -64,7 +64,7 @@ class HybridMemory:
         host_budget, swap_dir, disk_budget: where `swap_out` moves sequences. `host_budget` is the most bytes of host
             memory. `swap_dir` is a folder, or its URL for fsspec, for sequences that do not fit into host memory; None
             means no files. `disk_budget` is the most bytes of the files. Files of killed processes are removed.
-        reproducible: True makes logits a function of the text, bit for bit, on the CPU: see "reproducible" in the docs.
+        reproducible: True makes logits a function of the text, bit for bit, on the CPU: docs/concepts/reproducible.md.
             None: whether the model was loaded with `load_model(reproducible=True)`.
         poison: fills fresh and freed memory with NaN, for tests.
     Attributes:

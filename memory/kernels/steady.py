@@ -8,6 +8,7 @@ bits at another place. `steady` lets a function see rows that fill vectors, in t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,15 @@ _ONE_THREAD = 32768
 """The most numbers of a tensor that torch does not divide between threads."""
 
 Function = Callable[[Tensor], Tensor]
-HeadProducts = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Maps x (T, H, N), weights (H, N, L) and perhaps biases (H, L) to x_h W_h + b_h, (T, H, L)."""
+
+
+class HeadProducts(Protocol):
+    """Declares a product of rows with one matrix for each head."""
+
+    def __call__(self, x_THN: Tensor, weight_HNL: Tensor, bias_HL: Tensor | None = None, /) -> Tensor:
+        """Return x_h W_h + b_h, (T, H, L), for x (T, H, N), weights (H, N, L) and perhaps biases (H, L)."""
+        ...
+
 
 wants_reproducible = Scoped[bool]("reproducible", False)
 """True while a model is made whose rows must have the same bits in any batch."""
@@ -46,7 +54,7 @@ class _Steady:
         if n % _VECTORS == 0 and n <= _ONE_THREAD:
             return self._function(x.contiguous())
         flat = F.pad(x.reshape(-1), (0, -n % _VECTORS))
-        return torch.cat([self._function(part) for part in flat.split(_ONE_THREAD)])[:n].view(x.shape)
+        return torch.cat([self._function(part) for part in torch.split(flat, _ONE_THREAD)])[:n].view(x.shape)
 
 
 def head_products() -> HeadProducts:

@@ -40,7 +40,7 @@ class Agreement:
         same_bits: True if equal steps must give equal bits, whatever other requests are in the batch, and whatever was
             taken back. If a part of a step was taken back, rounding is allowed, unless the adapter can `accept` that
             part, because then the recomputed step has the same shape.
-        reproducible: True if bits are a function of the text: outputs for a token are the same, bit for bit, in whatever
+        reproducible: True if bits are a function of the text: outputs of a token are the same, bit for bit, in whatever
             steps it and the tokens before it were fed. Then outputs are recomputed token by token.
     """
 

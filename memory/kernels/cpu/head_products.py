@@ -31,9 +31,9 @@ def head_products(x_THN: Tensor, weight_HNL: Tensor, bias_HL: Tensor | None = No
     n_rows, n_heads, n_in = x_THN.shape
     n_out = weight_HNL.shape[2]
     if weight_HNL.shape != (n_heads, n_in, n_out) or (bias_HL is not None and bias_HL.shape != (n_heads, n_out)):
-        bias = None if bias_HL is None else tuple(bias_HL.shape)
+        found = None if bias_HL is None else tuple(bias_HL.shape)
         raise StepError(
-            f"head_products: rows {tuple(x_THN.shape)}, weights {tuple(weight_HNL.shape)}, bias {bias}; give "
+            f"head_products: rows {tuple(x_THN.shape)}, weights {tuple(weight_HNL.shape)}, bias {found}; give "
             "(tokens, heads, inputs), (heads, inputs, outputs) and (heads, outputs)"
         )
     x, bias = x_THN.float().contiguous(), _NO_BIAS if bias_HL is None else bias_HL.float().contiguous().numpy()
