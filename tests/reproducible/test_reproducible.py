@@ -12,16 +12,20 @@ from typing import Any
 import pytest
 import torch
 
+from hybridmem.chat.engine.drafting import Speculation
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import DropError, HybridMemory, SpecError, StepError
 from hybridmem.memory.eviction import H2O, Quest
 from hybridmem.memory.kernels import multiply_by_row, steady, wants_reproducible
+from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.quantization import Quantized
 from hybridmem.models import LanguageModel, UnsupportedModelError, load_model
 from hybridmem.models.loading.reproducible import reproducible_rows
 from hybridmem.models.products import kernels
 from hybridmem.models.products.blocked import BlockedWeight
 from hybridmem.models.products.choice import hold
-from tests.extent import IS_LONG
+from tests.extent import IS_LONG, pick
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 from tests.reproducible import ways
 
@@ -185,3 +189,34 @@ def test_products_do_without_onednn_where_that_would_be_the_fastest(monkeypatch:
     with wants_reproducible.set_to(True):
         held = hold(weight, "dense")
     assert isinstance(held, BlockedWeight)
+
+
+def test_the_engine_gives_a_request_the_same_text_in_any_company() -> None:
+    """Greedy and drawn replies: alone, in company, with kept prefixes, with drafts, and in another memory."""
+    model = load_model("embedded", progress=False, reproducible=True)
+    random = Random(3)
+    prompts = [random.choices(range(3, 200), k=random.randint(5, 60)) for _ in range(pick(6, 31))]
+    samplings = [Sampling(), Sampling(temperature=1.5, seed=7)]
+
+    def replies(together: int, *, looks_up: bool = False, step_tokens: int = 512) -> list[list[int]]:
+        memory = HybridMemory(model.memory_spec, "32MiB", page_tokens=4, rollback_window=8)
+        speculation = Speculation(looks_up=looks_up)
+        engine = Engine(
+            model, memory, None, stop_ids=(), prefixes=PrefixCache(memory), speculation=speculation,
+            step_tokens=step_tokens, max_running=64,
+        )  # fmt: skip
+        found = []
+        for begin in range(0, len(prompts), together):
+            asked = [
+                engine.submit(prompt, sampling=sampling, max_tokens=24)
+                for prompt in prompts[begin : begin + together]
+                for sampling in samplings
+            ]
+            engine.run()
+            found += [list(generation.token_ids) for generation in asked]
+        return found
+
+    alone = replies(1)
+    assert len({tuple(reply) for reply in alone}) > len(prompts)
+    assert replies(len(prompts)) == alone
+    assert replies(len(prompts), looks_up=True, step_tokens=70) == alone
