@@ -28,11 +28,10 @@ from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.coordinator import Coordinator
 from hybridmem.memory.errors import SpecError
 from hybridmem.memory.eviction import Budget, EvictionPolicy, Quest
-from hybridmem.memory.kernels import OF_STATES, chosen_kernels, warm_up
+from hybridmem.memory.kernels import OF_STATES, chosen_kernels, warm_up, why_not_reproducible
 from hybridmem.memory.layer_memories import LayerMemories, Place, Places
 from hybridmem.memory.quantization import Storage
 from hybridmem.memory.recurrent_state import RecurrentState
-from hybridmem.memory.reproducible import with_reproducible
 from hybridmem.memory.sequences.folding import Fold, TailRules
 from hybridmem.memory.sequences.pages import PageGrid
 from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, IndexSpec, LayerSpec, MemorySpec, RecurrentSpec
@@ -254,7 +253,44 @@ def resolved_spec(
     check_usable("device", place)
     of_rows = spec.dtype if dtype is None else read_dtype("dtype", dtype)
     found = replace(spec.with_state_dtype(state_dtype), device=place, dtype=of_rows)
-    return found if reproducible is None and not spec.reproducible else with_reproducible(found, reproducible)
+    return found if reproducible is None and not spec.reproducible else _with_reproducible(found, reproducible)
+
+
+_BY_STEPS = "what a token sees of it depends on how tokens are split into steps"
+
+
+def _with_reproducible(spec: MemorySpec, wanted: bool | None) -> MemorySpec:
+    """Return the spec of a memory that is reproducible if that is wanted. None takes what the model was loaded for.
+
+    Raises SpecError if the promise cannot be kept.
+    """
+    if wanted not in (None, True, False):
+        raise SpecError(f"reproducible={wanted!r}; give True, False, or None for what the model was loaded for")
+    if wanted is False:
+        return replace(spec, reproducible=False)
+    if not spec.reproducible:
+        raise SpecError(
+            f"{spec.model} was not made to be reproducible, so its own products may give a row other bits in other "
+            "steps; load it with load_model(..., reproducible=True), or, if the model is yours and computes each row "
+            "alone, give dataclasses.replace(spec, reproducible=True)"
+        )
+    if (why := _why_not_reproducible(spec)) is not None:
+        raise SpecError(f"{spec.model} cannot be reproducible here: {why}; give reproducible=False to do without")
+    return spec
+
+
+def _why_not_reproducible(spec: MemorySpec) -> str | None:
+    """Return why a memory of this spec cannot be reproducible; None if it can."""
+    for memory in (memory for layer in spec.layers for memory in layer):
+        if isinstance(memory, AttentionSpec):
+            for what in (memory.policy, memory.storage):
+                if what is not None:
+                    return f"{memory.name!r} has {what}, and {_BY_STEPS}"
+        if isinstance(memory, RecurrentSpec):
+            for state in memory.states:
+                if state.dtype not in (None, torch.float32) and not state.keeps_dtype:
+                    return f"the state {state.name!r} has {state.dtype}, and each step rounds the state at its end"
+    return why_not_reproducible(spec.device, spec.dtype)
 
 
 def check_choices(fold: object, host_attention: object, host_pages: object) -> None:
