@@ -65,6 +65,10 @@ Threads = Annotated[
         show_default=False,
     ),
 ]
+Reproducible = Annotated[
+    bool,
+    typer.Option("--reproducible", help="Give a text the same logits, bit for bit, however it was reached (CPU only)."),
+]
 Budget = Annotated[str, typer.Option(help="The memory uses at most this many bytes, such as 512MiB.")]
 
 
@@ -98,6 +102,7 @@ def generate(
     weights: Weights = "auto",
     budget: Budget = "1GiB",
     threads: Threads = None,
+    reproducible: Reproducible = False,
     is_chat: Annotated[
         bool | None,
         typer.Option(
@@ -119,7 +124,7 @@ def generate(
             check_budget(unread.spec, budget)
             prompts.extend(read_prompts(unread, prompt, is_chat=is_chat, max_tokens=max_tokens))
 
-        language_model, tokenizer = load(model, device, dtype, weights, check)
+        language_model, tokenizer = load(model, device, dtype, weights, check, reproducible=reproducible)
         memory = HybridMemory(language_model.memory_spec, budget)
         choose_threads(language_model, memory, threads)
         engine = Engine(language_model, memory, tokenizer)
@@ -147,6 +152,7 @@ def chat(
     weights: Weights = "auto",
     budget: Budget = "1GiB",
     threads: Threads = None,
+    reproducible: Reproducible = False,
     draft_model: Annotated[
         str | None,
         typer.Option(
@@ -164,7 +170,9 @@ def chat(
         from hybridmem.chat.commands.terminal import Settings, run_terminal
 
         settings = Settings(budget, system, max_tokens, temperature, seed, resume, threads, draft_model, weights)
-        language_model, tokenizer = load(model, device, dtype, weights, settings.check)
+        language_model, tokenizer = load(
+            model, device, dtype, weights, settings.check, reproducible=reproducible
+        )  # fmt: skip
         if model == "embedded" and sys.stdin.isatty():
             typer.echo(ABOUT_EMBEDDED, err=True)
         run_terminal(language_model, tokenizer, settings)

@@ -71,7 +71,7 @@ class AttentionCache:
         self.kv_shapes = {s.kv_shape for s in specs}
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
         self.store, self._dtype = store, dtype
-        self.kernels: Kernels = select_kernels(store.device, dtype)
+        self.kernels: Kernels = select_kernels(store.device, dtype, reproducible=store.is_reproducible)
         remaining, self._flats = iter(self.layout.fields), list[list[Prepared]]()
         if not store.is_dry:
             self._flats = [[self.kernels.prepare(store.flat(next(remaining))) for _ in own] for own in fields]

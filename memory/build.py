@@ -28,7 +28,7 @@ from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.coordinator import Coordinator
 from hybridmem.memory.errors import SpecError
 from hybridmem.memory.eviction import Budget, EvictionPolicy, Quest
-from hybridmem.memory.kernels import OF_STATES, chosen_kernels, warm_up
+from hybridmem.memory.kernels import OF_STATES, chosen_kernels, warm_up, why_not_reproducible
 from hybridmem.memory.layer_memories import LayerMemories, Place, Places
 from hybridmem.memory.quantization import Storage
 from hybridmem.memory.recurrent_state import RecurrentState
@@ -242,8 +242,9 @@ def resolved_spec(
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
     state_dtype: str | torch.dtype | None,
+    reproducible: bool | None = None,
 ) -> MemorySpec:
-    """Return the spec with the device and the dtypes that `HybridMemory` was given. Raises SpecError."""
+    """Return the spec with the options that `HybridMemory` was given. Raises SpecError."""
     if is_of_transformers(spec):
         raise SpecError(f"{type(spec).__name__} is {OF_TRANSFORMERS}")
     if not isinstance(spec, MemorySpec):
@@ -251,7 +252,45 @@ def resolved_spec(
     place = spec.device if device is None else read_device("device", device)
     check_usable("device", place)
     of_rows = spec.dtype if dtype is None else read_dtype("dtype", dtype)
-    return replace(spec.with_state_dtype(state_dtype), device=place, dtype=of_rows)
+    found = replace(spec.with_state_dtype(state_dtype), device=place, dtype=of_rows)
+    return found if reproducible is None and not spec.reproducible else _with_reproducible(found, reproducible)
+
+
+_BY_STEPS = "what a token sees of it depends on how tokens are split into steps"
+
+
+def _with_reproducible(spec: MemorySpec, wanted: bool | None) -> MemorySpec:
+    """Return the spec of a memory that is reproducible if that is wanted. None takes what the model was loaded for.
+
+    Raises SpecError if the promise cannot be kept.
+    """
+    if wanted not in (None, True, False):
+        raise SpecError(f"reproducible={wanted!r}; give True, False, or None for what the model was loaded for")
+    if wanted is False:
+        return replace(spec, reproducible=False)
+    if not spec.reproducible:
+        raise SpecError(
+            f"{spec.model} was not made to be reproducible, so its own products may give a row other bits in other "
+            "steps; load it with load_model(..., reproducible=True), or, if the model is yours and computes each row "
+            "alone, give dataclasses.replace(spec, reproducible=True)"
+        )
+    if (why := _why_not_reproducible(spec)) is not None:
+        raise SpecError(f"{spec.model} cannot be reproducible here: {why}; give reproducible=False to do without")
+    return spec
+
+
+def _why_not_reproducible(spec: MemorySpec) -> str | None:
+    """Return why a memory of this spec cannot be reproducible; None if it can."""
+    for memory in (memory for layer in spec.layers for memory in layer):
+        if isinstance(memory, AttentionSpec):
+            for what in (memory.policy, memory.storage):
+                if what is not None:
+                    return f"{memory.name!r} has {what}, and {_BY_STEPS}"
+        if isinstance(memory, RecurrentSpec):
+            for state in memory.states:
+                if state.dtype not in (None, torch.float32) and not state.keeps_dtype:
+                    return f"the state {state.name!r} has {state.dtype}, and each step rounds the state at its end"
+    return why_not_reproducible(spec.device, spec.dtype)
 
 
 def check_choices(fold: object, host_attention: object, host_pages: object) -> None:
@@ -314,7 +353,7 @@ def compiled_ahead(spec: MemorySpec) -> set[str]:
         elif isinstance(memory, IndexSpec):
             names.add("choose_rows")
         else:
-            names.add("paged_attention")
+            names.add("reproducible" if spec.reproducible else "paged_attention")
         if isinstance(memory, AttentionSpec):
             names |= {"folded_rows"} if memory.storage is not None else set()
             names |= {"choose_pages"} if isinstance(memory.policy, Quest) else set()
@@ -336,7 +375,7 @@ def build(
 ) -> Coordinator:
     """Make every layer memory of a spec in one store. Arguments and errors are those of `HybridMemory`."""
     budget_bytes = read_budget(budget)
-    store = Store(budget_bytes, spec.device, poison=poison)
+    store = Store(budget_bytes, spec.device, poison=poison, is_reproducible=spec.reproducible)
     swapped = Tiers(
         None if host_budget is None else read_budget(host_budget, "host_budget"),
         None if swap_dir is None else check_url("swap_dir", read_path("swap_dir", swap_dir, "a folder or a URL")),
@@ -353,7 +392,10 @@ def build(
     pages_on_host = None
     if host_pages is not None:
         n_bytes = read_budget(host_pages, "host_pages")
-        pinned = host_store(n_bytes, spec.device, host_attention, poison=poison, journal=store.journal)
+        pinned = host_store(
+            n_bytes, spec.device, host_attention, poison=poison, journal=store.journal,
+            is_reproducible=spec.reproducible,
+        )  # fmt: skip
         pages_on_host = with_host_pages(kinds, spec, page_tokens, rules, store, pinned)
     return Coordinator(spec, kinds.by_name, _places(spec, kinds), store, swapped, pages_on_host)
 

@@ -442,7 +442,7 @@ class Coordinator(Lifetime):
         if dropped.n_tokens and dropped.end == length and self.can_rollback(sequence, dropped.start):
             self.rollback(sequence, dropped.start, None)
         elif dropped.n_tokens:
-            refuse_to_drop(ledger.tokens(slot), dropped)
+            refuse_to_drop(ledger.tokens(slot), dropped, is_reproducible=self.spec.reproducible)
 
             def attempt() -> None:
                 with self.journal.change():

@@ -59,13 +59,13 @@ class HybridMemory:
         host_pages: bytes of host memory, beside the budget, for the keys and values that `to_host` moves. For a CUDA
             device all of them are pinned at once. None: `to_host` cannot be used.
         host_attention: what attends to these keys and values on CUDA. "stream": the device reads them over the bus, and
-            the host never waits. "compute": the host's processor attends to them. In each attention layer the processor
-            waits for queries, keys and values, and the device waits for the results, which differ from the device's own
-            by rounding. On the CPU both options are the same.
+            the host never waits. "compute": the host's processor attends to them. In each attention layer the two wait
+            for each other, and results differ by rounding. On the CPU both options are the same.
         host_budget, swap_dir, disk_budget: where `swap_out` moves sequences. `host_budget` is the most bytes of host
             memory. `swap_dir` is a folder, or its URL for fsspec, for sequences that do not fit into host memory; None
-            means no files. `disk_budget` is the most bytes of the files. Without a number there is no limit. In a local
-            folder, files of killed processes are removed.
+            means no files. `disk_budget` is the most bytes of the files. Files of killed processes are removed.
+        reproducible: True makes logits a function of the text, bit for bit, on the CPU: docs/concepts/reproducible.md.
+            None: whether the model was loaded with `load_model(reproducible=True)`.
         poison: fills fresh and freed memory with NaN, for tests.
     Attributes:
         spec, rollback_window, page_tokens, fold: the options, with defaults filled in. Memories with equal options can
@@ -93,6 +93,7 @@ class HybridMemory:
         host_budget: float | str | None = None,
         swap_dir: str | Path | None = None,
         disk_budget: float | str | None = None,
+        reproducible: bool | None = None,
         poison: bool = False,
         **unknown: Never,
     ) -> None:
@@ -101,7 +102,7 @@ class HybridMemory:
         self.rollback_window = read_count("rollback_window", rollback_window, 0, "tokens")
         self.page_tokens = read_count("page_tokens", page_tokens, 1, "tokens")
         check_choices(fold, host_attention, host_pages)
-        self.spec = resolved_spec(spec, device, dtype, state_dtype)
+        self.spec = resolved_spec(spec, device, dtype, state_dtype, reproducible)
         # The device of the given spec decides, not `device`: a dry run counts the bytes of the real device.
         self.fold: Fold = fold or default_fold(self.spec, spec.device.type, self.rollback_window)
         rules = TailRules.of(self.fold, self.rollback_window)

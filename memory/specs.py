@@ -333,6 +333,8 @@ class MemorySpec:
         model: a label for messages.
         weights: a text such as "float32:DIGEST" that tells the model's weights from others of the same shapes. None:
             not known. Saved files of other weights are refused.
+        reproducible: True if the model computes a row's logits by the same operations in any step, so that its memory
+            can be reproducible. `load_model(reproducible=True)` sets it.
         soft_tokens: finds the rows of embeddings that may be fed in place of tokens, such as those of pictures. None:
             the model takes tokens alone.
     """
@@ -344,6 +346,7 @@ class MemorySpec:
     model: str = "model"
     weights: str | None = field(default=None, compare=False, repr=False)
     soft_tokens: SoftTokens | None = field(default=None, compare=False, repr=False)
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         read_count("vocab_size", self.vocab_size, 1)
@@ -461,6 +464,10 @@ class MemorySpec:
         if not self.same_memories(other):
             raise StepError(
                 f"this memory was made for {self.model}, not for {other.model}; make one from model.memory_spec"
+            )
+        if self.reproducible and not other.reproducible:
+            raise StepError(
+                f"this memory is reproducible, but {other.model} was not loaded with reproducible=True; load it so"
             )
         if (self.dtype, self.device.type) != (other.dtype, other.device.type):
             raise StepError(

@@ -63,7 +63,10 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     def check(unread: Unread) -> None:
         check_budget(unread.spec, **{name: places.memory[name] for name in ("budget", "rollback_window")})
 
-    model, tokenizer = load(chosen["model"], chosen["device"], chosen["dtype"], chosen["weights"], check)
+    model, tokenizer = load(
+        chosen["model"], chosen["device"], chosen["dtype"], chosen["weights"], check,
+        reproducible=chosen["reproducible"],
+    )  # fmt: skip
     drafter, memory_arguments, has_cache = None, places.memory, chosen["prefix_cache"]
     if chosen["draft_model"] is not None:
         drafter, memory_arguments = make_drafter(

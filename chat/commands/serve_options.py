@@ -16,6 +16,9 @@ SERVE: tuple[Option, ...] = (
     Option("dtype", "text", "auto", "Compute in float32, bfloat16 or float16; auto takes the checkpoint's own."),
     Option("weights", "text", "auto",
            "auto keeps the bits of the files, dense makes floats in --dtype; int8, int8-row or int4 round (CPU only)."),
+    Option("reproducible", "flag", False,
+           "Give a text the same logits, bit for bit, however it was reached: alone or in company, with a kept prefix "
+           "or without (CPU only)."),
     Option("threads", "whole", None,
            "The model uses this many threads on the CPU. By default, it uses as few as are hardly slower than "
            "more.", least=1),

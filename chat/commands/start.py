@@ -45,14 +45,16 @@ class Unread:
 
 
 def load(
-    model: str, device: str, dtype: str, weights: str, check: Callable[[Unread], None] | None = None
-) -> tuple[LanguageModel, Tokenizer]:
+    model: str, device: str, dtype: str, weights: str, check: Callable[[Unread], None] | None = None, *,
+    reproducible: bool = False,
+) -> tuple[LanguageModel, Tokenizer]:  # fmt: skip
     """Load a model and its tokenizer, named by a folder, a hub id or "embedded". Raises the library's errors.
 
     What headers, config and tokenizer can refuse is refused before the weights are read, which may take minutes.
 
     Args:
         check: raises the errors of a command that cannot do its work with this model.
+        reproducible: see `load_model`.
     """
     from hybridmem.chat.prompts import load_tokenizer
     from hybridmem.models.loading.load import open_model
@@ -62,10 +64,10 @@ def load(
     gc.freeze()
     gc.set_threshold(_GARBAGE)
     opened, format = open_model(model, device=device, dtype=dtype), cast("WeightFormat", weights)
-    spec, tokenizer = opened.dry_spec(format), load_tokenizer(opened.file or opened.place)
+    spec, tokenizer = opened.dry_spec(format, reproducible=reproducible), load_tokenizer(opened.file or opened.place)
     if check is not None:
         check(Unread(tokenizer, opened.config, spec))
-    language_model = opened.load(weights=format)
+    language_model = opened.load(weights=format, reproducible=reproducible)
     show("")
     return language_model, tokenizer
 

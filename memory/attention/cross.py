@@ -52,7 +52,7 @@ class CrossAttentionCache:
         self.pool = store.make_pool("encoder pages", self.layout, from_top=False)
         self._specs, self._dtype, self._store = specs, dtype, store
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
-        self._kernels: Kernels = select_kernels(store.device, dtype)
+        self._kernels: Kernels = select_kernels(store.device, dtype, reproducible=store.is_reproducible)
         self._flats = [] if store.is_dry else [self._kernels.prepare(store.flat(field)) for field in self.layout.fields]
         self._table = BlockTable(self.pool, "encoder pages", "n_rows")
         self._n_rows = self._table.numbers["n_rows"]

@@ -27,14 +27,15 @@ _PORTABLE_AND_MAPPED = 1 | 2
 
 
 def host_store(
-    n_bytes: int, device: torch.device, attention: HostAttention, *, poison: bool, journal: Journal
+    n_bytes: int, device: torch.device, attention: HostAttention, *, poison: bool, journal: Journal,
+    is_reproducible: bool = False,
 ) -> Store:  # fmt: skip
     """Make a store in host memory, for a memory on `device`. Its tensors are on the device whose kernels read them.
 
     Raises SpecError if the host cannot allocate or pin so many bytes.
     """
     if device.type != "cuda":  # The CPU's memory is host memory already, and "meta" has no memory.
-        return Store(n_bytes, device, poison=poison, unit=HOST_UNIT, journal=journal)
+        return Store(n_bytes, device, poison=poison, unit=HOST_UNIT, journal=journal, is_reproducible=is_reproducible)
     index = torch.cuda.current_device() if device.index is None else device.index
     place = _HOST if attention == "compute" else torch.device("cuda", index)
     return Store(

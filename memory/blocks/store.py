@@ -44,6 +44,7 @@ class Store:
         reserve: a function (bytes, device) -> uint8 tensor that allocates the bytes. The default allocates device
             memory.
         unit: the `CapacityError.unit` of the arena's errors.
+        is_reproducible: True if what is computed from these bytes must not depend on how tokens are split into steps.
         journal: the memory's journal. By default the store makes its own.
         poison: fills every block with NaN when it is allocated and when it is freed. So a read of bytes that were never
             written shows at once. It is for tests, because it costs an additional write of each block.
@@ -58,12 +59,13 @@ class Store:
         reserve: Callable[[int, torch.device], Tensor] = reserve,
         unit: str = BUDGET_UNIT,
         journal: Journal | None = None,
+        is_reproducible: bool = False,
     ) -> None:
         self.arena = Arena(capacity_bytes, unit)
         self.journal = Journal() if journal is None else journal
         # The references are weak, because each pool refers to the store.
         self._pools: weakref.WeakSet[BlockPool] = weakref.WeakSet()
-        self.device = device
+        self.device, self.is_reproducible = device, is_reproducible
         self.stages = uploads.Stages(device)
         self.is_dry = device.type == "meta"
         self._poison = poison and not self.is_dry

@@ -31,16 +31,26 @@ from hybridmem.memory.kernels.signature import (
     TreePaths,
     as_tensor,
 )
+from hybridmem.memory.kernels.steady import (
+    HeadProducts,
+    RowProduct,
+    head_products,
+    multiply_by_row,
+    steady,
+    wants_reproducible,
+)
 from hybridmem.memory.kernels.weights import Weights
 
 __all__ = [
     "OF_STATES",
     "Erase",
     "FoldedRows",
+    "HeadProducts",
     "Kernels",
     "PageChoice",
     "PagedBatch",
     "Prepared",
+    "RowProduct",
     "Scoring",
     "StateSlots",
     "Tail",
@@ -48,10 +58,15 @@ __all__ = [
     "Weights",
     "as_tensor",
     "chosen_kernels",
+    "head_products",
+    "multiply_by_row",
     "norm_parts",
     "rms_norm",
     "select_kernels",
+    "steady",
+    "wants_reproducible",
     "warm_up",
+    "why_not_reproducible",
 ]
 
 OF_STATES = ("causal_conv", "selective_scan", "matrix_scan", "linear_scan", "wkv4", "stabilise")
@@ -97,16 +112,33 @@ def _kernels_of_norms(x: Tensor, *others: Tensor | Weights | None) -> Kernels:
     return select_kernels(x.device, x.dtype)
 
 
-def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
+def select_kernels(device: torch.device, *dtypes: torch.dtype, reproducible: bool = False) -> Kernels:
     """Return the fastest kernels for tensors of these dtypes on `device`, unless HYBRID_MEMORY_KERNELS names others.
 
     The choice is numba on the CPU if all dtypes are floats of 16 or 32 bits, Triton on a CUDA device if Triton is
     installed, and otherwise plain torch.
 
+    Args:
+        reproducible: chooses those of the CPU whose bits do not depend on how many tokens a step has.
     Raises:
         SpecError: HYBRID_MEMORY_KERNELS names unknown kernels, or kernels that cannot work on these tensors.
     """
-    return _known(device, dtypes, os.environ.get(_OVERRIDE))
+    kernels = _known(device, dtypes, os.environ.get(_OVERRIDE))
+    if not reproducible or device.type == "meta":
+        return kernels
+    if _choice(device, dtypes) != "cpu":
+        raise SpecError(f"{why_not_reproducible(device, *dtypes)}; leave reproducible out")
+    from hybridmem.memory.kernels.cpu import reproducible as by_row
+
+    return by_row
+
+
+def why_not_reproducible(device: torch.device, *dtypes: torch.dtype) -> str | None:
+    """Return why kernels for these tensors give a row other bits in other steps; None if they do not."""
+    if device.type == "meta" or (name := _choice(device, dtypes)) == "cpu":
+        return None
+    floats = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
+    return f"the kernels on {device} for {floats} ({name!r}) compute prompts and single tokens in different ways"
 
 
 def warm_up(names: Iterable[str], device: torch.device, dtype: torch.dtype) -> None:

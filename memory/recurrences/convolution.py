@@ -6,14 +6,15 @@ W - 1 rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from hybridmem.memory.kernels import Kernels, Prepared, Weights
+from hybridmem.memory.kernels import Kernels, Prepared, Weights, steady
+from hybridmem.memory.kernels.steady import Function
 from hybridmem.memory.recurrences.registry import register_family
 from hybridmem.memory.specs import RecurrentSpec, StateTensor
 from hybridmem.memory.state.access import Recurrence, States
@@ -32,11 +33,13 @@ class CausalConv:
         weight_WE: taps, the last one for the newest row.
         bias_E: bias, or None.
         activation: True to apply silu afterwards.
+        silu: what is applied after a convolution of a single tap.
     """
 
     weight_WE: Tensor
     bias_E: Tensor | None = None
     activation: bool = True
+    silu: Function = field(default_factory=lambda: steady(F.silu), repr=False, compare=False)
 
     def __call__(self, states: States, rows_TR: Tensor) -> Tensor:
         """Convolve the first E elements of each row: (T, E). State 0 is the convolution's window."""
@@ -45,7 +48,7 @@ class CausalConv:
             weight, bias = self.prepared(states.kernels)
             return states.kernels.causal_conv(rows_TR, weight, bias, states.slots(0), activation=self.activation)
         out_TE = rows_TR[:, :n_channels] * self.weight_WE[0] + (0 if self.bias_E is None else self.bias_E)
-        return F.silu(out_TE) if self.activation else out_TE
+        return self.silu(out_TE) if self.activation else out_TE
 
     def prepared(self, kernels: Kernels) -> list[Prepared]:
         """Return taps and bias in the form that these kernels take."""

@@ -12,12 +12,14 @@ replaying old rows repeats their matrix products.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from hybridmem.memory.kernels import HeadProducts, head_products, steady
+from hybridmem.memory.kernels.steady import Function
 from hybridmem.memory.recurrences.convolution import CausalConv, window_tensors
 from hybridmem.memory.recurrences.registry import register_family
 from hybridmem.memory.specs import RecurrentSpec, StateTensor
@@ -44,19 +46,22 @@ class RGLRU:
         gate_weight_BIO, gate_bias_BO: the block-diagonal projections to both gates, in B blocks of width I. Each block
             has O = 2 I outputs, with those of the input gate first.
         decay_E: softplus(p), float32.
+        multiply, sigmoid: compute the gates.
     """
 
     conv: CausalConv
     gate_weight_BIO: Tensor
     gate_bias_BO: Tensor
     decay_E: Tensor
+    multiply: HeadProducts = field(default_factory=head_products)
+    sigmoid: Function = field(default_factory=lambda: steady(torch.sigmoid))
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Advance the states by rows (T, E); returns outputs (T, E) in the rows' dtype, and the states."""
         x_TE = self.conv(states, rows)
-        x_BTI = x_TE.view(len(rows), *self.gate_weight_BIO.shape[:2]).transpose(0, 1)
-        gates_BTO = torch.baddbmm(self.gate_bias_BO[:, None], x_BTI, self.gate_weight_BIO).sigmoid()
-        input_TE, recurrent_TE = (gate.transpose(0, 1).flatten(1) for gate in gates_BTO.chunk(2, dim=-1))
+        x_TBI = x_TE.view(len(rows), *self.gate_weight_BIO.shape[:2])
+        gates_TBO = self.sigmoid(self.multiply(x_TBI, self.gate_weight_BIO, self.gate_bias_BO))
+        input_TE, recurrent_TE = (gate.flatten(1) for gate in gates_TBO.chunk(2, dim=-1))
         log_a_TE = -_SHARPNESS * recurrent_TE.float() * self.decay_E
         share_TE = -torch.expm1(2 * log_a_TE)
         first_rows = states.device_cu_rows[:-1]

@@ -257,9 +257,17 @@ def has_soft(token_ids: Int64s) -> bool:
     return bool(len(token_ids)) and int(token_ids.max()) >= FIRST_SOFT_ID
 
 
-def refuse_to_drop(token_ids: Int64s, dropped: Dropped) -> None:
-    """Raise DropError if tokens that are to be dropped from the middle of these stand for rows of a picture."""
+def refuse_to_drop(token_ids: Int64s, dropped: Dropped, *, is_reproducible: bool = False) -> None:
+    """Raise DropError if tokens that are to be dropped from the middle of these stand for rows of a picture.
+
+    Raise it for any tokens if the memory is reproducible: what is computed later still depends on the dropped tokens.
+    """
     start, end = dropped.start, dropped.end
+    if is_reproducible:
+        raise DropError(
+            f"tokens [{start}, {end}) cannot be dropped from a reproducible memory: rows of later tokens depend "
+            f"on them; roll back to {start} and feed the rest again", start=start, end=end,
+        )  # fmt: skip
     if has_soft(token_ids[start:end]):
         raise DropError(
             f"tokens [{start}, {end}) hold a picture, and the positions of text behind it count from the picture's; "

@@ -29,6 +29,9 @@ from hybridmem.memory.state.readers import TailReader, TailReads, run_one
 from hybridmem.memory.state.tail_blocks import TailBlocks
 from hybridmem.memory.state.tails import TailStep
 
+_NO_SOURCE = -1
+"""Stands for a source of a segment that begins its sequence."""
+
 _PATHS_AT_ONCE = 8
 """How many paths a kernel call runs at most, so that scratch memory does not grow with the number of leaves."""
 
@@ -94,15 +97,18 @@ class BranchReader:
         """
         packed, before, store = step.packed, step.before, self._blocks.store
         starts, n = packed.starts, len(packed.starts)
-        slots, behind, old = np.arange(n), None, None
+        # A recurrence may treat the first token of a sequence in another way, so its segment has no source.
+        slots, behind, old, begins_at = np.arange(n), None, None, np.arange(n)
         if isinstance(self._reader, TailReader):
             at, ids, copies = starts, before.body, n + slots
             behind = self._behind(step, copies, slots)
         else:
             at, ids = _nearest(before, starts)
             copies = slots
-            if (has_old := at < starts).any():
-                old = self._old(before, has_old, at, starts)
+            is_begin, has_old = ids < 0, at < starts
+            if has_old.any():
+                old = self._old(before, has_old, at, starts, np.where(is_begin, _NO_SOURCE, slots))
+            begins_at = np.where(is_begin & ~has_old, _NO_SOURCE, slots)
         sources = np.where(ids < 0, NOTHING, self._blocks.states.addresses[ids])
         first = n if behind is None else 2 * n
         chunks, seen = list[_Chunk](), np.zeros(int(paths.rows.max()) + 1, np.bool_)
@@ -111,7 +117,9 @@ class BranchReader:
             nodes, picks = np.unique(part.rows, return_index=True)
             is_new = ~seen[nodes]
             seen[nodes] = True
-            own = self._segments(part.cu_rows, starts[part.owners], part.owners, first + np.arange(len(part.owners)))
+            own = self._segments(
+                part.cu_rows, starts[part.owners], begins_at[part.owners], first + np.arange(len(part.owners))
+            )
             chunks.append(_Chunk(own, *map(store.upload, (part.rows, picks[is_new], nodes[is_new]))))
         elements = self._access.elements
         n_slots = first + min(_PATHS_AT_ONCE, len(paths.owners))
@@ -119,12 +127,12 @@ class BranchReader:
             elements(sources), elements(copies * self._slot_bytes), old, behind, chunks, len(seen), n_slots
         )
 
-    def _old(self, before: Columns, has_old: Bools, at: Int64s, starts: Int64s) -> Segments:
-        """Find the old rows that lead from the nearest states to the sequences' ends."""
+    def _old(self, before: Columns, has_old: Bools, at: Int64s, starts: Int64s, sources: Int64s) -> Segments:
+        """Find the old rows that lead from the nearest states, `sources`, to the sequences' ends."""
         chosen = has_old.nonzero()[0]
         begin, end = at[chosen], starts[chosen]
         tail_rows = self._access.ring(np.repeat(before.tail[chosen], end - begin), ranges(begin, end))
-        return self._segments(starts_of(end - begin), begin, chosen, chosen, tail_rows)
+        return self._segments(starts_of(end - begin), begin, sources[chosen], chosen, tail_rows)
 
     def _behind(self, step: TailStep, sources: Int64s, targets: Int64s) -> TailReads:
         """Find what a kernel reads behind a body to write the state at the sequence's end.
@@ -145,7 +153,8 @@ class BranchReader:
         tail_rows: dict[int, Prepared] | None = None,
     ) -> Segments:  # fmt: skip
         """Return segments between states of scratch memory, which are given by their numbers there."""
-        source, target = (self._access.elements(slots * self._slot_bytes) for slots in (sources, targets))
+        at = (np.where(slots == _NO_SOURCE, NOTHING, slots * self._slot_bytes) for slots in (sources, targets))
+        source, target = map(self._access.elements, at)
         return Segments(self._blocks.store.place(cu_rows), begins, source, target, tail_rows, None)
 
     def run(self, reads: BranchReads, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:

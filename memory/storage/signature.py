@@ -29,11 +29,14 @@ Signature = dict[str, Any]
 
 def signature_of(spec: MemorySpec, page_tokens: int, rules: TailRules) -> Signature:
     """Return everything that decides whether the bytes of one memory mean the same in another, except the weights."""
-    return {
+    about: Signature = {
         "vocab_size": spec.vocab_size, "dtype": _dtype(spec.dtype), "page_tokens": page_tokens,
         "rollback_window": rules.rollback_window, "fold": rules.mode.value,
         "layers": [[_memory(memory, rules) for memory in layer] for layer in spec.layers],
     }  # fmt: skip
+    if spec.reproducible:  # Files of other memories do not have the entry.
+        about["reproducible"] = True
+    return about
 
 
 def _memory(memory: LayerSpec, rules: TailRules) -> dict[str, Any]:

@@ -8,7 +8,15 @@ from collections import Counter
 from collections.abc import Mapping
 
 from hybridmem.memory.testing.adapter import Factory
-from hybridmem.memory.testing.checking import Result, allowed_refusals, check, check_for, is_good_enough, load_factory
+from hybridmem.memory.testing.checking import (
+    Result,
+    allowed_refusals,
+    check,
+    check_for,
+    is_good_enough,
+    load_factory,
+    may_refuse,
+)
 from hybridmem.memory.testing.promises import PROMISES
 
 
@@ -72,7 +80,7 @@ def table(name: str, results: list[Result], allowed: frozenset[str] = frozenset(
 
 
 def _verdict(result: Result, allowed: frozenset[str]) -> str:
-    return "allowed" if result.verdict == "refused" and result.promise.name in allowed else result.verdict
+    return "allowed" if result.verdict == "refused" and may_refuse(result.promise, allowed) else result.verdict
 
 
 def _factories(names: list[str]) -> Mapping[str, Factory]:

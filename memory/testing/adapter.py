@@ -40,16 +40,19 @@ class Agreement:
         same_bits: True if equal steps must give equal bits, whatever other requests are in the batch, and whatever was
             taken back. If a part of a step was taken back, rounding is allowed, unless the adapter can `accept` that
             part, because then the recomputed step has the same shape.
+        reproducible: True if bits are a function of the text: outputs of a token are the same, bit for bit, in whatever
+            steps it and the tokens before it were fed. Then outputs are recomputed token by token.
     """
 
     rounding: float = 1e-5
     cuts_matter: bool = False
     same_bits: bool = False
+    reproducible: bool = False
 
     @property
     def is_in_steps(self) -> bool:
         """True if tokens are recomputed in the steps in which they were fed."""
-        return self.cuts_matter or self.same_bits
+        return not self.reproducible and (self.cuts_matter or self.same_bits)
 
 
 class Adapter(ABC):

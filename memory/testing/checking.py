@@ -80,7 +80,12 @@ def allowed_refusals(names: Iterable[str]) -> frozenset[str]:
 
 def is_good_enough(result: Result, allowed: frozenset[str]) -> bool:
     """True if a promise is kept, or refused where that is allowed."""
-    return result.verdict == "passed" or (result.verdict == "refused" and result.promise.name in allowed)
+    return result.verdict == "passed" or (result.verdict == "refused" and may_refuse(result.promise, allowed))
+
+
+def may_refuse(promise: Promise, allowed: frozenset[str]) -> bool:
+    """True if a promise is optional, or named among those that may be refused."""
+    return promise.is_optional or promise.name in allowed
 
 
 def check(

@@ -151,6 +151,18 @@ class CloseAll:
 
 
 @dataclass(frozen=True)
+class Retell:
+    """Feeds the text of a sequence to a new one, cut in another way, whose outputs must have the same bits.
+
+    Attributes:
+        n_tokens: how many tokens a step feeds.
+    """
+
+    name: str
+    n_tokens: int
+
+
+@dataclass(frozen=True)
 class Misuse:
     """Makes a call that is invalid. The memory must refuse it, with any message, and change nothing.
 
@@ -163,7 +175,19 @@ class Misuse:
 
 
 Operation = (
-    Open | Step | Branch | Rollback | Checkpoint | ReturnTo | Fork | Reorder | Reload | Close | CloseAll | Misuse
+    Open
+    | Step
+    | Branch
+    | Rollback
+    | Checkpoint
+    | ReturnTo
+    | Fork
+    | Reorder
+    | Reload
+    | Close
+    | CloseAll
+    | Retell
+    | Misuse
 )
 History = tuple[Operation, ...]
 

@@ -52,7 +52,8 @@ class HybridAdapter(Adapter):
         usual: dict[str, Any] = {"budget": "2MiB", "rollback_window": 8, "page_tokens": 4, "poison": True}
         self.memory = HybridMemory(spec, **(usual | options))
         self.vocab_size = spec.vocab_size
-        self.agreement = Agreement(_ROUNDING.get(spec.dtype, 2e-2), forgets(spec), same_bits)
+        rounding, reproducible = _ROUNDING.get(spec.dtype, 2e-2), self.memory.spec.reproducible
+        self.agreement = Agreement(rounding, forgets(spec), same_bits, reproducible)
         self.model, self._encoder = model, encoder
         self._events = Counter(dict.fromkeys(_events_of(self.memory), 0))
 

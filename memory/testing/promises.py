@@ -20,6 +20,7 @@ from hybridmem.memory.testing.histories import (
     Operation,
     Reload,
     Reorder,
+    Retell,
     ReturnTo,
     Rollback,
     Step,
@@ -51,12 +52,14 @@ class Promise:
         needs: what each history must have done: the class name of an operation, "Fault" (a layer failed), "Answer" (the
             memory said whether it can), or "Return" (a loaded sequence was rolled back).
         make: a function that draws a history.
+        is_optional: True if a memory may refuse the promise without being asked to allow it.
     """
 
     name: str
     group: str
     needs: str
     make: _Make
+    is_optional: bool = False
 
 
 class Draw:
@@ -99,9 +102,9 @@ _Make = Callable[[Draw], list[Operation]]
 PROMISES: dict[str, Promise] = {}
 
 
-def _promise(name: str, group: str, needs: str) -> Callable[[_Make], _Make]:
+def _promise(name: str, group: str, needs: str, *, is_optional: bool = False) -> Callable[[_Make], _Make]:
     def register(make: _Make) -> _Make:
-        PROMISES[name] = Promise(name, group, needs, make)
+        PROMISES[name] = Promise(name, group, needs, make, is_optional)
         return make
 
     return register
@@ -264,6 +267,16 @@ def _can(d: Draw) -> list[Operation]:
 def _usage(d: Draw) -> list[Operation]:
     found = [*d.prompt("a"), Fork("a", "b"), Checkpoint("a", "mark"), *d.prompt("c"), *d.ones("b", 2)]
     return [*found, CloseAll(), *d.prompt("d"), *d.ones("d", 2), CloseAll()]
+
+
+@_promise("bits are a function of the text", "one text, one result", "Retell", is_optional=True)
+def _reproducible(d: Draw) -> list[Operation]:
+    n_tokens = d.back()
+    found = [*d.prompt("a", 20, 40), *d.prompt("b"), d.feed("a", d.random.choice((1, 3, 18)))]
+    found += [Step((("b", d.tokens(1)), ("a", d.tokens(d.random.choice((1, 5)))))), Checkpoint("a", "mark")]
+    found += [*d.ones("a", n_tokens), Rollback("a", n_tokens), Fork("a", "c"), d.feed("c", 20), ReturnTo("a", "mark")]
+    found += [Reload("a"), d.feed("a", d.random.choice((2, 17))), *d.ones("a", 2)]
+    return [*found, *(Retell(name, d.random.choice((1, 4, 19))) for name in ("a", "c"))]
 
 
 @_promise("anything, in any order", "all of them", "Step")

@@ -58,7 +58,8 @@ def _family_toy(name: str) -> FamilyToy:
 
 def hybrid(policy: str | None = None, storage: str | None = None, **options: Any) -> HybridAdapter:
     """Make a hybrid: attention, attention with a window, and recurrences. Options are those of `HybridMemory`."""
-    toy = _toy(**{name: options.pop(name) for name in ("window", "n_chosen", "span_tokens") if name in options})
+    own = ("window", "n_chosen", "span_tokens", "reproducible")
+    toy = _toy(**{name: options.pop(name) for name in own if name in options})
     chosen = POLICIES[policy] if policy else None
     spec = toy.memory_spec.with_policy(chosen).with_storage(STORAGES[storage] if storage else None)
     return HybridAdapter(toy, spec, **({"same_bits": True} | options))
@@ -92,6 +93,7 @@ def all_subjects() -> dict[str, Callable[[], Adapter]]:
         "hybrid, replay": partial(hybrid, fold="replay"),
         "hybrid, no rollback window": partial(hybrid, rollback_window=0),
         "hybrid, pages of one token": partial(hybrid, page_tokens=1),
+        "hybrid, reproducible": partial(hybrid, window=5, reproducible=True),
         "hybrid, small budget": partial(hybrid, budget="24KiB"),
         "hybrid, indexed": indexed,
         "hybrid, indexed, pages of one token": partial(indexed, page_tokens=1),

@@ -99,7 +99,7 @@ class Toy:
     def __init__(
         self, *, attention: bool = True, recurrent: bool = True, window: int | None = None,
         n_chosen: int | None = None, span_tokens: int = 1, dtype: torch.dtype = torch.float32,
-        device: torch.device = HOST,
+        device: torch.device = HOST, reproducible: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(7)
 
@@ -122,7 +122,7 @@ class Toy:
             + ((RecurrentSpec("delta", (2, 4), (StateTensor("matrix", (4, 4)),)),) if recurrent else ()),
             (),
         )
-        self.memory_spec = MemorySpec(layers, VOCAB, dtype=dtype, model="toy", device=device)
+        self.memory_spec = MemorySpec(layers, VOCAB, dtype=dtype, model="toy", device=device, reproducible=reproducible)
 
     def _indexed(self, n_chosen: int | None) -> tuple[LayerSpec, ...]:
         """Return the specs of layer 0: attention, and an index if it chooses rows."""

@@ -25,6 +25,7 @@ from hybridmem.memory.testing.histories import (
     Parts,
     Reload,
     Reorder,
+    Retell,
     ReturnTo,
     Rollback,
     Step,
@@ -61,6 +62,8 @@ class Oracle:
     def steps(self, parts: Parts) -> Parts:
         """Return the steps in which these tokens are recomputed."""
         agreement = self._adapter.agreement
+        if agreement.reproducible:
+            return tuple(Fed((token,)) for token in joined(parts))
         if not agreement.is_in_steps:
             return (Fed(joined(parts)),)
         return parts if agreement.cuts_matter and self._can_accept else tuple(Fed(part.tokens) for part in parts)
@@ -221,6 +224,8 @@ class Trial:
                 self._close(name)
             case CloseAll():
                 self._close_all()
+            case Retell(name) if self._parts.get(name):
+                self._retell(self._parts[name], operation.n_tokens)
             case Misuse(name, how) if name in self._handles:
                 self._misuse(self._handles[name], how)
             case _:
@@ -339,6 +344,16 @@ class Trial:
         if self._usage() != self._unused:
             raise self._broken(f"no sequence is open, and it uses {self._usage()} bytes, not {self._unused}")
 
+    def _retell(self, parts: Parts, n_tokens: int) -> None:
+        if not self._adapter.agreement.reproducible:
+            raise AbsentError("it does not promise that outputs have the same bits in other steps")
+        sequence, tokens = self._adapter.open(), joined(parts)
+        for start in range(0, len(tokens), n_tokens):
+            (logits,) = self._adapter.step({sequence: list(tokens[start : start + n_tokens])})
+            fed = (Fed(tokens[: start + n_tokens]),)
+            self._rows.append(_Row(fed, np.asarray(logits, np.float32), self._at))
+        self._adapter.close(sequence)
+
     def _misuse(self, sequence: Handle, how: str) -> None:
         adapter, length = self._adapter, length_of(self._parts[self._name_of(sequence)])
         tokens = {"no tokens": [], "a negative token": [0, -1], "a token too large": [0, adapter.vocab_size]}
@@ -404,7 +419,8 @@ class Trial:
         differs = row.logits != expected
         worst = float(np.abs(row.logits[differs] - expected[differs]).max(initial=0.0))
         agreement = self._adapter.agreement
-        allowed = 0.0 if agreement.same_bits and is_alike else agreement.rounding * spread
+        is_exact = agreement.reproducible or (agreement.same_bits and is_alike)
+        allowed = 0.0 if is_exact else agreement.rounding * spread
         if worst > allowed:
             raise BrokenPromiseError(
                 f"outputs are off by {worst / spread:.2g} of their spread from recomputed ones", row.at

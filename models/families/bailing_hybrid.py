@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridmem.memory.kernels import steady
 from hybridmem.models.families.kimi_linear import (
     KimiDeltaMixer,
     KimiLinear,
@@ -59,7 +60,9 @@ class BailingHybrid(KimiLinear):
 def bounded_decay(product: Function, bias_A: Tensor, rate_A: Tensor, least: float) -> Function:
     """Return a function that computes logarithms of decays, from `least` to 0, in the dtype of the layer's input."""
 
+    sigmoid = steady(torch.sigmoid)
+
     def log_decay(x_TM: Tensor) -> Tensor:
-        return (least * torch.sigmoid((product(x_TM).float() + bias_A) * -rate_A)).to(x_TM.dtype)
+        return (least * sigmoid((product(x_TM).float() + bias_A) * -rate_A)).to(x_TM.dtype)
 
     return log_decay

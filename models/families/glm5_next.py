@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hybridmem.memory.kernels import RowProduct
 from hybridmem.models.families.bailing_hybrid import bounded_decay
 from hybridmem.models.families.kimi_linear import KimiDeltaMixer, check_heads, read_delta_shape, repeat_rates
 from hybridmem.models.layers.decoder import Decoder, Function, Mixer, in_turn
@@ -59,7 +60,7 @@ class Glm5Next(Decoder):
             take = partial(checkpoint.take, dtype=torch.float32)
             return RoutedStreams(
                 n_streams,
-                take(f"{prefix}_fn", n_computed, n_streams * n_model),
+                RowProduct(take(f"{prefix}_fn", n_computed, n_streams * n_model)),
                 take(f"{prefix}_base", n_computed),
                 take(f"{prefix}_scale", 3),
                 text.hc_eps,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory import RecurrentSpec, Step
+from hybridmem.memory.kernels import steady
 from hybridmem.memory.recurrences import DeltaRule, DeltaRuleShape
 from hybridmem.models.layers.decoder import Block, Decoder, Function, Mixer, in_turn
 from hybridmem.models.layers.experts import MixtureOfExperts, check_groups, load_experts, sigmoid_then_choose
@@ -164,7 +165,7 @@ class KimiDeltaMixer:
         n_model, n_inner, take = config.hidden_size, shape.n_heads * shape.value_dim, checkpoint.take
         q, k, v = (take(f"{prefix}.{name}_proj.weight", n_inner, n_model) for name in "qkv")
         self._rows = Linear(q, k, v, take(f"{prefix}.b_proj.weight", shape.n_heads, n_model))
-        self._decay, self._gate = decay, gate
+        self._decay, self._gate, self._sigmoid = decay, gate, steady(torch.sigmoid)
         self._norm = RMSNorm(take(f"{prefix}.o_norm.weight", shape.value_dim), config.rms_norm_eps)
         self._out = Linear(take(f"{prefix}.{out}.weight", n_model, n_inner))
         conv = load_conv(
@@ -178,7 +179,7 @@ class KimiDeltaMixer:
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         shape = self._recurrence.shape
         qkv_TE, beta_TH = self._rows(x_TM).split_with_sizes([shape.n_channels, shape.n_heads], -1)
-        rows_TR = torch.cat([qkv_TE, beta_TH.sigmoid(), self._decay(x_TM)], -1)
+        rows_TR = torch.cat([qkv_TE, self._sigmoid(beta_TH), self._decay(x_TM)], -1)
         y_TI = step.recur(self._layer, rows_TR, self._recurrence)
         y_THV = self._norm(y_TI.view(len(y_TI), shape.n_heads, shape.value_dim))
         return self._out(y_THV.flatten(1) * self._gate(x_TM))

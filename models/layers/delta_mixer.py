@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory import RecurrentSpec, Step
+from hybridmem.memory.kernels import steady
 from hybridmem.memory.recurrences import DeltaRule, DeltaRuleShape
 from hybridmem.models.layers.linear import Linear, add_product, normed_products
 from hybridmem.models.layers.mamba_mixers import load_conv
@@ -122,7 +123,7 @@ class DeltaMixer:
             a_bias_A=take(f"{prefix}.dt_bias", shape.n_heads, dtype=torch.float32),
             rate_A=rates_of(take(f"{prefix}.A_log", shape.n_heads, dtype=torch.float32)),
         )
-        self._layer, self._most_beta = layer, most_beta
+        self._layer, self._most_beta, self._sigmoid = layer, most_beta, steady(torch.sigmoid)
 
     @property
     def specs(self) -> tuple[RecurrentSpec]:
@@ -140,9 +141,9 @@ class DeltaMixer:
         """Return the recurrence's outputs after the norm. The rows are changed."""
         shape = self._recurrence.shape
         beta_TH = rows_TR[:, shape.n_channels : shape.n_channels + shape.n_heads]
-        if self._most_beta == 1.0:
+        if self._most_beta == 1.0 and self._sigmoid is torch.sigmoid:
             beta_TH.sigmoid_()
         else:
-            beta_TH.copy_(beta_TH.sigmoid() * self._most_beta)
+            beta_TH.copy_(self._sigmoid(beta_TH) * self._most_beta)
         y_TI = step.recur(self._layer, rows_TR, self._recurrence, name=NAME)
         return self._norm(y_TI.view(len(y_TI), shape.n_heads, shape.value_dim)).flatten(1)

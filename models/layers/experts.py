@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.memory import FormatError
+from hybridmem.memory.kernels import RowProduct, steady
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.weights.checkpoint import Checkpoint
@@ -90,8 +90,10 @@ def sigmoid_then_choose(
         eps: a number that is added to the sum of weights by which the weights are divided when they are renormalized.
     """
 
+    sigmoid = steady(torch.sigmoid)
+
     def route(logits: Tensor) -> tuple[Tensor, Tensor]:
-        scores = logits.sigmoid()
+        scores = sigmoid(logits)
         ranks = scores if bias_E is None else scores + bias_E
         experts_TK = _close_groups(ranks, n_groups, n_chosen_groups, n_judged=2).topk(n_chosen).indices
         weights_TK = scores.gather(1, experts_TK)
@@ -153,13 +155,13 @@ class MixtureOfExperts:
         self, router: Tensor, experts: Sequence[Function], n_chosen: int, route: Callable[[int], Route], *,
         shared: Function | None = None, around: tuple[Function, Function] | None = None,
     ) -> None:  # fmt: skip
-        self._router = as_floats(router)
+        self._router = RowProduct(as_floats(router))
         self._experts = Experts(experts, n_chosen)
         self._route = route(n_chosen)
         self._shared, self._around = shared, around
 
     def __call__(self, x_TM: Tensor) -> Tensor:
-        weights_TK, experts_TK = self._route(F.linear(x_TM.to(self._router.dtype), self._router).float())
+        weights_TK, experts_TK = self._route(self._router(x_TM.to(self._router.weight_LN.dtype)).float())
         if self._around is None:
             y_TM = self._experts.run(x_TM, weights_TK, experts_TK)
         else:

@@ -6,7 +6,7 @@ Zhu et al. 2024, "Hyper-Connections". The streams of a token lie in one row (T, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.memory import Step
-from hybridmem.memory.kernels import Weights
+from hybridmem.memory.kernels import RowProduct, Weights, steady
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.decoder import Function, Mixer
 from hybridmem.models.layers.linear import Linear
@@ -90,7 +90,8 @@ class RoutedStreams:
     and columns that sum to one, so that streams keep their size (Sinkhorn & Knopp 1967).
 
     Attributes:
-        weights: (S + S + S S, S M) float32, which compute shares of the mixture, shares of a part's output, and routes.
+        weights: a product, (S + S + S S, S M) in float32, that computes shares of the mixture, shares of a part's
+            output, and routes.
         biases, scales: (S + S + S S,) and (3,) float32, of these three.
         eps, n_rounds: a number that is added to sums, and how often rows and columns are normed.
         norm_eps: the epsilon of the norm of all streams together, which has no weight.
@@ -98,26 +99,27 @@ class RoutedStreams:
     """
 
     n_streams: int
-    weights: Tensor
+    weights: RowProduct
     biases: Tensor
     scales: Tensor
     eps: float
     n_rounds: int
     norm_eps: float
     norm: Function
+    sigmoid: Function = field(default_factory=lambda: steady(torch.sigmoid))
 
     def add(self, x_TE: Tensor, part: Callable[..., Tensor], *arguments: Step) -> Tensor:
         """Return the routed streams with the output of a part for their mixture."""
         n, x_TSM = self.n_streams, x_TE.view(len(x_TE), self.n_streams, -1)
         normed_TE = F.rms_norm(x_TE.float(), x_TE.shape[1:], eps=self.norm_eps)
-        computed = F.linear(normed_TE, self.weights).split_with_sizes([n, n, n * n], -1)
+        computed = self.weights(normed_TE).split_with_sizes([n, n, n * n], -1)
         mixture, shares, routes = (
             x * scale + bias
             for x, scale, bias in zip(computed, self.scales, self.biases.split_with_sizes([n, n, n * n]), strict=True)
         )
-        mixed_TM = ((mixture.sigmoid() + self.eps)[..., None] * x_TSM).sum(1).to(x_TE.dtype)
+        mixed_TM = ((self.sigmoid(mixture) + self.eps)[..., None] * x_TSM).sum(1).to(x_TE.dtype)
         y_T1M = part(self.norm(mixed_TM), *arguments)[:, None]
-        shares_TS1 = (2 * shares.sigmoid())[..., None].to(x_TE.dtype)
+        shares_TS1 = (2 * self.sigmoid(shares))[..., None].to(x_TE.dtype)
         routed_TSM = self._doubly_stochastic(routes).to(x_TE.dtype).mT @ x_TSM
         return torch.addcmul(routed_TSM, shares_TS1, y_T1M).flatten(1)
 

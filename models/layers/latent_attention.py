@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hybridmem.memory import UNROTATED, AttentionSpec, ChosenRows, Step
+from hybridmem.memory.kernels import HeadProducts, head_products, multiply_by_row
 from hybridmem.models.layers.attention import Rotary
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.norms import RMSNorm
@@ -45,6 +47,7 @@ class LatentAttention:
         keys_HNL, values_HVL: K and V of each head.
         scale: the factor on the scores.
         gate: a product with one output for each head, which multiplies the head's output; or None.
+        multiply: multiplies rows by a matrix of each head.
     """
 
     layer: int
@@ -58,6 +61,7 @@ class LatentAttention:
     rotary: Rotary | None
     scale: float
     gate: Linear | None = None
+    multiply: HeadProducts = field(default_factory=head_products)
 
     @property
     def specs(self) -> tuple[AttentionSpec]:
@@ -65,6 +69,14 @@ class LatentAttention:
             return (replace(self.spec, rotation=UNROTATED),)
         rotation = replace(self.rotary.rotation, start=self.keys_HNL.shape[2])
         return (replace(self.spec, rotation=rotation),)
+
+    @property
+    def _values_HLV(self) -> Tensor:
+        return self._turned_HLV if self.multiply is multiply_by_row else self.values_HVL.mT
+
+    @cached_property
+    def _turned_HLV(self) -> Tensor:
+        return self.values_HVL.mT.contiguous()
 
     def __call__(self, x_TM: Tensor, step: Step, choose: Callable[[Tensor], ChosenRows] | None = None) -> Tensor:
         """Attend. `choose` returns the rows that an index chooses by compressed queries, before the layer's own."""
@@ -83,14 +95,14 @@ class LatentAttention:
         rotated = torch.cat([rotary_THR, rotary_TR[:, None]], 1)
         if self.rotary is not None:
             rotated = self.rotary(rotated, step)
-        absorbed_THL = (plain_THN.transpose(0, 1) @ self.keys_HNL).transpose(0, 1)
+        absorbed_THL = self.multiply(plain_THN, self.keys_HNL)
         q_THD = torch.cat([absorbed_THL, rotated[:, :n_heads]], -1)
         k_T1D = torch.cat([self.norm(latents_TL)[:, None], rotated[:, n_heads:]], -1)
         mixed_THL = step.attend(self.layer, q_THD, k_T1D, scale=self.scale, chosen=chosen)
-        y_HTV = mixed_THL.transpose(0, 1) @ self.values_HVL.mT
+        y_THV = self.multiply(mixed_THL, self._values_HLV)
         if self.gate is not None:
-            y_HTV = y_HTV * self.gate(x_TM).T[..., None]
-        return self.out(y_HTV.transpose(0, 1).flatten(1))
+            y_THV = y_THV * self.gate(x_TM)[..., None]
+        return self.out(y_THV.flatten(1))
 
 
 def load_latent_attention(

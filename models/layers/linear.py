@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridmem.memory.kernels import steady
 from hybridmem.models.layers.norms import GatedNorm, RMSNorm
 from hybridmem.models.products.choice import hold_joined, rows_of
 from hybridmem.models.weights.checkpoint import Checkpoint
@@ -32,9 +33,18 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Maps names of activations of the supported families to the functions that transformers computes."""
 
 
-@cache
+_EXACT = ("relu", "relu2")
+"""Activations whose bits are right anywhere."""
+
+
 def activation_by(name: str) -> Callable[[Tensor], Tensor]:
-    """Return an activation by its name in transformers' configs.
+    """Return an activation by its name in transformers' configs."""
+    return _activation(name) if name in _EXACT else steady(_activation(name))
+
+
+@cache
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    """Return torch's activation.
 
     There is one object for each name, because making a torch module takes longer than all other work for one of a
     thousand experts.

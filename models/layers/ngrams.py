@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory import RecurrentSpec, Step
+from hybridmem.memory.kernels import steady
 from hybridmem.memory.recurrences import CausalConv, ShortConv, short_conv_spec
 from hybridmem.models.layers.hyper_connection import load_stream_norm
 from hybridmem.models.layers.linear import Linear
@@ -120,6 +121,7 @@ class NgramEmbedding:
         weight_WE[::n_gap] = taps_EW.T
         self._conv = ShortConv(CausalConv(weight_WE))
         self._layer, self._n_streams, self._dtype = layer, n_streams, checkpoint.dtype
+        self._sigmoid = steady(torch.sigmoid)
         self.specs: tuple[RecurrentSpec, ...] = (self._last.spec, short_conv_spec(n_all, len(weight_WE), _LOCAL))
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
@@ -127,7 +129,7 @@ class NgramEmbedding:
         shape = len(x_TM), self._n_streams, -1
         agreement = (self._key_norm(self._key(features)) * self._query_norm(x_TM)).view(shape)
         gate_TS1 = agreement.sum(-1, keepdim=True) * agreement.shape[-1] ** -0.5
-        gate_TS1 = torch.sigmoid(gate_TS1.abs().clamp_min(1e-6).sqrt() * gate_TS1.sign())
+        gate_TS1 = self._sigmoid(gate_TS1.abs().clamp_min(1e-6).sqrt() * gate_TS1.sign())
         y_TE = (gate_TS1 * self._value(features)[:, None]).flatten(1)
         return y_TE + step.recur(self._layer, self._conv_norm(y_TE), self._conv, name=_LOCAL)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory import RecurrentSpec, Step
+from hybridmem.memory.kernels import head_products
 from hybridmem.memory.recurrences import CausalConv, ShortConv, short_conv_spec
 
 NAME = "queries_keys"
@@ -45,6 +46,7 @@ class QueryKeyConv:
         biases_HD1 = (bias.float().view(-1, head_dim, 1) for bias in (mixing_bias_E, bias_E))
         bias_HD1 = torch.baddbmm(next(biases_HD1), constant_HDD, next(biases_HD1))
         self._bias_HD = bias_HD1.flatten(1).to(mixing_bias_E.dtype)
+        self._multiply = head_products()
         self._sizes = [self._n_copies * n_channels, n_delayed]
 
     def __call__(self, layer: int, qk_TE: Tensor, delayed_TE: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -53,8 +55,8 @@ class QueryKeyConv:
         y_TE = step.recur(layer, rows, self._recurrence, name=NAME)
         copies, before_TE = y_TE.split_with_sizes(self._sizes, -1)
         n_heads, head_dim = self._bias_HD.shape
-        x_HTC = copies.view(len(rows), self._n_copies, n_heads, head_dim).permute(2, 0, 1, 3).flatten(2)
-        return torch.baddbmm(self._bias_HD[:, None], x_HTC, self._mixing).transpose(0, 1), before_TE
+        x_THC = copies.view(len(rows), self._n_copies, n_heads, head_dim).transpose(1, 2).flatten(2)
+        return self._multiply(x_THC, self._mixing, self._bias_HD), before_TE
 
 
 def around(q_THD: Tensor, k_TGD: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from hybridmem.models.loading.folders import find_folder, read_config, unsupport
 from hybridmem.models.loading.freed_memory import give_back_freed_memory
 from hybridmem.models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
 from hybridmem.models.loading.quantised_checkpoints import find_coding
+from hybridmem.models.loading.reproducible import check_reproducible, reproducible_rows
 from hybridmem.models.products.choice import Kind, compile_ahead, noting_kinds
 from hybridmem.models.vision.pictures import Pictures
 from hybridmem.models.weights.checkpoint import (
@@ -57,6 +58,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     weights: WeightFormat = "auto",
     progress: bool | None = None,
+    reproducible: bool = False,
     **unknown: Never,
 ) -> LanguageModel:
     """Load a model for inference.
@@ -68,6 +70,8 @@ def load_model(
         weights: how products hold weights. "auto" keeps the bits of the files on the CPU, also for quantized weights.
             "dense" makes all weights floats in `dtype`. "int8" or "int4" rounds weights that have more bits to integers
             while they are read, on the CPU. With "int4", heads and embeddings still have 8 bits.
+        reproducible: whether a row's logits have the same bits in any step, as a reproducible `HybridMemory` needs. On
+            the CPU only.
         progress: whether to show a bar on stderr. The default is to show it on a terminal, for larger checkpoints.
     Raises:
         FormatError: files are missing, damaged, or do not fit the config. The message names the tensor.
@@ -80,7 +84,9 @@ def load_model(
     """
     if unknown:
         refuse_arguments("load_model", (), unknown)
-    return open_model(path_or_hub_id, device=device, dtype=dtype).load(weights=weights, progress=progress)
+    return open_model(path_or_hub_id, device=device, dtype=dtype).load(
+        weights=weights, progress=progress, reproducible=reproducible
+    )
 
 
 def open_model(
@@ -113,16 +119,18 @@ class OpenedModel:
     dtype: torch.dtype
     file: GgufFile | None = None
 
-    def dry_spec(self, weights: WeightFormat = "auto") -> MemorySpec:
+    def dry_spec(self, weights: WeightFormat = "auto", *, reproducible: bool = False) -> MemorySpec:
         """Return the memory spec, without the signature of the weights, and read no weights.
 
         Raises FormatError and UnsupportedModelError as `load` does, for everything that headers and config tell.
         """
-        with weights_in(weights, self.device):
+        with weights_in(weights, self.device), reproducible_rows(reproducible, self.device):
             dry = build(self.model_class, self.config, self.checkpoint(is_read=False))
         return replace(dry.memory_spec, device=self.device, weights=None)
 
-    def load(self, *, weights: WeightFormat = "auto", progress: bool | None = None) -> LanguageModel:
+    def load(
+        self, *, weights: WeightFormat = "auto", progress: bool | None = None, reproducible: bool = False
+    ) -> LanguageModel:  # fmt: skip
         """Read the weights. Arguments, errors and warnings are those of `load_model`."""
         checkpoint, kinds = self.checkpoint(), Counter[Kind]()
         from rich.console import Console
@@ -133,7 +141,11 @@ class OpenedModel:
         with Progress(console=console, disable=not is_shown) as bar:
             task = bar.add_task(f"loading {self.place.name}", total=len(checkpoint))
             checkpoint.on_taken = lambda: bar.advance(task)
-            with weights_in(weights, self.device), noting_kinds(kinds):
+            with (
+                weights_in(weights, self.device),
+                reproducible_rows(reproducible, self.device),
+                noting_kinds(kinds),
+            ):
                 model = build(self.model_class, self.config, checkpoint)
         checkpoint.warn_of_surprises()
         if self.file is not None:
@@ -155,8 +167,9 @@ class OpenedModel:
 
 
 def from_transformers(
-    hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "auto", weights: WeightFormat = "auto"
-) -> LanguageModel:
+    hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "auto", weights: WeightFormat = "auto",
+    reproducible: bool = False,
+) -> LanguageModel:  # fmt: skip
     """Make this library's model from a loaded transformers model, on the model's device. No file is written.
 
     Tensors that are used unchanged stay shared with `hf_model`: embeddings, norms and, on devices other than the CPU,
@@ -166,7 +179,7 @@ def from_transformers(
 
     Args:
         dtype: as for `load_model`. "auto" takes the model's own dtype. With another dtype, everything is copied.
-        weights: as for `load_model`.
+        weights, reproducible: as for `load_model`.
     Raises:
         UnsupportedModelError: the architecture, or an option of it, is not implemented; weights are quantized or on
             several devices; or adapters (PEFT) are not merged.
@@ -188,7 +201,7 @@ def from_transformers(
         if getattr(module, "layers_are_rescaled", False) and hf_model.config.rescale_every > 0:
             _undo_rescaling(checkpoint, f"{prefix}.blocks", hf_model.config)
     kinds = Counter[Kind]()
-    with weights_in(weights, device), noting_kinds(kinds):
+    with weights_in(weights, device), reproducible_rows(reproducible, device), noting_kinds(kinds):
         model = build(model_class, hf_model.config, checkpoint)
     checkpoint.warn_of_surprises()
     if device.type == "cpu":
@@ -365,7 +378,7 @@ def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpo
     try:
         model = model_class(config, checkpoint)
         weights = signature_of(config, checkpoint.dtype, checkpoint.samples)
-        model.memory_spec = replace(model.memory_spec, weights=weights)
+        model.memory_spec = replace(model.memory_spec, weights=weights, reproducible=check_reproducible(model))
         return model
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, HybridMemoryError) and not isinstance(error, SpecError):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.blocks import Scoped
+from hybridmem.memory.kernels import wants_reproducible
 from hybridmem.models.products.packed import PackedWeight, packed_dtype
 from hybridmem.models.weights.coded import CodedTensor, Form, as_floats
 from hybridmem.models.weights.dry import joined
@@ -80,6 +81,11 @@ def hold(weight: Tensor, format: HeldFormat) -> OneWeight | None:
         _note(Kind(rounded.layout, rounded.dtype, form), weight)
         return rounded
     _note(Kind(None, weight.dtype, form), weight)
+    if wants_reproducible.get() and weight.device.type == "cpu":
+        from hybridmem.models.products.blocked import BlockedWeight
+        from hybridmem.models.products.kernels import choose_by_row
+
+        return BlockedWeight(weight, *choose_by_row(weight.dtype))
     if (dtype := packed_dtype(weight)) is None:
         return None
     from hybridmem.models.products.kernels import choose

@@ -111,3 +111,15 @@ def choose(layout: Layout | None, dtype: torch.dtype) -> str | None:
         if is_for and dtype in kernel.weights and kernel.applies():
             return name
     return None
+
+
+def choose_by_row(dtype: torch.dtype) -> tuple[torch.dtype, str]:
+    """Return in which dtype floats are laid out, and the kernel that gives a row the same bits in any batch.
+
+    It may not be the fastest product, but oneDNN's has other bits for other numbers of rows.
+    """
+    if dtype is torch.bfloat16:
+        for name in ("tiles", "pairs"):
+            if KERNELS[name].applies() or (name == "pairs" and integer_vectors.multiplies_pairs()):
+                return torch.bfloat16, name
+    return torch.float32, "float32"
