@@ -1,0 +1,33 @@
+"""Inkling: windows and all tokens, a bias that queries compute, experts beside shared ones, convolutions everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import InklingTextConfig
+
+from tests.models.families.vocabulary import HEADS, SIZES
+
+_KINDS = {"F": "hybrid", "S": "hybrid_sliding"}
+
+
+def inkling_config(layers: str = "SFS", feed_forward: str = "DEE", **options: Any) -> InklingTextConfig:
+    """F stands for attention over all tokens, S for attention over a window; D for a dense MLP, E for experts."""
+    defaults = SIZES | HEADS | {
+        "num_hidden_layers": len(layers), "head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+        "swa_head_dim": 4, "sliding_window_size": 7, "d_rel": 3, "rel_extent": 9, "intermediate_size": 32,
+        "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "logits_mup_width_multiplier": 0.4,
+        "rms_norm_eps": 1e-3, "layer_types": [_KINDS[kind] for kind in layers], "bos_token_id": None,
+        "eos_token_id": None, "mlp_layer_types": ["dense" if kind == "D" else "sparse" for kind in feed_forward],
+    }  # fmt: skip
+    return InklingTextConfig(**(defaults | options))
+
+
+CONFIGS = {
+    "inkling-two-of-four-experts": inkling_config,
+    "inkling-log-scale": lambda: inkling_config(
+        "FS", "ED", log_scaling_n_floor=6, log_scaling_alpha=0.7, unpadded_vocab_size=50, rel_extent=40,
+        conv_kernel_size=2, n_shared_experts=1, num_experts_per_tok=1, route_scale=2.0, hidden_act="gelu",
+        num_key_value_heads=3, sliding_window_size=4,
+    ),
+}  # fmt: skip
