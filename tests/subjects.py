@@ -54,6 +54,7 @@ SUBJECTS = (
     "model:gemma3",
     "model:glm5-next-two-of-eight-experts-in-groups",
     "model:granite-moe-hybrid",
+    "model:inkling-two-of-four-experts",
     "model:kimi-linear",
     "model:lara-mini",
     "model:lfm2",

@@ -39,13 +39,15 @@ class Inkling(Decoder):
     def __init__(self, config: InklingTextConfig, checkpoint: Checkpoint) -> None:
         n_model = config.hidden_size
         check_numbers(config, "logits_mup_width_multiplier", "n_shared_experts", above=0)
+        if config.unpadded_vocab_size is not None:
+            check_numbers(config, "unpadded_vocab_size", above=0)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.rms_norm_eps)
 
         vocabulary = Vocabulary(
             checkpoint, config, "model.embed_tokens.weight", HEAD, embedding_norm=norm("embed_tokens.embed_norm"),
-            logits_scale=1 / config.logits_mup_width_multiplier, n_logits=config.unpadded_vocab_size,
+            logits_scale=1 / config.logits_mup_width_multiplier, n_tokens=config.unpadded_vocab_size,
         )  # fmt: skip
         layers = list[Layer]()
         for i in range(config.num_hidden_layers):

@@ -59,16 +59,17 @@ class Vocabulary:
         embedding_scale, logits_scale: factors of embeddings and logits.
         logits_cap: logits become cap * tanh(logits / cap) after that (Gemma Team 2024, "Gemma 2"); None for no cap.
         embedding_norm: norms embeddings; None for none.
-        n_logits: how many of the head's rows are of tokens, if rows behind them only fill it up; None for all.
+        n_tokens: how many rows are of tokens, if those behind them only fill the matrices up; None for all.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, config: PreTrainedConfig, name: str, head: str, *, embedding_scale: float = 1.0,
         logits_scale: float = 1.0, logits_cap: float | None = None, bias: str | None = None,
-        embedding_norm: Callable[[Tensor], Tensor] | None = None, n_logits: int | None = None,
+        embedding_norm: Callable[[Tensor], Tensor] | None = None, n_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self._name, self._shape = name, (config.vocab_size, config.hidden_size)
-        self._logits_scale, self._logits_cap, self._n_logits = logits_scale, logits_cap, n_logits
+        self._logits_scale, self._logits_cap = logits_scale, logits_cap
+        self.n_tokens = min(config.vocab_size, n_tokens or config.vocab_size)
         weight = checkpoint.take(head, *self._shape)
         bias_V = None if bias is None else checkpoint.take(bias, config.vocab_size)
         self._head = Linear(weight, bias=bias_V, format=wanted_vocabulary_format())
@@ -96,10 +97,10 @@ class Vocabulary:
         return weight if self._head.is_packed else weight.to(checkpoint.device, checkpoint.dtype)
 
     def logits(self, x_TM: Tensor) -> Tensor:
-        """Return logits, (T, vocabulary)."""
+        """Return logits, (T, n_tokens)."""
         logits = self._head(x_TM)
-        if self._n_logits is not None:
-            logits = logits[:, : self._n_logits]
+        if self.n_tokens < self._shape[0]:
+            logits = logits[:, : self.n_tokens]
         if self._logits_scale != 1.0:
             logits = logits * self._logits_scale
         return logits if self._logits_cap is None else torch.tanh(logits / self._logits_cap) * self._logits_cap

@@ -65,6 +65,8 @@ _NOT_OPTIONS = {
     "max_inference_chunksize",
     # How Qwen4-Exp's files are cut. They load however that is, and transformers cannot write them in no part at all.
     "split_ngram_parts",
+    # Ids from this one on are no tokens, and refused as such; transformers embeds them all the same.
+    "unpadded_vocab_size",
 }  # fmt: skip
 _WORDS = (
     "relu", "gelu", "silu", "gelu_pytorch_tanh", "relu2", "no-such-word", "default", "linear", "llama3", "yarn",

@@ -26,7 +26,7 @@ def inkling_config(layers: str = "SFS", feed_forward: str = "DEE", **options: An
 CONFIGS = {
     "inkling-two-of-four-experts": inkling_config,
     "inkling-log-scale": lambda: inkling_config(
-        "FS", "ED", log_scaling_n_floor=6, log_scaling_alpha=0.7, unpadded_vocab_size=50, rel_extent=40,
+        "FS", "ED", log_scaling_n_floor=6, log_scaling_alpha=0.7, vocab_size=56, unpadded_vocab_size=53, rel_extent=40,
         conv_kernel_size=2, n_shared_experts=1, num_experts_per_tok=1, route_scale=2.0, hidden_act="gelu",
         num_key_value_heads=3, sliding_window_size=4,
     ),
