@@ -83,7 +83,7 @@ def randomise_(model: nn.Module) -> None:
             weight.normal_(float(weight.mean()), 0.2)  # around what it starts from: 1, or 0 where the norm adds the 1
         elif name.endswith("_scale"):
             weight.normal_(1, 0.2)  # of Zaya's residual streams and router rows
-        elif "adapter" in name or name.endswith(".linear.weight"):
+        elif "adapter" in name or (name.endswith(".linear.weight") and "self_attn" not in name):
             # What Zamba2's shared blocks say is normed, however small it was: any error in it would grow from block to
             # block.
             weight.normal_(0, 0.25 * weight.shape[-1] ** -0.5)
