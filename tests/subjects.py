@@ -55,6 +55,8 @@ SUBJECTS = (
     "model:glm5-next-two-of-eight-experts-in-groups",
     "model:granite-moe-hybrid",
     "model:inkling-two-of-four-experts",
+    "model:inkling2-three-of-four-experts",
+    "model:inkling2-loop",
     "model:kimi-linear",
     "model:lara-mini",
     "model:lfm2",

@@ -179,7 +179,8 @@ class _Blocks:
             slopes = 1 - capped.square()
             scores = capped.mul_(scoring.softcap)
         if scoring.bias_HL is not None:
-            bias = scoring.of(own).bias_HL.detach()
+            bias = scoring.bias_HL.detach()
+            bias = bias if bias.dim() == 2 else bias[own]
             at = self.distances(own, begin, n_rows).clamp(0, bias.shape[-1] - 1)
             if bias.dim() == 2:
                 scores = scores + bias[:, at]

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridmem.memory import UNROTATED, AttentionSpec, Step
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.decoder import Decoder, Function, Layer, Mixer
-from hybridmem.models.layers.distance_bias import DistanceBias, LogScale, unscaled
+from hybridmem.models.layers.distance_bias import DistanceBias, LogScale, Scale, unscaled
 from hybridmem.models.layers.experts import MixtureOfExperts, Route, load_experts
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.mlp import GatedMLP
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @register("InklingForCausalLM")
 class Inkling(Decoder):
-    """Implements Inkling's language model: each layer is attention, over all tokens or a window, and experts or an MLP."""
+    """Implements Inkling's language model: a layer is attention, to all tokens or a window, and experts or an MLP."""
 
     def __init__(self, config: InklingTextConfig, checkpoint: Checkpoint) -> None:
         n_model = config.hidden_size
@@ -101,7 +101,7 @@ class InklingAttention:
         self._out_conv = ResidualConv.load(
             checkpoint, {f"{prefix}.attn_sconv.conv1d": n_model}, layer, "attention_output", n_taps
         )
-        self._scale = unscaled
+        self._scale: Scale = unscaled
         if spec.window is None and config.log_scaling_n_floor is not None:
             check_numbers(config, "log_scaling_n_floor", above=0)
             self._scale = LogScale(config.log_scaling_n_floor, config.log_scaling_alpha)
@@ -114,7 +114,7 @@ class InklingAttention:
         k, v = self._conv(kv, step).chunk(2, -1)
         q_THD, k_TGD, v_TGD = (x.reshape(len(x), -1, self._head_dim) for x in (q, k, v))
         q_THD, k_TGD = self._scale(self._norms[0](q_THD), step), self._norms[1](k_TGD)
-        bias_THL = self._scale(self._bias(weights.unflatten(-1, (q_THD.shape[1], -1))), step)
+        bias_THL = self._scale(self._bias(weights.reshape(*q_THD.shape[:2], -1)), step)
         # Queries and keys are normed, so scores are divided by the size of a head rather than by its root.
         y_THD = step.attend(self._layer, q_THD, k_TGD, v_TGD, scale=1 / self._head_dim, bias=bias_THL)
         return self._out_conv(self._out(y_THD.flatten(1)), step)

@@ -1,8 +1,8 @@
 """Implements Inkling 2 (Thinking Machines 2026): as Inkling, and the parts of a layer read earlier blocks of layers.
 
-The input of each part is a mixture of what each block of layers has left of the same token. In layers that attend to all
-tokens, keys and values have mixtures of their own, and each token computes the taps of their convolutions. Each query
-computes a sink of its own as well.
+The input of each part is a mixture of what each block of layers has left of the same token. In layers that attend to
+all tokens, keys and values have mixtures of their own, and each token computes the taps of their convolutions. Each
+query computes a sink of its own as well.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class BlockLayer:
         x_TBM = x_TBM if x_TBM.dim() == 3 else x_TBM[:, None]
         said = None if self.messages is None else self.messages.queries(step.notes[PREVIOUS])
         mixed = x_TBM if self.attention_input is None else self.attention_input(x_TBM)
-        inputs = (mixed if mixed.shape[1] == 3 else mixed[:, -1:].expand(-1, 3, -1)).unbind(1)
-        inputs = [norm(self._with_message(i, inputs[i], said)) for i, norm in enumerate(self.norms)]
-        y_TM = self.attention_conv(self.attention(*inputs, step), step)
+        mixed = mixed if mixed.shape[1] == 3 else mixed[:, -1:].expand(-1, 3, -1)
+        q_TM, k_TM, v_TM = (norm(self._with_message(i, mixed[:, i], said)) for i, norm in enumerate(self.norms))
+        y_TM = self.attention_conv(self.attention(q_TM, k_TM, v_TM, step), step)
         rows = (x_TBM, y_TM) if self.begins_block else (x_TBM[:, :-1], x_TBM[:, -1] + y_TM)
         x_TBM = torch.cat([rows[0], rows[1][:, None]], 1)
         mixed_TM = self._with_message(3, self.experts_input(x_TBM)[:, 0], said)
@@ -187,8 +187,8 @@ class SinkingAttention:
             kv = self._conv(kv, step)
         k_TGD, v_TGD = kv.view(len(kv), 2, spec.n_kv_heads, -1).unbind(1)
         v_TGD = F.rms_norm(v_TGD, v_TGD.shape[-1:], eps=self._eps)
-        q_THD = _clip(q.unflatten(-1, (spec.n_query_heads, -1)) * self._q_scale, self._most)
-        weights_THR = _clip(weights.unflatten(-1, (spec.n_query_heads, -1)) * self._r_scale, self._most_weights)
+        q_THD = _clip(q.reshape(len(q), spec.n_query_heads, -1) * self._q_scale, self._most)
+        weights_THR = _clip(weights.reshape(len(q), spec.n_query_heads, -1) * self._r_scale, self._most_weights)
         bias_THL = self._bias(self._scale(weights_THR, step))
         # A sink of s takes the weight that a sink of 0 takes if all other scores are less by s.
         bias_THL = bias_THL - sinks_TH.float()[..., None]

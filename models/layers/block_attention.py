@@ -1,7 +1,7 @@
 """Implements attention over depth: a part of a layer reads what earlier blocks of layers have left of the same token.
 
-Kimi Team 2026, "Attention Residuals". The rows of a token are (B, M): the sums of B - 1 blocks, and the sum of the block
-that is not complete yet.
+Kimi Team 2026, "Attention Residuals". The rows of a token are (B, M): the sums of B - 1 blocks, and the sum of the
+block that is not complete yet.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class BlockAttention:
         n_model = x_TBM.shape[-1]
         rows_TBM = F.rms_norm(x_TBM.float(), (n_model,), eps=_EPS)
         scores_TQB = self.queries_QM @ rows_TBM.transpose(1, 2) * n_model**-0.5
-        return (scores_TQB.softmax(-1) @ rows_TBM).to(x_TBM.dtype)
+        mixed_TQM: Tensor = scores_TQB.softmax(-1) @ rows_TBM
+        return mixed_TQM.to(x_TBM.dtype)
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class MessageGate:
         def linear(name: str, n_out: int, n_in: int, activation: str | None = None) -> Linear:
             return Linear(checkpoint.take(f"{prefix}.{name}_weight", n_out, n_in), activation=activation)
 
-        gates = (linear(name, n_model, n_rank, "tanh") for name in ("forget", "gain"))
-        return MessageGate(linear("down", n_rank, 2 * n_model), *gates, eps)
+        forget, gain = (linear(name, n_model, n_rank, "tanh") for name in ("forget", "gain"))
+        return MessageGate(linear("down", n_rank, 2 * n_model), forget, gain, eps)
 
     def __call__(self, x_TM: Tensor, message_TM: Tensor) -> Tensor:
         normed = [F.rms_norm(x, x.shape[-1:], eps=self.eps) for x in (x_TM, message_TM)]

@@ -1,7 +1,7 @@
 """Implements a bias of attention's scores by distance, which each query computes for itself.
 
-A query has a few numbers for each head. They weight profiles over distances, which all queries and heads share (Thinking
-Machines 2026, "Inkling").
+A query has a few numbers for each head. They weight profiles over distances, which all queries and heads share
+(Thinking Machines 2026, "Inkling").
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class DynamicConv:
         for delay in range(1, n_taps):
             delays_WF[n_taps - 1 - delay, (delay - 1) * n_channels : delay * n_channels] = 1
         self._delays = ResidualConv(layer, name, delays_WF)
-        self._taps_WHD = taps_WE.unflatten(1, (n_heads, -1))
+        self._taps_WHD = taps_WE.view(n_taps, n_heads, -1)
         self.spec: RecurrentSpec = self._delays.spec
 
     def at(self, layer: int) -> DynamicConv:
@@ -91,7 +91,7 @@ class DynamicConv:
         n_taps, n_heads, _ = self._taps_WHD.shape
         before = self._delays.convolved(torch.cat([x_TE] * (n_taps - 1), -1), step)
         rows_TWHD = torch.cat([x_TE, before], -1).view(len(x_TE), n_taps, n_heads, -1)
-        y_THD = (rows_TWHD * (self._taps_WHD + taps_THW.transpose(1, 2)[..., None])).sum(1)
+        y_THD: Tensor = (rows_TWHD * (self._taps_WHD + taps_THW.transpose(1, 2)[..., None])).sum(1)
         return (y_THD.flatten(1) + x_TE) * self._scale
 
 

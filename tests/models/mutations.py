@@ -238,6 +238,8 @@ def judge(subject: str, changes: Changes) -> Verdict:
         except HybridMemoryError as error:
             if any(name in str(error) for name in _names(changes)):
                 return Verdict("refused", str(error))
+            if "cannot write" in str(error):  # transformers makes no file of it, so none can be loaded
+                return Verdict("impossible", str(error))
             return Verdict("impossible" if expected is None else "wrong", f"refused without a name: {error}")
         except Exception as error:
             return Verdict("wrong", f"not refused, but: {type(error).__name__}: {error}")
