@@ -68,7 +68,7 @@ ATTACHABLE = (
 
 _INDEXED = "its attention asks the cache for the index's keys of all tokens, where the memory keeps one for each span"
 _CHOOSES = "its attention asks the cache for the index's keys of all tokens, where the memory chooses the rows itself"
-_BIASED = "its attention gives the cache no bias by distance, but one for all tokens that it remembers, row by row"
+_BIASED = "its attention computes a bias for each token of the cache, where the memory adds one for each distance"
 
 NOT_ATTACHED = {
     "DeepseekV32ForCausalLM": _CHOOSES,
