@@ -222,8 +222,8 @@ class Step:
             softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
             sinks: (n_query_heads,) float32, as in gpt-oss: for each head, a score that takes part in the softmax but
                 has no value.
-            bias: (n_query_heads, L) float32, as in T5. Column min(d, L - 1) is added to the score of the row d tokens
-                before a query.
+            bias: (n_query_heads, L) float32, as in T5, or (T, n_query_heads, L). Column min(d, L - 1) is added to the
+                score of the row d tokens before a query.
             name: which of the layer's attentions, if it has several.
             chosen: the rows that each query attends to, from `choose`, if the spec has a number of them (`n_chosen`).
         Returns (T, n_query_heads, head_dim, or value_dim where the spec has one), before the output projection. Raises

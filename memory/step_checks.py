@@ -39,8 +39,10 @@ def check_scoring(
     n_heads = q.shape[1] if q.dim() > 1 else 0
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise StepError(f"sinks have shape {tuple(sinks.shape)}; give one for each of {n_heads} query heads")
-    if bias is not None and (bias.dim() != 2 or len(bias) != n_heads or not bias.shape[1]):
-        raise StepError(f"bias has shape {tuple(bias.shape)}; give ({n_heads} query heads, distances)")
+    if bias is not None and (bias.shape[:-1] not in (q.shape[1:2], q.shape[:2]) or not bias.shape[-1]):
+        raise StepError(
+            f"bias has shape {tuple(bias.shape)}; give ({n_heads} query heads, distances), or that for each token"
+        )
 
 
 def check_served(places: Mapping[tuple[int, str, str | None], object], served: Set[object]) -> None:

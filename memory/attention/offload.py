@@ -270,7 +270,7 @@ def _release(memory: Attention, slot: int) -> None:
 def _given(part: PartPlan, rows: tuple[Tensor, Tensor, Tensor | None], scoring: Scoring) -> tuple[Any, ...]:
     """Return queries, keys and values of a part's tokens, and their scoring, on the device of the part's kernels."""
     own = rows if part.tokens is None else tuple(None if x is None else x[part.tokens] for x in rows)
-    device = part.store.device
+    device, scoring = part.store.device, scoring.of(part.tokens)
     if device.type == rows[0].device.type:
         return *own, scoring
     return *_moved(own, device), Scoring(*_moved(scoring, device))

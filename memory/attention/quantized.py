@@ -214,7 +214,7 @@ class QuantizedAttention(CannotDrop):
         if read.choice is not None and folded is not None:
             places_GC = self.exact.choose(read.choice, index, q_QHD, self._flats[index][-2:])
             folded = replace(folded, blocks=places_GC * self._dtype.itemsize)
-        return self.exact.read(read.batch, index, q_QHD, scoring, folded)
+        return self.exact.read(read.batch, index, q_QHD, scoring.of(read.tokens), folded)
 
     def _folded(self, index: int, body: Body | None) -> FoldedRows | None:
         if body is None or not len(body.blocks.host):

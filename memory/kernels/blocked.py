@@ -55,7 +55,7 @@ def attend(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Sco
         for begin, end in rows:
             k_GRD, v_GRD = (x.transpose(0, 1).float() for x in read(begin, end))
             scores_HTR = (q_GXD @ k_GRD.transpose(1, 2)).view(n_heads, -1, end - begin)
-            scores_HTR = scored(scores_HTR, scoring, first - begin)
+            scores_HTR = scored(scores_HTR, scoring.of(own), first - begin)
             higher_HT1 = torch.maximum(highest_HT1, scores_HTR.amax(-1, keepdim=True))
             # The highest score is -inf as long as no row has a weight.
             shift_HT1 = higher_HT1.masked_fill(higher_HT1 == -torch.inf, 0.0)
@@ -87,7 +87,12 @@ def scored(products_HTR: Tensor, scoring: Scoring, n_before: int) -> Tensor:
     if scoring.bias_HL is not None:
         bias_HL = torch.as_tensor(scoring.bias_HL)
         distances_TR = torch.arange(n_before, n_before + n_queries)[:, None] - torch.arange(n_rows)
-        scores_HTR = scores_HTR + bias_HL[:, distances_TR.clamp(0, bias_HL.shape[1] - 1).to(bias_HL.device)]
+        columns_TR = distances_TR.clamp(0, bias_HL.shape[-1] - 1).to(bias_HL.device)
+        if bias_HL.dim() == 2:
+            scores_HTR = scores_HTR + bias_HL[:, columns_TR]
+        else:
+            columns_THR = columns_TR[:, None].expand(-1, len(scores_HTR), -1)
+            scores_HTR = scores_HTR + bias_HL.gather(2, columns_THR).transpose(0, 1)
     if not sees_all(n_queries, n_rows, scoring.window, n_before):
         scores_HTR += causal_mask(n_queries, n_rows, scoring.window, scores_HTR.device, n_before)
     return scores_HTR

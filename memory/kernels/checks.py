@@ -157,7 +157,7 @@ def paged_attention(q_THD: Tensor, batch: PagedBatch, n_kv_heads: int, scoring: 
     if len(batch.kv_lengths) != n_requests or len(batch.cu_pages) != n_requests + 1:
         found = f"lengths of {len(batch.kv_lengths)} and pages of {len(batch.cu_pages) - 1}"
         raise StepError(f"attention: {n_requests} requests have {found}")
-    _require_scoring(q[1], n_kv_heads, scoring)
+    _require_scoring(q[0], q[1], n_kv_heads, scoring)
     _require_dtypes("attention", dtypes, q_THD.dtype)
 
 
@@ -167,7 +167,7 @@ def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, d
         shapes = f"queries {tuple(q)}, keys {tuple(k)} and values {tuple(v)}"
         wanted = "(rows, heads, channels), as many values as keys and as many queries or fewer"
         raise StepError(f"attention: {shapes}; give {wanted}")
-    _require_scoring(q[1], k[1], scoring)
+    _require_scoring(q[0], q[1], k[1], scoring)
     _require_dtypes("attention", dtypes, q_THD.dtype, k_RGD.dtype, v_RGD.dtype)
 
 
@@ -199,13 +199,15 @@ def _tokens(slots: StateSlots) -> int:
     return int(slots.cu_rows.host[-1])
 
 
-def _require_scoring(n_heads: int, n_kv_heads: int, scoring: Scoring) -> None:
+def _require_scoring(n_queries: int, n_heads: int, n_kv_heads: int, scoring: Scoring) -> None:
     _require_sharing("attention", n_heads, n_kv_heads)
     sinks_H, bias_HL = scoring.sinks_H, scoring.bias_HL
     if sinks_H is not None and sinks_H.shape != (n_heads,):
         _refuse("attention", ("sinks",), (sinks_H.shape,), ((n_heads,),))
-    if bias_HL is not None and (len(bias_HL.shape) != 2 or bias_HL.shape[0] != n_heads or not bias_HL.shape[1]):
-        _refuse("attention", ("bias",), (bias_HL.shape,), ((n_heads, max(1, bias_HL.shape[-1])),))
+    if bias_HL is not None:
+        wanted = (n_queries, n_heads, max(1, bias_HL.shape[-1]))[-2 if len(bias_HL.shape) < 3 else 0 :]
+        if bias_HL.shape != wanted:
+            _refuse("attention", ("bias",), (bias_HL.shape,), (wanted,))
 
 
 def _require_sharing(what: str, n_heads: int, n_groups: int) -> None:

@@ -68,7 +68,7 @@ def paged_attention(
     for i in range(len(batch.kv_lengths)):
         own = slice(*batch.cu_seqlens[i : i + 2].tolist())
         n_rows, read = row_reader(gather_rows, keys, values, batch, i, n_kv_heads, q_THD.shape[2], folded)
-        out_THD[own] = attend(q_THD[own], n_rows, n_kv_heads, read, scoring)
+        out_THD[own] = attend(q_THD[own], n_rows, n_kv_heads, read, scoring.of(own))
     return out_THD
 
 
@@ -83,7 +83,8 @@ def tree_attention(
         for t in range(*batch.cu_seqlens[i : i + 2].tolist()):
             path = torch.from_numpy(start + paths.rows[paths.cu_rows[t] : paths.cu_rows[t + 1]]).to(k_RGD.device)
             k_own, v_own = (torch.cat([x_RGD[:start], x_RGD[path]]) for x_RGD in (k_RGD, v_RGD))
-            out_QHD[t : t + 1] = attend_rows(q_QHD[t : t + 1], k_own, v_own, scoring)
+            own = slice(t, t + 1)
+            out_QHD[own] = attend_rows(q_QHD[own], k_own, v_own, scoring.of(own))
     return out_QHD
 
 

@@ -116,8 +116,8 @@ class Scoring(NamedTuple):
         softcap: scores become cap tanh(s / cap) (Gemma Team 2024, "Gemma 2"); None for no cap.
         sinks_H: for each query head, the score of an additional row that has no value but takes its share of the weight
             ("learned sinks", Xiao et al. 2023, as in gpt-oss); None for none.
-        bias_HL: (H, L) float32. Column min(d, L - 1) is added to the score of a row that is d positions before the
-            query (Raffel et al. 2020, "T5"); None for none.
+        bias_HL: (H, L) float32, or (queries, H, L) where each query has its own. Column min(d, L - 1) is added to the
+            score of a row that is d positions before the query (Raffel et al. 2020, "T5"); None for none.
     """
 
     scale: float
@@ -125,6 +125,12 @@ class Scoring(NamedTuple):
     softcap: float | None = None
     sinks_H: Prepared | None = None
     bias_HL: Prepared | None = None
+
+    def of(self, queries: slice | Tensor | None) -> Scoring:
+        """Return the scoring of some of the queries; None stands for all."""
+        if queries is None or self.bias_HL is None or self.bias_HL.ndim == 2:
+            return self
+        return self._replace(bias_HL=self.bias_HL[queries])
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,12 @@ class _Attention(torch.autograd.Function):
                 dv_RGD = blocks.of_groups(weights, dy_HTV).transpose(0, 1)
                 dscores = blocks.over_groups(dy_HTV, v_GRD.transpose(1, 2)).sub_(mean_HT1[:, own]).mul_(weights)
                 if dbias_HL is not None:
-                    at = blocks.distances(own, begin, k_GRD.shape[1]).clamp(0, dbias_HL.shape[1] - 1)
-                    dbias_HL.index_add_(1, at.flatten(), dscores.flatten(1))
+                    at = blocks.distances(own, begin, k_GRD.shape[1]).clamp(0, dbias_HL.shape[-1] - 1)
+                    if dbias_HL.dim() == 2:
+                        dbias_HL.index_add_(1, at.flatten(), dscores.flatten(1))
+                    else:
+                        at_THR = at[:, None].expand(-1, len(dscores), -1)
+                        dbias_HL[own].scatter_add_(2, at_THR, dscores.transpose(0, 1))
                 if slopes is not None:
                     dscores.mul_(slopes)
                 dscores.mul_(scoring.scale)
@@ -175,8 +179,13 @@ class _Blocks:
             slopes = 1 - capped.square()
             scores = capped.mul_(scoring.softcap)
         if scoring.bias_HL is not None:
-            at = self.distances(own, begin, n_rows).clamp(0, scoring.bias_HL.shape[1] - 1)
-            scores = scores + scoring.bias_HL.detach()[:, at]
+            bias = scoring.bias_HL.detach()
+            bias = bias if bias.dim() == 2 else bias[own]
+            at = self.distances(own, begin, n_rows).clamp(0, bias.shape[-1] - 1)
+            if bias.dim() == 2:
+                scores = scores + bias[:, at]
+            else:
+                scores = scores + bias.gather(2, at[:, None].expand(-1, len(scores), -1)).transpose(0, 1)
         window, n_before = scoring.window, self._n_before + own.start
         if n_before < begin + n_rows - 1 or (window is not None and self._n_before + own.stop - begin > window):
             distances = self.distances(own, begin, n_rows)

@@ -109,7 +109,9 @@ class TrainingStep:
         self.rows[place] = (k,) if v is None else (k, v)
         values = k[..., : spec.value_dim] if v is None else v
         ys = []
+        by_query = None if bias is None or bias.dim() == 2 else self.segments.split(bias)
         for i, (own_q, own_k, own_v) in enumerate(zip(*map(self.segments.split, (q, k, values)), strict=True)):
+            scoring = scoring if by_query is None else scoring._replace(bias_HL=by_query[i])
             seen = None if chosen is None or chosen.positions is None else chosen.positions[i]
             ys.append(attention.attend(own_q, own_k, own_v, self._before.rows(i, place, spec), scoring, seen))
         return torch.cat(ys)

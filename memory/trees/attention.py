@@ -84,11 +84,13 @@ class TreeAttention:
         """Write the step's keys and values. Return what each token attends to: (T, H, D or value_dim)."""
         cache = self._cache
         cache.write(plan, index, q_THD, k_TGD, v_TGD)
-        found = cache.read_paths(plan.nodes.batch, plan.paths, index, q_THD[plan.nodes.tokens], scoring)
+        own = plan.nodes.tokens
+        found = cache.read_paths(plan.nodes.batch, plan.paths, index, q_THD[own], scoring.of(own))
         out_THD = q_THD.new_empty(*q_THD.shape[:2], found.shape[-1])
-        out_THD[plan.nodes.tokens] = found
+        out_THD[own] = found
         if plan.others is not None:
-            out_THD[plan.others.tokens] = cache.read(plan.others.batch, index, q_THD[plan.others.tokens], scoring)
+            own = plan.others.tokens
+            out_THD[own] = cache.read(plan.others.batch, index, q_THD[own], scoring.of(own))
         return out_THD
 
     def give_back(self, plan: TreeAttentionPlan) -> None:

@@ -68,12 +68,16 @@ ATTACHABLE = (
 
 _INDEXED = "its attention asks the cache for the index's keys of all tokens, where the memory keeps one for each span"
 _CHOOSES = "its attention asks the cache for the index's keys of all tokens, where the memory chooses the rows itself"
+_BIASED = "its attention computes a bias for each token of the cache, where the memory adds one for each distance"
 
 NOT_ATTACHED = {
     "DeepseekV32ForCausalLM": _CHOOSES,
     "Glm5NextForConditionalGeneration": _INDEXED,
     "GlmMoeDsaForCausalLM": _CHOOSES,
     "Qwen4ExpForCausalLM": _INDEXED,
+    "Inkling2ForCausalLM": _BIASED,
+    "Inkling2LoopForCausalLM": _BIASED,
+    "InklingForCausalLM": _BIASED,
     "RwkvForCausalLM": "its forward takes and returns a list of tensors, `state`, and no cache",
 }
 """Classes that `load_model` loads and `attach` refuses, and why."""

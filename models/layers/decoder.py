@@ -44,7 +44,7 @@ class Layer(Protocol):
         """Return the specs of the memories that it needs."""
         ...
 
-    def __call__(self, x_TM: Tensor, step: Step) -> Tensor: ...
+    def __call__(self, x_TM: Tensor, step: Step, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Decoder:
         self._vocabulary, self._layers, self._norm = vocabulary, layers, norm
         self._residual_dtype = residual_dtype or checkpoint.dtype
         self.memory_spec = MemorySpec(
-            layers=tuple(layer.specs for layer in layers), vocab_size=config.vocab_size, dtype=checkpoint.dtype,
+            layers=tuple(layer.specs for layer in layers), vocab_size=vocabulary.n_tokens, dtype=checkpoint.dtype,
             device=checkpoint.device, model=f"{type(self).__name__} {checkpoint.folder.name}",
         )  # fmt: skip
 

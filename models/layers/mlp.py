@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hybridmem.models.layers.linear import Linear, activation_by, add_gated_mlp, add_product, normed_products
@@ -56,6 +57,25 @@ class ClampedMLP:
     def __call__(self, x_TM: Tensor) -> Tensor:
         gate_TF, up_TF = self.gate(x_TM).clamp(max=self.limit), self.up(x_TM).clamp(-self.limit, self.limit)
         return self.down(self.activation(gate_TF) * up_TF)
+
+
+@dataclass(frozen=True)
+class CappedMLP:
+    """Computes W_down(cap(g) sigmoid(g) cap(W_up x)) with g = W_gate x, where cap(z) = c tanh(z / c).
+
+    Attributes:
+        caps: c for the gate, and c for what it multiplies.
+    """
+
+    gate: Linear
+    up: Linear
+    down: Linear
+    caps: tuple[float, float]
+
+    def __call__(self, x_TM: Tensor) -> Tensor:
+        gate_TF, up_TF = self.gate(x_TM), self.up(x_TM)
+        capped = (torch.tanh(x / cap) * cap for x, cap in zip((gate_TF, up_TF), self.caps, strict=True))
+        return self.down(next(capped) * gate_TF.sigmoid() * next(capped))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,16 +30,20 @@ class Embedding:
 
     Attributes:
         weight: (vocabulary, M), in any dtype; or an object that holds such a weight for products as well.
+        norm: norms embeddings that have been looked up; None for none.
     """
 
     weight: Tensor | QuantisedWeight
     dtype: torch.dtype
     scale: float = 1.0
+    norm: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         """Return the embeddings (T, M) of tokens."""
         rows = self.weight[token_ids_T] if isinstance(self.weight, Tensor) else self.weight.rows(token_ids_T)
         x_TM = rows.to(self.dtype)
+        if self.norm is not None:
+            x_TM = self.norm(x_TM)
         return x_TM if self.scale == 1.0 else x_TM * self.scale
 
 
@@ -53,21 +58,25 @@ class Vocabulary:
         bias: name of the head's bias; None for none.
         embedding_scale, logits_scale: factors of embeddings and logits.
         logits_cap: logits become cap * tanh(logits / cap) after that (Gemma Team 2024, "Gemma 2"); None for no cap.
+        embedding_norm: norms embeddings; None for none.
+        n_tokens: how many rows are of tokens, if those behind them only fill the matrices up; None for all.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, config: PreTrainedConfig, name: str, head: str, *, embedding_scale: float = 1.0,
         logits_scale: float = 1.0, logits_cap: float | None = None, bias: str | None = None,
+        embedding_norm: Callable[[Tensor], Tensor] | None = None, n_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self._name, self._shape = name, (config.vocab_size, config.hidden_size)
         self._logits_scale, self._logits_cap = logits_scale, logits_cap
+        self.n_tokens = min(config.vocab_size, n_tokens or config.vocab_size)
         weight = checkpoint.take(head, *self._shape)
         bias_V = None if bias is None else checkpoint.take(bias, config.vocab_size)
         self._head = Linear(weight, bias=bias_V, format=wanted_vocabulary_format())
         rows: Tensor | QuantisedWeight | None = self._head.rows if head == name else None
         if rows is None:
             rows = self._take_rows(checkpoint, name)
-        self.embed = Embedding(rows, checkpoint.dtype, embedding_scale)
+        self.embed = Embedding(rows, checkpoint.dtype, embedding_scale, embedding_norm)
 
     @staticmethod
     def load(
@@ -88,8 +97,10 @@ class Vocabulary:
         return weight if self._head.is_packed else weight.to(checkpoint.device, checkpoint.dtype)
 
     def logits(self, x_TM: Tensor) -> Tensor:
-        """Return logits, (T, vocabulary)."""
+        """Return logits, (T, n_tokens)."""
         logits = self._head(x_TM)
+        if self.n_tokens < self._shape[0]:
+            logits = logits[:, : self.n_tokens]
         if self._logits_scale != 1.0:
             logits = logits * self._logits_scale
         return logits if self._logits_cap is None else torch.tanh(logits / self._logits_cap) * self._logits_cap

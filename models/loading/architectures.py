@@ -45,6 +45,9 @@ _MODULES = {
     "Glm5NextForConditionalGeneration": "hybridmem.models.families.glm5_next",
     "GlmMoeDsaForCausalLM": "hybridmem.models.families.deepseek_v32",
     "GraniteMoeHybridForCausalLM": "hybridmem.models.families.granite_moe_hybrid",
+    "Inkling2ForCausalLM": "hybridmem.models.families.inkling2",
+    "Inkling2LoopForCausalLM": "hybridmem.models.families.inkling2_loop",
+    "InklingForCausalLM": "hybridmem.models.families.inkling",
     "JambaForCausalLM": "hybridmem.models.families.jamba",
     "LaraMiniForCausalLM": "hybridmem.models.families.lara_mini",
     "Lfm2ForCausalLM": "hybridmem.models.families.lfm2",
@@ -80,13 +83,7 @@ _MODULES = {
     "xLSTMForCausalLM": "hybridmem.models.families.xlstm",
 }
 
-REFUSED = {
-    "Inkling2ForCausalLM": "each query computes a bias for each distance, which no attention kernel here adds to "
-    "scores, and its layers attend to blocks of earlier layers",
-    "Inkling2LoopForCausalLM": "each query computes a bias for each distance, which no attention kernel here adds to "
-    "scores, its layers attend to blocks of earlier layers, and they run several times",
-    "InklingForCausalLM": "each query computes a bias for each distance, which no attention kernel here adds to scores",
-}
+REFUSED: dict[str, str] = {}
 """Maps a class of transformers with recurrent states that is not implemented to the reason why."""
 
 

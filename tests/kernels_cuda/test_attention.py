@@ -91,6 +91,9 @@ def test_capped_scores_sinks_and_biases(
     pages.bias = torch.randn(6, n_distances) if n_distances else None
     for window in (None, 20):
         assert_as_reference(pages, device, window)
+    if n_distances:
+        pages.bias = torch.randn(len(pages.q), 6, n_distances)
+        assert_as_reference(pages, device)
 
 
 @pytest.mark.parametrize("sinks", ["no sinks", "some"])

@@ -130,12 +130,13 @@ def test_the_kernel_reads_what_the_reference_reads(
         Scoring(0.3),
         Scoring(0.3, softcap=2.0, sinks_H=torch.randn(n_heads)),
         Scoring(0.3, bias_HL=torch.randn(n_heads, 30)),
+        Scoring(0.3, bias_HL=torch.randn(len(q), n_heads, 30)),
     ):
         expected = reference.paged_attention(q, keys, values, batch, n_kv_heads, scoring, folded)
         assert_kernel_close(cpu.paged_attention(q, keys, values, batch, n_kv_heads, scoring, folded), expected)
         k, v = reference.gather_folded(folded, 0)
         own_k, own_v = (reference.gather_rows(flat, batch, 0, n_kv_heads, head_dim) for flat in (keys, values))
-        alone = reference.attend_rows(q[:1], torch.cat([k, own_k]), torch.cat([v, own_v]), scoring)
+        alone = reference.attend_rows(q[:1], torch.cat([k, own_k]), torch.cat([v, own_v]), scoring.of(slice(1)))
         assert_kernel_close(expected[:1], alone)
 
 

@@ -77,13 +77,15 @@ def randomise_(model: nn.Module) -> None:
             weight.normal_(2, 0.3)  # of Zaya's keys, which all have the same length
         elif name.endswith("hyper_connection_mixer.hc_norm.weight"):
             weight.normal_(2, 0.3)  # nothing norms the mixture of streams, which is small, before Qwen4-Exp's head
+        elif "message_gate" in name:
+            weight.normal_(0, 0.4 * weight.shape[-1] ** -0.5)  # of Inkling2Loop; any error would grow from pass to pass
         elif name.endswith(".k_a"):
             weight.normal_(1, 0.2)
         elif "norm" in name or ".ln" in name or ".pre_ln" in name or name.endswith(".D"):
             weight.normal_(float(weight.mean()), 0.2)  # around what it starts from: 1, or 0 where the norm adds the 1
         elif name.endswith("_scale"):
             weight.normal_(1, 0.2)  # of Zaya's residual streams and router rows
-        elif "adapter" in name or name.endswith(".linear.weight"):
+        elif "adapter" in name or (name.endswith(".linear.weight") and "self_attn" not in name):
             # What Zamba2's shared blocks say is normed, however small it was: any error in it would grow from block to
             # block.
             weight.normal_(0, 0.25 * weight.shape[-1] ** -0.5)

@@ -65,6 +65,8 @@ _NOT_OPTIONS = {
     "max_inference_chunksize",
     # How Qwen4-Exp's files are cut. They load however that is, and transformers cannot write them in no part at all.
     "split_ngram_parts",
+    # Ids from this one on are no tokens, and refused as such; transformers embeds them all the same.
+    "unpadded_vocab_size",
 }  # fmt: skip
 _WORDS = (
     "relu", "gelu", "silu", "gelu_pytorch_tanh", "relu2", "no-such-word", "default", "linear", "llama3", "yarn",
@@ -236,6 +238,8 @@ def judge(subject: str, changes: Changes) -> Verdict:
         except HybridMemoryError as error:
             if any(name in str(error) for name in _names(changes)):
                 return Verdict("refused", str(error))
+            if "cannot write" in str(error):  # transformers makes no file of it, so none can be loaded
+                return Verdict("impossible", str(error))
             return Verdict("impossible" if expected is None else "wrong", f"refused without a name: {error}")
         except Exception as error:
             return Verdict("wrong", f"not refused, but: {type(error).__name__}: {error}")

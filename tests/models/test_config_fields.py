@@ -29,6 +29,8 @@ RICHEST = {class_of(subject): subject for subject in SUBJECTS} | {
     "Lfm2Config": "lfm2", "Lfm2MoeConfig": "lfm2-moe-three-of-four-experts",
     "NemotronHConfig": "nemotron-h-two-of-eight-experts", "Qwen3NextConfig": "qwen3-next-two-of-four-experts",
     "ZambaConfig": "zamba-one-head", "Zamba2Config": "zamba2",
+    "InklingTextConfig": "inkling-log-scale", "Inkling2TextConfig": "inkling2-three-of-four-experts",
+    "Inkling2LoopTextConfig": "inkling2-loop",
     "KimiLinearConfig": "kimi-linear-two-of-eight-experts-in-groups", "Lfm3Config": "lfm3-biases-untied",
     "MiniMaxConfig": "minimax-two-of-four-experts", "MistralConfig": "mistral", "OlmoHybridConfig": "olmo-hybrid-rope",
     "Qwen3_5TextConfig": "qwen3.5-biases",

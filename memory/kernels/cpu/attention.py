@@ -29,7 +29,7 @@ _MOST_QUERIES, _ROWS, _MOST_ELEMENTS = 1024, 1024, 1 << 22
 """The limits of one call with many queries: the number of queries, of rows, and of elements of the queries."""
 
 NO_WINDOW = 1 << 60
-NO_SINKS, NO_BIAS = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
+NO_SINKS, NO_BIAS = np.zeros(0, np.float32), np.zeros((0, 0, 0), np.float32)
 _ONE = np.float32(1.0)
 
 
@@ -47,9 +47,9 @@ def paged_attention(
     counts = np.diff(batch.cu_seqlens)
     n_short = int(np.searchsorted(counts, _FEW_QUERIES, side="right"))
     sinks = NO_SINKS if scoring.sinks_H is None else as_array(scoring.sinks_H.contiguous())
-    bias_HL = NO_BIAS if scoring.bias_HL is None else as_array(scoring.bias_HL.contiguous())
+    bias_QHL = biases_of(scoring)
     if n_short and folded is not None:
-        attend_few_folded(q_THD, keys, values, batch, n_short, n_kv_heads, scoring, sinks, bias_HL, folded, out_THD)
+        attend_few_folded(q_THD, keys, values, batch, n_short, n_kv_heads, scoring, sinks, bias_QHL, folded, out_THD)
     elif n_short:
         pages = as_array(batch.pages)
         # The room for pages decides, not the lengths, because a recorded step is replayed for longer sequences.
@@ -57,17 +57,25 @@ def paged_attention(
         heads_a_task = n_kv_heads if n_short >= 2 * n_threads and pages.ndim == 1 else 1
         q, k, v = as_array(q_THD.contiguous()), as_array(keys), as_array(values)
         _attend_few(
-            _attend_address(q.dtype, k.dtype, v.dtype, sinks.dtype, bias_HL.dtype), q, k, v,
+            _attend_address(q.dtype, k.dtype, v.dtype, sinks.dtype, bias_QHL.dtype), q, k, v,
             batch.cu_seqlens[: n_short + 1], batch.kv_lengths, np.atleast_2d(pages), batch.cu_pages, batch.page_tokens,
             n_kv_heads, heads_a_task, np.float32(scoring.scale),
             NO_WINDOW if scoring.window is None else scoring.window, np.float32(scoring.softcap or 0.0),
-            sinks, bias_HL, as_array(out_THD),
+            sinks, bias_QHL, as_array(out_THD),
         )  # fmt: skip
     for i in range(n_short, len(counts)):
         own = slice(*batch.cu_seqlens[i : i + 2].tolist())
         n_rows, read = row_reader(gather_rows, keys, values, batch, i, n_kv_heads, q_THD.shape[2], folded)
-        _attend_many(q_THD[own], n_rows, n_kv_heads, read, scoring, out_THD[own])
+        _attend_many(q_THD[own], n_rows, n_kv_heads, read, scoring.of(own), out_THD[own])
     return out_THD
+
+
+def biases_of(scoring: Scoring) -> Prepared:
+    """Return (1, H, L), or (queries, H, L) where each query has biases of its own; of no elements if there are none."""
+    if scoring.bias_HL is None:
+        return NO_BIAS
+    bias = as_array(scoring.bias_HL.contiguous())
+    return bias.reshape(-1, *bias.shape[-2:])
 
 
 def attend_rows(
@@ -130,14 +138,14 @@ def _attend_address(queries: np.dtype, keys: np.dtype, values: np.dtype, sinks: 
     q_TR = np.empty((0, 0), queries)
     return address_of(
         _attend_task, i, q_TR, np.empty(0, keys), np.empty(0, values), ids, ids, ids.reshape(0, 0), ids, i, i, i, i, x,
-        i, x, np.empty(0, sinks), np.empty((0, 0), biases), q_TR,
+        i, x, np.empty(0, sinks), np.empty((0, 0, 0), biases), q_TR,
     )  # fmt: skip
 
 
 @compiled(parallel=True)
 def _attend_few(
     attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task,
-    scale, window, softcap, sinks, bias_HL, out_THD,
+    scale, window, softcap, sinks, bias_QHL, out_THD,
 ):  # fmt: skip
     """Attend from all requests in several threads. A task is a request and some of its key/value heads.
 
@@ -148,14 +156,14 @@ def _attend_few(
     for task in prange((len(cu_seqlens) - 1) * (n_kv_heads // heads_a_task)):
         call_at(attend_at, (
             task, q_TR, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, n_groups,
-            heads_a_task, scale, window, softcap, sinks, bias_HL, out_TR,
+            heads_a_task, scale, window, softcap, sinks, bias_QHL, out_TR,
         ))  # fmt: skip
 
 
 @compiled(ELEMENTWISE)
 def _attend_task(
     task, q_TR, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, n_groups,
-    heads_a_task, scale, window, softcap, sinks, bias_HL, out_TR,
+    heads_a_task, scale, window, softcap, sinks, bias_QHL, out_TR,
 ):  # fmt: skip
     """Attend from one request with some of its heads, by an online softmax over blocks of rows.
 
@@ -176,11 +184,11 @@ def _attend_task(
         n_rows = kv_lengths[i] - (cu_seqlens[i + 1] - 1 - t)
         copy_(q, q_TR[t, begin_of_heads:end_of_heads])
         start_(out, highest, total, sinks[first * n_groups : first * n_groups + n_heads])
+        biases = bias_QHL[min(t, len(bias_QHL) - 1)][first * n_groups : first * n_groups + n_heads]
         for begin in range(max(0, n_rows - window), n_rows, BLOCK):
             n = min(BLOCK, n_rows - begin)
             find_rows(table, begin, page_tokens, first, head_dim, rows[:n])
             score_rows(q, keys, values, rows[:n], n_groups, head_dim, apart, scale, scores, True)
-            biases = bias_HL[first * n_groups : first * n_groups + n_heads]
             weigh_(scores, n, out, highest, total, softcap, biases, n_rows - 1 - begin)
             add_values_(out, values, rows[:n], n_groups, head_dim, apart, scores)
         for h in range(n_heads):

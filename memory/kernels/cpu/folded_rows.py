@@ -34,7 +34,7 @@ _NONE = np.zeros(0, np.uint16)
 
 def attend_few_folded(
     q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_requests: int, n_kv_heads: int,
-    scoring: Scoring, sinks: Prepared, bias_HL: Prepared, folded: FoldedRows, out_THD: Tensor,
+    scoring: Scoring, sinks: Prepared, bias_QHL: Prepared, folded: FoldedRows, out_THD: Tensor,
 ) -> None:  # fmt: skip
     """Attend for the first `n_requests` requests, and write their outputs into `out_THD`."""
     counts, lengths = np.diff(batch.cu_seqlens), batch.kv_lengths + folded.lengths
@@ -47,9 +47,9 @@ def attend_few_folded(
     q, k = as_array(q_THD.contiguous()), as_array(keys)
     types = (part.dtype for part in (key_codes, key_scales, key_lows, value_codes, value_scales, value_lows))
     _attend_few(
-        _attend_address(q.dtype, k.dtype, sinks.dtype, bias_HL.dtype, *types), q, k, as_array(values),
+        _attend_address(q.dtype, k.dtype, sinks.dtype, bias_QHL.dtype, *types), q, k, as_array(values),
         batch.cu_seqlens[: n_requests + 1], batch.kv_lengths, as_array(batch.pages), batch.cu_pages, batch.page_tokens,
-        n_kv_heads, np.float32(scoring.scale), np.float32(scoring.softcap or 0.0), sinks, bias_HL,
+        n_kv_heads, np.float32(scoring.scale), np.float32(scoring.softcap or 0.0), sinks, bias_QHL,
         folded.storage.code_bits,
         key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, *_scale_shapes(folded),
         np.atleast_2d(as_array(folded.blocks)), folded.cu_blocks, folded.block_rows, folded.lengths, as_array(out_THD),
@@ -71,14 +71,14 @@ def _attend_address(queries: np.dtype, keys: np.dtype, sinks: np.dtype, biases: 
     q_TR, codes = np.empty((0, 0), queries), tuple(np.empty(0, dtype) for dtype in parts)
     return address_of(
         _attend_task, i, q_TR, rows, rows, ids, ids, ids, ids, i, i, i, x, x, np.empty(0, sinks),
-        np.empty((0, 0), biases), i, *codes, ids, ids, ids.reshape(0, 0), ids, i, ids, q_TR,
+        np.empty((0, 0, 0), biases), i, *codes, ids, ids, ids.reshape(0, 0), ids, i, ids, q_TR,
     )  # fmt: skip
 
 
 @compiled(parallel=True)
 def _attend_few(
     attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, scale, softcap,
-    sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape,
+    sinks, bias_QHL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape,
     value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_THD,
 ):  # fmt: skip
     """Attend from all requests in several threads. A task is a request and one of its key/value heads.
@@ -90,7 +90,7 @@ def _attend_few(
     for task in prange((len(cu_seqlens) - 1) * n_kv_heads):
         call_at(attend_at, (
             task, q_TR, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, n_heads, scale,
-            softcap, sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows,
+            softcap, sinks, bias_QHL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows,
             key_scale_shape, value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_TR,
         ))  # fmt: skip
 
@@ -98,7 +98,7 @@ def _attend_few(
 @compiled(ELEMENTWISE)
 def _attend_task(
     task, q_TR, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, n_heads, scale,
-    softcap, sinks, bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows,
+    softcap, sinks, bias_QHL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows,
     key_scale_shape, value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_TR,
 ):  # fmt: skip
     """Attend from one request with the queries of one key/value head, over folded rows and then over pages."""
@@ -115,11 +115,11 @@ def _attend_task(
     scores = np.empty(n_heads * BLOCK, np.float32)
     highest, total = np.empty(n_heads, np.float32), np.empty(n_heads, np.float32)
     q, out = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads * head_dim, np.float32)
-    biases = bias_HL[g * n_heads : (g + 1) * n_heads]
     for t in range(cu_seqlens[i], cu_seqlens[i + 1]):
         n_rows = kv_lengths[i] - (cu_seqlens[i + 1] - 1 - t)
         copy_(q, q_TR[t, g * n_heads * head_dim : (g + 1) * n_heads * head_dim])
         start_(out, highest, total, sinks[g * n_heads : (g + 1) * n_heads])
+        biases = bias_QHL[min(t, len(bias_QHL) - 1)][g * n_heads : (g + 1) * n_heads]
         begin = 0
         while begin < n_folded:
             block, first = begin // block_rows, begin % block_rows

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
-from hybridmem.memory.kernels.cpu.attention import NO_BIAS, NO_SINKS, NO_WINDOW
+from hybridmem.memory.kernels.cpu.attention import NO_SINKS, NO_WINDOW, biases_of
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.rows import as_array, copy_
 from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE
@@ -29,14 +29,14 @@ def tree_attention(
     checks.paged_attention(q_QHD, batch, n_kv_heads, scoring, checks.FLOATS_UP_TO_32_BITS)
     out_QHD = torch.empty_like(q_QHD, memory_format=torch.contiguous_format)
     sinks = NO_SINKS if scoring.sinks_H is None else as_array(scoring.sinks_H.contiguous())
-    bias_HL = NO_BIAS if scoring.bias_HL is None else as_array(scoring.bias_HL.contiguous())
+    bias_QHL = biases_of(scoring)
     q, k, v = as_array(q_QHD.contiguous()), as_array(keys), as_array(values)
     use_threads(2 * q_QHD.numel() * int(batch.kv_lengths.max()))
     _attend_nodes(
-        _node_address(q.dtype, k.dtype, v.dtype, sinks.dtype, bias_HL.dtype), q, k, v,
+        _node_address(q.dtype, k.dtype, v.dtype, sinks.dtype, bias_QHL.dtype), q, k, v,
         np.repeat(np.arange(len(paths.starts)), np.diff(batch.cu_seqlens)), paths.starts, paths.rows, paths.cu_rows,
         as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads, np.float32(scoring.scale),
-        NO_WINDOW if scoring.window is None else scoring.window, np.float32(scoring.softcap or 0.0), sinks, bias_HL,
+        NO_WINDOW if scoring.window is None else scoring.window, np.float32(scoring.softcap or 0.0), sinks, bias_QHL,
         as_array(out_QHD),
     )  # fmt: skip
     return out_QHD
@@ -49,14 +49,14 @@ def _node_address(queries: np.dtype, keys: np.dtype, values: np.dtype, sinks: np
     q_QR = np.empty((0, 0), queries)
     return address_of(
         _attend_node, i, q_QR, np.empty(0, keys), np.empty(0, values), ids, ids, ids, ids, ids, ids, i, i, i, x, i, x,
-        np.empty(0, sinks), np.empty((0, 0), biases), q_QR,
+        np.empty(0, sinks), np.empty((0, 0, 0), biases), q_QR,
     )  # fmt: skip
 
 
 @compiled(parallel=True)
 def _attend_nodes(
     attend_at, q_QHD, keys, values, requests, starts, path_rows, cu_rows, pages, cu_pages, page_tokens, n_kv_heads,
-    scale, window, softcap, sinks, bias_HL, out_QHD,
+    scale, window, softcap, sinks, bias_QHL, out_QHD,
 ):  # fmt: skip
     """Attend from all queries in several threads. A task is a query and one of its key/value heads."""
     q_QR, out_QR = q_QHD.reshape(len(q_QHD), -1), out_QHD.reshape(len(out_QHD), -1)
@@ -64,14 +64,14 @@ def _attend_nodes(
     for task in prange(len(q_QHD) * n_kv_heads):
         call_at(attend_at, (
             task, q_QR, keys, values, requests, starts, path_rows, cu_rows, pages, cu_pages, page_tokens, n_kv_heads,
-            n_groups, scale, window, softcap, sinks, bias_HL, out_QR,
+            n_groups, scale, window, softcap, sinks, bias_QHL, out_QR,
         ))  # fmt: skip
 
 
 @compiled(ELEMENTWISE)
 def _attend_node(
     task, q_QR, keys, values, requests, starts, path_rows, cu_rows, pages, cu_pages, page_tokens, n_kv_heads, n_groups,
-    scale, window, softcap, sinks, bias_HL, out_QR,
+    scale, window, softcap, sinks, bias_QHL, out_QR,
 ):  # fmt: skip
     """Attend from one query by an online softmax over blocks of rows: those of its sequence, then those on its path."""
     head_dim = q_QR.shape[1] // (n_groups * n_kv_heads)
@@ -89,6 +89,7 @@ def _attend_node(
     begin_of_heads, end_of_heads = head * n_groups * head_dim, (head + 1) * n_groups * head_dim
     copy_(q, q_QR[t, begin_of_heads:end_of_heads])
     start_(out, highest, total, sinks[head * n_groups : (head + 1) * n_groups])
+    biases = bias_QHL[min(t, len(bias_QHL) - 1)][head * n_groups : (head + 1) * n_groups]
     for begin in range(max(0, n_rows - window), n_rows, BLOCK):
         n = min(BLOCK, n_rows - begin)
         n_old = min(n, max(0, n_before - begin))
@@ -98,8 +99,7 @@ def _attend_node(
             place = n_before + path[begin + r - n_before]
             rows[r] = table[place // page_tokens] + (head * page_tokens + place % page_tokens) * head_dim
         score_rows(q, keys, values, rows[:n], n_groups, head_dim, apart, scale, scores, True)
-        weigh_(scores, n, out, highest, total, softcap, bias_HL[head * n_groups : (head + 1) * n_groups],
-               n_rows - 1 - begin)  # fmt: skip
+        weigh_(scores, n, out, highest, total, softcap, biases, n_rows - 1 - begin)
         add_values_(out, values, rows[:n], n_groups, head_dim, apart, scores)
     for h in range(n_groups):
         scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])

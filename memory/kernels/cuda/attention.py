@@ -52,7 +52,7 @@ def paged_attention(
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     partial = torch.empty(tiles.n_partial, n_heads, head_dim, dtype=torch.float32, device=device)
     totals = torch.empty(tiles.n_partial, n_heads, dtype=torch.float32, device=device)
-    sinks_H, bias_HL = scoring.sinks_H, scoring.bias_HL
+    sinks_H, bias_HL = scoring.sinks_H, None if scoring.bias_HL is None else scoring.bias_HL.contiguous()
     blocks = tasks if folded is None else folded.blocks
     pages = batch.pages
     for n_queries, begin, end in tiles.launches:
@@ -68,8 +68,9 @@ def paged_attention(
             *folded_rows.flats(folded, q_THD), q_THD.stride(0), q_THD.stride(1),
             *(x.stride(0) if x.dim() == 2 and x is not tasks else 0 for x in (pages, blocks)),
             scoring.scale * LOG2_E.value, (scoring.softcap or 0.0) * LOG2_E.value, scoring.window or 0,
-            1 if bias_HL is None else bias_HL.shape[1], N_HEADS=n_heads, N_SHARED=n_heads // n_kv_heads,
-            HEADS=shape.heads, PARTS=shape.parts, D=head_dim, PAGE=batch.page_tokens,
+            1 if bias_HL is None else bias_HL.shape[-1],
+            0 if bias_HL is None or bias_HL.dim() == 2 else bias_HL.stride(0), N_HEADS=n_heads,
+            N_SHARED=n_heads // n_kv_heads, HEADS=shape.heads, PARTS=shape.parts, D=head_dim, PAGE=batch.page_tokens,
             IS_SHARED=keys.data_ptr() == values.data_ptr(), HAS_SOFTCAP=scoring.softcap is not None,
             HAS_SINKS=sinks_H is not None, HAS_BIAS=bias_HL is not None, HAS_WINDOW=scoring.window is not None,
             BLOCK_M=block_m, BLOCK_N=block_n, TASK=TASK, ALIGN=aligned_elements(head_dim, itemsize),
@@ -151,6 +152,7 @@ def _most_warps(block_m: int, n_last_channels: int) -> int:
 def _attend(
     q, out, partial, totals, keys, values, pages, tasks, first_task, sinks, bias, blocks, k_codes, k_scales, k_lows,
     v_codes, v_scales, v_lows, q_token, q_head, pages_head, blocks_head, scale, softcap, window, n_distances,
+    bias_token,
     N_HEADS: tl.constexpr, N_SHARED: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, IS_SHARED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TASK: tl.constexpr,
@@ -166,6 +168,7 @@ def _attend(
     query, head = m // HEADS, g * N_SHARED + part * HEADS + m % HEADS
     is_own = (query < n_queries) & (part * HEADS + m % HEADS < N_SHARED)
     q0, q1 = load_rows(q, (token + query) * q_token + head * q_head, is_own, D, D0, D1)
+    bias_at = (token + query) * bias_token + head * n_distances
     highest, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
         if partial_row < 0:  # If there are partial results, `_merge` adds the sinks.
@@ -184,7 +187,7 @@ def _attend(
             )
             s = score(q0, q1, k0.to(q0.dtype), k1.to(q0.dtype), scale, softcap, D1, HAS_SOFTCAP)
             if HAS_BIAS:
-                s += load_bias(bias, head, newest + query, r, is_own, n_distances)
+                s += load_bias(bias, bias_at, newest + query, r, is_own, n_distances)
             s = hide(s, newest + query, r, end_folded, window, HAS_WINDOW)
             acc0, acc1, highest, total = add(s, v0.to(q0.dtype), v1.to(q0.dtype), acc0, acc1, highest, total, D1)
     for start in range(tl.maximum(begin, n_folded), end, BLOCK_N):
@@ -197,7 +200,7 @@ def _attend(
             v0, v1 = load_rows(values, at, r < end, D, D0, D1)
         s = score(q0, q1, k0, k1, scale, softcap, D1, HAS_SOFTCAP)
         if HAS_BIAS:
-            s += load_bias(bias, head, newest + query, r, is_own, n_distances)
+            s += load_bias(bias, bias_at, newest + query, r, is_own, n_distances)
         s = hide(s, newest + query, r, end, window, HAS_WINDOW)
         acc0, acc1, highest, total = add(s, v0, v1, acc0, acc1, highest, total, D1)
     # A total of 0 means that no score was above -inf. For a part of the rows, `highest` tells `_merge` so. For all

@@ -55,10 +55,13 @@ def score(q0, q1, k0, k1, scale, softcap, D1: tl.constexpr, HAS_SOFTCAP: tl.cons
 
 
 @triton.jit
-def load_bias(bias, head, newest, r, is_own, n_distances):
-    """Load the bias (M, N) of rows `r` (N,), by their distance from the last row that each query sees (M,)."""
+def load_bias(bias, at, newest, r, is_own, n_distances):
+    """Load the bias (M, N) of rows `r` (N,), by their distance from the last row that each query sees (M,).
+
+    The biases of a query and head begin at element `at` (M,).
+    """
     distance = tl.minimum(tl.maximum(newest[:, None] - r[None, :], 0), n_distances - 1)
-    return tl.load(bias + head[:, None] * n_distances + distance, mask=is_own[:, None], other=0.0) * LOG2_E
+    return tl.load(bias + at[:, None] + distance, mask=is_own[:, None], other=0.0) * LOG2_E
 
 
 @triton.jit

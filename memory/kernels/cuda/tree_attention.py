@@ -25,7 +25,7 @@ def tree_attention(
         places = _places(batch, request, n_before, path_rows, cu_rows, n_kv_heads, q_QHD.shape[2])
         lengths = n_before + np.diff(cu_rows)
         each = PagedBatch(np.arange(len(lengths) + 1), lengths, places, starts_of(lengths), page_tokens=1)
-        out_QHD[own] = paged_attention(q_QHD[own], keys, values, each, n_kv_heads, scoring)
+        out_QHD[own] = paged_attention(q_QHD[own], keys, values, each, n_kv_heads, scoring.of(own))
     return out_QHD
 
 

@@ -229,6 +229,19 @@ def test_capped_scores_sinks_and_biases(softcap: float | None, has_sinks: bool, 
         assert_kernel_close(pages.attend(cpu, only=i, window=window), expected[start:end])
 
 
+@pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "reference"])
+@pytest.mark.parametrize("n_distances", [1, 9, 200])
+def test_each_query_may_have_its_own_bias(kernels: Kernels, n_distances: int) -> None:
+    """A query gets what it would get if all queries had its bias; requests of few queries and of many."""
+    pages = Pages(6, 2, 20, page_tokens=4, lengths=(1, 3, 40), histories=(130, 0, 70))
+    biases = torch.randn(len(pages.q), 6, n_distances)
+    pages.bias = biases
+    found = pages.attend(kernels)
+    for t in (0, 1, 3, 4, 17, len(pages.q) - 1):
+        pages.bias = biases[t]
+        assert_kernel_close(found[t], pages.attend(reference)[t])
+
+
 def test_rows_before_the_window_are_not_read() -> None:
     """Poisoned, they would show: of the longest history, everything but the last window is NaN."""
     pages = Pages(6, 2, 8, page_tokens=4, lengths=(1, 20), histories=(130, 130))

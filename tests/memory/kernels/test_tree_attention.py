@@ -12,6 +12,7 @@ from hybridmem.memory.kernels import Kernels, PagedBatch, Scoring, TreePaths, cp
 from tests.tolerances import assert_kernel_close
 
 PARENTS = ([-1, 0, 0, 2, -1, 4, 3, 6], [-1, -1], [-1, *range(69), 3, 40])
+N_NODES = sum(map(len, PARENTS))
 HISTORIES = (21, 0, 67)
 PAGE_TOKENS = 4
 
@@ -59,7 +60,8 @@ class Case:
         for i, parents in enumerate(PARENTS):
             for node in range(len(parents)):
                 rows = [*range(HISTORIES[i]), *(HISTORIES[i] + other for other in path_to(node, parents))]
-                found.append(reference.attend_rows(self.q[t : t + 1], self.k[i][rows], self.v[i][rows], scoring))
+                own = slice(t, t + 1)
+                found.append(reference.attend_rows(self.q[own], self.k[i][rows], self.v[i][rows], scoring.of(own)))
                 t += 1
         return torch.cat(found)
 
@@ -70,6 +72,7 @@ SCORINGS = {
     "capped": Scoring(0.3, softcap=0.7),
     "sinks": Scoring(0.3, sinks_H=torch.linspace(-1.0, 1.0, 6)),
     "bias": Scoring(0.3, bias_HL=torch.linspace(-2.0, 2.0, 6 * 9).reshape(6, 9)),
+    "bias of each query": Scoring(0.3, bias_HL=torch.linspace(-9.0, 9.0, N_NODES * 6 * 9).reshape(N_NODES, 6, 9).sin()),
 }
 
 

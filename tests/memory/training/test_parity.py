@@ -14,7 +14,8 @@ from tests.subjects import IS_FULL
 
 FAMILIES = (
     "bailing-hybrid", "bamba", "deepseek-v3", "deepseek-v3.2", "falcon-h1", "falcon-mamba", "gemma2", "gemma3",
-    "granite-moe-hybrid", "jamba", "kimi-linear", "lara-mini", "lfm2", "llama", "mamba2", "minimax", "mistral",
+    "granite-moe-hybrid", "inkling-log-scale", "jamba", "kimi-linear",
+    "lara-mini", "lfm2", "llama", "mamba2", "minimax", "mistral",
     "nemotron-h", "olmo-hybrid", "qwen3-next", "qwen3.5", "recurrent-gemma", "rwkv", "rwkv7", "xlstm-biases", "zamba",
     "zamba2", "zaya",
 )  # fmt: skip
