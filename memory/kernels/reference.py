@@ -360,10 +360,11 @@ def _read_matrices(state: StateSlots) -> Tensor:
 
 def _write_matrix_(state: StateSlots, run: int, s_HVN: Tensor) -> None:
     """Write the state of a segment at its body's new position."""
-    if state.flat.dtype not in LARGEST:
-        return write_rows_(state.flat, state.targets[run : run + 1], s_HVN.reshape(1, -1))
-    assert state.tail is not None, "states of 8 bits come before tails"
-    write_state_(state.flat, state.targets[run], s_HVN, int(state.tail.firsts[run] + state.tail.folds[run]))
+    if state.flat.dtype in LARGEST:
+        assert state.tail is not None, "states of 8 bits come before tails"
+        write_state_(state.flat, state.targets[run], s_HVN, int(state.tail.firsts[run] + state.tail.folds[run]))
+    else:
+        write_rows_(state.flat, state.targets[run : run + 1], s_HVN.reshape(1, -1))
 
 
 def _update(

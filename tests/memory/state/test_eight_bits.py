@@ -44,7 +44,7 @@ def memory_of(layer: Layer, state_dtype: str | None, **options: Any) -> HybridMe
 WITH_MATRICES = ("gated_delta", "kimi_delta", "linear_attention", "rwkv7", "ssd")
 
 
-@pytest.mark.parametrize("kernels", ["reference"])
+@pytest.mark.parametrize("kernels", ["", "reference"])
 @pytest.mark.parametrize("state_dtype", EIGHT_BITS)
 @pytest.mark.parametrize("family", WITH_MATRICES)
 def test_outputs_stay_near_and_files_forks_and_reruns_have_the_same_bits(
