@@ -6,8 +6,9 @@ int8, or float8 e4m3.
 Each time that rows fold, a state is rounded again, and a state that decays slowly holds the sum of thousands of such
 errors. To the nearest code, errors of one element have the same sign again and again: what a fold adds is lost whenever
 it is smaller than half a step. So a number is rounded up as often as its place between two codes says (dithering), and
-errors cancel. The chance is no random number, but a hash of the element's index and of the state's position. So the
-same tokens give the same bytes again.
+errors cancel. The chance is no random number: for the first number of a row, it is a hash of the row's index and of the
+state's position, and from number to number it grows by the golden section, modulo 1. So the same tokens give the same
+bytes again, and errors of neighbours cancel as well.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ SCALE_BYTES = 4
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest number that a code stands for."""
 
-MIX_ELEMENT, MIX_POSITION, MIX_FIRST, MIX_SECOND = 0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B
-"""The odd factors of the hash that decides how a number is rounded."""
+MIX_ELEMENT, MIX_ROW, MIX_POSITION, MIX_FIRST, MIX_SECOND = 0x9E3779B1, 0xC2B2AE35, 0x85EBCA77, 0x7FEB352D, 0x846CA68B
+"""The golden section times 2**32, and the odd factors of the hash: they decide how a number is rounded."""
 
 _32_BITS = 0xFFFFFFFF
 
@@ -58,7 +59,7 @@ def encode(state: Tensor, dtype: torch.dtype, position: int) -> Tensor:
     """Return the bytes (..., N + 4) of a float32 state (..., N). A row with a NaN becomes NaN."""
     scale = state.abs().amax(-1, keepdim=True) / LARGEST[dtype]
     x = (state * torch.where(scale > 0, scale.reciprocal(), 0.0)).nan_to_num(0.0, 0.0, 0.0)
-    chance = _hash(state.numel(), position, state.device).view(state.shape)
+    chance = _chances(state.numel() // state.shape[-1], state.shape[-1], position, state.device).view(state.shape)
     codes = _to_int8(x, chance) if dtype == torch.int8 else _to_float8(x, chance)
     return torch.cat([codes, scale.view(torch.uint8)], -1)
 
@@ -76,9 +77,10 @@ def _to_float8(x: Tensor, chance: Tensor) -> Tensor:
     return (codes | (x.view(torch.int32) >> 24) & 0x80).to(torch.uint8)
 
 
-def _hash(n: int, position: int, device: torch.device) -> Tensor:
-    """Return a number of 32 bits for each element of a state at a position."""
-    x = (torch.arange(n, device=device) * MIX_ELEMENT + position * MIX_POSITION) & _32_BITS
+def _chances(n_rows: int, n_columns: int, position: int, device: torch.device) -> Tensor:
+    """Return 32 bits for each number of a state at a position: (rows, N) int64."""
+    x = (torch.arange(n_rows, device=device) * MIX_ROW + position * MIX_POSITION) & _32_BITS
     for shift, factor in ((16, MIX_FIRST), (15, MIX_SECOND)):
         x = ((x ^ (x >> shift)) * factor) & _32_BITS
-    return x ^ (x >> 16)
+    x = x ^ (x >> 16)
+    return (x[:, None] + torch.arange(n_columns, device=device) * MIX_ELEMENT) & _32_BITS

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridmem.memory.blocks.staging import place
+from hybridmem.memory.blocks.staging import object_to_replays, place
 from hybridmem.memory.kernels.cpu.eight_bit_states import SHORT, decode, encode, multiply_keys, read_states
 from hybridmem.memory.kernels.cpu.rows import as_array
 from hybridmem.memory.kernels.cpu.tail_states import arrays_of
@@ -39,7 +39,7 @@ def scan_8_bits(
     strength_TH: Tensor | None, skip_H: Prepared | None, y_THV: Tensor, scan: Scan,
 ) -> None:  # fmt: skip
     """Set y (T, H, V) to what `matrix_scan` returns, and write new bodies."""
-    cu_rows, erases = state.cu_rows.host, erase is not None
+    cu_rows = state.cu_rows.host
     can_read = log_decay.dim() == 2 and q_TGN.shape[1] == k_TGN.shape[1] and q_TGN.shape[2] % LANES == 0
     can_read = can_read and (erase is None or (erase.b is None and erase.a.shape[1] == k_TGN.shape[1]))
     is_short = np.diff(cu_rows) <= SHORT if can_read else np.zeros(len(cu_rows) - 1, bool)
@@ -48,9 +48,13 @@ def scan_8_bits(
         strength = _NO_FACTORS if strength_TH is None else strength_TH.float().contiguous().numpy()
         _read(
             *(x.float().contiguous().numpy() for x in (q_TGN, k_TGN, v_THV, log_decay)), a,
-            erases and erase.after_decay, strength, _NO_SKIP if skip_H is None else as_array(skip_H), is_short, state,
+            erase is not None and erase.after_decay, strength, _NO_SKIP if skip_H is None else as_array(skip_H), state,
             y_THV.numpy(),
         )  # fmt: skip
+    if not is_short.all():
+        object_to_replays(
+            "where the states of 8 bits are that it decodes is asked on the host, and differs by the step"
+        )
     for i in np.flatnonzero(~is_short).tolist():
         own = slice(int(cu_rows[i]), int(cu_rows[i + 1]))
         erase_own = None if erase is None else Erase(
@@ -65,23 +69,23 @@ def scan_8_bits(
 
 def _read(
     q_TGN: np.ndarray, k_TGN: np.ndarray, v_THV: np.ndarray, log_decay_TH: np.ndarray, a_TGN: np.ndarray,
-    after_decay: bool, strength_TH: np.ndarray, skip_H: Prepared, is_short: np.ndarray, state: StateSlots,
-    y_THV: np.ndarray,
+    after_decay: bool, strength_TH: np.ndarray, skip_H: Prepared, state: StateSlots, y_THV: np.ndarray,
 ) -> None:  # fmt: skip
     tail, cu_rows, codes = state.tail, state.cu_rows.host, as_array(state.flat)
     assert tail is not None, "states of 8 bits come before tails"
     rings, old, new, spans = arrays_of(tail)
     (n_tokens, n_groups, n_columns), most = q_TGN.shape, tail.ring_rows + SHORT
-    keys, products = np.empty_like(k_TGN), np.empty((n_tokens, n_groups, 2, most), np.float32)
+    # These are tensors, because a recording of a step knows where the step's tensors are.
+    keys, products = torch.empty(k_TGN.shape).numpy(), torch.empty(n_tokens, n_groups, 2, most).numpy()
     sources, targets = as_array(state.sources), as_array(state.targets)
-    use_threads(len(is_short) * n_groups * n_columns * tail.ring_rows)
+    use_threads(n_tokens * n_groups * n_columns * tail.ring_rows)
     multiply_keys(
-        q_TGN, k_TGN, a_TGN, cu_rows, is_short, targets >= 0, rings[0], old[0], new[0], tail.ring_rows, spans, keys,
+        q_TGN, k_TGN, a_TGN, cu_rows, targets, rings[0], old[0], new[0], tail.ring_rows, spans, keys,
         products,
     )  # fmt: skip
     use_threads(v_THV.size * n_columns)
     read_states(
-        q_TGN, v_THV, log_decay_TH, a_TGN, after_decay, strength_TH, skip_H, cu_rows, is_short, codes, sources,
+        q_TGN, v_THV, log_decay_TH, a_TGN, after_decay, strength_TH, skip_H, cu_rows, codes, sources,
         targets, _LARGEST[codes.dtype], keys, products, rings, old, new, tail.ring_rows, spans, y_THV,
     )  # fmt: skip
 

@@ -20,7 +20,12 @@ COUNTS, LENGTHS, FOLDS = (0, 1, 2, 9, 9, 3, 5), (1, 1, 2, 1, 20, 1, 3), (1, 0, 3
 """Tails that are empty and full; one token, drafts and a prompt; bodies among old rows, across, among new, and none."""
 N = sum(LENGTHS)
 
-MODES = {"adds": (3, 1, 5, 16), "erases": (4, 2, 70, 48), "odd columns": (3, 3, 9, 7), "by column, with b": (2, 2, 6, 32)}
+MODES = {
+    "adds": (3, 1, 5, 16),
+    "erases": (4, 2, 70, 48),
+    "odd columns": (3, 3, 9, 7),
+    "by column, with b": (2, 2, 6, 32),
+}
 """Heads, groups, rows and columns; the first two are read in 8 bits, the others are decoded."""
 
 
@@ -35,7 +40,9 @@ def in_8_bits(slots: StateSlots, dtype: torch.dtype) -> StateSlots:
     return slots._replace(flat=flat.view(dtype), sources=sources, targets=targets)
 
 
-def run(kernels: object, slots: StateSlots, inputs: tuple[Tensor, ...], erase: Erase | None, **options: Tensor) -> Tensor:
+def run(
+    kernels: object, slots: StateSlots, inputs: tuple[Tensor, ...], erase: Erase | None, **options: Tensor
+) -> Tensor:
     own = slots._replace(flat=slots.flat if kernels is reference else cpu.prepare(slots.flat))
     return kernels.matrix_scan(*inputs, erase, own, **options)  # type: ignore[attr-defined]
 
@@ -86,7 +93,8 @@ def test_a_segment_has_the_same_bits_alone_as_beside_a_prompt() -> None:
     for i in range(len(LENGTHS)):
         own = moved((slots,), torch.device("cpu"))[0]
         tail = own.tail._replace(
-            sources=tuple(x[i : i + 1] for x in own.tail.sources), targets=tuple(x[i : i + 1] for x in own.tail.targets),
+            sources=tuple(x[i : i + 1] for x in own.tail.sources),
+            targets=tuple(x[i : i + 1] for x in own.tail.targets),
             firsts=own.tail.firsts[i : i + 1], counts=own.tail.counts[i : i + 1], folds=own.tail.folds[i : i + 1],
         )  # fmt: skip
         cu_rows = type(own.cu_rows)(np.array([0, LENGTHS[i]]), own.cu_rows.device[:2])
