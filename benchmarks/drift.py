@@ -60,10 +60,12 @@ def _bytes(report: Report) -> None:
         found = {dtype: _session(model, dtype) for dtype in (None, "bfloat16", "int8")}
         default = _session(model, None, fold="keep")
         report.add("bytes of a session's states, and sessions in 1 GiB", {
-            "model": name, "layers": n_layers, **{f"{dtype or 'float32'}, MiB": x[0] / 2**20 for dtype, x in found.items()},
+            "model": name, "layers": n_layers,
+            **{f"{dtype or 'float32'}, MiB": x[0] / 2**20 for dtype, x in found.items()},
             "int8 / float32 by plan": found["int8"][0] / found[None][0],
             "by usage": found["int8"][1] / found[None][1],
-            **{f"sessions, {dtype or 'float32'}": x[2] for dtype, x in found.items()}, 'float32, fold="keep"': default[2],
+            **{f"sessions, {dtype or 'float32'}": x[2] for dtype, x in found.items()},
+            'float32, fold="keep"': default[2],
         })  # fmt: skip
 
 
@@ -111,7 +113,8 @@ def _drift(report: Report, name: str, n_tokens: int, n_rollbacks: int) -> None:
         if at in marks:
             for mode in MODES:
                 report.add(f"drift with {n_rollbacks:,} rollbacks of {N_BACK} tokens in {n_tokens:,}", {
-                    "model": name, "states": mode, "token": at, "rms of logits / their std": (sums[mode] / n_scored) ** 0.5,
+                    "model": name, "states": mode, "token": at,
+                    "rms of logits / their std": (sums[mode] / n_scored) ** 0.5,
                     "worst / std": worst[mode], "same first choice, %": 100 * agreed[mode] / n_scored,
                 })  # fmt: skip
         if at % every == 0 and at < n_tokens:  # Other tokens come, are taken back, and leave no trace.
