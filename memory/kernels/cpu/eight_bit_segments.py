@@ -46,8 +46,9 @@ def scan_8_bits(
     if is_short.any():
         a = erase.a.float().contiguous().numpy() if erase is not None else _NO_ROWS
         strength = _NO_FACTORS if strength_TH is None else strength_TH.float().contiguous().numpy()
+        q, k, v, decay = (x.float().contiguous().numpy() for x in (q_TGN, k_TGN, v_THV, log_decay))
         _read(
-            *(x.float().contiguous().numpy() for x in (q_TGN, k_TGN, v_THV, log_decay)), a,
+            q, k, v, decay, a,
             erase is not None and erase.after_decay, strength, _NO_SKIP if skip_H is None else as_array(skip_H), state,
             y_THV.numpy(),
         )  # fmt: skip

@@ -131,7 +131,7 @@ def _put_float8(row, inverse, codes, at, first):
     for e in range(len(row)):
         x = row[e] * inverse
         x = x if x == x else _ZERO
-        chance, bits = np.uint32(first + np.uint32(e) * _ELEMENT), _bits(x)  # type: ignore[call-arg]
+        chance, bits = np.uint32(first + np.uint32(e) * _ELEMENT), _bits(x)
         large = np.int32(((bits & _SIZE) + (chance >> _12)) >> _20) - _BIAS
         small = np.int32(abs(x) * _SMALL_STEPS + np.float32(np.int32(chance >> _8)) * _UNIT)
         code = min(small if abs(x) < _SMALL_FLOAT8 else large, _MOST)
@@ -144,7 +144,7 @@ def _encode_row(row, largest, codes, at, number, position):
     # Sizes are compared by their bits, because only comparisons of integers become vectors. A NaN is the largest.
     most = np.int32(0)
     for e in range(len(row)):
-        size = np.int32(_bits(row[e]) & _SIZE)  # type: ignore[call-arg]
+        size = np.int32(_bits(row[e]) & _SIZE)
         most = size if size > most else most
     scale = float_from_bits(most) / largest  # type: ignore[call-arg]
     inverse = _ONE / scale if scale > _ZERO else _ZERO
@@ -153,7 +153,7 @@ def _encode_row(row, largest, codes, at, number, position):
         _put_int8(row, inverse, codes, at, chance)
     else:
         _put_float8(row, inverse, codes, at, chance)
-    _put_scale(codes, at + len(row), scale)  # type: ignore[call-arg]
+    _put_scale(codes, at + len(row), scale)
 
 
 @compiled(ELEMENTWISE, parallel=True)
@@ -364,7 +364,7 @@ def _read_body(codes, source, h, q, factor, y):
             y0 = multiply_add(load_8_bits(codes, at + r * width + e), load(q, e), y0)
         y[r] = total(y0)
     for r in range(n_rows):
-        y[r] *= factor * _scale(codes, at + r * width + n)  # type: ignore[call-arg]
+        y[r] *= factor * _scale(codes, at + r * width + n)
 
 
 @subroutine(ELEMENTWISE)
@@ -387,7 +387,7 @@ def _add_tail(ring, block, places, weights, count, y):
             y3 = multiply_add(weight, load(ring, at + 3 * LANES), y3)
             # The next head's values are next to these, and no processor fetches them by itself.
             prefetch(ring, at + n_rows)  # type: ignore[call-arg]
-            prefetch(ring, at + n_rows + 2 * LANES)  # type: ignore[call-arg]
+            prefetch(ring, at + n_rows + 2 * LANES)
         store(y, r, y0)
         store(y, r + LANES, y1)
         store(y, r + 2 * LANES, y2)
@@ -418,7 +418,7 @@ def _fold(keys_TGN, g, u, w, h, span, codes, source, target, largest, rings, rea
     n_groups, n = keys_TGN.shape[1:]
     n_rows, width = u.shape[1], n + SCALE_BYTES
     floats = np.empty(fold * (n + n_rows + 1) + n, np.float32)
-    own = _lent(floats)  # type: ignore[call-arg]
+    own = _lent(floats)
     keys, written = own[: fold * n], own[fold * n : fold * (n + n_rows)]
     behind, row = own[fold * (n + n_rows) : fold * (n + n_rows + 1)], own[fold * (n + n_rows + 1) :]
     whole = _products_of_decays(w, fold, behind)
@@ -438,12 +438,12 @@ def _fold(keys_TGN, g, u, w, h, span, codes, source, target, largest, rings, rea
             fill_(row, _ZERO)
         else:
             at = source + number * width
-            factor = splat(whole * _scale(codes, at + n))  # type: ignore[call-arg]
+            factor = splat(whole * _scale(codes, at + n))
             for e in range(0, n, LANES):
                 store(row, e, multiply(factor, load_8_bits(codes, at + e)))
         _add_outer(row, keys, written, r, n_rows, fold)
         _encode_row(row, largest, codes, target + number * width, number, first_slot + fold)
-    _keep(floats, floats, floats)  # type: ignore[call-arg]
+    _keep(floats, floats, floats)
 
 
 @subroutine(ELEMENTWISE)
