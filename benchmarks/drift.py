@@ -9,16 +9,14 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from transformers import AutoTokenizer
 
 from benchmarks.harness import Report
-from benchmarks.sparse import answer, draw_dialogues
 from benchmarks.states import DRIFTING
 from hybridmem.memory import HybridMemory, MemorySpec, RecurrentSpec
 from hybridmem.memory.capacity import plan_sequence
 from hybridmem.memory.recurrences import DeltaRuleShape, SSDShape
 from hybridmem.memory.sequences.folding import FoldMode, TailRules
-from hybridmem.models import EMBEDDED, load_model
+from hybridmem.models import load_model
 
 WINDOW = 32
 N_BACK = 8
@@ -49,7 +47,6 @@ def drift(*, quick: bool) -> Report:
     _bytes(report)
     for name in ("mamba2",) if quick else DRIFTING:
         _drift(report, name, 256 if quick else 32_000, 10 if quick else 1000)
-    _answers(report, 10 if quick else 200)
     return report
 
 
@@ -134,16 +131,3 @@ def _at_each_token() -> Iterator[None]:
         mock.patch("hybridmem.memory.build.LEAST_FOLD_TOKENS", 1),
     ):
         yield
-
-
-def _answers(report: Report, n_dialogues: int) -> None:
-    """Compare the share of right answers of the embedded model."""
-    model, dialogues = (
-        load_model("embedded", progress=False),
-        draw_dialogues(AutoTokenizer.from_pretrained(EMBEDDED), n_dialogues),
-    )
-    for dtype in (None, "bfloat16", "int8", "fp8"):
-        right, _ = answer(model, model.memory_spec.with_state_dtype(dtype), dialogues)
-        report.add("answers of the embedded model", {
-            "states": dtype or "float32", "dialogues": n_dialogues, "right, %": 100 * right,
-        })  # fmt: skip
