@@ -23,7 +23,7 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
         *(["--threads", str(threads)] if threads else []),
     ]
     commands = (
-        "parity", "bookkeeping", "rollback", "folds", "holes", "memory", "prefixes", "restarts", "agentic",
+        "parity", "bookkeeping", "rollback", "drift", "folds", "holes", "memory", "prefixes", "restarts", "agentic",
         "kernels", "delta-rules", "indexed", "sampling", "schemas", "states", "sparse", "speculative", "drafts",
         "trees", "prefill", "decode", "dtypes", "without-bfloat16", "bridge", "gradients",
     )  # fmt: skip

@@ -29,6 +29,7 @@ from hybridmem.memory.coordinator import Coordinator
 from hybridmem.memory.errors import SpecError
 from hybridmem.memory.eviction import Budget, EvictionPolicy, Quest
 from hybridmem.memory.kernels import OF_STATES, chosen_kernels, warm_up, why_not_reproducible
+from hybridmem.memory.kernels.eight_bits import LARGEST
 from hybridmem.memory.layer_memories import LayerMemories, Place, Places
 from hybridmem.memory.quantization import Storage
 from hybridmem.memory.recurrent_state import RecurrentState
@@ -216,8 +217,11 @@ def with_host_pages(
 def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fold:
     """Choose the fold mode for a device: "keep" on the CPU; on CUDA "defer" if it moves fewer bytes, else "replay".
 
-    With "defer" a step writes no states, but reads tails, whose mean length is the window and half a fold.
+    With "defer" a step writes no states, but reads tails, whose mean length is the window and half a fold. States of 8
+    bits have no other mode.
     """
+    if has_8_bits(spec):
+        return "defer"
     if device_type == "cpu":
         return "keep"
     recurrent = [m for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec)]
@@ -230,6 +234,38 @@ def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fo
     token_bytes = sum(_bytes(state.ring or (), spec.dtype) for state in states)
     mean_tokens = rollback_window + TailRules.of("defer", rollback_window).fold_tokens / 2
     return "defer" if token_bytes * mean_tokens <= state_bytes else "replay"
+
+
+def has_8_bits(spec: MemorySpec) -> bool:
+    """True if states of the spec are stored in 8 bits."""
+    recurrent = (m for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec))
+    return any(state.dtype in LARGEST for m in recurrent for state in m.states)
+
+
+LEAST_FOLD_TOKENS = 8
+"""The least distance of two fold points with states of 8 bits.
+
+Every fold rounds the states, and the more often it does, the further outputs drift (`python -m benchmarks drift`).
+"""
+
+
+def check_8_bits(spec: MemorySpec, fold: Fold, rules: TailRules) -> None:
+    """Raise SpecError unless a memory with states of 8 bits writes them only at fold points, and has kernels for them.
+
+    The fold mode and its rules are those of the memory.
+    """
+    if not has_8_bits(spec):
+        return
+    of = "states of 8 bits (state_dtype='int8' or 'fp8')"
+    if fold != "defer":
+        raise SpecError(f"fold={fold!r} writes the state at each token, and {of} are written at fold points; leave it")
+    if rules.fold_tokens < LEAST_FOLD_TOKENS:
+        raise SpecError(
+            f"rollback_window={rules.rollback_window} rounds {of} every {rules.fold_tokens} tokens; give "
+            f"{2 * LEAST_FOLD_TOKENS} or more, or state_dtype='bfloat16'"
+        )
+    if chosen_kernels(spec.device, spec.dtype)["matrix_scan"] == "cuda":
+        raise SpecError(f"{of} are not for the kernels of CUDA, which run on {spec.device}; give 'bfloat16'")
 
 
 def _bytes(parts: Iterable[tuple[tuple[int, ...], torch.dtype | None]], dtype: torch.dtype) -> int:
@@ -306,7 +342,7 @@ def check_choices(fold: object, host_attention: object, host_pages: object) -> N
 def kernels_of(spec: MemorySpec, fold: Fold, rollback_window: int) -> dict[str, str]:
     """Return what `HybridMemory.kernels` returns."""
     recurrent = [memory for _, memory in spec.of_kind("recurrence") if isinstance(memory, RecurrentSpec)]
-    states = (state.dtype or spec.dtype for memory in recurrent for state in memory.states)
+    states = (state.dtype or spec.dtype for m in recurrent for state in m.states if state.dtype not in LARGEST)
     of_states = chosen_kernels(spec.device, spec.dtype, *states, behind_tails=fold == "defer" and rollback_window > 0)
     found = chosen_kernels(spec.device, spec.dtype) | {name: of_states[name] for name in OF_STATES}
     return {name: _PLAIN if kernels == "reference" else kernels for name, kernels in found.items()} | _in_torch(spec)

@@ -15,7 +15,7 @@ from hybridmem.memory.blocks.arguments import read_count
 from hybridmem.memory.blocks.copying import refuse_to_copy
 from hybridmem.memory.blocks.hints import refuse_arguments, refuse_attribute
 from hybridmem.memory.blocks.pinned import HostAttention
-from hybridmem.memory.build import build, check_choices, default_fold, kernels_of, resolved_spec
+from hybridmem.memory.build import build, check_8_bits, check_choices, default_fold, kernels_of, resolved_spec
 from hybridmem.memory.chunked_prefill import Model, run_in_chunks
 from hybridmem.memory.coordinator import Coordinator
 from hybridmem.memory.errors import SequenceError, SpecError
@@ -54,8 +54,8 @@ class HybridMemory:
             attention, and for others with small windows), else "replay".
         device, dtype: replace the device and dtype of the spec. device="meta" is a dry run: all bookkeeping, but no
             tensors and no model.
-        state_dtype: the dtype of recurrent states, which models have in float32. "bfloat16" halves their bytes. But
-            each step then rounds its end state, so outputs drift (`python -m benchmarks states` measures how far).
+        state_dtype: the dtype of recurrent states, which models have in float32. "bfloat16" halves their bytes, and
+            each step rounds its end state. "int8" and "fp8" take a quarter and round only when rows fold ("defer").
         host_pages: bytes of host memory, beside the budget, for the keys and values that `to_host` moves. For a CUDA
             device all of them are pinned at once. None: `to_host` cannot be used.
         host_attention: what attends to these keys and values on CUDA. "stream": the device reads them over the bus, and
@@ -106,6 +106,7 @@ class HybridMemory:
         # The device of the given spec decides, not `device`: a dry run counts the bytes of the real device.
         self.fold: Fold = fold or default_fold(self.spec, spec.device.type, self.rollback_window)
         rules = TailRules.of(self.fold, self.rollback_window)
+        check_8_bits(self.spec, self.fold, rules)
         self._coordinator = build(
             self.spec, budget, page_tokens=self.page_tokens, rules=rules, host_pages=host_pages,
             host_attention=host_attention, host_budget=host_budget, swap_dir=swap_dir, disk_budget=disk_budget,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridmem.memory.blocks.arguments import read_count, read_device, read_dtype
 from hybridmem.memory.errors import SpecError, StepError
+from hybridmem.memory.kernels.eight_bits import EIGHT_BITS, stored_shape
 from hybridmem.memory.rotary import Rotation
 from hybridmem.memory.sequences.soft_tokens import SoftTokens
 
@@ -187,6 +188,11 @@ class StateTensor:
     keeps_dtype: bool = False
     ring: tuple[tuple[tuple[int, ...], torch.dtype | None], ...] | None = field(default=None, repr=False)
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Return the shape in a block, in elements of `dtype`. With 8 bits, each row of a matrix ends with a scale."""
+        return stored_shape(self.shape, self.dtype)
+
 
 def matrix_tensor(
     name: str,
@@ -223,6 +229,11 @@ class RecurrentSpec:
     def can_defer(self) -> bool:
         """True if fold mode "defer" works for this recurrence: no step needs its state at the newest token."""
         return all(state.ring is not None for state in self.states)
+
+    @property
+    def fits_8_bits(self) -> bool:
+        """True if all states but windows of rows are matrices, which 8-bit codes with a scale for each row suit."""
+        return all(len(s.shape) == 3 and s.ring if s.dtype is not None else s.ring == () for s in self.states)
 
     def has_rows(self, *, deferred: bool) -> bool:
         """True if a tail holds the raw rows. With `deferred`, only states with an empty ring need raw rows."""
@@ -384,11 +395,21 @@ class MemorySpec:
     def with_state_dtype(self, dtype: str | torch.dtype | None) -> MemorySpec:
         """Return the same spec, with this dtype in all state tensors that have a dtype of their own.
 
-        None changes nothing.
+        None changes nothing. "int8" and "fp8" are for matrix states alone, so SpecError names other families.
         """
         if dtype is None:
             return self
-        wanted = read_dtype("state_dtype", dtype, "None for the model's own, ")
+        is_short = dtype in (*EIGHT_BITS, *EIGHT_BITS.values())
+        if is_short:
+            wanted = EIGHT_BITS[dtype] if isinstance(dtype, str) else dtype
+            recurrent = [m for _, m in self.of_kind("recurrence") if isinstance(m, RecurrentSpec)]
+            if unable := ", ".join(sorted({m.family for m in recurrent if not m.fits_8_bits})):
+                raise SpecError(
+                    f"state_dtype={dtype!r} is not for {unable}: 8 bits are for matrix states that a step need not "
+                    "write, without a stabiliser; choose 'bfloat16'"
+                )
+        else:
+            wanted = read_dtype("state_dtype", dtype, "None for the model's own, 'int8', 'fp8', ")
 
         def change(memory: LayerSpec) -> LayerSpec:
             if not isinstance(memory, RecurrentSpec):

@@ -10,6 +10,7 @@ from benchmarks import (
     books,
     compiling,
     delta_rules,
+    drift,
     fleet,
     folds,
     gradients,
@@ -35,6 +36,7 @@ WITH_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "agentic": (agentic.agentic, ("tests/benchmarks/test_agentic.py",)),
     "bookkeeping": (books.bookkeeping, BOOK_TESTS),
     "delta-rules": (delta_rules.delta_rules, ("tests/memory/kernels/test_states.py",)),
+    "drift": (drift.drift, ("tests/memory/state/test_eight_bits.py",)),
     "folds": (folds.folds, BOOK_TESTS),
     "gradients": (
         gradients.gradients,

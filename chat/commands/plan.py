@@ -44,7 +44,8 @@ def plan(
         str, Option(help="Compute in float32, bfloat16 or float16; auto takes the checkpoint's own.")
     ] = "auto",
     state_dtype: Annotated[
-        str, Option(help="Keep recurrent states in float32, bfloat16 or float16; auto takes the model's own.")
+        str,
+        Option(help="Keep recurrent states in float32, bfloat16, float16, int8 or fp8; auto takes the model's own."),
     ] = "auto",
     encoder: Annotated[
         str | None,
@@ -129,12 +130,10 @@ def _read_device(device: str) -> torch.device:
         raise SpecError(f"--device {device} is no device ({error}); give cpu, cuda ...") from error
 
 
-def _read_state_dtype(text: str) -> torch.dtype | None:
-    import torch
-
+def _read_state_dtype(text: str) -> str | None:
     from hybridmem.memory import SpecError
 
-    names = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if text not in names:
-        raise SpecError(f"--state-dtype {text!r}; give auto, float32, bfloat16 or float16")
-    return names[text]
+    names = ("float32", "bfloat16", "float16", "int8", "fp8")
+    if text not in ("auto", *names):
+        raise SpecError(f"--state-dtype {text!r}; give auto, {', '.join(names[:-1])} or {names[-1]}")
+    return None if text == "auto" else text

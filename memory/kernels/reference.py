@@ -19,6 +19,7 @@ from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.blocks.staging import object_to_replays
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.blocked import Rows, attend, scored
+from hybridmem.memory.kernels.eight_bits import LARGEST, read_states, write_state_
 from hybridmem.memory.kernels.signature import (
     Erase,
     FoldedRows,
@@ -332,13 +333,13 @@ def matrix_scan(
     if erase is not None and erase.b is not None:
         rings += [erase.b.shape[1:], v_THV.shape[1:]]
     q_THN = _to_heads(q_TGN, n_heads)
-    for i, s_HVN in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
+    for i, s_HVN in enumerate(_read_matrices(state)):
         start, end = state.cu_rows.host[i : i + 2].tolist()
         updates = [] if tail is None else list(zip(*tail_rows(tail, i, rings), strict=True))
         first, body_at = start - len(updates), _body_at(state, i)
         for t in range(first, end):
             if t == first + body_at:
-                write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
+                _write_matrix_(state, i, s_HVN)
             if t >= start:
                 update = _update(s_HVN, t, k_TGN, v_THV, log_decay, erase, strength_TH)
                 if tail is not None:  # The ring holds the update in its own dtype, so add it as rounded.
@@ -348,9 +349,23 @@ def matrix_scan(
             if t >= start:
                 y_THV[t] = (s_HVN * q_THN[t, :, None]).sum(-1)
         if end == first + body_at:
-            write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
+            _write_matrix_(state, i, s_HVN)
         _write_tail_(state, i, [torch.stack(x) for x in zip(*updates[start - first :], strict=True)])
     return y_THV if skip_H is None else y_THV + skip_H[:, None] * v_THV.float()
+
+
+def _read_matrices(state: StateSlots) -> Tensor:
+    read = read_states if state.flat.dtype in LARGEST else read_rows
+    return read(state.flat, state.sources, state.shape, state.initial).float()
+
+
+def _write_matrix_(state: StateSlots, run: int, s_HVN: Tensor) -> None:
+    """Write the state of a segment at its body's new position."""
+    if state.flat.dtype in LARGEST:
+        assert state.tail is not None, "states of 8 bits come before tails"
+        write_state_(state.flat, state.targets[run], s_HVN, int(state.tail.firsts[run] + state.tail.folds[run]))
+    else:
+        write_rows_(state.flat, state.targets[run : run + 1], s_HVN.reshape(1, -1))
 
 
 def _update(

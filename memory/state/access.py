@@ -13,6 +13,7 @@ from hybridmem.memory.blocks.layout import BlockLayout
 from hybridmem.memory.blocks.staging import Placed, object_to_replays
 from hybridmem.memory.errors import StepError
 from hybridmem.memory.kernels import Kernels, Prepared, StateSlots, Tail, select_kernels
+from hybridmem.memory.kernels.eight_bits import LARGEST
 from hybridmem.memory.specs import RecurrentSpec
 from hybridmem.memory.state.tail_blocks import TailBlocks
 from hybridmem.memory.state.tails import TailStep
@@ -166,7 +167,7 @@ class BlockAccess:
 
     def __init__(self, blocks: TailBlocks, kernels: Kernels | None = None) -> None:
         self.blocks, self._store = blocks, blocks.store
-        dtypes = (field.dtype for field in blocks.state_layout.fields)
+        dtypes = (field.dtype for field in blocks.state_layout.fields if field.dtype not in LARGEST)
         self.kernels = kernels or select_kernels(blocks.store.device, blocks.dtype, *dtypes)
         self.states = self._flats(blocks.state_layout, [len(m.states) for m in blocks.members])
         self.tails = self._flats(blocks.tail_layout, [len(m.tail_parts) for m in blocks.members])

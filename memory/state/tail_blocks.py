@@ -56,7 +56,7 @@ class TailBlocks:
         row_axes: Sequence[int | None] | None = None,
     ) -> None:  # fmt: skip
         self.members, self.dtype, self.rules, self.store = members, dtype, rules, store
-        states = [(t.shape, t.dtype or dtype) for m in members for t in m.states]
+        states = [(t.stored_shape, t.dtype or dtype) for m in members for t in m.states]
         self.state_layout = BlockLayout.of(states, row_axes).shared_by([len(m.states) for m in members])
         rings = [((rules.tail_rows, *shape), of or dtype) for m in members for shape, of in m.tail_parts]
         self.tail_layout = BlockLayout.of(rings, [0] * len(rings)).shared_by([len(m.tail_parts) for m in members])

@@ -338,7 +338,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("plan --keep 200%", 1, "'200%'", "20%"),
     ("plan --device gpu", 1, "gpu", "cuda"),
     ("plan --dtype int8", 1, "'int8'", "'bfloat16'"),
-    ("plan --state-dtype int8", 1, "int8", "bfloat16"),
+    ("plan --state-dtype int3", 1, "int3", "bfloat16"),
     ("plan --model nobody", 1, "nobody", "'embedded'"),
     ("plan --encoder lots", 1, "lots", "32k"),
     ("plan --weights int5", 1, "int5", "int8-row"),

@@ -584,7 +584,7 @@ def test_state_dtype_halves_the_states_and_is_checked() -> None:
             assert torch.allclose(rows[-1], exact, atol=1e-5)
         else:
             assert 1e-5 < float((rows[-1] - exact).abs().max()) < 0.2, "each step's end is rounded, and only that"
-    for wrong in (torch.int8, "int8", torch.float64):
+    for wrong in (torch.int8, "int8", "fp8", torch.float64):
         with pytest.raises(SpecError, match="state_dtype"):
             HybridMemory(spec, "1MiB", state_dtype=wrong)  # type: ignore[arg-type]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.eight_bit_segments import has_8_bits, scan_8_bits
 from hybridmem.memory.kernels.cpu.numbers import get
 from hybridmem.memory.kernels.cpu.rows import as_array, as_flat, close, copy_, opened
 from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, subroutine
@@ -49,7 +50,11 @@ def matrix_scan(
     n_columns = q_TGN.shape[2]
     y_THV = torch.empty(v_THV.shape)
     if state.tail is not None:
-        _scan_behind_tail(q_TGN, k_TGN, v_THV, log_decay, erase, state, strength_TH, skip_H, y_THV)
+        inputs = (q_TGN, k_TGN, v_THV, log_decay, erase, state, strength_TH, skip_H, y_THV)
+        if has_8_bits(state):
+            scan_8_bits(*inputs, _scan_behind_tail)
+        else:
+            _scan_behind_tail(*inputs)
         return y_THV
     # Inputs are small beside a state, so they become float32: then one kernel serves all dtypes.
     (q, q_stride), (k, k_stride), (v, v_stride) = (as_flat(x.float()) for x in (q_TGN, k_TGN, v_THV))

@@ -15,7 +15,7 @@ from hybridmem.memory.kernels.cpu.numbers import array_at, move, put
 from hybridmem.memory.kernels.cpu.rules import subroutine
 from hybridmem.memory.kernels.signature import PagedBatch, Prepared, StateSlots, as_tensor
 
-_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 LIKE: dict[torch.dtype, np.ndarray] = {
     torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16), torch.float16: np.empty(0, np.int16)
 }  # fmt: skip

@@ -49,13 +49,15 @@ def convolve(
         n_seen = n_taps - 1 + count + cu_rows[i + 1] - start
         # The inputs seen so far, oldest first, are the window, the tail and the new rows.
         seen = np.empty((n_seen, width), np.float32)
-        for j in range(n_taps - 1):
+        # Outputs read from `count` on, and a new window from the fold on. Nothing reads what is older.
+        oldest = min(count, fold) if targets[i] >= 0 else count
+        for j in range(oldest, n_taps - 1):
             if sources[i] < 0:
                 fill_(seen[j], initial)
             else:
                 at = sources[i] + j * n_channels
                 copy_(seen[j], flat[at + first : at + last])
-        for j in range(count):
+        for j in range(max(0, oldest - n_taps + 1), count):
             at = blocks[i] + (firsts[i] + j) % ring_rows * rows_TR.shape[1]
             copy_(seen[n_taps - 1 + j], ring[at + first : at + last])
         for j in range(n_seen - n_taps + 1 - count):

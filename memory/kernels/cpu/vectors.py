@@ -89,25 +89,23 @@ def load_codes(typing_context, array, at, shift, mask):
 
 @untyped_intrinsic
 def load_float8(typing_context, array, at):
-    """Load the float8 e4m3 numbers array[at : at + 16] of a contiguous uint8 array, as float32. `at` is not checked.
-
-    The bias of float8's exponents is 120 less than that of float32's. Numbers below 2**-6 have no leading one. If they
-    are read with one, they are too large by 2**-6. (Moving the bits and multiplying by 2**120 would be shorter, but
-    processors are slow for such small numbers.)
-    """
+    """Load the float8 e4m3 numbers array[at : at + 16] of a contiguous uint8 array, as float32. `at` is not checked."""
 
     def codegen(context, builder, signature, arguments):
-        def every(number: int) -> ir.Value:
-            return ir.Constant(_CODES, [number] * LANES)
+        return _of_float8(builder, _bytes(context, builder, signature, arguments))
 
+    return _float32x16(array, at), codegen
+
+
+@untyped_intrinsic
+def load_8_bits(typing_context, array, at):
+    """Load array[at : at + 16] of a contiguous array of int8, or of uint8 that hold float8 e4m3, as float32."""
+
+    def codegen(context, builder, signature, arguments):
         codes = _bytes(context, builder, signature, arguments)
-        size = builder.shl(builder.and_(codes, every(0x7F)), every(20))
-        large = builder.bitcast(builder.add(size, every(121 << 23)), _VECTOR)
-        small = builder.bitcast(builder.fsub(large, ir.Constant(_VECTOR, [2.0**-6] * LANES)), _CODES)
-        size = builder.select(
-            builder.icmp_unsigned("<", size, every(1 << 23)), small, builder.add(size, every(120 << 23))
-        )
-        return builder.bitcast(builder.or_(size, builder.shl(builder.and_(codes, every(0x80)), every(24))), _VECTOR)
+        if array.dtype == types.uint8:
+            return _of_float8(builder, codes)
+        return builder.sitofp(builder.sext(builder.trunc(codes, ir.VectorType(ir.IntType(8), LANES)), _CODES), _VECTOR)
 
     return _float32x16(array, at), codegen
 
@@ -174,6 +172,24 @@ def _sum_of_halves(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, n_parts: int
 def _in_every_lane(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     undefined = ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined)
     return _shuffle(builder, builder.insert_element(undefined, x, _INDEX(0)), undefined, [0] * LANES)
+
+
+def _of_float8(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
+    """Turn float8 e4m3 into float32.
+
+    The bias of float8's exponents is 120 less than that of float32's. Numbers below 2**-6 have no leading one. If they
+    are read with one, they are too large by 2**-6. (Moving the bits and multiplying by 2**120 would be shorter, but
+    processors are slow for such small numbers.)
+    """
+
+    def every(number: int) -> ir.Value:
+        return ir.Constant(_CODES, [number] * LANES)
+
+    size = builder.shl(builder.and_(codes, every(0x7F)), every(20))
+    large = builder.bitcast(builder.add(size, every(121 << 23)), _VECTOR)
+    small = builder.bitcast(builder.fsub(large, ir.Constant(_VECTOR, [2.0**-6] * LANES)), _CODES)
+    size = builder.select(builder.icmp_unsigned("<", size, every(1 << 23)), small, builder.add(size, every(120 << 23)))
+    return builder.bitcast(builder.or_(size, builder.shl(builder.and_(codes, every(0x80)), every(24))), _VECTOR)
 
 
 def _bytes(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:

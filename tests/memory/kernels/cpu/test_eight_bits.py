@@ -1,0 +1,103 @@
+"""Kernels of the CPU for bodies of 8 bits, against plain torch: outputs, rings, and every byte of the bodies."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridmem.memory.kernels import Erase, StateSlots, cpu, reference
+from hybridmem.memory.kernels.eight_bits import EIGHT_BITS, encode, read_states, stored_shape
+from tests.memory.kernels.tails import behind_tails, flats_of, forget_folded, matrix_rows, moved
+from tests.subjects import IS_FULL
+from tests.tolerances import assert_kernel_close
+
+COUNTS, LENGTHS, FOLDS = (0, 1, 2, 9, 9, 3, 5), (1, 1, 2, 1, 20, 1, 3), (1, 0, 3, 4, 21, 0, 0)
+"""Tails that are empty and full; one token, drafts and a prompt; bodies among old rows, across, among new, and none."""
+N = sum(LENGTHS)
+
+MODES = {
+    "adds": (3, 1, 5, 16),
+    "erases": (4, 2, 70, 48),
+    "odd columns": (3, 3, 9, 7),
+    "by column, with b": (2, 2, 6, 32),
+}
+"""Heads, groups, rows and columns; the first two are read in 8 bits, the others are decoded."""
+
+
+def in_8_bits(slots: StateSlots, dtype: torch.dtype) -> StateSlots:
+    """The same states in 8 bits."""
+    n, stored = math.prod(slots.shape), math.prod(stored_shape(slots.shape, dtype))
+    flat = torch.zeros(len(slots.flat) // n * stored, dtype=torch.uint8)
+    for source in set(slots.sources.tolist()) - {-1}:
+        rows = encode(slots.flat[source : source + n].view(slots.shape), dtype, 1)
+        flat[source // n * stored : source // n * stored + stored] = rows.flatten()
+    sources, targets = (torch.where(x < 0, -1, x // n * stored) for x in (slots.sources, slots.targets))
+    return slots._replace(flat=flat.view(dtype), sources=sources, targets=targets)
+
+
+def run(
+    kernels: object, slots: StateSlots, inputs: tuple[Tensor, ...], erase: Erase | None, **options: Tensor
+) -> Tensor:
+    own = slots._replace(flat=slots.flat if kernels is reference else cpu.prepare(slots.flat))
+    return kernels.matrix_scan(*inputs, erase, own, **options)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if IS_FULL else [])], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("state_dtype", EIGHT_BITS)
+def test_bodies_of_8_bits(state_dtype: str, mode: str, dtype: torch.dtype) -> None:
+    n_heads, n_groups, n_rows, n_columns = MODES[mode]
+    has_b, codes = "b" in mode.split(), EIGHT_BITS[state_dtype]
+    decays = (n_heads, n_columns) if has_b else (n_heads,)
+    rings = [(n_groups, n_columns), (n_heads, n_rows), decays]
+    rings += [(n_heads, n_columns), (n_heads, n_rows)] if has_b else []
+    slots = in_8_bits(behind_tails((n_heads, n_rows, n_columns), tuple(rings), COUNTS, LENGTHS, FOLDS, dtype), codes)
+    q, k, v = matrix_rows(N, *MODES[mode], dtype=dtype)
+    b = -torch.rand(N, n_heads, 1) * F.normalize(torch.randn(N, n_heads, n_columns), dim=-1)
+    erase = None if mode in ("adds", "odd columns") else Erase(k, b.to(dtype) if has_b else None, not has_b)
+    options = {} if has_b else {"strength_TH": torch.rand(N, n_heads), "skip_H": torch.randn(n_heads)}
+    inputs = (q, k, v, -torch.rand(N, *decays))
+    ours, theirs = (moved((slots,), torch.device("cpu")) for _ in range(2))
+    expected = run(reference, theirs[0], inputs, erase, **options)
+    assert_kernel_close(run(cpu, ours[0], inputs, erase, **options), expected, dtype)
+    forget_folded(ours)
+    forget_folded(theirs)
+    for flat, twin in zip(flats_of(ours)[1:], flats_of(theirs)[1:], strict=True):
+        assert torch.equal(flat.isnan(), twin.isnan()), "another part of the rings was written"
+        assert_kernel_close(flat.nan_to_num().float(), twin.nan_to_num().float(), dtype)
+    bytes_ours, bytes_theirs = ours[0].flat.view(torch.uint8), theirs[0].flat.view(torch.uint8)
+    written = torch.zeros(len(bytes_ours), dtype=torch.bool)
+    size = math.prod(stored_shape(slots.shape, codes))
+    for target in slots.targets[slots.targets >= 0].tolist():
+        written[target : target + size] = True
+    assert torch.equal(bytes_ours[~written], bytes_theirs[~written]), "another part of the arena was written"
+    targets = slots.targets[slots.targets >= 0]
+    body, twin = (read_states(x[0].flat, targets, slots.shape, 0.0) for x in (ours, theirs))
+    step = twin.abs().amax(-1, keepdim=True) / (127 if state_dtype == "int8" else 14)
+    assert bool(((body - twin).abs() <= step * 1.001).all()), "by a rounding of the sum, one code further at most"
+    if dtype == torch.float32:  # With 16 bits, the rings' own rounding moves more numbers across.
+        assert float(((body - twin).abs() > 1e-3 * step).float().mean()) < 0.01
+
+
+def test_a_segment_has_the_same_bits_alone_as_beside_a_prompt() -> None:
+    shape, codes = (3, 10, 32), torch.int8
+    slots = in_8_bits(behind_tails(shape, ((1, 32), (3, 10), (3,)), COUNTS, LENGTHS, FOLDS), codes)
+    inputs = (*matrix_rows(N, 3, 1, 10, 32), -torch.rand(N, 3))
+    together = run(cpu, moved((slots,), torch.device("cpu"))[0], inputs, None)
+    starts = np.cumsum([0, *LENGTHS])
+    for i in range(len(LENGTHS)):
+        own = moved((slots,), torch.device("cpu"))[0]
+        tail = own.tail._replace(
+            sources=tuple(x[i : i + 1] for x in own.tail.sources),
+            targets=tuple(x[i : i + 1] for x in own.tail.targets),
+            firsts=own.tail.firsts[i : i + 1], counts=own.tail.counts[i : i + 1], folds=own.tail.folds[i : i + 1],
+        )  # fmt: skip
+        cu_rows = type(own.cu_rows)(np.array([0, LENGTHS[i]]), own.cu_rows.device[:2])
+        one = own._replace(cu_rows=cu_rows, sources=own.sources[i : i + 1], targets=own.targets[i : i + 1], tail=tail)
+        rows = slice(int(starts[i]), int(starts[i + 1]))
+        assert torch.equal(run(cpu, one, tuple(x[rows] for x in inputs), None), together[rows])
