@@ -124,6 +124,7 @@ def run_in_chunks(
             outcome = None if model is None else torch.cat(found)
             if later:
                 held.deliver()
+        del held  # An error that somebody keeps would keep it.
         return outcome
     except CapacityError as error:
         if not is_in_model:  # The error counts one chunk; report the whole request.

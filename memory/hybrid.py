@@ -399,20 +399,20 @@ class HybridMemory:
 
         Args:
             model: step -> logits; None in a dry run.
-            max_tokens: the most tokens of a step. With policies or storages it counts as at least 512, because requests
-                are then cut only at multiples of 512 positions. So the same text sees the same rows, whatever
-                `max_tokens` is and whichever requests share the steps.
+            max_tokens: the most tokens of a step. With policies or storages it counts as at least 512, and requests are
+                cut at multiples of 512 positions: so a text sees the same rows in any company.
         Returns:
             What one step would have returned: (n_requests, vocab) or (n_tokens, vocab), in the order of `requests`.
         Raises:
-            The errors of `step`. CapacityError is raised before anything is computed, and names the bytes that the
-            whole run needs. Exceptions of the model, and a Ctrl-C, pass through. A Ctrl-C during the last commit is
-            raised after this call has returned. After any other error every sequence is as it was before.
+            The errors of `step` and of the model, after which every sequence is as it was. CapacityError comes before
+            anything is computed, and names the bytes of all. A Ctrl-C during the last commit comes after the call.
         """
         if excess or unknown:
             refuse_arguments("memory.run", excess, unknown)
         held = uninterrupted_call()  # From the last commit on, a Ctrl-C waits until this function returns.
-        return run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs, held=held)
+        found = run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs, held=held)
+        del held  # An error that somebody keeps, such as one while a kernel was compiled, would keep it.
+        return found
 
     # Room
 
