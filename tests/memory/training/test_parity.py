@@ -21,6 +21,8 @@ FAMILIES = (
     "nemotron-h", "olmo-hybrid", "qwen3-next", "qwen3.5", "recurrent-gemma", "rwkv", "rwkv7", "xlstm-biases", "zamba",
     "zamba2", "zaya",
 )  # fmt: skip
+ALL = [name for name in CONFIGS if not name.startswith(("glm5-next", "qwen4-exp"))]
+"""All models whose spec is not refused: an index that chooses spans is."""
 TOLERANCE = 1e-5
 """Of the largest number of each tensor's gradient."""
 
@@ -82,7 +84,7 @@ def expect(reference: Any, texts: Texts) -> dict[str, Tensor]:
     return {part: peers.logprobs(reference, tokens, since) for part, (tokens, since) in whole.items()}
 
 
-@pytest.mark.parametrize("name", CONFIGS if IS_FULL else FAMILIES)
+@pytest.mark.parametrize("name", ALL if IS_FULL else FAMILIES)
 @pytest.mark.parametrize("texts", (SHORT, MIDDLE, LONG) if IS_FULL else (SHORT,), ids=lambda texts: texts.chunks)
 def test_a_text_that_was_rolled_back_and_forked(name: str, texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
     model = peers.random_model(name)
