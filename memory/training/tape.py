@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridmem.memory.blocks.arguments import is_integer, read_count
 from hybridmem.memory.errors import BatchError, RollbackError, SequenceError, SpecError
-from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, IndexSpec, MemorySpec
 from hybridmem.memory.training.boundaries import Boundaries
 from hybridmem.memory.training.chunk import Chunk, Head, Record, logprobs_of, no_values
 from hybridmem.memory.training.pieces import Piece
@@ -253,6 +253,11 @@ def _check_spec(spec: MemorySpec) -> None:
             if isinstance(memory, CrossAttentionSpec):
                 raise SpecError(
                     f"layer {layer} of {spec.model} reads an encoder's output; gradients go through decoders alone"
+                )
+            if isinstance(memory, IndexSpec) and memory.span_tokens > 1:
+                raise SpecError(
+                    f"layer {layer} of {spec.model} has an index that chooses spans of {memory.span_tokens} rows; "
+                    "gradients go through indexes that choose single rows: train a model with span_tokens=1"
                 )
             if isinstance(memory, AttentionSpec) and (memory.policy is not None or memory.storage is not None):
                 raise SpecError(

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
-from tests.models.checkpoints import CONFIGS, randomise_
+from tests.models.checkpoints import CONFIGS, auto_class, randomise_
 
 _SHARE = 0.3
 """How far weights are from those of an initialisation on the way to those of `randomise_`. Further on, float32 itself
@@ -20,15 +19,20 @@ loses more digits than the comparison allows: transformers' own gradients in flo
 """
 
 
+_MILDER = {"kimi-linear-two-of-eight-experts-in-groups": 0.2, "lfm3": 0.2, "glm5-next-single-rows": 0.2}
+"""The same where transformers' own gradients in float32 are off by 1.2e-5 to 1.6e-5 at the share of the others."""
+
+
 def random_model(name: str) -> Any:
     """A model in float32 in which every weight matters."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval().float()
+    config = CONFIGS[name]()
+    model = auto_class(config).from_config(config).eval().float()
     initial = [parameter.clone() for parameter in model.parameters()]
     randomise_(model)
     with torch.no_grad():
         for parameter, first in zip(model.parameters(), initial, strict=True):
-            parameter.lerp_(first, 1 - _SHARE)
+            parameter.lerp_(first, 1 - _MILDER.get(name, _SHARE))
     return model
 
 
