@@ -109,7 +109,7 @@ def run_in_chunks(
             is_in_model = True
             parts = None if model is None else step.split(model(step))
             if chunk is last:
-                stack.enter_context(held)
+                stack.enter_context(held)  # noqa: F821 - it is deleted after the last call
         is_in_model = False
         for (i, _, end), part in zip(chunk, parts or [None] * len(chunk), strict=True):
             if part is not None and (outputs == "all" or end == len(tokens[i])):
