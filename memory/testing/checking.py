@@ -90,7 +90,7 @@ def may_refuse(promise: Promise, allowed: frozenset[str]) -> bool:
 
 def check(
     factory: Factory,
-    promises: Iterable[str] = PROMISES,
+    promises: Iterable[str] | None = None,
     *,
     seed: int = 0,
     n_examples: int = 20,
@@ -99,10 +99,15 @@ def check(
     """Yield the result of each promise, checked with `n_examples` histories whose seeds begin at `seed`.
 
     Args:
+        promises: their names. The default is all but the optional ones that the adapter does not claim.
         setting: how large histories are. The default has the vocabulary of the factory's model.
     """
-    setting = setting or Setting(_made(factory).vocab_size)
+    adapter = _made(factory)
+    setting = setting or Setting(adapter.vocab_size)
     oracle = Oracle(partial(_made, factory))
+    if promises is None:
+        claims = adapter.agreement.reproducible
+        promises = [name for name, promise in PROMISES.items() if claims or not promise.is_optional]
     for name in promises:
         yield _check_one(factory, oracle, PROMISES[name], setting, range(seed, seed + n_examples))
 

@@ -18,7 +18,7 @@ from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.errors import StepError
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
-from hybridmem.memory.kernels.cpu.attention import NO_BIAS, NO_SINKS, NO_WINDOW
+from hybridmem.memory.kernels.cpu.attention import NO_SINKS, NO_WINDOW, biases_of
 from hybridmem.memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.matrix_states import matrix_scan
@@ -109,7 +109,7 @@ def _attend(
     checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOATS_UP_TO_32_BITS)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     sinks = NO_SINKS if scoring.sinks_H is None else as_array(scoring.sinks_H.contiguous())
-    bias_HL = NO_BIAS if scoring.bias_HL is None else as_array(scoring.bias_HL.contiguous())
+    bias_QHL = biases_of(scoring)
     pages = as_array(batch.pages)
     # The room for pages decides, not the lengths, because a recorded step is replayed for longer sequences.
     n_threads = use_threads(2 * q_THD.numel() * pages.shape[-1] * batch.page_tokens // max(1, len(batch.kv_lengths)))
@@ -117,10 +117,10 @@ def _attend(
     q, k, v = as_array(q_THD.contiguous()), as_array(keys), as_array(values)
     starts, path_rows, cu_path_rows = (_NO_PATHS,) * 3 if paths is None else paths
     _attend_all(
-        _task_address(q.dtype, k.dtype, v.dtype, sinks.dtype, bias_HL.dtype), q, k, v, batch.cu_seqlens,
+        _task_address(q.dtype, k.dtype, v.dtype, sinks.dtype, bias_QHL.dtype), q, k, v, batch.cu_seqlens,
         batch.kv_lengths, at_once, n_blocks, np.atleast_2d(pages), batch.cu_pages, batch.page_tokens,
         n_kv_heads, heads_a_task, np.float32(scoring.scale), NO_WINDOW if scoring.window is None else scoring.window,
-        np.float32(scoring.softcap or 0.0), sinks, bias_HL, starts, path_rows, cu_path_rows, as_array(out_THD),
+        np.float32(scoring.softcap or 0.0), sinks, bias_QHL, starts, path_rows, cu_path_rows, as_array(out_THD),
     )  # fmt: skip
     return out_THD
 
@@ -132,14 +132,14 @@ def _task_address(queries: np.dtype, keys: np.dtype, values: np.dtype, sinks: np
     q_TR = np.empty((0, 0), queries)
     return address_of(
         _attend_task, i, q_TR, np.empty(0, keys), np.empty(0, values), ids, ids, ids, i, i, ids.reshape(0, 0), ids, i,
-        i, i, i, x, i, x, np.empty(0, sinks), np.empty((0, 0), biases), ids, ids, ids, q_TR,
+        i, i, i, x, i, x, np.empty(0, sinks), np.empty((0, 0, 0), biases), ids, ids, ids, q_TR,
     )  # fmt: skip
 
 
 @compiled(parallel=True)
 def _attend_all(
     attend_at, q_THD, keys, values, cu_seqlens, kv_lengths, at_once, n_blocks, pages_GP, cu_pages,
-    page_tokens, n_kv_heads, heads_a_task, scale, window, softcap, sinks, bias_HL, starts, path_rows, cu_path_rows,
+    page_tokens, n_kv_heads, heads_a_task, scale, window, softcap, sinks, bias_QHL, starts, path_rows, cu_path_rows,
     out_THD,
 ):  # fmt: skip
     """Attend in several threads. A task is some queries of a request, and some of its key/value heads."""
@@ -151,7 +151,7 @@ def _attend_all(
     for task in prange(n_blocks * (n_kv_heads // heads_a_task)):
         call_at(attend_at, (
             task, q_TR, keys, values, cu_seqlens, kv_lengths, cu_queries, at_once, n_blocks, pages_GP, cu_pages,
-            page_tokens, n_kv_heads, n_groups, heads_a_task, scale, window, softcap, sinks, bias_HL, starts, path_rows,
+            page_tokens, n_kv_heads, n_groups, heads_a_task, scale, window, softcap, sinks, bias_QHL, starts, path_rows,
             cu_path_rows, out_TR,
         ))  # fmt: skip
 
@@ -159,7 +159,8 @@ def _attend_all(
 @compiled(ELEMENTWISE)
 def _attend_task(
     task, q_TR, keys, values, cu_seqlens, kv_lengths, cu_queries, at_once, n_blocks, pages_GP, cu_pages, page_tokens,
-    n_kv_heads, n_groups, heads_a_task, scale, window, softcap, sinks, bias_HL, starts, path_rows, cu_path_rows, out_TR,
+    n_kv_heads, n_groups, heads_a_task, scale, window, softcap, sinks, bias_QHL, starts, path_rows, cu_path_rows,
+    out_TR,
 ):  # fmt: skip
     """Attend with some queries of a request, by an online softmax over blocks of rows.
 
@@ -210,10 +211,11 @@ def _attend_task(
                     counts[s] = min(BLOCK, n_rows - (step - 1 - s) - first)
                 for u in range(n_units):
                     n_own, h = counts[u // n_groups], g * n_groups + u % n_groups
+                    biases = bias_QHL[min(t + u // n_groups, len(bias_QHL) - 1)]
                     if n_own > 0:
                         weigh_unit_(
                             scores[u * BLOCK : u * BLOCK + n_own], out[u * head_dim : (u + 1) * head_dim], highest,
-                            total, u, softcap, bias_HL[h : h + 1].reshape(-1),
+                            total, u, softcap, biases[h : h + 1].reshape(-1),
                             n_rows - (step - 1 - u // n_groups) - 1 - first,
                         )  # fmt: skip
                 add_tiles_(out, values, rows, counts, n_units, n_groups, head_dim, scores)

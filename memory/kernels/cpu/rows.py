@@ -15,7 +15,7 @@ from hybridmem.memory.kernels.cpu.numbers import array_at, move, put
 from hybridmem.memory.kernels.cpu.rules import subroutine
 from hybridmem.memory.kernels.signature import PagedBatch, Prepared, StateSlots, as_tensor
 
-_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float8_e4m3fn: torch.uint8}
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 LIKE: dict[torch.dtype, np.ndarray] = {
     torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16), torch.float16: np.empty(0, np.int16)
 }  # fmt: skip
@@ -23,7 +23,14 @@ LIKE: dict[torch.dtype, np.ndarray] = {
 
 
 def prepare(tensor: Tensor) -> Prepared:
-    """Return the tensor as an array that numba takes. 16-bit floats become integers; see `numbers`."""
+    """Return the tensor as an array that numba takes. Floats of 16 bits become integers; see `numbers`.
+
+    Floats of 8 bits, in which bodies may be stored, become integers as well. No other kernel takes them.
+    """
+    return tensor.view(torch.uint8).numpy() if tensor.dtype is torch.float8_e4m3fn else _in_numpy(tensor)
+
+
+def _in_numpy(tensor: Tensor) -> Prepared:
     try:
         own = tensor.detach() if tensor.requires_grad else tensor
         return own.view(_BITS[own.dtype]).numpy() if own.dtype in _BITS else own.numpy()
@@ -42,7 +49,7 @@ def plan_choice(*_: object) -> None:
 
 
 def as_array(x: Prepared) -> Prepared:
-    return x if isinstance(x, np.ndarray) else prepare(x)
+    return x if isinstance(x, np.ndarray) else _in_numpy(x)
 
 
 def as_flat(x: Tensor) -> tuple[Prepared, int]:

@@ -305,8 +305,10 @@ def test_what_is_left_of_a_step_remembers_what_was_taken_back() -> None:
 
 
 def test_every_promise_is_about_an_operation_that_its_histories_hold() -> None:
-    results = list(check(attention, n_examples=1))
+    results = list(check(attention, PROMISES, n_examples=1))
     assert [r.verdict for r in results] == ["refused" if p.is_optional else "passed" for p in PROMISES.values()]
+    asked_of_all = [name for name, promise in PROMISES.items() if not promise.is_optional]
+    assert [r.promise.name for r in check(attention, n_examples=1)] == asked_of_all
     names = {operation.__name__ for operation in (Open, Step, Rollback, ReturnTo, Fork, Reorder, Misuse)}
     assert names <= {promise.needs for promise in PROMISES.values()} | {"Open"}
 
