@@ -149,7 +149,7 @@ def test_what_a_memory_refuses_it_has_not_passed(subject: Callable[[], HybridAda
 
 
 def test_a_memory_of_short_steps_passes_nothing() -> None:
-    verdicts = {result.promise.name: result.verdict for result in check(RefusesLongSteps, n_examples=1)}
+    verdicts = {result.promise.name: result.verdict for result in check(RefusesLongSteps, PROMISES, n_examples=1)}
     assert verdicts == dict.fromkeys(PROMISES, "refused")
 
 
