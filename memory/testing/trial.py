@@ -119,7 +119,7 @@ class Trial:
     Args:
         oracle: recomputes outputs. It may serve many trials of the same factory.
         window_tokens: how far a memory must be able to go back from the furthest position of a sequence. It may refuse
-            to go further.
+            to go further, and to go back beyond a checkpoint to which a sequence has returned.
     """
 
     def __init__(self, factory: Factory, oracle: Oracle, tally: Tally, window_tokens: int = 8) -> None:
@@ -292,7 +292,9 @@ class Trial:
 
     def _return_to(self, name: str, mark: _Mark) -> None:
         self._adapter.return_to(self._handles[name], mark.handle)
-        self._parts[name], self._peaks[name] = mark.parts, mark.peak
+        self._parts[name] = mark.parts
+        # A checkpoint need not hold what is needed to go back further, so the memory may refuse that.
+        self._peaks[name] = max(mark.peak, length_of(mark.parts) + self._window_tokens)
 
     def _forget_marks(self, name: str) -> None:
         """Close the checkpoints of a sequence, because the sequence is replaced by another one."""
