@@ -257,7 +257,7 @@ def _check_spec(spec: MemorySpec) -> None:
             if isinstance(memory, IndexSpec) and memory.span_tokens > 1:
                 raise SpecError(
                     f"layer {layer} of {spec.model} has an index that chooses spans of {memory.span_tokens} rows; "
-                    "gradients go through indexes that choose single rows: train a model with span_tokens=1"
+                    "gradients go through indexes that choose single rows alone: train this model in transformers"
                 )
             if isinstance(memory, AttentionSpec) and (memory.policy is not None or memory.storage is not None):
                 raise SpecError(

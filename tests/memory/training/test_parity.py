@@ -33,8 +33,8 @@ TOLERANCE = 1e-5
 class Texts(NamedTuple):
     """Texts of one prompt, and the sizes of chunks in which they are computed.
 
-    Chunks of each size are cut in the prompt, at the fork and at the rollback. One reference serves all sizes, because
-    transformers' gradients over whole texts cost more than ours.
+    Chunks of up to 64 tokens are cut in the prompt, and behind the fork and the rollback; those of 512 only in the
+    prompt. One reference serves all sizes, because transformers' gradients over whole texts cost more than ours.
     """
 
     chunk_sizes: tuple[int, ...]
