@@ -13,6 +13,7 @@ import torch
 
 from hybridmem.memory import CapacityError, HybridMemory, Sequence
 from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.recorded import run_recorded
 from hybridmem.memory.recurrences import FAMILIES
 from hybridmem.memory.testing.subjects import POLICIES, STORAGES
 from hybridmem.memory.testing.toys import FamilyToy, Toy
@@ -46,6 +47,10 @@ class SetUp:
         scene = Scene(self, folder, has_files=call.startswith(("save", "load")))
         if call in ("prefix save", "prefix load"):
             scene.fill_prefixes()
+        for _ in range(_STEPS_BEFORE.get(call, 0)):
+            scene.feed_recorded()
+            for sequence in (scene.a, scene.b):
+                scene.memory.rollback(sequence, n_tokens=1)
         return scene
 
     def memory(self, folder: Path) -> HybridMemory:
@@ -68,6 +73,11 @@ def _toy(**options: Any) -> Toy:
 def _family(name: str) -> FamilyToy:
     return FamilyToy(FAMILIES[name])
 
+
+_STEPS_BEFORE = {"step, recorded": 5, "step, recorded again": 6, "step, replayed": 7}
+"""How many steps come before a step that is recorded, recorded again to compare, and replayed. After the first one,
+which no rollback precedes, all have one layout.
+"""
 
 _HOST = (("host_pages", "256KiB"),)
 SET_UPS = {
@@ -143,6 +153,11 @@ class Scene:
         with self.memory.step(requests, outputs="all") as step:
             return step.split(self.model(step))
 
+    def feed_recorded(self) -> torch.Tensor:
+        """Feed a token to each of two sequences, in a step that is run, recorded or replayed."""
+        with self.memory.step({self.a: [1], self.b: [2]}) as step:
+            return run_recorded(self.model, step)
+
     def _handles(self) -> list[Sequence]:
         return sorted((h for h in self.memory.sequences if h not in self.ballast), key=lambda handle: handle.id)
 
@@ -216,6 +231,9 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "step, a new sequence": lambda s: s.feed({s.new: _tokens(9, 4)}),
     "step, accept": _accept,
     "step, reclaim": _reclaim,
+    "step, recorded": lambda s: s.feed_recorded(),
+    "step, recorded again": lambda s: s.feed_recorded(),
+    "step, replayed": lambda s: s.feed_recorded(),
     "run": lambda s: s.memory.run(s.model, {s.a: _tokens(19, 5), s.b: [2]}, max_tokens=8),
     "fork": lambda s: s.memory.fork(s.a),
     "checkpoint": lambda s: s.memory.checkpoint(s.a),

@@ -152,6 +152,7 @@ def _verify(scene: Scene, outcome: Outcome, ends: Ends, *, is_exact: bool) -> No
 
 def _is_done(scene: Scene, outcome: Outcome, ends: Ends) -> bool:
     """Return whether the call happened. Raise unless the books say that it did so whole or not at all."""
+    assert torch.is_grad_enabled(), "gradients stay off"
     scene.memory.check()
     found = scene.books()
     is_done = found == ends.after
@@ -213,6 +214,8 @@ def interrupt(set_up: SetUp, name: str, number: int, n_places: int) -> int:
 
 
 def _operation(name: str) -> str:
-    """Return what a call has in common with others: all steps are one operation, and so are all ways back."""
+    """Return what a call has in common with others: all steps that run are one operation, and so are all ways back."""
+    if name in ("step, recorded", "step, recorded again", "step, replayed"):
+        return name
     first = name.replace(",", "").split()[0]
     return {"run": "step", "prefix": name}.get(first, first)
