@@ -25,9 +25,10 @@ from hybridmem.models.loading.reproducible import reproducible_rows
 from hybridmem.models.products import kernels
 from hybridmem.models.products.blocked import BlockedWeight
 from hybridmem.models.products.choice import hold
-from tests.extent import IS_LONG, pick
+from tests.extent import pick
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 from tests.reproducible import ways
+from tests.subjects import IS_FULL
 
 BY_DEFAULT = {
     "gemma3-capped": "float32 auto", "jamba-two-of-four-experts": "float32 auto", "glm5-next": "float32 auto",
@@ -60,7 +61,7 @@ def test_a_text_has_the_same_bits_however_it_was_reached(name: str, tmp_path: Pa
         assert ways.n_differing(ways.by(model, tokens, seed, _steps(model)), expected) == 0
 
 
-@pytest.mark.skipif(not IS_LONG, reason="takes hours; TESTS=long runs it")
+@pytest.mark.skipif(not IS_FULL, reason="takes hours; CONFORMANCE=full runs it")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_history_of_any_family_changes_a_bit(kind: str, tmp_path: Path) -> None:
     """In all parameters together, 10,000 histories over all families, fold modes and threads."""
