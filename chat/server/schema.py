@@ -255,7 +255,7 @@ class ChatRequest(CommonRequest, TemplateFields):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
     include_reasoning: bool = True
-    _seen: Seen = PrivateAttr(NOTHING)
+    _seen: Seen = PrivateAttr(default_factory=lambda: NOTHING)  # A default would be copied for each request.
 
     @property
     def seen(self) -> Seen:
