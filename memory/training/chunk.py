@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridmem.memory.errors import StepError
 from hybridmem.memory.kernels.double_precision import precision_for
+from hybridmem.memory.specs import MemorySpec
 from hybridmem.memory.training.pieces import Before, Piece
 from hybridmem.memory.training.step import TrainingStep
 
@@ -33,15 +34,16 @@ class Chunk:
     """Holds the pieces of texts that one step computes.
 
     Args:
+        spec: the model's spec, in which each layer has its own policy.
         value_rows, targets: for each piece, the rows whose logits `head` gets, and the tokens that come after them.
         has_end: for each piece, whether the logits of its last row are wanted.
     """
 
     def __init__(
-        self, model: Any, pieces: list[Piece], value_rows: list[range], targets: list[Tensor], has_end: list[bool],
-        head: Head, rollback_window: int,
+        self, model: Any, spec: MemorySpec, pieces: list[Piece], value_rows: list[range], targets: list[Tensor],
+        has_end: list[bool], head: Head, rollback_window: int,
     ) -> None:  # fmt: skip
-        self._model, self._head, self._pieces, self.device = model, head, pieces, model.memory_spec.device
+        self._model, self._spec, self._head, self._pieces, self.device = model, spec, head, pieces, spec.device
         # Models run without gradients: what they compute is below this decorator.
         self._forward = inspect.unwrap(type(model).__call__)
         self._targets, self._rollback_window = torch.cat(targets), rollback_window
@@ -106,7 +108,7 @@ class Chunk:
             piece.release()
 
     def _run(self, before: Before) -> tuple[TrainingStep, Tensor, Tensor]:
-        step = TrainingStep(self._model.memory_spec, self._pieces, before, self._select, self._rollback_window)
+        step = TrainingStep(self._spec, self._pieces, before, self._select, self._rollback_window)
         with precision_for(step.spec.dtype):
             logits = self._forward(self._model, step)
         values = self._head(logits[: self._n_values], self._targets)

@@ -7,6 +7,8 @@ that had not folded yet, and the chunk's own rows up to each token.
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +16,10 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.attention.kept_rows import KeptRows
-from hybridmem.memory.eviction import EvictionPolicy
+from hybridmem.memory.eviction import Budget, EvictionPolicy
 from hybridmem.memory.kernels.signature import Scoring
 from hybridmem.memory.sequences.folding import TailRules
-from hybridmem.memory.specs import AttentionSpec
+from hybridmem.memory.specs import AttentionSpec, LayerSpec, MemorySpec
 
 
 class Kept(NamedTuple):
@@ -38,6 +40,21 @@ class Kept(NamedTuple):
         """Return what is kept at the beginning of a text."""
         positions = torch.zeros(n_groups, 0, dtype=torch.int64, device=device)
         return Kept(0, positions, torch.zeros(n_groups, 0, device=device))
+
+
+def with_own_policies(spec: MemorySpec) -> MemorySpec:
+    """Return the spec with the policy that each layer has by `EvictionPolicy.of_layer`, as memories do."""
+    policies = [m.policy for memories in spec.layers for m in memories if isinstance(m, AttentionSpec)]
+    n_layers, numbers = Counter(policies), Counter[Budget | None]()
+
+    def own(memory: LayerSpec) -> LayerSpec:
+        if not isinstance(memory, AttentionSpec) or memory.policy is None:
+            return memory
+        policy = memory.policy
+        numbers[policy] += 1
+        return replace(memory, policy=policy.of_layer(numbers[policy] - 1, n_layers[policy]))
+
+    return replace(spec, layers=tuple(tuple(map(own, memories)) for memories in spec.layers))
 
 
 class Folding:

@@ -22,6 +22,7 @@ from hybridmem.memory.eviction import EvictionPolicy
 from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, IndexSpec, MemorySpec
 from hybridmem.memory.training.boundaries import Boundaries
 from hybridmem.memory.training.chunk import Chunk, Head, Record, logprobs_of, no_values
+from hybridmem.memory.training.kept import with_own_policies
 from hybridmem.memory.training.pieces import Piece
 
 
@@ -92,6 +93,7 @@ class Tape:
         self._rollback_window = read_count("rollback_window", rollback_window, 0, "tokens")
         self._spec: MemorySpec = model.memory_spec
         _check_spec(self._spec)
+        self._spec = with_own_policies(self._spec)
         self._model = model
         specs = [memory for memories in self._spec.layers for memory in memories]
         self._has_policies = any(isinstance(spec, AttentionSpec) and spec.policy is not None for spec in specs)
@@ -190,7 +192,7 @@ class Tape:
     def _compute(self, parts: list[_Part], head: Head) -> None:
         """Compute one chunk, and give its outputs to the texts."""
         chunk = Chunk(
-            self._model, [part.piece for part in parts], [part.value_rows for part in parts],
+            self._model, self._spec, [part.piece for part in parts], [part.value_rows for part in parts],
             [part.targets for part in parts], [part.is_end for part in parts], head, self._rollback_window,
         )  # fmt: skip
         before = {id(part.text.link): part.text.link for part in parts}

@@ -85,7 +85,7 @@ class Cuts:
         folded_at = max(0, text.length - WINDOW) // every * every
         if folded_at == 0:
             return [], 0
-        policies = [self._memory.spec.layers[layer][0].policy for layer in self._layers]  # type: ignore[union-attr]
+        policies = [self._policy.of_layer(i, len(self._layers)) for i in range(len(self._layers))]
         memories = [m for m in layer_memories(self._memory).values() if hasattr(m, "kept_positions")]
         (own,) = [memory for memory in memories if memory.policy == policies[number]]
         return [*own.kept_positions(text.slot, policies[:number].count(policies[number])).T], folded_at
