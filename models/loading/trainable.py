@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hybridmem.memory.blocks import refuse_arguments
 from hybridmem.memory.errors import SpecError
-from hybridmem.memory.kernels.double_precision import precision_for
+from hybridmem.memory.kernels import precision_for
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel
 from hybridmem.models.loading.conversion import Conversion
 from hybridmem.models.loading.folders import unsupported
