@@ -287,7 +287,7 @@ def resolved_spec(
         raise SpecError(f"{spec!r} is no MemorySpec; pass model.memory_spec")
     place = spec.device if device is None else read_device("device", device)
     check_usable("device", place)
-    of_rows = spec.dtype if dtype is None else read_dtype("dtype", dtype)
+    of_rows = read_dtype("dtype", spec.dtype if dtype is None else dtype)
     found = replace(spec.with_state_dtype(state_dtype), device=place, dtype=of_rows)
     return found if reproducible is None and not spec.reproducible else _with_reproducible(found, reproducible)
 

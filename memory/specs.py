@@ -339,7 +339,7 @@ class MemorySpec:
         layers: entry i holds the specs of layer i; names are unique within a layer. Lists become tuples.
         vocab_size: token ids are 0 <= id < vocab_size.
         dtype: the dtype of keys and values, of rows of recurrences, and of states whose own dtype is None. It is
-            float32, bfloat16 or float16, or the name of one.
+            float32, bfloat16 or float16, or the name of one. torch.float64 is for training alone.
         device: the device of the memory's tensors, or its name.
         model: a label for messages.
         weights: a text such as "float32:DIGEST" that tells the model's weights from others of the same shapes. None:
@@ -361,7 +361,8 @@ class MemorySpec:
 
     def __post_init__(self) -> None:
         read_count("vocab_size", self.vocab_size, 1)
-        object.__setattr__(self, "dtype", read_dtype("dtype", self.dtype))
+        if self.dtype != torch.float64:
+            object.__setattr__(self, "dtype", read_dtype("dtype", self.dtype))
         object.__setattr__(self, "device", read_device("device", self.device))
         if not isinstance(self.layers, tuple | list):
             raise SpecError(f"layers={self.layers!r}; give a tuple with a tuple of specs for each layer")

@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.errors import SpecError
 from hybridmem.memory.kernels import checks, reference
+from hybridmem.memory.kernels.double_precision import precision_for
 from hybridmem.memory.kernels.signature import (
     Erase,
     FoldedRows,
@@ -61,6 +62,7 @@ __all__ = [
     "head_products",
     "multiply_by_row",
     "norm_parts",
+    "precision_for",
     "rms_norm",
     "select_kernels",
     "steady",

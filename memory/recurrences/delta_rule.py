@@ -117,7 +117,8 @@ class DeltaRule:
     def _weights(self) -> Weights:
         n, key_dim = self.shape.n_keys, self.shape.key_dim
         # These are weights of the norm: q gets the length 1 / sqrt(N), k the length 1.
-        to_length = torch.cat([torch.full((n,), 1.0 / key_dim), torch.full((n,), key_dim**-0.5)])
+        factors = (1.0 / key_dim, key_dim**-0.5)
+        to_length = torch.cat([torch.full((n,), factor, dtype=torch.float32) for factor in factors])
         return Weights(self.a_bias_A, to_length.to(self.conv.weight_WE.device))
 
 

@@ -44,8 +44,9 @@ def attend(
         past: the rows before the first query, oldest first. With a window, older ones may be left out.
         chosen_TR: True where a query sees a row, among those up to its own; None for all.
     """
+    sinks_H = None if scoring.sinks_H is None else scoring.sinks_H.float()
     y_THV: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        q_THD.float(), k_TGD.float(), v_TGD.float(), scoring.sinks_H, scoring.bias_HL, scoring, past, chosen_TR
+        q_THD.float(), k_TGD.float(), v_TGD.float(), sinks_H, scoring.bias_HL, scoring, past, chosen_TR
     )
     return y_THV.to(q_THD.dtype)
 
@@ -63,8 +64,8 @@ class _Attention(torch.autograd.Function):
             mixed = q_THD.new_zeros(q_THD.shape[1], own.stop - own.start, v_TGD.shape[2])
             highest = mixed.new_full((*mixed.shape[:2], 1), -torch.inf)
             if sinks_H is not None:
-                highest = sinks_H.float()[:, None, None].expand_as(highest)
-            total = (highest > -torch.inf).float()
+                highest = sinks_H[:, None, None].expand_as(highest)
+            total = (highest > -torch.inf).to(q_THD.dtype)
             for begin, parts in blocks.rows_of(own):
                 k_GRD, v_GRD = blocks.read(parts)
                 scores, _ = blocks.scores(own, begin, k_GRD)
@@ -110,7 +111,7 @@ class _Attention(torch.autograd.Function):
                 _add(parts, blocks.of_groups(dscores, q_HTD).transpose(0, 1), dv_RGD)
         dsinks_H = None
         if sinks_H is not None:
-            dsinks_H = -((sinks_H.float()[:, None, None] - log_sum_HT1).exp() * mean_HT1).sum((1, 2))
+            dsinks_H = -((sinks_H[:, None, None] - log_sum_HT1).exp() * mean_HT1).sum((1, 2))
         return dq_THD, new.dk, new.dv, dsinks_H, dbias_HL, None, None, None
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.errors import StepError
+from hybridmem.memory.kernels.double_precision import precision_for
+from hybridmem.memory.specs import MemorySpec
 from hybridmem.memory.training.pieces import Before, Piece
 from hybridmem.memory.training.step import TrainingStep
 
@@ -18,8 +20,9 @@ Head = Callable[[Tensor, Tensor], Tensor]
 
 
 def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the logarithm of each next token's probability, (n,) float32."""
-    return -torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+    """Return the logarithm of each next token's probability, (n,) float32, or float64 for such logits."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
 
 
 def no_values(logits: Tensor, targets: Tensor) -> Tensor:
@@ -31,18 +34,19 @@ class Chunk:
     """Holds the pieces of texts that one step computes.
 
     Args:
+        spec: the model's spec, in which each layer has its own policy.
         value_rows, targets: for each piece, the rows whose logits `head` gets, and the tokens that come after them.
         has_end: for each piece, whether the logits of its last row are wanted.
     """
 
     def __init__(
-        self, model: Any, pieces: list[Piece], value_rows: list[range], targets: list[Tensor], has_end: list[bool],
-        head: Head,
+        self, model: Any, spec: MemorySpec, pieces: list[Piece], value_rows: list[range], targets: list[Tensor],
+        has_end: list[bool], head: Head, rollback_window: int,
     ) -> None:  # fmt: skip
-        self._model, self._head, self._pieces, self.device = model, head, pieces, model.memory_spec.device
+        self._model, self._spec, self._head, self._pieces, self.device = model, spec, head, pieces, spec.device
         # Models run without gradients: what they compute is below this decorator.
         self._forward = inspect.unwrap(type(model).__call__)
-        self._targets = torch.cat(targets)
+        self._targets, self._rollback_window = torch.cat(targets), rollback_window
         values, ends, first = list[int](), list[int](), 0
         for piece, rows, is_wanted in zip(pieces, value_rows, has_end, strict=True):
             values += [first + row for row in rows]
@@ -57,10 +61,13 @@ class Chunk:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Compute the values, and the logits of last rows. The pieces keep what later chunks read."""
-        step, values, last_logits = self._run(Before(self.parents(), wants_gradients=False))
+        step, values, last_logits = self._run(self._before(wants_gradients=False))
         for place, rows in step.rows.items():
             for piece, *own in zip(self._pieces, *map(step.segments.split, rows), strict=True):
                 piece.keep_rows(place, tuple(own))
+        for place, choices in step.choices.items():
+            for piece, choice in zip(self._pieces, choices, strict=True):
+                piece.keep_choice(place, *choice)
         for i, piece in enumerate(self._pieces):
             piece.keep_states({place: [x[i] for x in states] for place, states in step.states.items()})
         return values, last_logits
@@ -69,10 +76,13 @@ class Chunk:
         """Return, for each piece, the one before it."""
         return [piece.parent for piece in self._pieces]
 
+    def _before(self, *, wants_gradients: bool) -> Before:
+        return Before(self.parents(), self.device, wants_gradients=wants_gradients)
+
     def compute_states(self) -> None:
         """Compute states again that were left out. They stay until the pieces' own backward."""
         with torch.no_grad():
-            step, *_ = self._run(Before(self.parents(), wants_gradients=False))
+            step, *_ = self._run(self._before(wants_gradients=False))
         for i, piece in enumerate(self._pieces):
             piece.states = {place: [x[i].clone() for x in states] for place, states in step.states.items()}
 
@@ -84,7 +94,7 @@ class Chunk:
                 "new tape"
             )
         self._is_released = True
-        before = Before(self.parents(), wants_gradients=True)
+        before = self._before(wants_gradients=True)
         with torch.enable_grad():
             step, values, last_logits = self._run(before)
         found = [(values, dvalues), (last_logits, dlast_logits), *self._later(step)]
@@ -98,8 +108,9 @@ class Chunk:
             piece.release()
 
     def _run(self, before: Before) -> tuple[TrainingStep, Tensor, Tensor]:
-        step = TrainingStep(self._model.memory_spec, self._pieces, before, self._select)
-        logits = self._forward(self._model, step)
+        step = TrainingStep(self._spec, self._pieces, before, self._select, self._rollback_window)
+        with precision_for(step.spec.dtype):
+            logits = self._forward(self._model, step)
         values = self._head(logits[: self._n_values], self._targets)
         # A view would keep the logits of the whole chunk in memory.
         return step, values, logits[self._n_values : self._n_values + self._n_ends].clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridmem.memory.specs import AttentionSpec, RecurrentSpec
 from hybridmem.memory.training.attention import Rows
 from hybridmem.memory.training.boundaries import Boundaries, Held
+from hybridmem.memory.training.kept import Kept
 
 Place = tuple[int, str]
 """The layer and the name of one of its memories."""
@@ -32,6 +33,8 @@ class Piece:
         rows: for each attention, what later tokens read: keys and values (n, G, D); keys alone if values are parts of
             them, or if they are keys of an index.
         states: for each recurrence, the states after the last token, as in its spec. They may have been left out.
+        queries: for each attention whose policy observes queries, those of the newest rows, (n, H, D).
+        kept: for each attention with a policy, which rows are kept after the last token.
         row_grads, state_grads: the sums of the gradients that later pieces have found of these.
         chunk: the chunk in which it was computed.
     """
@@ -41,6 +44,8 @@ class Piece:
         self.start: int = 0 if parent is None else parent.end
         self.rows: dict[Place, tuple[Tensor, ...]] = {}
         self.states: dict[Place, list[Tensor]] = {}
+        self.queries: dict[Place, Tensor] = {}
+        self.kept: dict[Place, Kept] = {}
         self.row_grads: dict[Place, tuple[Tensor, ...]] = {}
         self.state_grads: dict[Place, list[Tensor]] = {}
         self.chunk: Chunk | None = None
@@ -62,6 +67,13 @@ class Piece:
     def keep_rows(self, place: Place, rows: tuple[Tensor, ...]) -> None:
         """Keep rows for later chunks. Raises CapacityError."""
         self.rows[place] = tuple(self._boundaries.keep(x, self._of_rows) for x in rows)
+
+    def keep_choice(self, place: Place, kept: Kept, queries: Tensor | None) -> None:
+        """Keep what a policy has chosen, and the queries that it observes next. Raises CapacityError."""
+        positions, scores = (self._boundaries.keep(x, self._of_rows) for x in kept[1:])
+        self.kept[place] = Kept(kept.at, positions, scores)
+        if queries is not None:
+            self.queries[place] = self._boundaries.keep(queries, self._of_rows)
 
     def keep_states(self, states: dict[Place, list[Tensor]]) -> None:
         """Keep the states after the last token for later chunks. Raises CapacityError."""
@@ -95,10 +107,11 @@ class Piece:
         return self.states[place]
 
     def own_row_grads(self, place: Place) -> tuple[Tensor, ...]:
-        """Return the gradients of rows, which are zero at first. They are float32, because they are sums of many."""
+        """Return the gradients of rows, which are zero at first. They are float32 at least, as sums of many."""
         if place not in self.row_grads:
             self.row_grads[place] = tuple(
-                self._boundaries.zeros_like(x, torch.float32, self._of_rows) for x in self.rows[place]
+                self._boundaries.zeros_like(x, torch.promote_types(x.dtype, torch.float32), self._of_rows)
+                for x in self.rows[place]
             )
         return self.row_grads[place]
 
@@ -110,11 +123,26 @@ class Piece:
 
     def release(self) -> None:
         """Forget rows, states and gradients, which nothing reads after this piece's own backward."""
-        for kept in (self.rows, self.states, self.row_grads, self.state_grads):
+        for kept in (self.rows, self.states, self.queries, self.kept, self.row_grads, self.state_grads):
             kept.clear()
         self._of_rows.release()
         self._of_states.release()
         self.chunk = None
+
+
+class _Gathered(NamedTuple):
+    """Says which rows of a piece were gathered: row `rows[i]` of head `heads[i]` became row `places[i]`.
+
+    Attributes:
+        grads: the gradients of all gathered rows, as parts (n, G, D).
+    """
+
+    piece: Piece
+    place: Place
+    rows: Tensor
+    heads: Tensor
+    places: Tensor
+    grads: tuple[Tensor, ...]
 
 
 class Before:
@@ -125,9 +153,11 @@ class Before:
         wants_gradients: False for a forward alone.
     """
 
-    def __init__(self, parents: list[Piece | None], *, wants_gradients: bool) -> None:
-        self._parents, self._wants_gradients = parents, wants_gradients
+    def __init__(self, parents: list[Piece | None], device: torch.device, *, wants_gradients: bool) -> None:
+        self._device = device
+        self._parents, self.wants_gradients = parents, wants_gradients
         self._leaves: dict[Place, list[Tensor]] = {}
+        self._gathered: list[_Gathered] = []
 
     def rows(self, i: int, place: Place, spec: AttentionSpec) -> list[Rows]:
         """Return the rows before piece i of the step that its tokens may see, oldest first."""
@@ -135,12 +165,53 @@ class Before:
         if parent is None:
             return []
         since = 0 if spec.window is None else max(0, parent.end - spec.window + 1)
-        found = []
+        found, oldest = list[Rows](), list[Rows]()
+        if spec.policy is not None:
+            since = parent.kept[place].at
+            parts, grads = self.kept_rows(i, place)
+            dk, dv = (None, None) if grads is None else _keys_and_values(grads, spec)
+            oldest = [Rows(*_keys_and_values(parts, spec), dk, dv)]
         for piece in parent.path(since):
             (k, v), dk, dv = _keys_and_values(piece.rows[place], spec), None, None
-            if self._wants_gradients:
+            if self.wants_gradients:
                 dk, dv = _keys_and_values(piece.own_row_grads(place), spec)
             found.append(Rows(k, v, dk, dv).cut(max(0, since - piece.start), len(piece.tokens)))
+        return oldest + found[::-1]
+
+    def kept(self, i: int, place: Place) -> Kept | None:
+        """Return what a policy has kept before piece i of the step; None at the beginning of a text."""
+        parent = self._parents[i]
+        return None if parent is None else parent.kept[place]
+
+    def kept_rows(self, i: int, place: Place) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+        """Gather the rows (n, G, D) that a policy has kept before piece i of the step, and room for their gradients."""
+        parent = self._parents[i]
+        assert parent is not None
+        positions_GN = parent.kept[place].positions.cpu()
+        like = parent.rows[place]
+        parts = tuple(x.new_empty(positions_GN.shape[1], *x.shape[1:], device=self._device) for x in like)
+        grads = None
+        if self.wants_gradients:
+            grads = tuple(torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in parts)
+        for piece in parent.path():
+            heads, places = ((positions_GN >= piece.start) & (positions_GN < piece.end)).nonzero(as_tuple=True)
+            if not len(heads):
+                continue
+            rows = positions_GN[heads, places] - piece.start
+            for part, own in zip(parts, piece.rows[place], strict=True):
+                part[places, heads] = own[rows, heads].to(part.device)
+            if grads is not None:
+                self._gathered.append(_Gathered(piece, place, rows, heads, places, grads))
+        return parts, grads
+
+    def unfolded(self, i: int, place: Place, since: int) -> list[tuple[Tensor, ...]]:
+        """Return the rows at `since` or later before piece i of the step, oldest first: what pieces keep of them."""
+        parent, found = self._parents[i], []
+        for piece in [] if parent is None else parent.path(since):
+            queries = piece.queries.get(place)
+            n_rows = piece.end - max(since, piece.start)
+            parts = (*piece.rows[place], *([] if queries is None else [queries]))
+            found.append(tuple(part[len(part) - n_rows :].to(self._device) for part in parts))
         return found[::-1]
 
     def index_keys(self, i: int, place: Place, device: torch.device) -> list[Tensor]:
@@ -155,12 +226,15 @@ class Before:
         for j, state in enumerate(spec.states):
             first = torch.full(state.shape, state.initial, dtype=state.dtype or dtype, device=device)
             parts = [first if own is None else own[j].to(device) for own in found]
-            leaves.append(torch.stack(parts).requires_grad_(self._wants_gradients))
+            leaves.append(torch.stack(parts).requires_grad_(self.wants_gradients))
         self._leaves[place] = leaves
         return leaves
 
     def hand_back(self) -> None:
-        """Add the gradients of states to the pieces that they are of. Those of rows are there already."""
+        """Add the gradients of states and gathered rows to their pieces. Those of other rows are there already."""
+        for piece, place, rows, heads, places, grads in self._gathered:
+            for total, grad in zip(piece.own_row_grads(place), grads, strict=True):
+                total.index_put_((rows, heads), grad[places, heads].to(total.device), accumulate=True)
         for place, leaves in self._leaves.items():
             for i, parent in enumerate(self._parents):
                 if parent is not None and any(leaf.grad is not None for leaf in leaves):

@@ -15,6 +15,7 @@ from hybridmem.memory.kernels.signature import Scoring
 from hybridmem.memory.sequences.choosing import ChosenRows
 from hybridmem.memory.specs import AttentionSpec, IndexSpec, LayerSpec, MemorySpec, RecurrentSpec
 from hybridmem.memory.training import attention, kernels
+from hybridmem.memory.training.kept import Folding, Kept
 from hybridmem.memory.training.kernels import Slot
 from hybridmem.memory.training.pieces import Before, Piece, Place
 from hybridmem.memory.training.segments import Segments
@@ -73,9 +74,18 @@ class TrainingStep:
 
     Args:
         select: (rows,) the packed rows whose outputs are wanted.
+        rollback_window: how many of the newest rows do not fold, where attention has a policy.
+
+    Attributes:
+        rows, states: what the pieces leave behind, packed or stacked.
+        choices: for each attention with a policy, what it keeps of each piece's text, and the queries it observes next.
     """
 
-    def __init__(self, spec: MemorySpec, pieces: list[Piece], before: Before, select: Tensor) -> None:
+    def __init__(
+        self, spec: MemorySpec, pieces: list[Piece], before: Before, select: Tensor, rollback_window: int
+    ) -> None:
+        self._rollback_window = rollback_window
+        self.choices: dict[Place, list[tuple[Kept, Tensor | None]]] = {}
         self.spec, self._before, self._select = spec, before, select
         self.segments = Segments([len(piece.tokens) for piece in pieces], spec.device)
         self.token_ids = torch.cat([piece.tokens for piece in pieces])
@@ -114,7 +124,30 @@ class TrainingStep:
             scoring = scoring if by_query is None else scoring._replace(bias_HL=by_query[i])
             seen = None if chosen is None or chosen.positions is None else chosen.positions[i]
             ys.append(attention.attend(own_q, own_k, own_v, self._before.rows(i, place, spec), scoring, seen))
+        if spec.policy is not None and not self._before.wants_gradients:
+            with torch.no_grad():
+                self.choices[place] = self._fold(place, spec, q, scoring)
         return torch.cat(ys)
+
+    def _fold(self, place: Place, spec: AttentionSpec, q: Tensor, scoring: Scoring) -> list[tuple[Kept, Tensor | None]]:
+        """Let a policy choose which rows the texts of all pieces keep, after these."""
+        folding = Folding(spec, self._rollback_window)
+        observed = [q] if folding.observes else []
+        choices = []
+        for i, new in enumerate(zip(*map(self.segments.split, (*self.rows[place], *observed)), strict=True)):
+            kept = self._before.kept(i, place)
+            old: tuple[Tensor, ...] = tuple(x[:0] for x in new[: spec.n_parts])
+            if kept is None:
+                kept = Kept.nothing(spec.n_kv_heads, self.spec.device)
+            elif kept.positions.shape[1]:
+                old = self._before.kept_rows(i, place)[0]
+            at = folding.point(int(self._begins[i]) + len(new[0]))
+            if at > kept.at:
+                rows = [torch.cat(parts, 1) for parts in (*self._before.unfolded(i, place, kept.at), new)]
+                kept = folding.fold(kept, torch.cat(rows)[: at - kept.at], old, at, scoring)
+            n_left = int(self._begins[i]) + len(new[0]) - at
+            choices.append((kept, new[-1][-n_left:] if observed and n_left else new[-1][:0] if observed else None))
+        return choices
 
     def choose(
         self, layer: int, q: Tensor, k: Tensor, weights: Tensor, *, scale: float | None = None, name: str | None = None

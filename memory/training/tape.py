@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridmem.defaults import ROLLBACK_WINDOW
 from hybridmem.memory.blocks.arguments import is_integer, read_count
 from hybridmem.memory.errors import BatchError, RollbackError, SequenceError, SpecError
+from hybridmem.memory.eviction import EvictionPolicy
 from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, IndexSpec, MemorySpec
 from hybridmem.memory.training.boundaries import Boundaries
 from hybridmem.memory.training.chunk import Chunk, Head, Record, logprobs_of, no_values
+from hybridmem.memory.training.kept import with_own_policies
 from hybridmem.memory.training.pieces import Piece
 
 
@@ -74,19 +77,26 @@ class Tape:
             are left out, and forward computes them again when backward needs them.
         host_budget: bytes of host memory, for models on other devices; None for none.
         folder: where files may be made. None: there are none.
+        rollback_window: the rollback window of the memory that the model is trained for. It matters only where
+            attention has an eviction policy, because the newest rows do not fold.
     Raises:
-        SpecError: the model reads an encoder's output, or its memory evicts or quantises rows.
+        SpecError: the model reads an encoder's output, or its memory reads only some rows, or quantises rows.
     `run`, and backward, raise CapacityError if rows fit nowhere.
     """
 
     def __init__(
         self, model: Any, *, chunk_tokens: int = 1024, budget: float | str | None = None,
         host_budget: float | str | None = None, folder: str | Path | None = None,
+        rollback_window: int = ROLLBACK_WINDOW,
     ) -> None:  # fmt: skip
         self.chunk_tokens = read_count("chunk_tokens", chunk_tokens, 1, "token")
+        self._rollback_window = read_count("rollback_window", rollback_window, 0, "tokens")
         self._spec: MemorySpec = model.memory_spec
         _check_spec(self._spec)
+        self._spec = with_own_policies(self._spec)
         self._model = model
+        specs = [memory for memories in self._spec.layers for memory in memories]
+        self._has_policies = any(isinstance(spec, AttentionSpec) and spec.policy is not None for spec in specs)
         self._boundaries = Boundaries(self._spec.device, budget, host_budget, None if folder is None else Path(folder))
         # A function of autograd is recorded only if some input takes gradients.
         self._root = torch.zeros((), device=self._spec.device, requires_grad=True)
@@ -154,9 +164,9 @@ class Tape:
             while left := [text for text in texts if text.n_left]:
                 room, parts = self.chunk_tokens, []
                 for text in left:
-                    if room:
-                        parts.append(text.cut(min(room, text.n_left), self._spec.device, self._boundaries))
-                        room -= len(parts[-1].piece.tokens)
+                    if n_tokens := self._n_next(text, room):
+                        parts.append(text.cut(n_tokens, self._spec.device, self._boundaries))
+                        room -= n_tokens
                 pieces += [part.piece for part in parts]
                 self._compute(parts, head)
         except BaseException:
@@ -167,11 +177,23 @@ class Tape:
             text.finish()
         return {text.branch: torch.cat(text.values) for text in texts}
 
+    def _n_next(self, text: _Text, room: int) -> int:
+        """Return how many tokens of a text the next chunk takes, if it has room for so many.
+
+        With a policy, the rows that a token reads depend on where its chunk begins. So company must not move the cuts.
+        """
+        if not self._has_policies:
+            return min(room, text.n_left)
+        n_tokens = min(text.n_left, self.chunk_tokens - text.length % self.chunk_tokens)
+        if text.n_pending:
+            n_tokens = min(n_tokens, text.n_pending)
+        return n_tokens if n_tokens <= room else 0
+
     def _compute(self, parts: list[_Part], head: Head) -> None:
         """Compute one chunk, and give its outputs to the texts."""
         chunk = Chunk(
-            self._model, [part.piece for part in parts], [part.value_rows for part in parts],
-            [part.targets for part in parts], [part.is_end for part in parts], head,
+            self._model, self._spec, [part.piece for part in parts], [part.value_rows for part in parts],
+            [part.targets for part in parts], [part.is_end for part in parts], head, self._rollback_window,
         )  # fmt: skip
         before = {id(part.text.link): part.text.link for part in parts}
         dones = [self._root if link is None else link.done for link in before.values()]
@@ -231,6 +253,16 @@ class _Text:
     def n_left(self) -> int:
         return len(self._fed) - self._at
 
+    @property
+    def length(self) -> int:
+        """Return the number of tokens that have been computed."""
+        return 0 if self.link is None else self.link.piece.end
+
+    @property
+    def n_pending(self) -> int:
+        """Return how many of the next tokens were there before this call, and are computed again."""
+        return max(0, len(self.branch._pending) - self._at)
+
     def cut(self, n_tokens: int, device: torch.device, boundaries: Boundaries) -> _Part:
         """Take the next tokens."""
         begin, end = self._at, self._at + n_tokens
@@ -259,8 +291,13 @@ def _check_spec(spec: MemorySpec) -> None:
                     f"layer {layer} of {spec.model} has an index that chooses spans of {memory.span_tokens} rows; "
                     "gradients go through indexes that choose single rows alone: train this model in transformers"
                 )
-            if isinstance(memory, AttentionSpec) and (memory.policy is not None or memory.storage is not None):
+            if isinstance(memory, AttentionSpec) and memory.storage is not None:
                 raise SpecError(
-                    f"layer {layer} of {spec.model} has {memory.policy or memory.storage}; gradients go through rows "
-                    "that are all kept, and kept as they are: leave policies and storages out of the spec"
+                    f"layer {layer} of {spec.model} has {memory.storage}; gradients go through rows that are kept as "
+                    "they are: leave the storage out with spec.with_storage(None)"
+                )
+            if isinstance(memory, AttentionSpec) and not isinstance(memory.policy, EvictionPolicy | None):
+                raise SpecError(
+                    f"layer {layer} of {spec.model} has {memory.policy.label}, which evicts no row and chooses pages "
+                    "for each query; gradients go through policies that evict: leave it out with spec.with_policy(None)"
                 )

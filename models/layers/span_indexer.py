@@ -63,7 +63,7 @@ class MeanIndexer:
             k_TD, cos, sin = found[:, None].split_with_sizes([self._size, cos.shape[-1], sin.shape[-1]], -1)
             k_TD = k_TD[:, 0]
         k_T1D = turn(self._k_norm(k_TD)[:, None], cos, sin)
-        weights_TH = torch.ones(q_THD.shape[:2], device=q_THD.device)
+        weights_TH = torch.ones(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
         return step.choose(self._layer, q_THD, k_T1D, weights_TH)
 
 

@@ -27,12 +27,14 @@ class _Moved:
     Attributes:
         sources: names of the model's tensors, whose numbers are taken one tensor after the other.
         places: of its numbers among those; None if they are consecutive from `first` on.
+        is_padded: True if a zero comes after all of them, at which `places` may point.
     """
 
     sources: tuple[str, ...]
     shape: torch.Size
     first: int
     places: Tensor | None
+    is_padded: bool
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the tensor, differentiably."""
@@ -40,6 +42,8 @@ class _Moved:
         if len(found) == 1 and self.places is None and found[0].shape == self.shape:
             return found[0]
         flat = found[0].flatten() if len(found) == 1 else torch.cat([tensor.flatten() for tensor in found])
+        if self.is_padded:
+            flat = torch.cat([flat, flat.new_zeros(1)])
         if self.places is None:
             return flat[self.first : self.first + self.shape.numel()].view(self.shape)
         return flat[self.places].view(self.shape)
@@ -53,7 +57,8 @@ class Conversion:
     """
 
     def __init__(self, hf_model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-        first, firsts, places = 0, dict[str, int](), dict[str, Tensor]()
+        # Place 0 is that of the zeros with which the conversion fills up rows.
+        first, firsts, places = 1, dict[str, int](), dict[str, Tensor]()
         owners = dict[int, str]()
         for name, tensor in tensors.items():
             # A tensor with several names is one for the conversion too.
@@ -68,7 +73,7 @@ class Conversion:
         with torch.no_grad():
             for name, found in names_in_files(hf_model, places).items():
                 flat = found.flatten()
-                owned = torch.unique(torch.searchsorted(starts, flat, right=True)) - 1
+                owned = torch.unique(torch.searchsorted(starts, flat[flat > 0], right=True)) - 1
                 names = [*firsts]
                 sources = tuple(names[i] for i in owned.tolist())
                 self._moved[name] = _moved(flat, found.shape, sources, firsts, tensors)
@@ -95,6 +100,8 @@ def _moved(
         is_own = (flat >= firsts[name]) & (flat < firsts[name] + tensors[name].numel())
         own[is_own] = flat[is_own] - firsts[name] + begin
         begin += tensors[name].numel()
+    is_padded = bool((flat == 0).any())
+    own[flat == 0] = begin
     first = int(own[0])
     is_consecutive = torch.equal(own, torch.arange(first, first + len(own)))
-    return _Moved(sources, shape, first, None if is_consecutive else own)
+    return _Moved(sources, shape, first, None if is_consecutive else own, is_padded)

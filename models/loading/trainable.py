@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hybridmem.memory.blocks import refuse_arguments
 from hybridmem.memory.errors import SpecError
+from hybridmem.memory.kernels import precision_for
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel
 from hybridmem.models.loading.conversion import Conversion
 from hybridmem.models.loading.folders import unsupported
@@ -74,6 +75,7 @@ class Trainable(nn.Module):
         with torch.enable_grad(), plain_weights():
             tensors = self._tensors()
             floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+        with torch.enable_grad(), plain_weights(), precision_for(floats[0].dtype):
             checkpoint = LoadedCheckpoint(self.architecture, tensors, floats[0].device, floats[0].dtype)
             return build(ARCHITECTURES[self.architecture], self.config, checkpoint)
 

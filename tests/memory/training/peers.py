@@ -3,52 +3,34 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
+from hybridmem.memory.kernels.double_precision import precision_for
 from tests.models.checkpoints import CONFIGS, auto_class, randomise_
 
-_SHARE = 0.3
-"""How far weights are from those of an initialisation on the way to those of `randomise_`. Further on, float32 itself
-loses more digits than the comparison allows: transformers' own gradients in float32 and float64 differ by more.
-"""
 
-
-_MILDER = {"kimi-linear-two-of-eight-experts-in-groups": 0.2, "lfm3": 0.2, "glm5-next-single-rows": 0.2}
-"""The same where transformers' own gradients in float32 are off by 1.2e-5 to 1.6e-5 at the share of the others."""
-
-
-def random_model(name: str) -> Any:
-    """A model in float32 in which every weight matters."""
+def random_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model in which every weight matters. What it computes of its config alone, it computes in `dtype`."""
     torch.manual_seed(0)
     config = CONFIGS[name]()
-    model = auto_class(config).from_config(config).eval().float()
-    initial = [parameter.clone() for parameter in model.parameters()]
+    with precision_for(dtype):
+        model = auto_class(config).from_config(config, dtype=dtype).eval()
     randomise_(model)
-    with torch.no_grad():
-        for parameter, first in zip(model.parameters(), initial, strict=True):
-            parameter.lerp_(first, 1 - _MILDER.get(name, _SHARE))
     return model
 
 
-def reference_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A copy in float64, without those forms of transformers that compute no gradients, or lose digits."""
-    twin: Any = copy.deepcopy(model).double()
+def reference_of(model: Any) -> Any:
+    """A copy, without those forms of transformers that compute no gradients, or lose digits."""
+    twin = copy.deepcopy(model)
     if twin._can_set_experts_implementation():
         twin.set_experts_implementation("eager")  # The default multiplies float32 at most.
     for part in twin.modules():
         if isinstance(part, nn.Embedding):
             part.padding_idx = None  # Otherwise the embedding of this token would learn nothing.
-    module = sys.modules[type(twin).__module__]
-    if hasattr(module, "torch_chunk_gated_delta_rule"):
-        # It subtracts sums of logarithms in float32, whatever the dtype. Token by token it does not.
-        one_by_one = module.torch_recurrent_gated_delta_rule
-        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", lambda *a, chunk_size=64, **k: one_by_one(*a, **k))
     return twin
 
 
@@ -69,3 +51,13 @@ def worst(model: nn.Module, reference: nn.Module) -> tuple[float, str]:
         error = (own.grad - expected.grad).abs().max() / expected.grad.abs().max()
         found = max(found, (float(error), name))
     return found
+
+
+def undo_rescaling(reference: Any) -> None:
+    """Turn gradients of weights that RWKV divides in place into gradients of the weights as they were."""
+    every = getattr(reference.config, "rescale_every", 0)
+    if type(reference).__name__ != "RwkvForCausalLM" or every <= 0:
+        return
+    for i, block in enumerate(reference.rwkv.blocks):
+        for weight in (block.attention.output.weight, block.feed_forward.value.weight):
+            weight.grad.div_(2 ** (i // every))

@@ -18,7 +18,7 @@ from hybridmem.memory import (
     SpecError,
     StepError,
 )  # fmt: skip
-from hybridmem.memory.eviction import H2O
+from hybridmem.memory.eviction import Quest
 from hybridmem.memory.quantization import Quantized
 from hybridmem.memory.training import Tape
 from hybridmem.models import Trainable, add_lora, from_transformers, load_model
@@ -104,14 +104,24 @@ def test_indexes_of_spans_are_refused() -> None:
         Tape(Model())
 
 
-@pytest.mark.parametrize("lossy", (H2O(16), Quantized(8)))
-def test_policies_and_storages_are_refused(trainable: Trainable, lossy: Any) -> None:
+def test_pages_for_each_query_and_storages_are_refused(trainable: Trainable) -> None:
     model = trainable.model()
     spec = model.memory_spec
-    lossy_spec = spec.with_policy(lossy) if isinstance(lossy, H2O) else spec.with_storage(lossy)
-    model.memory_spec = lossy_spec
-    with pytest.raises(SpecError, match="leave policies and storages out"):
-        Tape(model)
+    for lossy, message in (
+        (spec.with_policy(Quest(64)), r"Quest\(64\).*leave it out with spec.with_policy\(None\)"),
+        (spec.with_storage(Quantized(8)), r"bits=8.*leave the storage out with spec.with_storage\(None\)"),
+    ):
+        model.memory_spec = lossy
+        with pytest.raises(SpecError, match=message):
+            Tape(model)
+
+
+def test_float64_is_for_training_alone() -> None:
+    model = peers.random_model("jamba", torch.float64)
+    trained = Trainable.of(model).model()
+    assert trained.memory_spec.dtype == torch.float64
+    with pytest.raises(SpecError, match=r"dtype=torch\.float64; give 'float32'"):
+        HybridMemory(trained.memory_spec, "2MiB")
 
 
 def test_a_chunk_has_a_token(trainable: Trainable) -> None:
