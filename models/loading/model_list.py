@@ -28,7 +28,7 @@ def import_models() -> None:
 @contextmanager
 def _listed_once(folder: Path) -> Iterator[None]:
     """Inside the block, `transformers.models` gets the list of models that transformers itself has made."""
-    listing = import_module("transformers.utils.import_utils")
+    listing: Any = import_module("transformers.utils.import_utils")
     make: Any = getattr(listing, "define_import_structure", None)
     if not hasattr(make, "cache_info"):
         yield

@@ -250,7 +250,7 @@ class CodedTensor(Tensor):
         width = self.form.n_block if self.form.floats else n_in
         pieces, which = torch.unique(indices // width, return_inverse=True)
         at = pieces // (n_in // width), pieces % (n_in // width)
-        own = [part.unflatten(-1, (n_in // width, -1))[at] for part in parts]
+        own = [part.view(len(part), n_in // width, -1)[at] for part in parts]
         return CodedTensor(self.form, own, width, self.dtype).dense()[which, indices % width]
 
     def like(self, parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> CodedTensor:
