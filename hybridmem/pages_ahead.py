@@ -27,15 +27,20 @@ _MOST_OF_AVAILABLE = 0.8
 
 
 class PagesAhead:
-    """Holds mapped memory, and a thread that takes its pages from the system, from the first one on."""
+    """Holds mapped memory, and a thread that takes its pages from the system, from the first one on.
+
+    Attributes:
+        pages: the mapped memory.
+        thread: ends when it has taken all pages, or at `end`.
+    """
 
     def __init__(self, n_bytes: int) -> None:
         self.pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.pages.madvise(mmap.MADV_HUGEPAGE)
         self.n_bytes = n_bytes
         self._is_ended = threading.Event()
-        self._thread = threading.Thread(target=self._take_pages, name="pages-ahead", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._take_pages, name="pages-ahead", daemon=True)
+        self.thread.start()
 
     def _take_pages(self) -> None:
         first = ctypes.c_char.from_buffer(self.pages)
@@ -49,7 +54,7 @@ class PagesAhead:
     def end(self, n_used: int) -> None:
         """Take no more pages, and give back those behind the first `n_used` bytes."""
         self._is_ended.set()
-        self._thread.join()
+        self.thread.join()
         start = -(-n_used // mmap.PAGESIZE) * mmap.PAGESIZE
         if start < self.n_bytes:
             self.pages.madvise(mmap.MADV_DONTNEED, start, self.n_bytes - start)
